@@ -8,7 +8,7 @@ import trustme
 
 
 def make_certificates(folder: Path) -> tuple[dict[str, Path], dict[str, Path]]:
-    """An authority of our own; settings for TLS, and those that make it mutual."""
+    """Make an authority and a certificate, and return the settings for TLS and the additional ones for mutual TLS."""
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1", "localhost")
     ca, cert, key = (folder / name for name in ("ca.pem", "cert.pem", "key.pem"))

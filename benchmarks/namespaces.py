@@ -1,7 +1,7 @@
-"""Network namespaces for what wants machines of its own; also those of the tests.
+"""Network namespaces as machines, for benchmarks and tests.
 
-A namespace lives as long as a process in it; the one that keeps it ends when its standard input does, which the kernel
-sees to even after `kill -9`.
+A namespace exists as long as a process in it. That process ends with its standard input, which the kernel closes even
+after `kill -9` of this one.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ _CLONE_NEWNET = 0x40000000
 
 
 class Namespace:
-    """A network namespace and the process that keeps it; what `prefix` starts runs in it."""
+    """A network namespace and the process that keeps it. Commands run in it with `prefix`."""
 
     def __init__(self) -> None:
         self._keeper = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C on the terminal is not for it
+            start_new_session=True,  # Ctrl-C on the terminal must not end it
         )  # fmt: skip
         assert self._keeper.stdout is not None
         if not self._keeper.stdout.readline():
             self.close()
-            raise OSError("there can be no network namespace here")
+            raise OSError("a network namespace cannot be created here")
         self.pid = self._keeper.pid
         self.prefix = ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
 
     def run(self, command: str) -> None:
-        """Run `ip` or `tc` in it. Raises OSError with what that said."""
+        """Run `ip` or `tc` in it. Raises OSError with its output."""
         run([*self.prefix, *command.split()])
 
     def enter(self) -> None:
-        """Take the calling thread, and no other, into this namespace for good."""
+        """Move the calling thread, and no other, into this namespace permanently."""
         with open(f"/proc/{self.pid}/ns/net") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), "setns")
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What a function returns on a thread in this namespace. A socket stays where it was made."""
+        """Call a function on a thread in this namespace, and return its result. A socket stays in its namespace."""
         outcome: list[T | BaseException] = []
 
         def work() -> None:

@@ -1,4 +1,4 @@
-"""How evenly each placement loads the pservers, for the shapes of real models: the table of docs/modes.md.
+"""The balance of each placement for the shapes of real models: the table of docs/modes.md.
 
     python benchmarks/placement.py
 
@@ -20,12 +20,12 @@ NUM_PSERVERS = (2, 3, 4, 8)
 
 
 def two_layer_net() -> Named:
-    """A wide input and a narrow hidden layer."""
+    """Yield a wide input and a narrow hidden layer."""
     yield from (("w1", (10, 1000)), ("b1", (10, 1000)), ("w2", (1, 10)), ("b2", (1, 10)))
 
 
 def small_cnn() -> Named:
-    """PyTorch's MNIST example: two convolutions, two linear layers."""
+    """Yield PyTorch's MNIST example: two convolutions, two linear layers."""
     yield from linear("conv1", (32, 1, 3, 3))
     yield from linear("conv2", (64, 32, 3, 3))
     yield from linear("fc1", (128, 9216))
@@ -33,17 +33,17 @@ def small_cnn() -> Named:
 
 
 def resnet18() -> Named:
-    """Torchvision's resnet18."""
+    """Yield torchvision's resnet18."""
     return resnet((2, 2, 2, 2), bottleneck=False)
 
 
 def resnet50() -> Named:
-    """Torchvision's resnet50."""
+    """Yield torchvision's resnet50."""
     return resnet((3, 4, 6, 3), bottleneck=True)
 
 
 def resnet(depths: tuple[int, ...], *, bottleneck: bool) -> Named:
-    """Residual stages; convolutions have no bias, each is followed by a batch norm."""
+    """Yield residual stages; convolutions have no bias and are followed by a batch norm."""
     yield "conv1.weight", (64, 3, 7, 7)
     yield from norm("bn1", 64)
     num_inputs = 64
@@ -68,7 +68,7 @@ def resnet(depths: tuple[int, ...], *, bottleneck: bool) -> Named:
 
 
 def vgg16() -> Named:
-    """Torchvision's vgg16: most of its bytes are in the first linear layer, late in the model."""
+    """Yield torchvision's vgg16: most of its bytes are in the first linear layer, late in the model."""
     sizes = (3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
     for i, (num_inputs, num_outputs) in enumerate(pairwise(sizes)):
         yield from linear(f"features.{i}", (num_outputs, num_inputs, 3, 3))
@@ -77,7 +77,7 @@ def vgg16() -> Named:
 
 
 def gpt2_small() -> Named:
-    """Hugging Face's gpt2; its head is the token embedding, so it is no parameter of its own."""
+    """Yield Hugging Face's gpt2; its head is the token embedding, so it is no parameter of its own."""
     yield "wte.weight", (50257, 768)
     yield "wpe.weight", (1024, 768)
     for i in range(12):
@@ -91,7 +91,7 @@ def gpt2_small() -> Named:
 
 
 def bert_base() -> Named:
-    """Hugging Face's bert-base-uncased with its pooler."""
+    """Yield Hugging Face's bert-base-uncased with its pooler."""
     for kind, size in (("word", 30522), ("position", 512), ("token_type", 2)):
         yield f"embeddings.{kind}_embeddings.weight", (size, 768)
     yield from norm("embeddings.LayerNorm", 768)
@@ -107,7 +107,7 @@ def bert_base() -> Named:
 
 
 def vit_b_16() -> Named:
-    """Torchvision's vit_b_16 for images of 224 x 224: 14 x 14 patches and the class token."""
+    """Yield torchvision's vit_b_16 for images of 224 x 224: 14 x 14 patches and the class token."""
     yield "class_token", (1, 1, 768)
     yield from linear("conv_proj", (768, 3, 16, 16))
     yield "encoder.pos_embedding", (1, 14 * 14 + 1, 768)
@@ -125,13 +125,13 @@ def vit_b_16() -> Named:
 
 
 def linear(name: str, weight: Shape, bias: int | None = None) -> Named:
-    """A weight and its bias, of the size of the weight's first dimension if not said otherwise."""
+    """Yield a weight and its bias, by default of the size of the weight's first dimension."""
     yield f"{name}.weight", weight
     yield f"{name}.bias", (weight[0] if bias is None else bias,)
 
 
 def norm(name: str, size: int) -> Named:
-    """The scale and shift of a batch or layer norm."""
+    """Yield the scale and shift of a batch or layer norm."""
     yield f"{name}.weight", (size,)
     yield f"{name}.bias", (size,)
 
@@ -149,14 +149,14 @@ MODELS: dict[str, Callable[[], Named]] = {
 
 
 def model_parameters(model: str) -> list[ParameterSpec]:
-    """The parameters of a model in its own order."""
+    """Return the parameters of a model in its own order."""
     return [ParameterSpec(name, shape) for name, shape in MODELS[model]()]
 
 
 def imbalance(
     parameters: list[ParameterSpec], num_pservers: int, placement: Placement, *, slice_parameters: bool
 ) -> float:
-    """The largest share over the mean share: 1 is even, `num_pservers` is all on one."""
+    """Return the largest share over the mean share: 1 is even, `num_pservers` is all on one."""
     plan = make_plan(parameters, num_pservers, placement=placement, slice_parameters=slice_parameters)
     shares = [plan.shard_bytes(pserver) for pserver in range(num_pservers)]
     return max(shares) * num_pservers / sum(shares)

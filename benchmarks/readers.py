@@ -1,8 +1,8 @@
-"""What looking costs: rounds a second while clients ask for statistics, as a ratio to those while nobody looks.
+"""The cost of inspection: rounds a second while clients request statistics, as a ratio to those without clients.
 
     python -m benchmarks.readers [--clients 20] [--megabytes 100] [--repetitions 5] [--report FILE.md]
 
-Both are measured in turn, in one run, so that a change of the machine's speed hits them alike.
+Both are measured in turn, in one run, so that a change of the machine's speed affects both.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from ps_config.certificates import TlsFiles
 from trainer_client.transport.exchange import Exchange
 
 from .faults.observed import ObservedCluster
-from .report import PACKAGES, add_report_option, make_head, publish, spread_table
+from .report import PACKAGES, make_head, make_parser, publish, spread_table
 
 ROOT = Path(__file__).parents[1]
 TENSORS = 160
 WARM_UP_ROUNDS = 20
 
 TEXT = """\
-{clients} clients in a process of their own ask the coordinator once a second each for the statistics of a parameter,
+{clients} clients in a separate process each request the statistics of a parameter from the coordinator once a second,
 while 2 trainers and 2 pservers train {megabytes:g} MB of parameters in {tensors} tensors (synchronous, Adam, durability
-none, {compute_ms:.0f} ms of emulated computation in a step), everything on the same cores. `own`: each client looks at
-another tensor; `same`: all look at one. A **ratio** is rounds a second in {seconds:g} s of looking to those in the
-{seconds:g} s before it, in which nobody looks.
+none, {compute_ms:.0f} ms of emulated computation in a step), everything on the same cores. `own`: each client requests
+another tensor; `same`: all request the same. A **ratio** is rounds a second during {seconds:g} s of requests to those
+during the {seconds:g} s before them.
 """
 
 
 async def read(address: str, names: list[str], seconds: float) -> list[float]:
-    """Ask once a second for each of these names; returns the seconds that each answer took.
+    """Request each of these names once a second, and return the seconds of each request.
 
-    With a client that takes little of the cores, which are those of the cluster: httpx would take 2 ms a request.
+    The trainers' client is used, as httpx would take 2 ms of the cluster's processor time for each request.
     """
     took = []
     http = Exchange(TlsFiles(), None, http2=True)
 
-    async def look(name: str, offset: float) -> None:
+    async def request(name: str, offset: float) -> None:
         await asyncio.sleep(offset)
         while (begin := time.monotonic()) < until:
             url = httpx.URL(f"{address}/v1/statistics/{name}")
@@ -54,14 +54,14 @@ async def read(address: str, names: list[str], seconds: float) -> list[float]:
 
     until = time.monotonic() + seconds
     try:
-        await asyncio.gather(*(look(name, index / len(names)) for index, name in enumerate(names)))
+        await asyncio.gather(*(request(name, index / len(names)) for index, name in enumerate(names)))
     finally:
         await http.aclose()
     return took
 
 
 def run_readers(arguments: list[str]) -> None:
-    """The other process: tells that it is ready, begins at a line, and prints what each answer took."""
+    """Run the clients' process: print that it is ready, wait for a line, and print the seconds of each request."""
     address, seconds, *names = arguments
     print("ready", flush=True)
     sys.stdin.readline()
@@ -69,16 +69,14 @@ def run_readers(arguments: list[str]) -> None:
 
 
 def measure(observed: ObservedCluster, names: list[str], seconds: float) -> tuple[float, list[float]]:
-    """The ratio, and what each answer took."""
+    """Return the ratio, and the seconds of each request."""
     command = [sys.executable, "-m", "benchmarks.readers", "--read", observed.cluster.address, str(seconds), *names]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:  # its imports are none of the looking
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise RuntimeError("the readers did not start")
         before = observed.num_steps(0)
-        time.sleep(seconds)  # this is what is measured
+        time.sleep(seconds)
         between, began = observed.num_steps(0), time.monotonic()
         output, _ = process.communicate("begin\n")
         rate = (observed.num_steps(0) - between) / (time.monotonic() - began)
@@ -88,14 +86,13 @@ def measure(observed: ObservedCluster, names: list[str], seconds: float) -> tupl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--megabytes", type=float, default=100.0, help="of parameters")
     parser.add_argument("--compute-seconds", type=float, default=0.0, help="of a step, emulated")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of looking, and of not looking before it")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of requests, and of the time before them")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--read", nargs="+", help=argparse.SUPPRESS)
-    add_report_option(parser)
     options = parser.parse_args()
     if options.read:
         return run_readers(options.read)
@@ -121,7 +118,7 @@ def main() -> None:
                     flush=True,
                 )
         rate = observed.steps[-1].round / (observed.steps[-1].at - observed.steps[0].at)
-    report = make_head("The cost of looking", text, PACKAGES, f"about {rate:.2f} rounds a second")
+    report = make_head("The cost of inspection", text, PACKAGES, f"about {rate:.2f} rounds a second")
     report += "\n" + spread_table(ratios, "ratio of rounds a second") + "\n" + spread_table(took, "seconds an answer")
     publish(report, options.report)
     return None

@@ -1,4 +1,4 @@
-"""What the reports have in common: where it was measured and with what, and how numbers are summed up."""
+"""The common parts of all reports: hardware, versions, command line and statistics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import datetime
 import math
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def describe_hardware() -> str:
 
 
 def make_head(title: str, text: str, packages: Sequence[str], *notes: str, where: str = "on loopback") -> str:
-    """Title, what was measured, where and with what; `notes` are further points. The program was run by `python -m`."""
+    """Return title, text, date, hardware, versions, `notes` and command of a program that was run by `python -m`."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty=, changed", "--exclude=*"], capture_output=True, text=True, cwd=HERE
     )
@@ -45,13 +46,13 @@ def make_head(title: str, text: str, packages: Sequence[str], *notes: str, where
 
 
 def describe_disk() -> str:
-    """The kind of file system on which temporary state is kept, as a note."""
+    """Return a note with the kind of file system of temporary state."""
     kind = subprocess.run(["stat", "-f", "-c", "%T", tempfile.gettempdir()], capture_output=True, text=True)
     return f"file system of the services' state: {kind.stdout.strip() or 'unknown'}"
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of all values does not exceed.
+    """Return the smallest value that this share of all values does not exceed.
 
     >>> quantile([4, 1, 3, 2], 0.5), quantile([4, 1, 3, 2], 0.99)
     (2, 4)
@@ -60,7 +61,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def spread_table(rows: Mapping[str, Sequence[float]], unit: str) -> str:
-    """Median, p99 and range of each row's values. With fewer than 100 values p99 is the largest one."""
+    """Return a table of median, p99 and range of each row. With fewer than 100 values p99 is the largest one."""
     lines = [f"| {unit} | n | median | p99 | range |", "|---|--:|--:|--:|--:|"]
     for name, values in rows.items():
         lines.append(
@@ -70,8 +71,17 @@ def spread_table(rows: Mapping[str, Sequence[float]], unit: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def add_report_option(parser: argparse.ArgumentParser) -> None:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the option `--report`. The description is printed as it is."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", type=Path, help="write the Markdown report there too")
+    return parser
+
+
+def exit_on_signals() -> None:
+    """Let SIGTERM and SIGHUP leave all `with` blocks of the main thread."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def publish(report: str, path: Path | None) -> None:

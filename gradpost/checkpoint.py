@@ -1,4 +1,4 @@
-"""`gradpost checkpoint`: make one, list them, and go back to one."""
+"""`gradpost checkpoint`: create, list and restore checkpoints."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .up.state_folder import named_root, newest_folder
 
 
 def default_place() -> str:
-    """Where checkpoints are if nothing is said: as set, else in the state folder, else in that of the newest `up`."""
+    """Return the place that is set, else the one in the state folder, else the one of the newest `up`."""
     return find_setting("checkpoints") or str(_default_folder() / "checkpoints")
 
 
 def find_state_dir(place_url: str | None) -> Path | None:
-    """The folder of the services that write to a place, if it is on this machine; without a place that of `up`."""
+    """Return the state folder of the services that write to a place, by default `up`'s; None if it is elsewhere."""
     folder = _default_folder() if place_url is None else Path(place_url).parent
     return folder if (folder / "coordinator.json").exists() else None
 
@@ -44,12 +44,12 @@ def create_checkpoint(coordinator: str | None, token_file: Path | None, *, as_js
 
 
 def restore_checkpoint(coordinator: str | None, token_file: Path | None, round_: int, *, as_json: bool) -> None:
-    """Take everybody back to a complete checkpoint of the run that trains."""
+    """Roll the run that trains back to a complete checkpoint."""
     with asking(coordinator, token_file, "admin") as view:
         try:
             done = view.roll_back(round_)
         except NotFound as error:
-            raise CommandError(f"{error}; gradpost checkpoint list says which there are") from None
+            raise CommandError(f"{error}; gradpost checkpoint list prints the complete ones") from None
     if as_json:
         print_json(done)
     else:
@@ -57,9 +57,9 @@ def restore_checkpoint(coordinator: str | None, token_file: Path | None, round_:
 
 
 def list_checkpoints(place_url: str | None, coordinator: str | None, token_file: Path | None, *, as_json: bool) -> None:
-    """Print every complete checkpoint, newest first: those in a place, or those of the coordinator's run.
+    """Print the complete checkpoints in a place or of the coordinator's run, newest first.
 
-    Without a place the coordinator is asked that is given or set; if none is, it is the place of the newest `up`.
+    Without a place, list those of the coordinator that is given or set, else those of the newest `up`.
     """
     if place_url is None and (coordinator or (find_setting("coordinator") and find_setting("checkpoints") is None)):
         with asking(coordinator, token_file) as view:
@@ -85,5 +85,5 @@ def list_checkpoints(place_url: str | None, coordinator: str | None, token_file:
 
 
 def pass_over(run: str, round_: Round, error: OSError) -> None:
-    """Say that a checkpoint cannot be read."""
+    """Print that a checkpoint cannot be read."""
     print_line(f"passing over round {round_:,} of run {run}: {error}")

@@ -13,11 +13,14 @@ from dataclasses import asdict, dataclass
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
+from rich.console import Console
+from rich.text import Text
 
 from ps_config.control_client import BearerAuth, make_control_client
 from ps_config.environment import PREFIX, SettingsError, check_environment, find_setting, read_settings_file
@@ -26,18 +29,38 @@ from ps_config.tokens import TokenFile, TokenPair
 from ps_config.versions import installed_versions
 from ps_protocol.errors import Forbidden, GradpostError, Unauthenticated
 from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus, Software
+from ps_protocol.printable import printable
 from ps_protocol.routes import HEALTH, METRICS, STATE
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from trainer_client.answers import raise_for_problem
 from trainer_client.transport.exchange import make_bulk_client
 
-from .finding import Finding, print_findings
 from .output import EXIT_FAILED, CommandError, count, print_json
 from .status import Connection, find_connection, open_view
 
-MIN_FREE_SHARE = 0.1  # of a disk; the alert on disks has the same limit
+MIN_FREE_SHARE = 0.1  # of a disk, as in the alert on disks
 MAX_CLOCK_SECONDS = 2.0
 REACH_SECONDS = 5.0  # for all requests to one service
+
+
+Level = Literal["ok", "skipped", "warning", "broken"]
+_MARKS: dict[Level, tuple[str, str]] = {
+    "ok": ("ok", "green"),
+    "skipped": ("-", "dim"),
+    "warning": ("warning", "yellow"),
+    "broken": ("BROKEN", "bold red"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of one check; `advice` says what to do, `why` what happens otherwise."""
+
+    check: str
+    level: Level
+    detail: str
+    advice: str = ""
+    why: str = ""
 
 
 def show_checks(coordinator: str | None, token_file: Path | None, *, strict: bool, as_json: bool) -> int:
@@ -49,17 +72,36 @@ def show_checks(coordinator: str | None, token_file: Path | None, *, strict: boo
     if as_json:
         print_json({"ok": is_well, "checks": [asdict(finding) for finding in findings]})
     else:
-        print_findings(findings)
+        _print_findings(findings)
     return 0 if is_well else EXIT_FAILED
+
+
+def _print_findings(findings: Sequence[Finding]) -> None:
+    """Print a line for each finding with its reason and advice, and a summary."""
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    width = max(len(finding.check) for finding in findings)
+    for finding in findings:
+        mark, style = _MARKS[finding.level]
+        line = Text.assemble((f"{mark:8}", style), f"{finding.check:{width}}  ", printable(finding.detail))
+        console.print(line)
+        if finding.why:
+            console.print(Text.assemble(" " * (8 + width + 2), printable(finding.why)))
+        if finding.advice:
+            console.print(Text.assemble(" " * (8 + width + 2), ("-> " + printable(finding.advice), "bold")))
+    broken = sum(finding.level == "broken" for finding in findings)
+    warnings = sum(finding.level == "warning" for finding in findings)
+    verdict = "all is well" if not broken else f"{count(broken, 'check')} failed"
+    console.print()
+    console.print(verdict + (f", with {count(warnings, 'warning')}" if warnings else ""))
 
 
 def _run(check: Callable[[], Finding | list[Finding]]) -> list[Finding]:
     try:
         found = check()
-    except Exception as error:  # a check that fails itself must not hide the findings of the others
+    except Exception as error:  # an error in one check must not hide the findings of the others
         function = check.func if isinstance(check, partial) else check
         name = function.__name__.removeprefix("check_")
-        return [Finding(name, "broken", f"this check failed itself: {error!r}", "please report it")]
+        return [Finding(name, "broken", f"the check raised {error!r}", "this is a bug, please report it")]
     return [found] if isinstance(found, Finding) else found
 
 
@@ -114,7 +156,7 @@ def check_tokens(token_file: Path | None = None) -> Finding:
 
 
 def check_cluster(coordinator: str | None = None, token_file: Path | None = None) -> list[Finding]:
-    """Check the cluster that the arguments or the settings name; takes seconds, however slow its members are."""
+    """Check the cluster that the arguments or the settings name; blocks for a few time-outs at most."""
     found, status = check_coordinator(coordinator, token_file)
     if status is None:
         return [found, check_versions()]
@@ -135,9 +177,9 @@ def check_cluster(coordinator: str | None = None, token_file: Path | None = None
 def check_coordinator(
     coordinator: str | None = None, token_file: Path | None = None
 ) -> tuple[Finding, ClusterStatus | None]:
-    """Check that the coordinator answers and speaks our version; return its status with the finding.
+    """Check that the coordinator answers and has this version; return its status with the finding.
 
-    Without a name the usual address is tried, and a coordinator that is missing there is no fault.
+    The default address is only tried: a coordinator that is missing there is no error.
     """
     try:
         is_named = bool(coordinator or find_setting("coordinator"))
@@ -159,7 +201,7 @@ def check_coordinator(
         return Finding(
             "coordinator", "broken",
             f"{address} speaks version {version} of the protocol, this is version {PROTOCOL_VERSION}",
-            "install the same Gradpost here and there", "it refuses trainers of this machine",
+            "install the same version of Gradpost on both machines", "it refuses trainers of this machine",
         ), None  # fmt: skip
     return Finding("coordinator", "ok", f"{address}: run {status.run} is {status.state}"), status
 
@@ -179,7 +221,7 @@ def check_versions(status: ClusterStatus | None = None) -> Finding:
                 names[getattr(software, package)].append(member)
         found.append(f"{package} {next(iter(names))}")
         if len(names) > 1:
-            different.append(f"{package} " + "; ".join(f"{v} ({', '.join(who)})" for v, who in sorted(names.items())))
+            different.append(f"{package} " + "; ".join(f"{v} ({', '.join(same)})" for v, same in sorted(names.items())))
     if different:
         return Finding(
             "versions", "warning", ". ".join(different), "install the same everywhere, as requirements.lock has it",
@@ -217,17 +259,17 @@ def check_addresses(coordinator: str, pservers: Sequence[PserverStatus]) -> list
 
 @dataclass(slots=True)
 class Reached:
-    """The answers of a pserver to this machine."""
+    """The responses of a pserver to this machine."""
 
-    trouble: str = ""  # why there is no state
+    trouble: str = ""  # the reason why there is no state
     state: PserverState | None = None
     http2_trouble: str = ""
-    clock_seconds: float | None = None  # how far its clock is ahead of ours, give or take half a second
+    clock_seconds: float | None = None  # its clock minus this machine's, to half a second
     disk: tuple[float, float] | None = None  # free bytes, size
 
 
 async def _reach_all(connection: Connection, pservers: Sequence[PserverStatus]) -> tuple[float | None, list[Reached]]:
-    """Return how far the coordinator's clock is ahead, and the answers of the pservers in their order."""
+    """Return the coordinator's clock minus this machine's, and the responses of the pservers in their order."""
     tokens = None if connection.token_file is None else TokenPair(connection.token_file)
     auth = None if tokens is None else BearerAuth(tokens)
     reached = [Reached() for _ in pservers]
@@ -244,7 +286,7 @@ async def _reach(control: httpx.AsyncClient, http2: httpx.AsyncClient, pserver: 
     url = urlsplit(pserver.address)
     try:
         async with asyncio.timeout(REACH_SECONDS):
-            await asyncio.get_running_loop().getaddrinfo(url.hostname, url.port)  # its error names the cause
+            await asyncio.get_running_loop().getaddrinfo(url.hostname, url.port)  # for an error that names the cause
             state = await _get(control, pserver.address + STATE)
             metrics = await _get(control, pserver.address + METRICS)
             one.clock_seconds = _clock_seconds(state)
@@ -274,7 +316,7 @@ async def _get(http: httpx.AsyncClient, url: str) -> httpx.Response:
 
 
 def _clock_seconds(response: httpx.Response) -> float | None:
-    date = response.headers.get("date")  # of whole seconds, so that the time is half a second later on average
+    date = response.headers.get("date")  # in whole seconds, rounded down
     return None if date is None else parsedate_to_datetime(date).timestamp() + 0.5 - time.time()
 
 
@@ -317,10 +359,10 @@ def check_pserver(pserver: PserverStatus, one: Reached) -> Finding:
 
 
 def check_clocks(ahead: dict[str, float | None]) -> Finding:
-    """Check that the clocks of the services agree with ours, to about a second."""
+    """Check that the clocks of the services agree with this machine's, to about a second."""
     known = {name: seconds for name, seconds in ahead.items() if seconds is not None}
     if not known:
-        return Finding("clocks", "skipped", "no service has told its time")
+        return Finding("clocks", "skipped", "no service has sent its time")
     wrong = [
         f"{name} is {abs(seconds):.0f} s {'ahead' if seconds > 0 else 'behind'}"
         for name, seconds in known.items()
@@ -337,7 +379,7 @@ def check_clocks(ahead: dict[str, float | None]) -> Finding:
 def check_pserver_disks(disks: dict[int, tuple[float, float]]) -> Finding:
     """Check that the pservers have room for their logs and state; a disk has free bytes and a size."""
     if not disks:
-        return Finding("pserver disks", "skipped", "no pserver has told of a disk")
+        return Finding("pserver disks", "skipped", "no pserver has reported a disk")
     full = [
         f"pserver {index} has {free / 1e9:.1f} GB left of {size / 1e9:.0f} GB"
         for index, (free, size) in disks.items()

@@ -1,4 +1,4 @@
-"""`gradpost events`: what has happened in a cluster, and what happens."""
+"""`gradpost events`: the events of a cluster, past and current."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RETRY_SECONDS = 1.0
 
 
 def show_events(coordinator: str | None, token_file: Path | None, *, follow: bool, as_json: bool) -> None:
-    """Print the newest thousand, and with `follow` those that come, until Ctrl-C."""
+    """Print the newest thousand events, and with `follow` the next ones until Ctrl-C."""
     with asking(coordinator, token_file) as view, suppress(KeyboardInterrupt) if follow else nullcontext():
         for event in _follow(view) if follow else view.events():
             if as_json:
@@ -30,15 +30,15 @@ def show_events(coordinator: str | None, token_file: Path | None, *, follow: boo
 
 
 def _follow(view: ClusterView) -> Iterator[dict[str, Any]]:
-    """For ever: a coordinator that is away may come back, and knows where we were. It has to be there at first."""
+    """Yield events without an end, over restarts of the coordinator. Raises Unreachable if it is not there at first."""
     view.status()
-    newest, is_away = 0, False
+    newest, is_unreachable = 0, False
     while True:
         with suppress(Unreachable):
             for event in view.follow_events(newest):
-                newest, is_away = event["id"], False
+                newest, is_unreachable = event["id"], False
                 yield event
-        if not is_away:
-            warn(f"the coordinator at {view.coordinator} is gone; waiting for it, until Ctrl-C")
-        is_away = True
+        if not is_unreachable:
+            warn(f"the coordinator at {view.coordinator} is unreachable; trying again until Ctrl-C")
+        is_unreachable = True
         time.sleep(RETRY_SECONDS)

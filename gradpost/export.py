@@ -1,4 +1,4 @@
-"""`gradpost checkpoint export`: a model file from a checkpoint or logs. Apart, since it needs torch and takes time."""
+"""`gradpost checkpoint export`: a model file from a checkpoint or from logs. Needs torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from services.runtime.storage import CheckpointStorage, DamagedFile, open_checkp
 from trainer_client.tensors import TORCH_DTYPES
 
 from .checkpoint import pass_over
-from .output import EXIT_FAILED, CommandError, count, print_line
+from .output import EXIT_FAILED, CommandError, count, print_line, whole_file
 from .stopped_run import NotRestorable, StoppedRun, open_stopped_run, read_record
-from .whole_file import whole_file
 
 
 def export_model(
@@ -28,12 +27,12 @@ def export_model(
 ) -> None:
     """Write whole tensors, buffers and tied names of a round into one safetensors file.
 
-    Without `run` and `round_` it is the newest one that can be had: that of a complete checkpoint or, if the services
-    of the run have stopped and left their folders in `state_dir`, one that their logs lead to. What has files
-    that are damaged or cannot be read is passed over, and said. Raises CommandError if there is none.
+    Without `run` and `round_`, export the newest round: of a complete checkpoint or, if the services of the run have
+    stopped and left their folders in `state_dir`, of their logs. Unreadable checkpoints are skipped with a line on
+    stdout. Raises CommandError if there is no such round.
     """
     place = open_checkpoint_storage(place_url)
-    manifests = _leave_out_undone(all_checkpoints(place, pass_over), state_dir)
+    manifests = _exclude_undone(all_checkpoints(place, pass_over), state_dir)
     wanted = [one for one in manifests if run in (None, one.run) and round_ in (None, one.round)]
     if (round_ is None or not wanted) and _export_stopped_run(target, place, state_dir, run, round_, manifests):
         return
@@ -51,8 +50,8 @@ def export_model(
     raise CommandError(f"there is no complete checkpoint{what} in {place.url}; {there}", exit_code=EXIT_FAILED)
 
 
-def _leave_out_undone(manifests: list[Manifest], state_dir: Path | None) -> list[Manifest]:
-    """Return all but the checkpoints that the recorded run has gone back behind, if there is a record of one."""
+def _exclude_undone(manifests: list[Manifest], state_dir: Path | None) -> list[Manifest]:
+    """Return the checkpoints that no rollback of the recorded run has undone."""
     try:
         run = None if state_dir is None else read_record(state_dir)
     except (NotRestorable, OSError):  # `_export_stopped_run` prints it
@@ -68,9 +67,9 @@ def _export_stopped_run(
     round_: int | None,
     manifests: list[Manifest],
 ) -> bool:
-    """Write what the pservers' folders give, if that is newer than every complete checkpoint of the run.
+    """Write the newest round in the pservers' folders if it is newer than the run's complete checkpoints.
 
-    Returns whether it was; else it is said which newer rounds there are.
+    Returns whether it was. Prints which newer rounds are incomplete.
     """
     if state_dir is None:
         return False
@@ -83,15 +82,15 @@ def _export_stopped_run(
                 _write(target, to_tensors(stopped.read(found), stopped.plan, stopped.aliases), name, found)
             newest = complete if found is None else max(found, complete)
             if round_ is None and stopped.newest > newest:
-                _print_newer(stopped, is_cut=is_newer and stopped.storages[0].is_async)
+                _print_newer(stopped, is_async=is_newer and stopped.storages[0].is_async)
             return is_newer
     except (NotRestorable, OSError) as error:
-        print_line(f"only complete checkpoints are looked at, and no logs: {error}")
+        print_line(f"exporting complete checkpoints only, without the logs: {error}")
         return False
 
 
-def _print_newer(stopped: StoppedRun, *, is_cut: bool) -> None:
-    if is_cut:
+def _print_newer(stopped: StoppedRun, *, is_async: bool) -> None:
+    if is_async:
         print_line(f"these are the newest values of each pserver; one of them has {stopped.newest:,} contributions")
         return
     remedy = "" if stopped.storages[0].has_log else " (with durability=log they keep the rounds before it)"
@@ -109,25 +108,25 @@ def _write(target: Path, tensors: dict[str, Tensor], run: str, round_: Round) ->
 
 
 def read_model(place: CheckpointStorage, manifest: Manifest) -> dict[str, Tensor]:
-    """Tensors by the names of the model's state_dict, in their own dtypes and shapes. Raises DamagedFile."""
+    """Return the tensors of a checkpoint by their names in the state_dict. Raises DamagedFile."""
     shards = (
         (file.pserver, ShardState.decode(read_shard_file(place, manifest.run, file))[0]) for file in manifest.shards
-    )  # one after another: they may be large
+    )  # one after another, since they may be large
     return to_tensors(shards, manifest.slice_plan(), manifest.aliases)
 
 
 def to_tensors(
     shards: Iterable[tuple[PserverIndex, ShardState]], plan: SlicePlan, aliases: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Tensors by the names of the model's state_dict, in their own dtypes and shapes."""
+    """Return tensors by their names in the model's state_dict, in their own dtypes and shapes."""
     stored: dict[str, bytes] = {}
 
-    def take_buffers() -> Iterable[tuple[PserverIndex, ShardState]]:
+    def collect_buffers() -> Iterable[tuple[PserverIndex, ShardState]]:
         for index, shard in shards:
             stored.update(shard.buffers)
             yield index, shard
 
-    values = concatenate(take_buffers(), plan)
+    values = concatenate(collect_buffers(), plan)
     tensors = {name: value.to(TORCH_DTYPES[plan.parameter[name].dtype]) for name, value in values.items()}
     for spec in plan.buffers:
         dtype = TORCH_DTYPES[spec.dtype]
@@ -137,5 +136,5 @@ def to_tensors(
             else torch.empty(0, dtype=dtype)
         )
         tensors[spec.name] = flat.reshape(spec.shape)
-    # A file holds no tensor twice, so that a tied name gets a copy; load_state_dict ties it again.
+    # safetensors cannot share storage, so a tied name gets a copy; load_state_dict ties it again.
     return tensors | {alias: tensors[name].clone() for alias, name in aliases.items()}

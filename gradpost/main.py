@@ -1,8 +1,7 @@
-"""`gradpost`: one function a command, which holds the command's options and its help, and nothing else.
+"""The command line: one function for each command, with its options and help.
 
-To add a command, add a function here that imports its module when it is called. What a command raises as
-CommandError, GradpostError or SettingsError ends it with one line on stderr (see `output`); `--json` prints with
-`output.print_json`.
+To add a command, add a function here that imports its module when it is called. CommandError, GradpostError and
+SettingsError end a command with one line on stderr (see `output`); `--json` prints with `output.print_json`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ app = typer.Typer(
     name="gradpost",
     help="A parameter server for PyTorch over plain HTTP.",
     add_completion=True,
-    rich_markup_mode=None,  # help and usage errors are plain text: half the time, and the same in a pipe
+    rich_markup_mode=None,  # plain text takes half the time, and is the same in a pipe
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -35,21 +34,23 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Coordinator = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Where it is; else GRADPOST_COORDINATOR, else http://127.0.0.1:7070."),
+    typer.Option(
+        metavar="URL", help="The coordinator's address [default: GRADPOST_COORDINATOR, else http://127.0.0.1:7070]."
+    ),
 ]
 TokenPath = Annotated[
     Path | None,
     typer.Option(
         "--token-file",
         metavar="FILE",
-        help="The token to send; else GRADPOST_TOKEN_FILE, else read in GRADPOST_TOKENS_DIR.",
+        help="The token to send [default: GRADPOST_TOKEN_FILE, else the file of its scope in GRADPOST_TOKENS_DIR].",
     ),
 ]
 
 
 @app.callback()
 def gradpost() -> None:
-    """A callback makes typer keep the commands' names while there is only one."""
+    """Make typer keep the commands' names even if there is only one."""
 
 
 @app.command()
@@ -60,23 +61,25 @@ def plan(
     ] = None,
     param: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME:SHAPE[:DTYPE]", help="A parameter, as w1:10x1000, s: (a scalar) or e:8x4:BF16."),
+        typer.Option(
+            metavar="NAME:SHAPE[:DTYPE]", help="A parameter, such as w1:10x1000, s: (a scalar) or e:8x4:BF16."
+        ),
     ] = None,
     min_block_size: Annotated[
-        int, typer.Option(metavar="N", help="A parameter is cut into ceil(elements / N) blocks at most.")
+        int, typer.Option(metavar="N", help="Slice a parameter into at most ceil(elements / N) blocks.")
     ] = DEFAULT_MIN_BLOCK_SIZE,
-    placement: Annotated[Placement, typer.Option(help="How blocks are placed.")] = DEFAULT_PLACEMENT,
+    placement: Annotated[Placement, typer.Option(help="The placement of blocks on pservers.")] = DEFAULT_PLACEMENT,
     whole: Annotated[bool, typer.Option("--whole", help="Keep each parameter whole, on one pserver.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what of a model would land on which pserver.
+    """Show the slice plan of a model: its blocks, and the bytes on each pserver.
 
-    Parameters are taken in the order of the file's data, then of the --param options. A trainer takes them in the
-    model's order, which a safetensors file does not keep (writers sort it by dtype and name): round_robin, and equal
-    sizes under balanced, may fall on other pservers there. The digest is of a plan without an optimizer.
+    Parameters are planned in the order of the file's data, then of the --param options. A trainer uses the model's
+    order, which a safetensors file does not keep: with round_robin, and for equal sizes with balanced, its placement
+    may differ. The digest is that of a plan without an optimizer.
 
-    Tensors of other types than F32, BF16 and F16 cannot be stepped: they count as buffers, which stay whole. A file
-    does not tell float buffers (running means) from parameters, so these are planned as parameters.
+    Tensors of other dtypes than F32, BF16 and F16 count as buffers, which are not sliced. A file does not distinguish
+    float buffers (running means) from parameters, so they are planned as parameters.
     """
     from .plan import show_plan
 
@@ -99,22 +102,22 @@ app.add_typer(serve_app, name="serve")
 
 @serve_app.command(cls=SettingsCommand)
 def coordinator(ctx: typer.Context) -> None:
-    """Run the coordinator: membership, the slice plan, the inspection API.
+    """Run the coordinator: membership, the slice plan and the inspection API.
 
-    Settings: option over GRADPOST_* over the file GRADPOST_SETTINGS_FILE over default.
+    An option takes precedence over its GRADPOST_* variable, that over the file GRADPOST_SETTINGS_FILE.
     """
-    from .serve import serve
+    from .settings import serve
 
     serve("coordinator", ctx.obj)
 
 
 @serve_app.command(cls=SettingsCommand)
 def pserver(ctx: typer.Context) -> None:
-    """Run a pserver: it holds a shard of the model and steps the optimizer.
+    """Run a pserver: it stores a shard of the model and applies the optimizer.
 
-    Settings: option over GRADPOST_* over the file GRADPOST_SETTINGS_FILE over default.
+    An option takes precedence over its GRADPOST_* variable, that over the file GRADPOST_SETTINGS_FILE.
     """
-    from .serve import serve
+    from .settings import serve
 
     serve("pserver", ctx.obj)
 
@@ -123,7 +126,7 @@ def pserver(ctx: typer.Context) -> None:
 def up(
     ctx: typer.Context,
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="The training script, as: -- python train.py --epochs 3")
+        list[str], typer.Argument(metavar="COMMAND", help="The training script, such as: -- python train.py --epochs 3")
     ],
     pservers: Annotated[
         int | None,
@@ -140,18 +143,18 @@ def up(
     port: Annotated[int, typer.Option(metavar="N", help="The coordinator's port; 0: a free one.")] = 0,
     whole: Annotated[bool, typer.Option("--whole", help="Keep each parameter whole, on one pserver.")] = False,
     max_restarts: Annotated[
-        int, typer.Option(metavar="N", min=0, help="How often each process that has died is started again.")
+        int, typer.Option(metavar="N", min=0, help="The number of times that each failed process is restarted.")
     ] = 0,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all that the services log.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all log lines of the services.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON on stdout, and all else on stderr.")
+        bool, typer.Option("--json", help="Print the summary as JSON on stdout, and everything else on stderr.")
     ] = False,
 ) -> None:
     """Run a training script on a local cluster: one coordinator, M pservers and N trainers, all on loopback.
 
-    Each trainer runs COMMAND with its own RANK. What is not given here comes from GRADPOST_* variables. The exit
-    code is that of the first script that fails, 128 + n if signal n ended it, or 0. With --on-trainer-loss continue
-    it is 0 if the trainers that are left finish the run.
+    Each trainer runs COMMAND with its own RANK. Other settings come from GRADPOST_* variables. The exit code is that
+    of the first script that fails, 128 + n if signal n ended it, or 0. With --on-trainer-loss continue it is 0 if the
+    remaining trainers finish the run.
     """
     from .up import run_up
 
@@ -165,13 +168,15 @@ checkpoint_app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 Place = Annotated[
     str | None,
-    typer.Option("--checkpoints", metavar="URL", help="Where they are [default: those of the newest `up`]."),
+    typer.Option(
+        "--checkpoints", metavar="URL", help="The place of the checkpoints [default: that of the newest `up`]."
+    ),
 ]
 
 
 @checkpoint_app.command()
 def create(coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False) -> None:
-    """Make a checkpoint of the run that trains, beside the training, and wait until it is complete."""
+    """Make a checkpoint while the run trains, and wait until it is complete."""
     from .checkpoint import create_checkpoint
 
     create_checkpoint(coordinator, token_file, as_json=as_json)
@@ -179,12 +184,12 @@ def create(coordinator: Coordinator = None, token_file: TokenPath = None, as_jso
 
 @checkpoint_app.command()
 def restore(
-    round_: Annotated[int, typer.Option("--round", metavar="N", min=0, help="Of a complete checkpoint.")],
+    round_: Annotated[int, typer.Option("--round", metavar="N", min=0, help="The round of a complete checkpoint.")],
     coordinator: Coordinator = None,
     token_file: TokenPath = None,
     as_json: Json = False,
 ) -> None:
-    """Take the run that trains back to a checkpoint; its trainers go on from there."""
+    """Roll the run that trains back to a checkpoint, from which its trainers continue."""
     from .checkpoint import restore_checkpoint
 
     restore_checkpoint(coordinator, token_file, round_, as_json=as_json)
@@ -194,15 +199,16 @@ def restore(
 def list_(
     checkpoints: Place = None,
     coordinator: Annotated[
-        str | None, typer.Option(metavar="URL", help="Ask it for those of its run, instead of looking in a place.")
+        str | None,
+        typer.Option(metavar="URL", help="List the checkpoints of the coordinator's run instead of a place."),
     ] = None,
     token_file: TokenPath = None,
     as_json: Json = False,
 ) -> None:
     """List complete checkpoints, newest first.
 
-    Those in --checkpoints, or of the run of the --coordinator; else in GRADPOST_CHECKPOINTS, else of the run of
-    GRADPOST_COORDINATOR, else of the newest `up` in this folder. Places are read without any service.
+    They are those in --checkpoints or of the run of --coordinator; else those in GRADPOST_CHECKPOINTS, of the run of
+    GRADPOST_COORDINATOR, or of the newest `up` in this folder. Reading a place needs no service.
     """
     from .checkpoint import list_checkpoints
 
@@ -213,15 +219,13 @@ def list_(
 def export(
     file: Annotated[Path, typer.Argument(metavar="MODEL.safetensors", help="The file to write.")],
     checkpoints: Place = None,
-    run: Annotated[str | None, typer.Option(metavar="NAME", help="Of this run [default: of any].")] = None,
-    round_: Annotated[
-        int | None, typer.Option("--round", metavar="N", help="Of this round [default: the newest].")
-    ] = None,
+    run: Annotated[str | None, typer.Option(metavar="NAME", help="The run [default: any].")] = None,
+    round_: Annotated[int | None, typer.Option("--round", metavar="N", help="The round [default: the newest].")] = None,
 ) -> None:
     """Write the model for `safetensors.torch.load_file`: whole tensors, buffers and tied names.
 
-    It is that of the newest complete checkpoint, or of a later round if the run has stopped and its pservers' folders
-    are beside the checkpoints. No service is needed for it. The model of a run that trains, as it is now:
+    The model is that of the newest complete checkpoint, or of a later round if the run has stopped and its pservers'
+    folders are beside the checkpoints. It needs no service. To export the current model of a run that trains:
     gradpost params -o MODEL.safetensors
     """
     from services.runtime.logs import configure_logs
@@ -239,7 +243,7 @@ def status(
     token_file: TokenPath = None,
     as_json: Json = False,
 ) -> None:
-    """Show who takes part in the run, how far everybody is, and who is being waited for."""
+    """Show the members of the run, their rounds, and the members that it waits for."""
     from .status import asking, print_status
 
     with asking(coordinator, token_file) as view:
@@ -250,7 +254,9 @@ def status(
 def params(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="One of them, in numbers.", autocompletion=complete_parameter),
+        typer.Argument(
+            metavar="NAME", help="Show the statistics of this parameter.", autocompletion=complete_parameter
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -258,14 +264,14 @@ def params(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write its values, .safetensors, .npy or .json; without NAME the whole model, .safetensors.",
+            help="Write the parameter to a .safetensors, .npy or .json file; without NAME, write the model.",
         ),
     ] = None,
     coordinator: Coordinator = None,
     token_file: TokenPath = None,
     as_json: Json = False,
 ) -> None:
-    """Show the parameters of the run that trains, or one of them with a histogram; or download one, or all."""
+    """List the parameters of the run that trains, show one with a histogram, or download one or all."""
     from .params import show_parameters
 
     show_parameters(coordinator, token_file, name, output, as_json=as_json)
@@ -275,13 +281,13 @@ def params(
 def events(
     follow: Annotated[
         bool,
-        typer.Option("--follow", "-f", help="And those that come, until Ctrl-C; over restarts of the coordinator."),
+        typer.Option("--follow", "-f", help="Show further events until Ctrl-C, over restarts of the coordinator."),
     ] = False,
     coordinator: Coordinator = None,
     token_file: TokenPath = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document per line.")] = False,
 ) -> None:
-    """Show what has happened: who came and went, checkpoints, rollbacks, what administrators did."""
+    """Show events: changes of membership, checkpoints, rollbacks, and actions of administrators."""
     from .events import show_events
 
     show_events(coordinator, token_file, follow=follow, as_json=as_json)
@@ -289,16 +295,17 @@ def events(
 
 @app.command()
 def tensorboard(
-    logdir: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to; the run gets one of its own in it.")],
+    logdir: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write to, in a subfolder for the run.")],
     every: Annotated[
-        float, typer.Option("--every-seconds", metavar="X", min=0, help="Between histograms; 0: no histograms.")
+        float,
+        typer.Option("--every-seconds", metavar="X", min=0, help="The time between histograms; 0: no histograms."),
     ] = 30.0,
     coordinator: Coordinator = None,
     token_file: TokenPath = None,
 ) -> None:
-    """Write what trainers report, and histograms of the parameters, for TensorBoard, until the run is over or Ctrl-C.
+    """Write the trainers' results and histograms of the parameters for TensorBoard, until the run is over or Ctrl-C.
 
-    It begins with what the coordinator still holds. Needs the package: pip install "gradpost[tensorboard]"
+    It begins with the results that the coordinator still has. It needs TensorBoard: pip install "gradpost[tensorboard]"
     """
     from .tensorboard import export_events
 
@@ -308,22 +315,23 @@ def tensorboard(
 token_app = typer.Typer(help="Create and show the tokens of a cluster.", rich_markup_mode=None, no_args_is_help=True)
 app.add_typer(token_app, name="token")
 TokensDir = Annotated[
-    Path | None, typer.Option("--dir", metavar="DIR", help="Folder of the tokens; else GRADPOST_TOKENS_DIR.")
+    Path | None, typer.Option("--dir", metavar="DIR", help="The folder of the tokens [default: GRADPOST_TOKENS_DIR].")
 ]
 
 
 @token_app.command("create")
 def create_token(
     folder: TokensDir = None,
-    scope: Annotated[Literal["read", "train", "admin", "all"], typer.Option(help="Which to create.")] = "all",
+    scope: Annotated[
+        Literal["read", "train", "admin", "all"], typer.Option(help="The scope to create a token for.")
+    ] = "all",
     rotate: Annotated[
-        bool, typer.Option("--rotate", help="Replace those that are there; each stays valid until the next time.")
+        bool, typer.Option("--rotate", help="Replace existing tokens; each stays valid until the next rotation.")
     ] = False,
 ) -> None:
-    """Write random tokens into files that only their owner may read. What is there stays, unless --rotate is given.
+    """Write random tokens into files that only their owner can read. Existing files are kept without --rotate.
 
-    Services and trainers take new tokens up without being restarted. To make a token that leaked worthless at once,
-    rotate twice.
+    Services and trainers use new tokens without a restart. To revoke a leaked token at once, rotate twice.
     """
     from .tokens import create_tokens
 
@@ -333,9 +341,9 @@ def create_token(
 @token_app.command("show")
 def show_token(
     folder: TokensDir = None,
-    scope: Annotated[Scope, typer.Option(help="Which to show.")] = "read",
+    scope: Annotated[Scope, typer.Option(help="The scope of the token.")] = "read",
 ) -> None:
-    """Print the newest token of a scope, for curl or a browser's extension."""
+    """Print the newest token of a scope, for example for curl."""
     from .tokens import show
 
     show(folder, scope)
@@ -345,12 +353,12 @@ def show_token(
 def doctor(
     coordinator: Coordinator = None,
     token_file: TokenPath = None,
-    strict: Annotated[bool, typer.Option("--strict", help="A warning, too, makes the exit code 1.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for a warning, too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check this machine, its settings and the cluster, and say what to do about each problem; 1 if one is broken.
+    """Check this machine, its settings and the cluster, with advice for each problem; exit with 1 if any is broken.
 
-    Run it on the machine of a trainer, or where a service is to run.
+    Run it on the machine of a trainer or a service.
     """
     from .doctor import show_checks
 

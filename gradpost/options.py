@@ -1,4 +1,4 @@
-"""Options that typer does not know by itself: the settings of services, and the completion of parameters."""
+"""Options beyond typer's own: the settings of services, and the completion of parameter names."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-PATIENCE_SECONDS = 1.0  # a person waits at a prompt
+COMPLETION_SECONDS = 1.0  # the user waits at a prompt
 
 
 class SettingsCommand(TyperCommand):
-    """A command with settings as options; its function finds the given ones in `ctx.obj`.
+    """A command with settings as options; `ctx.obj` contains the given ones.
 
-    The settings are imported when the options are needed, because that takes half a second.
+    The settings are imported on demand, because that takes half a second.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -25,7 +25,7 @@ class SettingsCommand(TyperCommand):
         return [*parameters[:own], *make_options(str(self.name)), *parameters[own:]]
 
     def invoke(self, ctx: Any) -> Any:
-        """See click.Command."""
+        """Move the given settings to `ctx.obj`, and call the function."""
         own = {parameter.name for parameter in self.params}
         others = {name: ctx.params.pop(name) for name in ctx.params.keys() - own}
         ctx.obj = {name: value for name, value in others.items() if value is not None}
@@ -33,13 +33,13 @@ class SettingsCommand(TyperCommand):
 
 
 def complete_parameter(ctx: typer.Context) -> list[str]:
-    """Return the names of the parameters of the run that trains; none if the coordinator does not answer at once."""
+    """Return the parameter names of the run that trains; an empty list if the coordinator does not answer in time."""
     from .status import open_view
 
     try:
         with open_view(
-            ctx.params.get("coordinator"), ctx.params.get("token_file"), timeout_seconds=PATIENCE_SECONDS
+            ctx.params.get("coordinator"), ctx.params.get("token_file"), timeout_seconds=COMPLETION_SECONDS
         ) as view:
-            return [one["name"] for one in view.parameters()["parameters"]]  # typer takes those that fit
-    except Exception:  # a line on the terminal would only be in the way
+            return [one["name"] for one in view.parameters()["parameters"]]  # typer selects the matching ones
+    except Exception:  # an error message would garble the prompt
         return []

@@ -1,14 +1,16 @@
-"""How every command speaks: tables for people, JSON for programs, one line on stderr for what went wrong.
+"""The output of every command: tables for people, JSON for programs, files, and one line on stderr for an error.
 
-stdout carries the answer and nothing else. A command raises, and `main` turns that into a line and one of `EXIT_CODES`.
+stdout contains the answer and nothing else. A command raises an error, and `main` exits with one of `EXIT_CODES`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from ps_config.environment import SettingsError
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
-# As docs/cli.md has them. `up` has those of the scripts besides, and `serve` those of the service.
+# Documented in docs/cli.md. `up` and `serve` also exit with the codes of the scripts and of the service.
 EXIT_CODES = {
     0: "done, or ended by Ctrl-C where that is how it ends (`--follow`, `tensorboard`)",
     EXIT_FAILED: "the cluster is not there, refuses, or has failed; or a file cannot be read or written; or `doctor` "
@@ -32,7 +34,7 @@ EXIT_CODES = {
 
 
 class CommandError(Exception):
-    """What a command cannot do, in words that its user can act on."""
+    """An error that ends a command, with a message for its user."""
 
     def __init__(self, message: str, *more: str, exit_code: int = EXIT_BAD_INPUT) -> None:
         super().__init__(message)
@@ -42,25 +44,25 @@ class CommandError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table; numbers go to the right."""
+    """A column of a table; numbers are aligned to the right."""
 
     title: str
     justify: Literal["left", "right"] = "left"
 
 
 def print_json(value: Any) -> None:
-    """Print the answer for a program: one JSON document, ASCII, with members in the order of the schema."""
+    """Print one JSON document in ASCII, with members in the order of the schema."""
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def print_line(text: str = "", *, flush: bool = False) -> None:
-    """Print one line of the answer for a person."""
+    """Print one line of text, with control characters escaped."""
     print(printable(text), flush=flush)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under columns; rich draws it to the width that there is."""
+    """Rows under columns; rich draws it to the width of the terminal."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
@@ -79,7 +81,7 @@ class Table:
         return table
 
     def lines(self) -> list[str]:
-        """The same for a file or pipe: plain, whole and always the same."""
+        """Return the lines of the table for a file or pipe: plain text of any width."""
         cells = [[column.title for column in self.columns], *([printable(cell) for cell in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return [
@@ -92,7 +94,7 @@ class Table:
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn to the terminal's width, or, into a file or pipe, plain."""
+    """Print a table: drawn to the width of a terminal, or as plain text to a file or pipe."""
     from rich.console import Console
 
     table, console = Table(columns, rows), Console()
@@ -102,13 +104,29 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
         print("\n".join([*table.lines(), ""]))
 
 
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Yield a path beside `target`, and rename it to `target` at the end of the block unless that raises.
+
+    Raises CommandError for an OSError.
+    """
+    partial = target.with_name(target.name + ".part")
+    try:
+        yield partial
+        partial.replace(target)
+    except OSError as error:
+        raise CommandError(f"{target} cannot be written: {error.strerror}", exit_code=EXIT_FAILED) from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def warn(message: str) -> None:
-    """Say on stderr what may be wrong with an answer that is given all the same."""
+    """Print a warning about the answer on stderr."""
     print(f"gradpost: warning: {printable(message)}", file=sys.stderr)
 
 
 def exit_with(error: CommandError | GradpostError | SettingsError) -> NoReturn:
-    """Say on stderr why there is no answer, in one line for each problem, and exit."""
+    """Print one line on stderr for each problem, and exit."""
     if isinstance(error, CommandError):
         exit_code, messages = error.exit_code, error.messages
     else:
@@ -120,7 +138,7 @@ def exit_with(error: CommandError | GradpostError | SettingsError) -> NoReturn:
 
 
 def count(number: int, noun: str) -> str:
-    """Say how many there are.
+    """Return a number with its noun in the right form.
 
     >>> count(1, "block"), count(2000, "block")
     ('1 block', '2,000 blocks')

@@ -1,4 +1,4 @@
-"""`gradpost params`: the parameters of a run, live: a list, one of them in numbers, or one or all as a file."""
+"""`gradpost params`: the parameters of a live run as a list, statistics, or a file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from safetensors import safe_open
 
 from trainer_client.inspection import ClusterView
 
-from .output import Column, CommandError, count, print_json, print_line, print_table
+from .output import Column, CommandError, count, print_json, print_line, print_table, whole_file
 from .status import asking
-from .whole_file import whole_file
 
 MAX_BAR = 50
 FORMATS = {".npy": "npy", ".json": "json", ".safetensors": "safetensors"}
@@ -21,7 +20,7 @@ FORMATS = {".npy": "npy", ".json": "json", ".safetensors": "safetensors"}
 def show_parameters(
     coordinator: str | None, token_file: Path | None, name: str | None, output: Path | None, *, as_json: bool
 ) -> None:
-    """Print all of them, or statistics of one, or write to a file its values or all."""
+    """Print a list of all parameters or the statistics of one; or write one or all to a file."""
     with asking(coordinator, token_file) as view:
         if name is None and output is not None:
             _write_model(output, view)
@@ -102,7 +101,7 @@ def _print_statistics(found: dict[str, Any]) -> None:
 
 
 def draw_histogram(histogram: dict[str, Any]) -> list[str]:
-    """One line for each bin, or for several that stand together, at most twenty.
+    """Return at most twenty lines, each for one bin or for several neighbours.
 
     >>> for line in draw_histogram({"begin": -0.5, "width": 0.25, "counts": [1, 0, 1000]}): print(line)
          -0.5         1  #
@@ -110,12 +109,12 @@ def draw_histogram(histogram: dict[str, Any]) -> list[str]:
             0     1,000  ##################################################
     """
     counts, begin, width = histogram["counts"], histogram["begin"], histogram["width"]
-    together = max(1, math.ceil(len(counts) / 20))
-    sums = [sum(counts[i : i + together]) for i in range(0, len(counts), together)]
+    group_size = max(1, math.ceil(len(counts) / 20))
+    sums = [sum(counts[i : i + group_size]) for i in range(0, len(counts), group_size)]
     most = max(sums, default=0)
     lines = []
     for i, number in enumerate(sums):
         bar = "#" * (math.ceil(MAX_BAR * number / most) if most else 0)
-        edge = f"{begin + i * together * width:.4g}"
+        edge = f"{begin + i * group_size * width:.4g}"
         lines.append(f"{edge:>9} {number:>9,}  {bar}".rstrip())
     return lines

@@ -1,4 +1,4 @@
-"""`gradpost plan`: what would land where."""
+"""`gradpost plan`: the slice plan of a model, without a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ps_protocol.vocabulary import PARAMETER_DTYPES, BufferSpec, ParameterSpec, 
 
 from .output import Column, CommandError, count, print_json, print_line, print_table, warn
 
-# A file's header holds all of a model's tensors; the reference parser has the same limit of its size.
+# The reference parser of safetensors has the same limit of the header's size.
 FILE_LIMITS = FrameLimits(max_header_bytes=100_000_000, max_tensors=1_000_000)
 
 _PARAM = re.compile(r"(?P<name>.+?):(?P<shape>(?:[0-9]+(?:x[0-9]+)*)?)(?::(?P<dtype>[A-Za-z0-9_]+))?", re.DOTALL)
@@ -32,7 +32,7 @@ def show_plan(
     slice_parameters: bool,
     as_json: bool,
 ) -> None:
-    """Plan the file's tensors and the `--param` texts and print the outcome; warns of an uneven one."""
+    """Print the plan of a file's tensors and the `--param` texts; warn of an uneven one."""
     if file is None and not params:
         raise CommandError("there is nothing to plan: give a safetensors file, --param NAME:SHAPE or both")
     tensors = [] if file is None else read_tensors(file)
@@ -73,9 +73,9 @@ def parse_param(text: str) -> ParameterSpec:
 
 
 def read_tensors(path: Path) -> tuple[TensorEntry, ...]:
-    """Read a safetensors file's header, and nothing else of it; tensors come in the order of their data.
+    """Return the tensors in a safetensors file's header, in the order of their data.
 
-    Raises CommandError if it cannot be read, is not such a file, or was cut short.
+    Raises CommandError if the file cannot be read, is not a safetensors file, or is truncated.
     """
     try:
         with path.open("rb") as file:
@@ -93,7 +93,7 @@ def read_tensors(path: Path) -> tuple[TensorEntry, ...]:
 
 
 def held_bytes(plan: SlicePlan) -> list[int]:
-    """Bytes that each pserver would hold, its buffers included."""
+    """Return the bytes of parameters and buffers on each pserver."""
     held = [plan.shard_bytes(pserver) for pserver in range(plan.num_pservers)]
     for buffer in plan.buffers:
         held[buffer.pserver] += buffer.num_bytes
@@ -101,7 +101,7 @@ def held_bytes(plan: SlicePlan) -> list[int]:
 
 
 def plan_to_json(plan: SlicePlan) -> dict[str, Any]:
-    """What `--json` prints; `share` is a fraction of all bytes."""
+    """Return the document that `--json` prints; `share` is a fraction of all bytes."""
     held = held_bytes(plan)
     total = max(sum(held), 1)
     return {

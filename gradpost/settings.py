@@ -1,4 +1,7 @@
-"""Settings as options of commands: option over `GRADPOST_*` over file over default, and errors that name the source."""
+"""Settings as options of commands, and `gradpost serve`.
+
+An option takes precedence over its `GRADPOST_*` variable, that over the settings file, and that over the default.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from ps_config.certificates import client_context, server_context
 from ps_config.environment import PREFIX, SETTINGS_FILE_VARIABLE
+from services.runtime.process import import_process
 from services.runtime.settings import ServiceSettings
 
 from .output import CommandError
@@ -24,19 +28,19 @@ from .output import CommandError
 Role = Literal["coordinator", "pserver"]
 S = TypeVar("S", bound=ServiceSettings)
 
-# Settings that are no use as an option: of other roles, or for a program that starts this one.
-_LEFT_OUT = {"coordinator": {"coordinator", "ready_fd"}, "pserver": {"lease_seconds", "ready_fd"}}
-_OF_UP = """
+# Settings without an option: those of other roles, and those for a program that starts this one.
+_HIDDEN = {"coordinator": {"coordinator", "ready_fd"}, "pserver": {"lease_seconds", "ready_fd"}}
+_UP_SETTINGS = """
     strategy mode max_staleness max_delay wait_for_apply read_consistency max_queued compensation dc_lambda
     min_block_size placement nonfinite lease_seconds push_type pull_type topk round_timeout_seconds on_trainer_loss
     min_trainers rejoin_timeout_seconds durability checkpoint_rounds keep_checkpoints checkpoints state_dir resume
 """
-_MORE_NAMES = {"round_timeout_seconds": "--round-timeout", "rejoin_timeout_seconds": "--rejoin-timeout"}
+_ALIASES = {"round_timeout_seconds": "--round-timeout", "rejoin_timeout_seconds": "--rejoin-timeout"}
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def settings_class(role: Role) -> type[ServiceSettings]:
-    """Import the settings of a role."""
+    """Import and return the settings class of a role."""
     found: type[ServiceSettings] = getattr(
         importlib.import_module(f"services.{role}.settings"), f"{role.capitalize()}Settings"
     )
@@ -44,7 +48,7 @@ def settings_class(role: Role) -> type[ServiceSettings]:
 
 
 def read_settings(cls: type[S], options: Mapping[str, Any]) -> S:
-    """Build the settings and check their TLS files; an option that is None was not given.
+    """Build the settings and check their TLS files; options that are None are ignored.
 
     Raises CommandError with one line for each problem, or SettingsError.
     """
@@ -57,6 +61,11 @@ def read_settings(cls: type[S], options: Mapping[str, Any]) -> S:
         if files.paths:
             make_context(files)
     return settings
+
+
+def serve(role: Role, options: Mapping[str, Any]) -> None:
+    """Run a service in this process, which exits when it ends."""
+    import_process(role).main(read_settings(settings_class(role), options))
 
 
 def _describe(problem: ErrorDetails, given: Mapping[str, Any]) -> str:
@@ -76,23 +85,25 @@ def _describe(problem: ErrorDetails, given: Mapping[str, Any]) -> str:
 
 @functools.cache
 def make_options(command: str) -> list[Any]:
-    """Return typer's options for the settings of `up`, or of the role of `serve ROLE`, in their order.
+    """Return typer's options for the settings of `up`, or of a role, in the order of the fields.
 
-    The values are parsed by the settings, as those of the environment are.
+    Their values are text, which the settings parse as they parse the environment.
     """
     fields = settings_class("pserver" if command == "pserver" else "coordinator").model_fields
-    names = [name for name in fields if (name in _OF_UP.split() if command == "up" else name not in _LEFT_OUT[command])]
+    names = [
+        name for name in fields if (name in _UP_SETTINGS.split() if command == "up" else name not in _HIDDEN[command])
+    ]
 
-    def hold() -> None: ...
+    def command_function() -> None: ...
 
-    hold.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    command_function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotate(name, fields))
             for name in names
         ]
     )
     app = typer.Typer(add_completion=False)
-    app.command()(hold)
+    app.command()(command_function)
     options: list[Any] = typer.main.get_command(app).params
     return options
 
@@ -107,7 +118,7 @@ def _annotate(name: str, fields: Mapping[str, FieldInfo]) -> Any:
     if kind is bool:
         return Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=help_, show_default=False)]
     metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else _METAVARS.get(kind, "FILE")
-    names = [flag, *filter(None, [_MORE_NAMES.get(name)])]
+    names = [flag, *filter(None, [_ALIASES.get(name)])]
     return Annotated[str | None, typer.Option(*names, help=help_, metavar=metavar, show_default=False)]
 
 

@@ -1,4 +1,4 @@
-"""`gradpost status`: who takes part, how far everybody is, who is being waited for."""
+"""`gradpost status`, and the connection of every command to the coordinator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 5.0
 
 @contextmanager
 def asking(coordinator: str | None, token_file: Path | None = None, scope: Scope = "read") -> Iterator[ClusterView]:
-    """A view as of `open_view`, whose errors end the command with what to do about them, as CommandError."""
+    """Yield the view of `open_view`; convert connection errors to CommandError with advice."""
     with open_view(coordinator, token_file, scope) as view:
         try:
             yield view
@@ -46,9 +46,9 @@ def open_view(
     *,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> ClusterView:
-    """A client of the coordinator that the flag, the environment or the settings file names.
+    """Return a client of the coordinator that the option, the environment or the settings file names.
 
-    So are its token and certificates; without a `token_file` it sends that of the `scope` in `tokens_dir`, if any.
+    They also name its token and certificates; the default token is that of `scope` in `tokens_dir`, if set.
     """
     found = find_connection(coordinator, token_file, scope)
     return ClusterView(found.address, tls=found.tls, token_file=found.token_file, timeout_seconds=timeout_seconds)
@@ -56,7 +56,7 @@ def open_view(
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Where the coordinator is, and what to show to it and to the pservers."""
+    """The coordinator's address, and the credentials for it and the pservers."""
 
     address: str
     tls: TlsFiles
@@ -64,7 +64,7 @@ class Connection:
 
 
 def find_connection(coordinator: str | None, token_file: Path | None = None, scope: Scope = "read") -> Connection:
-    """As of `open_view`. Raises CommandError for what is no address, SettingsError for bad settings."""
+    """Return the connection for `open_view`. Raises CommandError for a bad address, SettingsError for bad settings."""
     check_environment(os.environ)
     address = coordinator or find_setting("coordinator") or DEFAULT_COORDINATOR
     if not address.startswith(("http://", "https://")):
@@ -76,7 +76,7 @@ def find_connection(coordinator: str | None, token_file: Path | None = None, sco
 
 
 def print_status(status: ClusterStatus, *, as_json: bool = False) -> None:
-    """Print it for a person or a program."""
+    """Print the status as tables or JSON."""
     if as_json:
         print_json(json.loads(status.model_dump_json()))
         return

@@ -1,7 +1,7 @@
-"""A run whose services have stopped, as their folders have it: checkpoints and logs. Nothing is changed in them.
+"""Reading a run whose services have stopped from their checkpoints and logs, without changing them.
 
-{state_dir}/coordinator.json    which run, and which of its rounds were undone
-            pserver-0/ …        the folder of every pserver, unless they were on other machines
+{state_dir}/coordinator.json    the run, and the rounds that rollbacks have undone
+            pserver-0/ …        the folder of every pserver, unless it ran on another machine
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from services.pserver.shard_state import ShardState
 from services.runtime.storage import CheckpointStorage, DamagedFile
 
 
-class NotRestorable(Exception):  # noqa: N818 - the name says what happened
-    """The folders do not give a round of the run; the text says why."""
+class NotRestorable(Exception):  # noqa: N818 - an adjective, as the field uses it
+    """No round of the run can be restored from the folders, for the reason in the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoppedRun:
-    """The folders of all pservers of a run, and the ranges of rounds, first and last, that each can restore."""
+    """The storage of all pservers of a run, with the ranges (first, last) of rounds that each can restore."""
 
     record: RunRecord
     plan: SlicePlan
@@ -41,14 +41,14 @@ class StoppedRun:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names of tied tensors."""
+        """The names of tied tensors, by alias."""
         return {} if self.record.declaration is None else self.record.declaration.aliases
 
     def find_round(self, wanted: Round | None) -> Round | None:
-        """Return the round that is wanted, by default the newest, if all pservers can restore it.
+        """Return the wanted round, by default the newest, if all pservers can restore it; else None.
 
-        In asynchronous modes no round is common to the pservers: it is the number of contributions that all of them
-        have, and each gives its newest.
+        In asynchronous modes pservers have no round in common: return the number of contributions that all of them
+        have applied, and `read` each pserver's newest values.
         """
         if self.storages[0].is_async:
             return min(max(last for _, last in one) for one in self.ranges) if wanted is None else None
@@ -56,7 +56,7 @@ class StoppedRun:
         return found if wanted in (None, found) else None
 
     def read(self, round_: Round) -> list[tuple[PserverIndex, ShardState]]:
-        """Return all shards after a round that was found. Raises NotRestorable if a checkpoint is damaged, OSError."""
+        """Return all shards after a round of `find_round`. Raises NotRestorable for a damaged checkpoint, OSError."""
         shards = []
         for index, storage in enumerate(self.storages):
             restored = storage.restore(None if storage.is_async else round_)
@@ -67,7 +67,7 @@ class StoppedRun:
 
 
 def read_record(state_dir: Path) -> RunRecord:
-    """Return the newest run as the coordinator has recorded it. Raises NotRestorable if there is none, and OSError."""
+    """Return the coordinator's record of the newest run. Raises NotRestorable if there is none, OSError."""
     try:
         record = RecordFile(state_dir).read()
     except DamagedFile as error:
@@ -79,7 +79,7 @@ def read_record(state_dir: Path) -> RunRecord:
 
 @contextmanager
 def open_stopped_run(state_dir: Path, place: CheckpointStorage, name: str | None) -> Iterator[StoppedRun]:
-    """Take the folders of the newest run, or of this one. Raises NotRestorable if they are not whole, and OSError."""
+    """Lock and read the folders of the newest run (`name`, if given). Raises NotRestorable, OSError."""
     run = read_record(state_dir)
     if run.plan is None:
         raise NotRestorable(f"{state_dir} has no run that has begun")
@@ -122,7 +122,7 @@ def _open_storage(run: RunRecord, plan: SlicePlan, folder: StateFolder, place: C
 
 
 def _find_ranges(run: RunRecord, folder: StateFolder, storage: RunStorage) -> list[tuple[Round, Round]]:
-    """Without rounds that were undone by an attempt which this pserver does not know of."""
+    """Exclude rounds that were undone by attempts which this pserver did not take part in."""
     assert folder.identity.run is not None
     attempt, ranges = folder.identity.run.attempt, storage.find_restorable()
     for start in [-1 if start is None else start for later, start in run.began.items() if later > attempt]:

@@ -1,4 +1,4 @@
-"""`gradpost token`: files with tokens, written and shown."""
+"""`gradpost token`: create and show token files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ RANDOM_BYTES = 32
 
 
 def create_tokens(folder: Path | None, scopes: Sequence[Scope], *, rotate: bool) -> None:
-    """Write a token for each scope that has none, or with `rotate` for all; says what it did, but no token.
+    """Write a token for each scope that has none, or with `rotate` for all; print the files, but no token.
 
-    `admin` comes last: whoever waits for that one finds all of them. Raises CommandError if it cannot write.
+    `admin` is written last: a process that waits for it finds all of them. Raises CommandError for an OSError.
     """
     folder = _find_folder(folder)
     try:
@@ -29,7 +29,7 @@ def create_tokens(folder: Path | None, scopes: Sequence[Scope], *, rotate: bool)
                 _write(file, _make_token(scope))
                 print_line(f"{file}: created")
             elif rotate:
-                # The older one first, so that at no time a token is missing.
+                # The older one first, so that a valid token exists at any time.
                 _write(file.with_name(scope + PREVIOUS), file.read_text(encoding="ascii").strip())
                 _write(file, _make_token(scope))
                 print_line(f"{file}: replaced; the token before stays valid until the next time")
@@ -40,7 +40,7 @@ def create_tokens(folder: Path | None, scopes: Sequence[Scope], *, rotate: bool)
 
 
 def show(folder: Path | None, scope: Scope) -> None:
-    """Print the newest token of a scope, and nothing else."""
+    """Print the newest token of a scope."""
     try:
         newest, *_ = TokenPair(_find_folder(folder) / scope).read()
     except SettingsError as error:
@@ -56,12 +56,12 @@ def _find_folder(folder: Path | None) -> Path:
 
 
 def _make_token(scope: Scope) -> str:
-    """The prefix is for those who find it in a log or repository, people and scanners alike."""
+    """Return a token with a prefix by which people and scanners recognize it in a log or repository."""
     return f"gradpost_{scope}_{secrets.token_urlsafe(RANDOM_BYTES)}"
 
 
 def _write(file: Path, token: str) -> None:
-    """Write it whole or not at all, and readable to its owner alone from the first moment."""
+    """Write the file atomically, readable by its owner only from its creation on."""
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400), "w", encoding="ascii") as stream:

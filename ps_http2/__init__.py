@@ -1,1 +1,1 @@
-"""HTTP/2 on asyncio for large bodies: bytes go from the socket straight to where they belong, and back."""
+"""HTTP/2 on asyncio for large bodies: the kernel reads and writes the memory of the application."""

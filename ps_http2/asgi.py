@@ -1,36 +1,38 @@
-"""Requests that come over HTTP/2, as ASGI has them."""
+"""Requests over HTTP/2 as ASGI calls, and an ASGI extension for bodies in the application's own memory.
+
+A server with the extension receives into a buffer that the application names, and accepts memoryviews as parts of a
+response. With other servers `receive_into` and `send_from` copy.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 from urllib.parse import unquote
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .frames import Code
-from .stream import Headers, Inbox, Stream, StreamResetError
+from .frames import ErrorCode
+from .stream import BodyReader, Headers, Stream, StreamResetError
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger("gradpost")
 
-LANDING = "gradpost.landing"  # name of the extension in a scope
-COPY_BYTES = 1024 * 1024  # at once, where parts of a response have to be bytes
-DISCARD_SECONDS = 5.0  # for the rest of a body that nobody wants
-SMALL_BYTES = 4 * 1024  # of an answer whose end is sent after the application is done
+SET_BUFFER = "gradpost.set_buffer"  # extension of a scope: names the buffer of the next `receive`
+COPY_BYTES = 1024 * 1024  # at a time, for servers without the extension
+DISCARD_SECONDS = 5.0  # for the rest of a body that the application has not read
+SMALL_BYTES = 4 * 1024  # the application need not wait until the end of so small a response is sent
 
 _PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
-_OF_CONNECTIONS = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
+_CONNECTION_HEADERS = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _METHOD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
-_NO_VALUE = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
+_INVALID_VALUE = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
 
 
 def read_scope(headers: Headers) -> Scope:
-    """The part of an ASGI scope that a request's headers say. Raises ValueError (RFC 9113, sections 8.2 and 8.3).
+    """Return the ASGI scope of a request's headers. Raises ValueError (RFC 9113, sections 8.2 and 8.3).
 
     >>> request = [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/a%20b?c"), (b":authority", b"x")]
     >>> scope = read_scope(request)
@@ -41,28 +43,28 @@ def read_scope(headers: Headers) -> Scope:
     regular: Headers = []
     host: bytes | None = None
     for name, value in headers:
-        if _NO_VALUE.search(value):
-            raise ValueError(f"the value of {name!r} has a character that no value has there")
+        if _INVALID_VALUE.search(value):
+            raise ValueError(f"the value of {name!r} has an invalid character")
         if name[:1] == b":":
             if name not in _PSEUDO or name in pseudo or regular:
-                raise ValueError(f"{name!r} is unknown, stands twice, or behind other headers")
+                raise ValueError(f"{name!r} is unknown, duplicate, or after other headers")
             pseudo[name] = value
             continue
-        if not _NAME.fullmatch(name) or name in _OF_CONNECTIONS or (name == b"te" and value != b"trailers"):
-            raise ValueError(f"no request over HTTP/2 has a header {name!r}")
+        if not _NAME.fullmatch(name) or name in _CONNECTION_HEADERS or (name == b"te" and value != b"trailers"):
+            raise ValueError(f"a request over HTTP/2 may not have the header {name!r}")
         if name == b"host":
             if host is not None:
-                raise ValueError("a request has one host")
+                raise ValueError("a request may have one Host header")
             host = value
         regular.append((name, value))
     method, target = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
     if not _METHOD.fullmatch(method) or b":scheme" not in pseudo or not (target.startswith(b"/") or target == b"*"):
-        raise ValueError("a request has a method, a scheme and a path")
+        raise ValueError("a request needs a method, a scheme and a path")
     authority = pseudo.get(b":authority")
     if authority is not None and host is None:
         regular.insert(0, (b"host", authority))
     elif authority is not None and authority != host:
-        raise ValueError("the authority and the host of a request are the same")
+        raise ValueError("the authority and the Host header of a request differ")
     path, _, query = target.partition(b"?")
     return {
         "type": "http",
@@ -78,119 +80,107 @@ def read_scope(headers: Headers) -> Scope:
     }
 
 
-class Landing:
-    """Where the next part of a request's body belongs."""
-
-    def __init__(self) -> None:
-        self._buffer: memoryview | None = None
-
-    def offer(self, buffer: memoryview) -> None:
-        """The next `receive` may write there, and answer with a view of what it has written."""
-        self._buffer = buffer
-
-    def take(self) -> memoryview | None:
-        """The server's side: what was offered, once."""
-        buffer, self._buffer = self._buffer, None
-        return buffer
-
-
 async def receive_into(buffer: memoryview, scope: Scope, receive: Receive) -> tuple[int, bool]:
-    """Receive the next part of a body at the beginning of a buffer; returns its bytes, and whether more may come.
+    """Receive the next part of a body at the beginning of a buffer; return its bytes, and True if more may follow.
 
     Raises ValueError if it does not fit.
     """
-    landing = scope.get("extensions", {}).get(LANDING)
-    if landing is not None:
-        landing.offer(buffer)
+    set_buffer = scope.get("extensions", {}).get(SET_BUFFER)
+    if set_buffer is not None:
+        set_buffer(buffer)
     message = await receive()
     part = message.get("body", b"")
     if len(part) > len(buffer):
         raise ValueError("the body is longer than its buffer")
-    if not isinstance(part, memoryview):  # a view is of the buffer itself
+    if not isinstance(part, memoryview):  # a view refers to the buffer itself
         buffer[: len(part)] = part
     return len(part), message.get("more_body", False)
 
 
 async def send_from(part: bytes | memoryview, scope: Scope, send: Send, *, more_body: bool) -> None:
-    """Send a part of a response; a view may change again once this has returned, or was cancelled."""
-    if isinstance(part, bytes) or LANDING in scope.get("extensions", {}):
+    """Send a part of a response. A view may change once this has returned, or was cancelled."""
+    if isinstance(part, bytes) or SET_BUFFER in scope.get("extensions", {}):
         await send({"type": "http.response.body", "body": part, "more_body": more_body})
         return
     for at in range(0, len(part), COPY_BYTES):
-        piece = bytes(part[at : at + COPY_BYTES])
-        is_last = at + len(piece) == len(part)
-        await send({"type": "http.response.body", "body": piece, "more_body": more_body or not is_last})
+        copy = bytes(part[at : at + COPY_BYTES])
+        is_last = at + len(copy) == len(part)
+        await send({"type": "http.response.body", "body": copy, "more_body": more_body or not is_last})
 
 
 class Request:
-    """One of them, while the application answers it."""
+    """A request while the application answers it.
 
-    def __init__(
-        self, stream: Stream, inbox: Inbox, scope: Scope, default_headers: Headers, land_seconds: float
-    ) -> None:
-        self._land_seconds = land_seconds
+    While a body is received into the application's buffer, `receive` returns every `read_seconds`. So the application
+    can detect slow clients.
+    """
+
+    def __init__(self, stream: Stream, scope: Scope, default_headers: Headers, read_seconds: float) -> None:
         self._stream = stream
-        self._inbox = inbox
         self._scope = scope
         self._default_headers = default_headers
-        self._body_is_over = False
+        self._read_seconds = read_seconds
+        self._body = stream.sink = BodyReader(stream)
+        self._body_has_ended = False
+        self._buffer: memoryview | None = None  # of the next `receive`
         self._expects_continue = any(n == b"expect" and v.lower() == b"100-continue" for n, v in scope["headers"])
-        self._completed = False
-        self._landing = Landing()
-        scope["extensions"] = {LANDING: self._landing}
+        self._has_completed = False
+        scope["extensions"] = {SET_BUFFER: self._set_buffer}
 
     async def run(self, app: ASGIApp) -> None:
-        """Let the application answer, and end the stream in any case."""
+        """Call the application, and close the stream in any case."""
         try:
-            await app(self._scope, self.receive, self.send)
-            if self._completed:
+            await app(self._scope, self._receive, self._send)
+            if self._has_completed:
                 await self._discard_rest()
                 await self._wait_until_sent()
         except Exception as error:
             log.error("the application failed", exc_info=error, path=self._scope["path"])
         finally:
-            self._stream.close(Code.NO_ERROR if self._completed else Code.INTERNAL_ERROR)
+            self._stream.close(ErrorCode.NO_ERROR if self._has_completed else ErrorCode.INTERNAL_ERROR)
+
+    def _set_buffer(self, buffer: memoryview) -> None:
+        self._buffer = buffer
 
     async def _discard_rest(self) -> None:
-        """Read and drop the rest of the body: clients such as curl lose an answer that is followed by a reset."""
+        """Discard the rest of the body: clients such as curl lose a response that is followed by a reset."""
         with suppress(StreamResetError, TimeoutError):
             async with asyncio.timeout(DISCARD_SECONDS):
-                while not self._body_is_over:
-                    self._body_is_over = not (await self._inbox.next())[1]
+                while not self._body_has_ended:
+                    self._body_has_ended = not (await self._body.read())[1]
 
     async def _wait_until_sent(self) -> None:
         with suppress(StreamResetError):
-            while not self._stream.is_local_over:
-                await self._stream.changed()
+            while not self._stream.is_local_closed:
+                await self._stream.wait_for_change()
 
-    async def receive(self) -> Message:
-        """See ASGI, and `Landing`."""
+    async def _receive(self) -> Message:
         if self._expects_continue:
             self._expects_continue = False
-            if self._stream.error is None and not self._stream.is_remote_over:
+            if self._stream.error is None and not self._stream.is_remote_closed:
                 self._stream.send_headers([(b":status", b"100")])
-                self._stream.lend(is_last=False)  # which writes the headers
+                self._stream.send_nowait(end_stream=False)  # writes the headers
         try:
-            while self._body_is_over:
-                if self._stream.is_over:
+            while self._body_has_ended:
+                if self._stream.is_closed:
                     return {"type": "http.disconnect"}
-                await self._stream.changed()
-            buffer = self._landing.take()
+                await self._stream.wait_for_change()
+            buffer, self._buffer = self._buffer, None
             body: bytes | memoryview
-            if not buffer:  # nothing is to land, or nothing more: then it is too long, or over
-                body, has_more = await self._inbox.next()
+            if not buffer:  # without one, or if it is full: the body is too long, or has ended
+                body, has_more = await self._body.read()
             else:
-                num_bytes, has_more = await self._inbox.fill(buffer, self._land_seconds)
+                num_bytes, has_more = await self._body.read_into(buffer, self._read_seconds)
                 body = buffer[:num_bytes]
         except StreamResetError:
             return {"type": "http.disconnect"}
-        self._body_is_over = not has_more
+        self._body_has_ended = not has_more
         return {"type": "http.request", "body": body, "more_body": has_more}
 
-    async def send(self, message: Message) -> None:
-        """See ASGI; bodies may be memoryviews, which must not change meanwhile. A client that has left gets nothing.
+    async def _send(self, message: Message) -> None:
+        """See ASGI; a body may be a memoryview, which must not change meanwhile. A reset stream gets nothing.
 
-        The application does not wait until a small answer is taken, so that a closed window holds no place there.
+        The application does not wait until a small response is sent, so that a closed window does not occupy a request.
         """
         stream = self._stream
         self._expects_continue = False
@@ -199,36 +189,15 @@ class Request:
             self._has_body = self._scope["method"] != "HEAD" and status not in (204, 304)
             if stream.error is None:
                 headers = [(b":status", b"%d" % status), *self._default_headers]
-                headers += [(n.lower(), v) for n, v in message["headers"] if n.lower() not in _OF_CONNECTIONS]
+                headers += [(n.lower(), v) for n, v in message["headers"] if n.lower() not in _CONNECTION_HEADERS]
                 stream.send_headers(headers)
             return
-        is_last = not message.get("more_body", False)
+        end_stream = not message.get("more_body", False)
         body = message.get("body", b"") if self._has_body else b""
-        self._completed = is_last
-        if is_last and len(body) <= SMALL_BYTES:
+        self._has_completed = end_stream
+        if end_stream and len(body) <= SMALL_BYTES:
             if stream.error is None:
-                stream.lend(bytes(body))
+                stream.send_nowait(bytes(body))
             return
-        try:
-            await stream.send(body, is_last=is_last)
-        except StreamResetError:
-            return
-
-
-def start_request(
-    stream: Stream,
-    scope: Scope,
-    app: ASGIApp,
-    default_headers: Headers,
-    land_seconds: float,
-    when_done: Callable[[asyncio.Task[Any]], object],
-) -> asyncio.Task[None]:
-    """Let the application answer in a task of its own.
-
-    While a body lands in its memory it is told every `land_seconds` how much is here, so that it can tell who is slow.
-    """
-    inbox = Inbox(stream)
-    stream.sink = inbox
-    task = asyncio.get_running_loop().create_task(Request(stream, inbox, scope, default_headers, land_seconds).run(app))
-    task.add_done_callback(when_done)
-    return task
+        with suppress(StreamResetError):
+            await stream.send(body, end_stream=end_stream)

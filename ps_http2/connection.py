@@ -1,10 +1,10 @@
-"""One end of an HTTP/2 connection (RFC 9113): frames in and out, windows, settings, and the end.
+"""One end of an HTTP/2 connection (RFC 9113): streams, flow control, settings and errors.
 
-    socket ──► FrameReader ──► DATA: straight into `stream.sink` (`get_buffer` hands its memory to the kernel)
-                          └──► others: whole, then `..._received`
+    socket ──► FrameReader ──► DATA: into `stream.sink`, whose memory `get_buffer` gives to the kernel
+                          └──► other frames: complete, to `frame_received` or `header_block_received`
     stream.outgoing ──► `pump` ──► FrameWriter ──► socket
 
-Everything happens on the event loop, in callbacks that wait for nothing.
+All methods run on the event loop, and none of them waits.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from typing import ClassVar
 from hpack import Decoder, Encoder, HPACKError
 
 from . import frames
-from .frames import Code, ViolationError
+from .frames import ErrorCode, ProtocolError
 from .reader import MAX_FRAME_BYTES, MAX_HEADER_BYTES, FrameReader
 from .stream import Headers, Stream, StreamResetError
 from .writer import FrameWriter
 
-MAX_UNSENT_CONTROL_BYTES = 256 * 1024  # of answers to somebody who does not read them
-MAX_USELESS_FRAMES = 10_000  # in a row, between two that carry a part of a body, in either direction
-USEFUL_BYTES = 64  # of a frame that is sent: an ordinary end may have a small window, but not as small as this
-CLOSE_SECONDS = 5.0  # for the other end to read why the connection is closed
-CONNECTION_WINDOW = 1 << 30  # the streams' windows are what holds the other end back
+MAX_UNSENT_CONTROL_BYTES = 256 * 1024  # a peer that does not read its acknowledgements is disconnected
+MAX_UNPRODUCTIVE_FRAMES = 10_000  # in a row, without a part of a body in either direction
+PRODUCTIVE_BYTES = 64  # of a frame that is sent: an ordinary peer may have a small window, but not as small as this
+CLOSE_SECONDS = 5.0  # for the peer to read the GOAWAY
+CONNECTION_WINDOW = 1 << 30  # flow control is left to the streams' windows
 
-_CODE_NAMES = {code.value: code.name for code in Code}
+_CODE_NAMES = {code.value: code.name for code in ErrorCode}
 
 
 class Connection(asyncio.BufferedProtocol):
-    """What both ends have in common. A child says what headers mean, and makes streams."""
+    """The common part of client and server. A subclass opens streams and interprets their headers."""
 
-    preface: ClassVar[bytes]  # what this end says first
-    tops_up: ClassVar[bool]  # whether streams' windows are kept open, whatever their sinks have room for
+    preface: ClassVar[bytes]  # that this end sends first
+    keeps_windows_full: ClassVar[bool]  # restore streams' windows completely, whatever their sinks have room for
 
     def __init__(self, settings: Mapping[int, int], stream_window: int) -> None:
-        """`settings` are told to the other end, with a `stream_window` for each new stream."""
-        self.streams: dict[int, Stream] = {}  # those that are not over
+        """`settings` are sent to the peer, with a `stream_window` for each new stream."""
+        self.streams: dict[int, Stream] = {}  # that are not closed
         self.is_closing = False  # no new streams
         self.peer_max_streams = 100
         self.received_bytes = 0
-        self.sent_bytes = 0  # of bodies, in whole frames: answers to control frames are no progress
-        self.highest_stream = 0  # that the other end has opened, or we have
+        self.sent_bytes = 0  # of bodies, in complete frames: acknowledgements are no progress
+        self.highest_stream = 0  # opened by either end
         self._settings = {frames.INITIAL_WINDOW_SIZE: stream_window, frames.MAX_FRAME_SIZE: MAX_FRAME_BYTES, **settings}
         self._stream_window = stream_window
         self._encoder = Encoder()
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
         self._reader = FrameReader(self)
         self._receive_window = CONNECTION_WINDOW
-        self._num_useless = 0
+        self._num_unproductive = 0
         self._writer = FrameWriter(self.streams, self._frame_sent)
         self._peer_stream_window = frames.DEFAULT_WINDOW
         self._transport: asyncio.Transport
@@ -60,48 +60,54 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def is_in_frame(self) -> bool:
-        """Whether a frame, or a header block, has begun and is not whole; a body apart."""
+        """True while a frame other than DATA, or a header block, is incomplete."""
         return self._reader.is_in_frame
 
     @property
     def num_frames(self) -> int:
-        """Frames that have come, DATA apart."""
+        """The number of frames received, without DATA."""
         return self._reader.num_frames
 
     @property
     def is_sending(self) -> bool:
-        """Whether there is something that the other end has not taken."""
+        """True while the peer has not taken everything that is to be sent."""
         return (
             self._writer.is_in_frame
             or self._writer.is_paused
             or any(stream.outgoing for stream in self.streams.values())
         )
 
-    # ------------------------------------------------------------------ what a child says
+    # ------------------------------------------------------------------ implemented by subclasses
 
     def headers_received(self, stream: Stream, headers: Headers) -> None:
-        """The other end's headers are complete; its body follows unless `stream.is_remote_over`."""
+        """Process the peer's headers. Its body follows unless `stream.is_remote_closed`."""
         raise NotImplementedError
 
-    def open_stream(self, number: int) -> Stream | None:
-        """The other end begins a stream: return a new one, or None to refuse it. Raises ViolationError."""
+    def stream_requested(self, stream_id: int) -> Stream | None:
+        """Return a new stream for headers of the peer, or None to refuse it. Raises ProtocolError."""
         raise NotImplementedError
 
-    def stream_over(self, stream: Stream) -> None:
-        """It is over in both directions, or was ended; it is not in `streams` any more."""
+    def stream_closed(self, stream: Stream) -> None:
+        """React to the end of a stream, which is no longer in `streams`."""
 
-    def goaway_received(self, last_stream: int) -> None:
-        """The other end takes no new streams, and has not looked at those above this one."""
+    def stream_aborted(self, stream: Stream) -> None:
+        """React to a stream that the peer reset or made this end reset. Raises ProtocolError if there are too many."""
+
+    def settings_received(self) -> None:
+        """React to new settings of the peer."""
+
+    def goaway_received(self, last_stream_id: int) -> None:
+        """React to GOAWAY: the peer accepts no new streams, and has not processed those above `last_stream_id`."""
         self.is_closing = True
 
-    # ------------------------------------------------------------------ asyncio
+    # ------------------------------------------------------------------ asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._writer.begin(transport)
-        # The window of the connection does not count in SETTINGS.
+        self._writer.start(transport)
+        # SETTINGS do not change the window of the connection.
         window = frames.pack_number(frames.WINDOW_UPDATE, 0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
         self._writer.queue(self.preface + frames.pack_settings(self._settings) + window)
         self.pump()
@@ -110,25 +116,26 @@ class Connection(asyncio.BufferedProtocol):
         """See asyncio."""
         self.is_closing = True
         for stream in [*self.streams.values()]:
-            self.lose(stream, StreamResetError(Code.CONNECT_ERROR, f"the connection is lost: {exc or 'closed'}"))
-        self._writer.end()
+            text = f"the connection is lost: {exc or 'closed'}"
+            self.remove_stream(stream, StreamResetError(ErrorCode.CONNECT_ERROR, text))
+        self._writer.stop()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """See asyncio."""
-        return self._reader.buffer()
+        return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         """See asyncio."""
         self.received_bytes += nbytes
         try:
-            self._reader.received(nbytes)
-        except ViolationError as violation:
-            self.abort(violation.code, str(violation))
+            self._reader.buffer_updated(nbytes)
+        except ProtocolError as error:
+            self.abort(error.code, str(error))
             return
         self.pump()
 
-    def take(self, data: bytes) -> None:
-        """The same for bytes that somebody else has read from the transport."""
+    def feed(self, data: bytes) -> None:
+        """Process bytes that another protocol has received from the transport."""
         rest = memoryview(data)
         while len(rest) and not self._transport.is_closing():
             room = self.get_buffer(len(rest))
@@ -139,7 +146,7 @@ class Connection(asyncio.BufferedProtocol):
             rest = rest[count:]
 
     def eof_received(self) -> None:
-        """See asyncio: the transport closes itself."""
+        """See asyncio; the transport closes itself."""
 
     def pause_writing(self) -> None:
         """See asyncio."""
@@ -150,37 +157,37 @@ class Connection(asyncio.BufferedProtocol):
         self._writer.is_paused = False
         self.pump()
 
-    # ------------------------------------------------------------------ reading, see Receiver
+    # ------------------------------------------------------------------ receiving
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """See Receiver."""
         return self._transport.is_closing()
 
-    def data_begun(self, number: int, flags: int, length: int, payload: int) -> Stream | None:
+    def data_started(self, stream_id: int, flags: int, length: int, payload: int) -> Stream | None:
         """See Receiver."""
         if not payload and not flags & frames.END_STREAM:
-            self.useless()
+            self.count_unproductive_frame()
         self._receive_window -= length
         if self._receive_window < 0:
-            raise ViolationError(Code.FLOW_CONTROL_ERROR, "more bytes than the connection's window")
-        stream = self.streams.get(number)
+            raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "more bytes than the connection's window")
+        stream = self.streams.get(stream_id)
         if stream is None:
-            self.check_not_idle(number)
-            self.useless()  # of a stream that is over: on its way when that was decided
+            self.check_not_idle(stream_id)
+            self.count_unproductive_frame()  # the peer may have sent it before it knew that the stream is closed
             return None
-        if stream.is_remote_over:
-            self.violated(stream, Code.STREAM_CLOSED, "data behind the end of a stream")
+        if stream.is_remote_closed:
+            self.stream_error(stream, ErrorCode.STREAM_CLOSED, "DATA after END_STREAM")
             return None
         if stream.headers is None:
-            raise ViolationError(Code.PROTOCOL_ERROR, "data before headers")
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "DATA before HEADERS")
         stream.receive_window -= length
         if stream.receive_window < 0:
-            raise ViolationError(Code.FLOW_CONTROL_ERROR, "more bytes than the stream's window")
+            raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "more bytes than the stream's window")
         if payload:
-            self._num_useless = 0
+            self._num_unproductive = 0
         if stream.expected_bytes is not None and stream.received_bytes + payload > stream.expected_bytes:
-            self.violated(stream, Code.PROTOCOL_ERROR, "the body is longer than its Content-Length")
+            self.stream_error(stream, ErrorCode.PROTOCOL_ERROR, "the body is longer than its Content-Length")
             return None
         return stream
 
@@ -190,147 +197,138 @@ class Connection(asyncio.BufferedProtocol):
         stream.received_bytes += num_bytes
         try:
             if data is None:
-                stream.sink.landed(num_bytes)
+                stream.sink.buffer_updated(num_bytes)
             else:
                 stream.sink.feed(data)
-        except Exception as error:  # whatever it does not like ends this stream alone
-            self._queue(frames.pack_number(frames.RST_STREAM, stream.number, Code.CANCEL))
-            failure = StreamResetError(Code.CANCEL, f"what came could not be used: {error}")
+        except Exception as error:  # ends this stream only
+            self._queue(frames.pack_number(frames.RST_STREAM, stream.stream_id, ErrorCode.CANCEL))
+            failure = StreamResetError(ErrorCode.CANCEL, f"the body cannot be used: {error}")
             failure.__cause__ = error
-            self.lose(stream, failure)
+            self.remove_stream(stream, failure)
 
-    def data_over(self, stream: Stream | None, flags: int) -> None:
+    def data_ended(self, stream: Stream | None, flags: int) -> None:
         """See Receiver."""
         if self._receive_window < CONNECTION_WINDOW // 2:
             self._queue(frames.pack_number(frames.WINDOW_UPDATE, 0, CONNECTION_WINDOW - self._receive_window))
             self._receive_window = CONNECTION_WINDOW
-        if stream is None or stream.is_over:
+        if stream is None or stream.is_closed:
             return
         if flags & frames.END_STREAM:
-            self._remote_over(stream)
+            self._close_remote(stream)
         elif stream.receive_window < self._stream_window // 2 and stream.sink is not None:
-            self.grant(stream, self._stream_window if self.tops_up else len(stream.sink.room()))
+            full = self._stream_window if self.keeps_windows_full else len(stream.sink.get_buffer())
+            self.raise_window(stream, full)
 
-    def _remote_over(self, stream: Stream) -> None:
+    def _close_remote(self, stream: Stream) -> None:
         if stream.expected_bytes not in (None, stream.received_bytes):
-            self.violated(stream, Code.PROTOCOL_ERROR, "the body is shorter than its Content-Length")
+            self.stream_error(stream, ErrorCode.PROTOCOL_ERROR, "the body is shorter than its Content-Length")
             return
-        stream.is_remote_over = True
-        stream.wake()
-        self._end_if_over(stream)
+        stream.is_remote_closed = True
+        stream.notify()
+        self._remove_if_closed(stream)
 
-    def block_received(self, number: int, flags: int, block: bytes) -> None:
+    def header_block_received(self, stream_id: int, flags: int, block: bytes) -> None:
         """See Receiver."""
         try:
             headers: Headers = list(self._decoder.decode(block, raw=True))
         except HPACKError as error:
-            raise ViolationError(Code.COMPRESSION_ERROR, f"headers that cannot be read: {error}") from None
-        is_last = bool(flags & frames.END_STREAM)
-        stream = self.streams.get(number)
+            raise ProtocolError(ErrorCode.COMPRESSION_ERROR, f"invalid headers: {error}") from None
+        end_stream = bool(flags & frames.END_STREAM)
+        stream = self.streams.get(stream_id)
         if stream is None:
-            stream = self.open_stream(number)
+            stream = self.stream_requested(stream_id)
             if stream is None:
                 return
-            self.streams[number] = stream
-            self._num_useless = 0
-        elif stream.is_remote_over:
-            self.violated(stream, Code.STREAM_CLOSED, "headers behind the end of a stream")
+            self.streams[stream_id] = stream
+            self._num_unproductive = 0
+        elif stream.is_remote_closed:
+            self.stream_error(stream, ErrorCode.STREAM_CLOSED, "HEADERS after END_STREAM")
             return
-        elif stream.headers is not None:  # trailers, which are checked and dropped
-            if not is_last:
-                self.violated(stream, Code.PROTOCOL_ERROR, "trailers that do not end the stream")
+        elif stream.headers is not None:  # trailers are checked and dropped
+            if not end_stream:
+                self.stream_error(stream, ErrorCode.PROTOCOL_ERROR, "trailers without END_STREAM")
             elif any(name[:1] in (b"", b":") or name != name.lower() for name, _ in headers):
-                self.violated(stream, Code.PROTOCOL_ERROR, "trailers with a malformed name")
+                self.stream_error(stream, ErrorCode.PROTOCOL_ERROR, "trailers with a malformed name")
             else:
-                self._remote_over(stream)
+                self._close_remote(stream)
             return
-        self.headers_received(stream, headers) if not is_last else self._last_headers(stream, headers)
+        stream.is_remote_closed = end_stream
+        self.headers_received(stream, headers)
+        if end_stream:
+            if not stream.is_closed and stream.expected_bytes not in (None, 0):
+                self.stream_error(stream, ErrorCode.PROTOCOL_ERROR, "the body is shorter than its Content-Length")
+            self._remove_if_closed(stream)
 
-    def frame_received(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+    def frame_received(self, frame_type: int, flags: int, stream_id: int, payload: bytes) -> None:
         """See Receiver."""
-        if kind == frames.WINDOW_UPDATE:
-            self._on_window_update(number, frames.unpack_number(payload))
-        elif kind == frames.RST_STREAM:
-            self._on_reset(number, frames.unpack_number(payload))
-        elif kind == frames.SETTINGS:
-            self._on_settings(flags, number, payload)
-        elif kind == frames.PING:
-            self._on_ping(flags, number, payload)
-        elif kind == frames.GOAWAY:
-            self._check_form(number == 0, len(payload) >= 8, "GOAWAY")
+        if frame_type == frames.WINDOW_UPDATE:
+            self._on_window_update(stream_id, frames.unpack_number(payload))
+        elif frame_type == frames.RST_STREAM:
+            self._on_reset(stream_id, frames.unpack_number(payload))
+        elif frame_type == frames.SETTINGS:
+            self._on_settings(flags, stream_id, payload)
+        elif frame_type == frames.PING:
+            self._on_ping(flags, stream_id, payload)
+        elif frame_type == frames.GOAWAY:
+            self._check_form(stream_id == 0, len(payload) >= 8, "GOAWAY")
             self.goaway_received(int.from_bytes(payload[:4], "big") & frames.MAX_WINDOW)
-        elif kind == frames.PUSH_PROMISE:
-            raise ViolationError(Code.PROTOCOL_ERROR, "pushed streams are not wanted")
-        else:
-            self.useless()  # PRIORITY, and kinds that are not known, mean nothing
-            if kind == frames.PRIORITY:
-                self._check_form(number > 0, len(payload) == 5, "PRIORITY")
+        elif frame_type == frames.PUSH_PROMISE:
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "server push is disabled")
+        else:  # PRIORITY and unknown types are ignored
+            self.count_unproductive_frame()
+            if frame_type == frames.PRIORITY:
+                self._check_form(stream_id > 0, len(payload) == 5, "PRIORITY")
 
-    def useless(self) -> None:
-        """Count a frame that brings nothing. Raises ViolationError when there are too many of them."""
-        self._num_useless += 1
-        if self._num_useless > MAX_USELESS_FRAMES:
-            raise ViolationError(Code.ENHANCE_YOUR_CALM, f"{self._num_useless} frames that bring nothing")
+    def count_unproductive_frame(self) -> None:
+        """Count a frame without use for a request. Raises ProtocolError if there are too many in a row."""
+        self._num_unproductive += 1
+        if self._num_unproductive > MAX_UNPRODUCTIVE_FRAMES:
+            raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, f"{self._num_unproductive} frames without use")
 
     def _check_form(self, is_right_stream: bool, is_right_size: bool, name: str) -> None:
         if not is_right_stream:
-            raise ViolationError(Code.PROTOCOL_ERROR, f"{name} of a stream that has none")
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, f"{name} on a wrong stream")
         if not is_right_size:
-            raise ViolationError(Code.FRAME_SIZE_ERROR, f"{name} of another size")
+            raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, f"{name} of a wrong size")
 
-    def check_not_idle(self, number: int) -> None:
-        """Raise ViolationError for a stream that was never opened. Servers, which open even ones, push nothing here."""
-        if number % 2 == 0 or number > self.highest_stream:
-            raise ViolationError(Code.PROTOCOL_ERROR, f"a frame of stream {number}, which was never opened")
+    def check_not_idle(self, stream_id: int) -> None:
+        """Raise ProtocolError for a stream that was never opened; even ones never are, since push is disabled."""
+        if stream_id % 2 == 0 or stream_id > self.highest_stream:
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, f"a frame of stream {stream_id}, which is idle")
 
-    def _last_headers(self, stream: Stream, headers: Headers) -> None:
-        stream.is_remote_over = True  # first, since the child looks at it
-        self.headers_received(stream, headers)
-        if not stream.is_over and stream.expected_bytes not in (None, 0):
-            self.violated(stream, Code.PROTOCOL_ERROR, "the body is shorter than its Content-Length")
-        self._end_if_over(stream)
-
-    def _on_window_update(self, number: int, increment: int) -> None:
-        self.useless()
+    def _on_window_update(self, stream_id: int, increment: int) -> None:
+        self.count_unproductive_frame()
         increment &= frames.MAX_WINDOW  # the highest bit is reserved
-        if number == 0:
+        if stream_id == 0:
             if not increment:
-                raise ViolationError(Code.PROTOCOL_ERROR, "a window that does not grow")
+                raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a window increment of 0")
             self._writer.window += increment
             if self._writer.window > frames.MAX_WINDOW:
-                raise ViolationError(Code.FLOW_CONTROL_ERROR, "the connection's window is too large")
+                raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "the connection's window is too large")
             return
-        stream = self.streams.get(number)
+        stream = self.streams.get(stream_id)
         if stream is None:
-            self.check_not_idle(number)
+            self.check_not_idle(stream_id)
             return
         stream.send_window += increment
         if not increment:
-            self.violated(stream, Code.PROTOCOL_ERROR, "a window that does not grow")
+            self.stream_error(stream, ErrorCode.PROTOCOL_ERROR, "a window increment of 0")
         elif stream.send_window > frames.MAX_WINDOW:
-            self.violated(stream, Code.FLOW_CONTROL_ERROR, "the stream's window is too large")
+            self.stream_error(stream, ErrorCode.FLOW_CONTROL_ERROR, "the stream's window is too large")
 
-    def _on_reset(self, number: int, code: int) -> None:
-        stream = self.streams.get(number)
+    def _on_reset(self, stream_id: int, code: int) -> None:
+        stream = self.streams.get(stream_id)
         if stream is None:
-            self.check_not_idle(number)
-            self.useless()
+            self.check_not_idle(stream_id)
+            self.count_unproductive_frame()
             return
         name = _CODE_NAMES.get(code, str(code))
-        self.stream_reset(stream)
-        self.lose(stream, StreamResetError(code, f"the other end has reset the stream: {name}"))
+        self.stream_aborted(stream)
+        self.remove_stream(stream, StreamResetError(code, f"the peer reset the stream: {name}"))
 
-    def stream_reset(self, stream: Stream) -> None:
-        """The other end ends a stream before its time, or makes us do so. Raises ViolationError if too often."""
-
-    def violated(self, stream: Stream, code: Code, text: str) -> None:
-        """The other end has broken the protocol on one stream. Raises ViolationError if it does so too often."""
-        self.reset(stream, code, text)
-        self.stream_reset(stream)
-
-    def _on_settings(self, flags: int, number: int, payload: bytes) -> None:
-        self.useless()
-        self._check_form(number == 0, not (flags & frames.ACK and payload), "SETTINGS")
+    def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
+        self.count_unproductive_frame()
+        self._check_form(stream_id == 0, not (flags & frames.ACK and payload), "SETTINGS")
         if flags & frames.ACK:
             return
         for name, value in frames.unpack_settings(payload):
@@ -339,7 +337,7 @@ class Connection(asyncio.BufferedProtocol):
                 for stream in self.streams.values():
                     stream.send_window += gain
                     if stream.send_window > frames.MAX_WINDOW:
-                        raise ViolationError(Code.FLOW_CONTROL_ERROR, "a stream's window is too large")
+                        raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "a stream's window is too large")
             elif name == frames.MAX_FRAME_SIZE:
                 self._writer.frame_bytes = min(value, MAX_FRAME_BYTES)
             elif name == frames.HEADER_TABLE_SIZE:
@@ -349,114 +347,116 @@ class Connection(asyncio.BufferedProtocol):
         self._queue(frames.pack(frames.SETTINGS, frames.ACK, 0))
         self.settings_received()
 
-    def settings_received(self) -> None:
-        """The other end has said what it wants."""
-
-    def _on_ping(self, flags: int, number: int, payload: bytes) -> None:
-        self.useless()
-        self._check_form(number == 0, len(payload) == 8, "PING")
+    def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
+        self.count_unproductive_frame()
+        self._check_form(stream_id == 0, len(payload) == 8, "PING")
         if not flags & frames.ACK:
             self._queue(frames.pack(frames.PING, frames.ACK, 0, payload))
 
-    # ------------------------------------------------------------------ writing
+    # ------------------------------------------------------------------ sending
 
-    def new_stream(self, number: int) -> Stream:
-        """Not among `streams` yet."""
-        self.highest_stream = number
-        return Stream(self, number, self._peer_stream_window, self._stream_window)
+    def new_stream(self, stream_id: int) -> Stream:
+        """Return a new stream, which the caller adds to `streams`."""
+        self.highest_stream = stream_id
+        return Stream(self, stream_id, self._peer_stream_window, self._stream_window)
 
-    def send_headers(self, stream: Stream, headers: Headers, *, is_last: bool = False) -> None:
-        """Queue headers; they are written with what comes next, or with `pump`."""
+    def send_headers(self, stream: Stream, headers: Headers, *, end_stream: bool = False) -> None:
+        """Queue headers, which are written with the next data or `pump`."""
         block = self._encoder.encode(headers)
-        self._queue(frames.pack_headers(stream.number, block, self._writer.frame_bytes, is_last=is_last))
-        if is_last:
-            stream.is_local_over = True
-            self._end_if_over(stream)
+        self._queue(frames.pack_headers(stream.stream_id, block, self._writer.frame_bytes, end_stream=end_stream))
+        if end_stream:
+            stream.is_local_closed = True
+            self._remove_if_closed(stream)
 
-    def grant(self, stream: Stream, num_bytes: int) -> None:
-        """Let the other end send so many bytes from now on, if it may not already."""
+    def raise_window(self, stream: Stream, num_bytes: int) -> None:
+        """Let the peer send `num_bytes` from now on, unless its window is larger."""
         num_bytes = min(num_bytes, frames.MAX_WINDOW)
-        if num_bytes > stream.receive_window and not stream.is_remote_over and not stream.is_over:
-            self._queue(frames.pack_number(frames.WINDOW_UPDATE, stream.number, num_bytes - stream.receive_window))
+        if num_bytes > stream.receive_window and not stream.is_remote_closed and not stream.is_closed:
+            self._queue(frames.pack_number(frames.WINDOW_UPDATE, stream.stream_id, num_bytes - stream.receive_window))
             stream.receive_window = num_bytes
             self.pump()
 
     def ping(self) -> None:
-        """Ask for a sign of life."""
+        """Send a PING, which the peer acknowledges."""
         self._queue(frames.pack(frames.PING, 0, 0, b"gradpost"))
         self.pump()
 
     def go_away(self) -> None:
-        """Take no new streams, and close once those that there are have ended."""
+        """Send GOAWAY, accept no new streams, and close once the open ones have ended."""
         if not self.is_closing:
             self.is_closing = True
-            self._queue(self._pack_goaway(Code.NO_ERROR, ""))
+            self._queue(self._pack_goaway(ErrorCode.NO_ERROR, ""))
             self.pump()
         self._close_if_done()
 
-    def reset(self, stream: Stream, code: Code, text: str) -> None:
-        """End a stream before its time."""
-        self._queue(frames.pack_number(frames.RST_STREAM, stream.number, code))
-        self.lose(stream, StreamResetError(code, text))
+    def reset_stream(self, stream: Stream, code: ErrorCode, text: str) -> None:
+        """Send RST_STREAM, and remove the stream."""
+        self._queue(frames.pack_number(frames.RST_STREAM, stream.stream_id, code))
+        self.remove_stream(stream, StreamResetError(code, text))
         self.pump()
 
-    def refuse(self, number: int) -> None:
-        """Do not open a stream; the other end may try again. Raises ViolationError if it does so too often."""
-        self.useless()
-        self._queue(frames.pack_number(frames.RST_STREAM, number, Code.REFUSED_STREAM))
+    def stream_error(self, stream: Stream, code: ErrorCode, text: str) -> None:
+        """Reset a stream on which the peer broke the protocol (section 5.4.2). Raises ProtocolError if too often."""
+        self.reset_stream(stream, code, text)
+        self.stream_aborted(stream)
 
-    def abort(self, code: Code, text: str) -> None:
-        """End the connection, and say why if that can be said at once."""
+    def refuse_stream(self, stream_id: int) -> None:
+        """Refuse to open a stream; the peer may retry. Raises ProtocolError if it does so too often."""
+        self.count_unproductive_frame()
+        self._queue(frames.pack_number(frames.RST_STREAM, stream_id, ErrorCode.REFUSED_STREAM))
+
+    def abort(self, code: ErrorCode, text: str) -> None:
+        """Close the connection, with a GOAWAY unless a DATA frame is partly written."""
         if not self._transport.is_closing():
             self._writer.write_last(self._pack_goaway(code, text))
             self._transport.close()
-            # Which waits for the other end to take what is written.
+            # `close` waits until the peer has taken what is written.
             asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._transport.abort)
         self.connection_lost(ConnectionError(text))
 
-    def _pack_goaway(self, code: Code, text: str) -> bytes:
-        looked_at = 0 if self.preface else self.highest_stream  # of the other end's streams; servers begin none
-        return frames.pack_goaway(looked_at, code, text)
+    def _pack_goaway(self, code: ErrorCode, text: str) -> bytes:
+        last_stream_id = 0 if self.preface else self.highest_stream  # of the peer's streams; servers open none
+        return frames.pack_goaway(last_stream_id, code, text)
 
     def _queue(self, frame: bytes) -> None:
         self._writer.queue(frame)
         if self._writer.num_queued > MAX_UNSENT_CONTROL_BYTES:
-            self.abort(Code.ENHANCE_YOUR_CALM, "answers that are not read")
+            self.abort(ErrorCode.ENHANCE_YOUR_CALM, "the peer does not read control frames")
 
     def pump(self) -> None:
-        """Write what may be written now."""
+        """Write as much as the windows and the transport allow."""
         self._writer.pump()
         if self.is_closing:
             self._close_if_done()
 
-    def _frame_sent(self, stream: Stream, num_bytes: int, is_last: bool) -> None:
-        if num_bytes >= USEFUL_BYTES:
-            self._num_useless = 0
+    def _frame_sent(self, stream: Stream, num_bytes: int, end_stream: bool) -> None:
+        if num_bytes >= PRODUCTIVE_BYTES:
+            self._num_unproductive = 0
         self.sent_bytes += num_bytes
         stream.sent_bytes += num_bytes
-        stream.is_local_over = is_last
+        stream.is_local_closed = end_stream
         if not stream.outgoing:
-            stream.wake()
-        self._end_if_over(stream)
+            stream.notify()
+        self._remove_if_closed(stream)
 
     # ------------------------------------------------------------------ ends of streams
 
-    def _end_if_over(self, stream: Stream) -> None:
-        if stream.is_over and not stream.is_being_written and stream.number in self.streams:
-            self.lose(stream, None)
+    def _remove_if_closed(self, stream: Stream) -> None:
+        if stream.is_closed and not stream.is_being_written and stream.stream_id in self.streams:
+            self.remove_stream(stream, None)
 
-    def lose(self, stream: Stream, error: StreamResetError | None) -> None:
-        """Let go of it, and of all memory that it was lent; without an error if it is over."""
-        self._writer.let_go(stream)
-        self._reader.let_go(stream)
+    def remove_stream(self, stream: Stream, error: StreamResetError | None) -> None:
+        """Release a stream and the memory of its bodies; `error` is None if it is closed."""
+        self._writer.release(stream)
+        self._reader.release(stream)
         if error is not None:
             stream.error = stream.error or error
             stream.outgoing.clear()
-            if not stream.is_remote_over:
+            if not stream.is_remote_closed:
                 stream.sink = None
-        if self.streams.pop(stream.number, None) is not None:
-            stream.wake()
-            self.stream_over(stream)
+        if self.streams.pop(stream.stream_id, None) is not None:
+            stream.notify()
+            self.stream_closed(stream)
         self._close_if_done()
 
     def _close_if_done(self) -> None:

@@ -1,4 +1,4 @@
-"""Frames of HTTP/2 as bytes (RFC 9113, sections 4 and 6). Pure."""
+"""Encoding and decoding of HTTP/2 frames (RFC 9113, sections 4 and 6), without any I/O."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from enum import IntEnum
 from struct import Struct
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HEAD_BYTES = 9
+FRAME_HEADER_BYTES = 9
 MAX_WINDOW = 2**31 - 1
 DEFAULT_WINDOW = 2**16 - 1
-MIN_FRAME_BYTES, MAX_FRAME_BYTES = 2**14, 2**24 - 1  # what SETTINGS_MAX_FRAME_SIZE may be
+MIN_FRAME_BYTES, MAX_FRAME_BYTES = 2**14, 2**24 - 1  # bounds of SETTINGS_MAX_FRAME_SIZE
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 
@@ -23,13 +23,13 @@ HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX
     range(1, 7)
 )
 
-_HEAD = Struct(">HBBBI")  # length in 24 bits, kind, flags, stream
+_FRAME_HEADER = Struct(">HBBBI")  # length in 24 bits, type, flags, stream
 _SETTING = Struct(">HI")
 _NUMBER = Struct(">I")
 
 
-class Code(IntEnum):
-    """Why a stream or a connection ends (section 7)."""
+class ErrorCode(IntEnum):
+    """Error codes of streams and connections (section 7)."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
@@ -45,91 +45,91 @@ class Code(IntEnum):
     ENHANCE_YOUR_CALM = 11
 
 
-class ViolationError(Exception):
-    """The other end has broken the protocol: the connection ends with this code."""
+class ProtocolError(Exception):
+    """A connection error (section 5.4.1): the peer broke the protocol, and the connection ends with `code`."""
 
-    def __init__(self, code: Code, text: str) -> None:
+    def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(text)
         self.code = code
 
 
-def pack_head(num_bytes: int, kind: int, flags: int, stream: int) -> bytes:
-    """The head of a frame whose payload of `num_bytes` follows."""
-    return _HEAD.pack(num_bytes >> 8, num_bytes & 0xFF, kind, flags, stream)
+def pack_frame_header(num_bytes: int, frame_type: int, flags: int, stream_id: int) -> bytes:
+    """Return the header of a frame with a payload of `num_bytes`."""
+    return _FRAME_HEADER.pack(num_bytes >> 8, num_bytes & 0xFF, frame_type, flags, stream_id)
 
 
-def unpack_head(buffer: bytes | memoryview) -> tuple[int, int, int, int]:
-    """Length of the payload, kind, flags and stream of the frame that begins so.
+def unpack_frame_header(buffer: bytes | memoryview) -> tuple[int, int, int, int]:
+    """Return the payload's length, the type, the flags and the stream of the frame at the beginning of `buffer`.
 
-    >>> unpack_head(pack_head(1 << 20, DATA, END_STREAM, 5))
+    >>> unpack_frame_header(pack_frame_header(1 << 20, DATA, END_STREAM, 5))
     (1048576, 0, 1, 5)
     """
-    high, low, kind, flags, stream = _HEAD.unpack_from(buffer)
-    return high << 8 | low, kind, flags, stream & MAX_WINDOW  # the highest bit is reserved
+    high, low, frame_type, flags, stream_id = _FRAME_HEADER.unpack_from(buffer)
+    return high << 8 | low, frame_type, flags, stream_id & MAX_WINDOW  # the highest bit is reserved
 
 
-def pack(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """A whole frame."""
-    return pack_head(len(payload), kind, flags, stream) + payload
+def pack(frame_type: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
+    """Return a complete frame."""
+    return pack_frame_header(len(payload), frame_type, flags, stream_id) + payload
 
 
-def pack_headers(stream: int, block: bytes, max_bytes: int, *, is_last: bool) -> bytes:
-    """HEADERS with an encoded block, and CONTINUATIONs if one frame may not have all of it."""
+def pack_headers(stream_id: int, block: bytes, max_bytes: int, *, end_stream: bool) -> bytes:
+    """Return a HEADERS frame with an encoded field block, and CONTINUATION frames for what exceeds `max_bytes`."""
     cuts = [block[at : at + max_bytes] for at in range(0, len(block), max_bytes)] or [b""]
     packed = []
     for number, cut in enumerate(cuts, 1):
-        kind, flags = (HEADERS, END_STREAM if is_last else 0) if number == 1 else (CONTINUATION, 0)
-        packed.append(pack(kind, flags | (END_HEADERS if number == len(cuts) else 0), stream, cut))
+        frame_type, flags = (HEADERS, END_STREAM if end_stream else 0) if number == 1 else (CONTINUATION, 0)
+        packed.append(pack(frame_type, flags | (END_HEADERS if number == len(cuts) else 0), stream_id, cut))
     return b"".join(packed)
 
 
 def pack_settings(settings: Mapping[int, int]) -> bytes:
-    """A SETTINGS frame."""
+    """Return a SETTINGS frame."""
     return pack(SETTINGS, 0, 0, b"".join(_SETTING.pack(*item) for item in settings.items()))
 
 
 def unpack_settings(payload: bytes) -> list[tuple[int, int]]:
-    """What the other end wants. Raises ViolationError for what no end may want."""
+    """Return identifiers and values of a SETTINGS frame. Raises ProtocolError for values that are out of bounds."""
     if len(payload) % _SETTING.size:
-        raise ViolationError(Code.FRAME_SIZE_ERROR, "SETTINGS that are no multiple of 6 bytes")
+        raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "the length of SETTINGS is no multiple of 6 bytes")
     settings = list(_SETTING.iter_unpack(payload))
     for name, value in settings:
         if name == INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
-            raise ViolationError(Code.FLOW_CONTROL_ERROR, f"an initial window of {value} bytes")
+            raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, f"an initial window of {value} bytes")
         if name == MAX_FRAME_SIZE and not MIN_FRAME_BYTES <= value <= MAX_FRAME_BYTES:
-            raise ViolationError(Code.PROTOCOL_ERROR, f"frames of at most {value} bytes")
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, f"frames of at most {value} bytes")
         if name == ENABLE_PUSH and value > 1:
-            raise ViolationError(Code.PROTOCOL_ERROR, f"ENABLE_PUSH is {value}")
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH is {value}")
     return settings
 
 
-def pack_number(kind: int, stream: int, number: int) -> bytes:
-    """A WINDOW_UPDATE or RST_STREAM frame."""
-    return pack(kind, 0, stream, _NUMBER.pack(number))
+def pack_number(frame_type: int, stream_id: int, number: int) -> bytes:
+    """Return a WINDOW_UPDATE or RST_STREAM frame."""
+    return pack(frame_type, 0, stream_id, _NUMBER.pack(number))
 
 
 def unpack_number(payload: bytes) -> int:
-    """The one number of such a frame. Raises ViolationError."""
+    """Return the number in the payload of a WINDOW_UPDATE or RST_STREAM frame. Raises ProtocolError."""
     if len(payload) != _NUMBER.size:
-        raise ViolationError(Code.FRAME_SIZE_ERROR, "a frame of 4 bytes has another size")
+        raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, f"a payload of {len(payload)} bytes instead of 4")
     number: int = _NUMBER.unpack(payload)[0]
     return number
 
 
-def pack_goaway(last_stream: int, code: Code, text: str) -> bytes:
-    """A GOAWAY frame; streams above the last one were not looked at."""
-    return pack(GOAWAY, 0, 0, _NUMBER.pack(last_stream) + _NUMBER.pack(code) + text.encode()[:200])
+def pack_goaway(last_stream_id: int, code: ErrorCode, text: str) -> bytes:
+    """Return a GOAWAY frame. The sender has not processed streams above `last_stream_id`."""
+    return pack(GOAWAY, 0, 0, _NUMBER.pack(last_stream_id) + _NUMBER.pack(code) + text.encode()[:200])
 
 
-def strip(flags: int, payload: bytes) -> bytes:
-    """The header block of a HEADERS frame, without padding and priority. Raises ViolationError."""
+def strip_padding(flags: int, payload: bytes) -> bytes:
+    """Return the field block of a HEADERS frame, without padding and priority. Raises ProtocolError."""
     begin, end = 0, len(payload)
     if flags & PADDED:
         if not payload:
-            raise ViolationError(Code.FRAME_SIZE_ERROR, "a padded frame without its length")
+            raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "a padded frame without a pad length")
         begin, end = 1, end - payload[0]
     if flags & HAS_PRIORITY:
         begin += 5
     if begin > end:
-        raise ViolationError(Code.PROTOCOL_ERROR, "more padding than payload")
+        raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "more padding than payload")
     return payload[begin:end]

@@ -1,4 +1,4 @@
-"""One request and its answer on a connection: what has come, what is to go, and how much the other end takes."""
+"""Streams: one request and its response on a connection, with their bodies and windows."""
 
 from __future__ import annotations
 
@@ -6,216 +6,212 @@ import asyncio
 from collections import deque
 from typing import Protocol, TypeAlias
 
-from .frames import Code
+from .frames import ErrorCode
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
-
-MIN_GRANT_BYTES = 64 * 1024  # what those get who ask for the next bytes, however many
+MIN_WINDOW_BYTES = 64 * 1024  # of a stream whose body is read in parts
 
 
 class Sink(Protocol):
-    """Where a body goes. What it raises ends the stream."""
+    """The destination of a body. An exception that it raises resets the stream."""
 
-    def room(self) -> memoryview:
-        """Where the next bytes belong, writable; empty if they are to be fed, because it is not known yet."""
+    def get_buffer(self) -> memoryview:
+        """Return the writable memory of the next bytes; empty while that is unknown and they have to be fed."""
 
-    def landed(self, num_bytes: int) -> None:
-        """So many have been written at the beginning of `room()`."""
+    def buffer_updated(self, num_bytes: int) -> None:
+        """Account for bytes that were written to the beginning of `get_buffer()`."""
 
     def feed(self, data: memoryview) -> None:
-        """The next bytes, which are only lent."""
+        """Copy the next bytes, whose memory is valid during the call only."""
 
 
 class StreamOwner(Protocol):
-    """The connection of a stream, as its stream uses it."""
+    """The methods of a connection that its streams call."""
 
-    def send_headers(self, stream: Stream, headers: Headers, *, is_last: bool = False) -> None:
-        """Queue headers; they are written with what comes next, or with `pump`."""
+    def send_headers(self, stream: Stream, headers: Headers, *, end_stream: bool = False) -> None:
+        """See Connection."""
 
     def pump(self) -> None:
-        """Write what may be written now."""
+        """See Connection."""
 
-    def grant(self, stream: Stream, num_bytes: int) -> None:
-        """Let the other end send so many bytes from now on, if it may not already."""
+    def raise_window(self, stream: Stream, num_bytes: int) -> None:
+        """See Connection."""
 
-    def reset(self, stream: Stream, code: Code, text: str) -> None:
-        """End a stream before its time."""
+    def reset_stream(self, stream: Stream, code: ErrorCode, text: str) -> None:
+        """See Connection."""
 
 
 class StreamResetError(Exception):
-    """The other end, or the end of the connection, has ended a stream before its time."""
+    """A stream was reset by either end, or lost with its connection."""
 
-    def __init__(self, code: Code | int, text: str) -> None:
+    def __init__(self, code: ErrorCode | int, text: str) -> None:
         super().__init__(text)
         self.code = code
 
 
 class Stream:
-    """Lives on the event loop, as its connection does.
+    """A stream on the event loop of its connection.
 
-    A body that is being sent is only lent: it must not change until `send` has returned. Who does not wait for that
-    calls `close`, and is free to change it at once.
+    The connection refers to the memory of a body while it is sent. The caller may change it once `send` has returned,
+    or after `close`.
     """
 
-    def __init__(self, connection: StreamOwner, number: int, send_window: int, receive_window: int) -> None:
-        self.number = number
-        self.send_window = send_window  # bytes of bodies that the other end takes now; after a SETTINGS it may be < 0
-        self.receive_window = receive_window  # bytes that the other end may send now
+    def __init__(self, connection: StreamOwner, stream_id: int, send_window: int, receive_window: int) -> None:
+        self.stream_id = stream_id
+        self.send_window = send_window  # bytes of bodies; negative after SETTINGS that reduce it
+        self.receive_window = receive_window
         self.sink: Sink | None = None
-        self.headers: Headers | None = None  # of the other end, once they are here
-        self.is_remote_over = False  # nothing more comes
-        self.is_local_over = False  # nothing more goes, and all of it has gone
+        self.headers: Headers | None = None  # of the peer, once they have been received
+        self.is_remote_closed = False  # half-closed (remote): the peer has sent everything
+        self.is_local_closed = False  # half-closed (local): everything has been sent
         self.error: StreamResetError | None = None
         self.outgoing: deque[memoryview] = deque()
         self.ends_with_outgoing = False
         self.is_being_written = False  # a frame of it
         self.received_bytes = 0
-        self.sent_bytes = 0  # of bodies, in whole frames
-        self.was_blocked = False  # its own window was closed while the connection could send
+        self.sent_bytes = 0  # of bodies, in complete frames
+        self.was_blocked = False  # by its own window, while the connection's was open
         self.expected_bytes: int | None = None  # by Content-Length
         self._connection = connection
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
-        ends = f"{'over' if self.is_remote_over else 'open'}, {'over' if self.is_local_over else 'open'}"
-        return f"<Stream {self.number} [{ends} | {self.received_bytes} bytes received]>"
+        ends = f"{'closed' if self.is_remote_closed else 'open'}, {'closed' if self.is_local_closed else 'open'}"
+        return f"<Stream {self.stream_id} [{ends} | {self.received_bytes} bytes received]>"
 
     @property
-    def is_over(self) -> bool:
-        """In both directions, or ended before."""
-        return self.error is not None or (self.is_remote_over and self.is_local_over)
+    def is_closed(self) -> bool:
+        """True once the stream is closed in both directions, or was reset."""
+        return self.error is not None or (self.is_remote_closed and self.is_local_closed)
 
-    def wake(self) -> None:
-        """Something has changed: whoever waits looks again."""
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
+    def notify(self) -> None:
+        """Wake all tasks in `wait_for_change`."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
-    async def changed(self) -> None:
-        """Wait until something has changed since it was looked at. Raises StreamResetError if it has been ended."""
-        self._check()
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
-        await future
+    async def wait_for_change(self) -> None:
+        """Wait for the next change of the stream. Raises StreamResetError if it has been reset."""
+        self._raise_if_reset()
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
 
-    def send_headers(self, headers: Headers, *, is_last: bool = False) -> None:
-        """Queue headers, which go with what is sent next."""
-        self._connection.send_headers(self, headers, is_last=is_last)
+    def send_headers(self, headers: Headers, *, end_stream: bool = False) -> None:
+        """Queue headers; they are written with the next data."""
+        self._connection.send_headers(self, headers, end_stream=end_stream)
 
-    async def send(self, data: memoryview | bytes, *, is_last: bool = False) -> None:
-        """Send a part of the body; waits until the kernel, or the connection's small buffer, has all of it.
+    async def send(self, data: memoryview | bytes, *, end_stream: bool = False) -> None:
+        """Send a part of the body, and wait until the transport has taken all of it.
 
-        Raises StreamResetError, also behind the last part. Cancelled, it gives the stream up.
+        Raises StreamResetError, also after the end of the body. Cancellation resets the stream.
         """
-        self._check()
-        if self.ends_with_outgoing or self.is_local_over:
-            raise StreamResetError(Code.STREAM_CLOSED, "the body is over")
-        self.lend(data, is_last=is_last)
+        self._raise_if_reset()
+        if self.ends_with_outgoing or self.is_local_closed:
+            raise StreamResetError(ErrorCode.STREAM_CLOSED, "the body has ended")
+        self.send_nowait(data, end_stream=end_stream)
         try:
-            while self.outgoing or self.is_being_written or (is_last and not self.is_local_over):
-                await self.changed()
+            while self.outgoing or self.is_being_written or (end_stream and not self.is_local_closed):
+                await self.wait_for_change()
         except asyncio.CancelledError:
             self.close()
             raise
 
-    def lend(self, *parts: memoryview | bytes, is_last: bool = True) -> None:
-        """Send them without waiting: they must not change until the stream is over, or closed."""
+    def send_nowait(self, *parts: memoryview | bytes, end_stream: bool = True) -> None:
+        """Queue parts of the body without a copy. They must not change until the stream is closed."""
         self.outgoing += [memoryview(part) for part in parts if len(part)]
-        self.ends_with_outgoing = is_last
+        self.ends_with_outgoing = end_stream
         self._connection.pump()
 
-    def _check(self) -> None:
-        if self.error is not None:  # not itself, whose traceback would hold us and what each of these calls was given
+    def _raise_if_reset(self) -> None:
+        if self.error is not None:  # not the error itself: its traceback would refer to the arguments of each call
             raise StreamResetError(self.error.code, str(self.error)) from self.error.__cause__
 
-    def grant(self, num_bytes: int) -> None:
-        """Let the other end send so many bytes from now on, if it may not already."""
-        self._connection.grant(self, num_bytes)
+    def raise_window(self, num_bytes: int) -> None:
+        """Let the peer send `num_bytes` from now on, unless its window is larger."""
+        self._connection.raise_window(self, num_bytes)
 
-    def close(self, code: Code = Code.CANCEL) -> None:
-        """Give it up: nothing that belongs to the caller is read or written any more. Does nothing if it is over."""
-        if not self.is_over:
-            self._connection.reset(self, code, "given up")
+    def close(self, code: ErrorCode = ErrorCode.CANCEL) -> None:
+        """Reset the stream unless it is closed. The connection no longer refers to memory of the caller."""
+        if not self.is_closed:
+            self._connection.reset_stream(self, code, "closed by this end")
 
 
 def content_length(headers: Headers) -> int | None:
-    """What a message says about its body. Raises ValueError."""
+    """Return the value of Content-Length, None without one. Raises ValueError."""
     given = {value for name, value in headers if name == b"content-length"}
     if not given:
         return None
     [value] = given
     if not value.isdigit() or len(value) > 18:
-        raise ValueError("a Content-Length that is no number")
+        raise ValueError("Content-Length is not a number")
     return int(value)
 
 
-class Inbox:
-    """The sink of those who ask for a body: all of it into a buffer, or piece by piece.
-
-    What nobody has asked for yet, a window at most, is kept.
-    """
+class BodyReader:
+    """A sink whose owner reads the body into a buffer, or in parts. It keeps at most a window of unread bytes."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._kept: deque[bytes] = deque()
-        self._target = _NOTHING
-        self._num_landed = 0
+        self._unread: deque[bytes] = deque()
+        self._target = _EMPTY
+        self._num_written = 0
 
-    async def fill(self, buffer: memoryview, seconds: float) -> tuple[int, bool]:
-        """Let the body land in a buffer until one of them ends; returns its bytes, and whether there is more to come.
+    async def read_into(self, buffer: memoryview, seconds: float) -> tuple[int, bool]:
+        """Receive until the buffer is full or the body ends; return the number of bytes, and True if more may follow.
 
-        After so many seconds also if only a part is here. The other end is told that there is room for all of it.
-        Raises StreamResetError.
+        Returns after `seconds` with the bytes received by then, if there are any. The stream's window is raised to the
+        size of the buffer. Raises StreamResetError.
         """
-        kept, self._kept = self._kept, deque()
-        self._target, self._num_landed = buffer, 0
-        for piece in kept:
-            self.feed(memoryview(piece))
+        unread, self._unread = self._unread, deque()
+        self._target, self._num_written = buffer, 0
+        for part in unread:
+            self.feed(memoryview(part))
         stream = self._stream
-        stream.grant(len(buffer) - self._num_landed)
+        stream.raise_window(len(buffer) - self._num_written)
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        started = loop.time()
         try:
-            while not stream.is_remote_over and not self._kept:
-                timer = loop.call_later(seconds, stream.wake)
+            while not stream.is_remote_closed and not self._unread:
+                timer = loop.call_later(seconds, stream.notify)
                 try:
-                    await stream.changed()
+                    await stream.wait_for_change()
                 finally:
                     timer.cancel()
-                if self._num_landed and loop.time() - begun >= seconds:
+                if self._num_written and loop.time() - started >= seconds:
                     break
         finally:
-            self._target = _NOTHING
-        return self._num_landed, bool(self._kept) or not stream.is_remote_over
+            self._target = _EMPTY
+        return self._num_written, bool(self._unread) or not stream.is_remote_closed
 
-    async def next(self) -> tuple[bytes, bool]:
-        """Wait for the next bytes of the body, none if it is over; and whether there is more to come."""
-        while not self._kept and not self._stream.is_remote_over:
-            self._stream.grant(MIN_GRANT_BYTES)
-            await self._stream.changed()
-        data = b"".join(self._kept)
-        self._kept.clear()
-        return data, not self._stream.is_remote_over
+    async def read(self) -> tuple[bytes, bool]:
+        """Wait for the next bytes of the body, empty at its end; return them, and True if more may follow."""
+        while not self._unread and not self._stream.is_remote_closed:
+            self._stream.raise_window(MIN_WINDOW_BYTES)
+            await self._stream.wait_for_change()
+        data = b"".join(self._unread)
+        self._unread.clear()
+        return data, not self._stream.is_remote_closed
 
-    def room(self) -> memoryview:
+    def get_buffer(self) -> memoryview:
         """See Sink."""
-        return self._target[self._num_landed :]
+        return self._target[self._num_written :]
 
-    def landed(self, num_bytes: int) -> None:
+    def buffer_updated(self, num_bytes: int) -> None:
         """See Sink."""
-        self._num_landed += num_bytes
+        self._num_written += num_bytes
 
     def feed(self, data: memoryview) -> None:
         """See Sink."""
-        room = self.room()[: len(data)]
+        room = self.get_buffer()[: len(data)]
         if len(room):
             room[:] = data[: len(room)]
-            self._num_landed += len(room)
+            self._num_written += len(room)
         if len(data) > len(room):
-            self._kept.append(bytes(data[len(room) :]))
-            self._stream.wake()
+            self._unread.append(bytes(data[len(room) :]))
+            self._stream.notify()
 
 
-_NOTHING = memoryview(bytearray())
+_EMPTY = memoryview(bytearray())

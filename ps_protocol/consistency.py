@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field
 
 from .errors import BadModel
+from .fields import Count, Flag, Positive, Real
 from .vocabulary import Mode, Round, Strategy
 
 ReadConsistency: TypeAlias = Literal["none", "block", "shard"]
@@ -25,32 +28,47 @@ DEFAULT_MAX_STALENESS = 4
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
-    """The mode and its bounds. Raises BadModel for a combination in which a setting could have no effect.
-
-    Attributes:
-        mode: see above.
-        strategy: see above.
-        max_delay: k; iteration t starts on parameters of iteration t - 1 - k or newer. 0: no pipelining.
-        max_staleness: s, ssp only (None there: 4).
-        wait_for_apply: a get waits until the trainer's own pushes are applied; else it takes what is there.
-        read_consistency: what a get sees whole: nothing (none), each block (block) or the shard (shard).
-        max_queued: contributions that one block's queue holds; a full queue holds pushes back.
-        compensation: for staleness: none, `divide` the rate by it, or `dc` (DC-ASGD).
-        dc_lambda: λ of DC-ASGD.
-
-    """
+    """The mode and its bounds. Raises BadModel for a combination in which a setting could have no effect."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
-    mode: Mode = "sync"
-    strategy: Strategy = "ps"
-    max_delay: int = 0
-    max_staleness: int | None = None
-    wait_for_apply: bool = True
-    read_consistency: ReadConsistency = "block"
-    max_queued: int = 16
-    compensation: Compensation = "none"
-    dc_lambda: float = 0.04
+    mode: Annotated[Mode, Field(description="how trainers wait for each other")] = "sync"
+    strategy: Annotated[
+        Strategy,
+        Field(
+            description="what aggregates gradients: pservers (`ps`), or the trainers, with `torch.distributed` (`ring`)"
+        ),
+    ] = "ps"
+    max_delay: Annotated[
+        Count,
+        Field(description="steps that a trainer's pushes and pulls may run behind its computation, in every mode"),
+    ] = 0
+    max_staleness: Annotated[
+        Count | None,
+        Field(description="`ssp`: steps that the fastest trainer may be ahead of the slowest; none: 4"),
+    ] = None
+    wait_for_apply: Annotated[
+        Flag, Field(description="asynchronous modes: a get waits until the trainer's own gradients are applied")
+    ] = True
+    read_consistency: Annotated[
+        ReadConsistency,
+        Field(
+            description="asynchronous modes: the unit that a get reads consistently: nothing (`none`), each `block`, "
+            "or the `shard`"
+        ),
+    ] = "block"
+    max_queued: Annotated[
+        Positive,
+        Field(description="asynchronous modes: gradients in the queue of each block; a full queue delays pushes"),
+    ] = 16
+    compensation: Annotated[
+        Compensation,
+        Field(
+            description="asynchronous modes: compensation for staleness: `none`, `divide` the rate by it, or `dc` "
+            "(DC-ASGD)"
+        ),
+    ] = "none"
+    dc_lambda: Annotated[Real, Field(ge=0, description="λ of DC-ASGD")] = 0.04
 
     def __post_init__(self) -> None:
         if self.mode == "ssp" and self.max_staleness is None:
@@ -73,17 +91,17 @@ class Consistency:
 
     @property
     def is_async(self) -> bool:
-        """Whether contributions are applied one by one."""
+        """True if contributions are applied one by one."""
         return self.mode != "sync"
 
     @property
     def is_ring(self) -> bool:
-        """Whether the trainers aggregate gradients themselves, without pservers."""
+        """True if the trainers aggregate gradients themselves, without pservers."""
         return self.strategy == "ring"
 
     @property
     def has_common_versions(self) -> bool:
-        """Whether all pservers have the same versions in the same order."""
+        """True if all pservers have the same versions in the same order."""
         return self.mode == "sync" and self.max_delay == 0
 
     def unmet(self, expected: Mapping[str, Any]) -> dict[str, Any]:

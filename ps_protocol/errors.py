@@ -2,9 +2,9 @@
 
     GradpostError
     ├── BadInput            the request is wrong and changed nothing; sending it again will not help
-    ├── Conflict            the request is stale or at odds with the run; `current` says what holds now
+    ├── Conflict            the request is stale or contradicts the run; `current` says what holds now
     ├── TryAgain            nothing is wrong; the same request again may succeed
-    └── Ended               the awaited round, trainer or service will not come; the message names the cause
+    └── Ended               what the request waits for will not happen; the message names the cause
 
 An error is raised as its family with a code, `BadInput("no JSON", code="malformed_frame")`. A code that a program
 handles separately has a class of its own. A service answers an error as an RFC 9457 problem document; the client
@@ -42,7 +42,7 @@ class GradpostError(Exception):
 
     @property
     def may_be_retried(self) -> bool:
-        """Whether the same request may succeed later."""
+        """True if the same request may succeed later."""
         return ERRORS[self.code].may_be_retried
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Forbidden(BadInput):
 
 
 class Conflict(GradpostError):
-    """The request is stale or at odds with the run."""
+    """The request is stale or contradicts the run."""
 
     code = "conflict"
 
@@ -111,7 +111,7 @@ class StaleRun(Conflict):
 
 
 class StalePserver(Conflict):
-    """The request was meant for another pserver, or for another life of this one."""
+    """The request was meant for another pserver, or for another incarnation of this one."""
 
     code = "stale_pserver"
 
@@ -129,19 +129,19 @@ class FutureRound(Conflict):
 
 
 class NormChanged(Conflict):
-    """The round's gradient here is not the one of the global norm that the get brought: ask for the norms again."""
+    """The round's gradient has changed since the get's global norm was computed: read the norms again."""
 
     code = "norm_changed"
 
 
 class RolledBack(Conflict):
-    """The run went back to an earlier round, `round`: what was under way is lost, and training goes on after it."""
+    """The run was rolled back to `round`; training continues after it."""
 
     code = "rolled_back"
 
 
 class ContributionConflict(Conflict):
-    """The same identity came with other bytes."""
+    """The bytes of a contribution differ from those sent before under the same identity."""
 
     code = "contribution_conflict"
 
@@ -177,7 +177,7 @@ class RoundPending(TryAgain):
 
 
 class Ended(GradpostError):
-    """What the caller waits for will not come."""
+    """An awaited event that will not happen: the run, the trainer or the service has ended."""
 
     code = "ended"
 
@@ -221,7 +221,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("bad_request", BadInput, 400, False, "the request is wrong and changed nothing"),
     ("malformed_frame", BadInput, 400, False, "the body is no complete safetensors stream, or its metadata is wrong"),
     ("bad_header", BadInput, 400, False, "a `gradpost-` header is missing or not what it should be"),
-    ("unsupported_protocol", BadInput, 400, False, "the other side speaks another version of the protocol"),
+    ("unsupported_protocol", BadInput, 400, False, "the sender uses another version of the protocol"),
     ("body_too_large", BadInput, 413, False, "a body, a frame's header or its number of tensors is above the limit"),
     ("length_required", BadInput, 411, False, "a frame came without a Content-Length"),
     ("unsupported_transfer_coding", BadInput, 501, False, "the `Transfer-Encoding` is not `chunked`"),
@@ -234,25 +234,25 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("gradient_changed", BadInput, 422, False, "a script changed a gradient that `overlap` had sent"),
     ("bad_model", BadModel, 422, False, "the declared parameters or settings cannot be planned"),
     ("unsupported_optimizer", BadInput, 422, False, "the optimizer is not on the list, or its flags are not its flags"),
-    ("bad_hyper_parameters", BadInput, 422, False, "the numbers of a push do not fit the run's optimizer"),
+    ("bad_hyper_parameters", BadInput, 422, False, "the hyperparameters of a push do not fit the run's optimizer"),
     ("not_found", NotFound, 404, False, "there is no such path or parameter"),
-    ("method_not_allowed", BadInput, 405, False, "the path is there, the method is not"),
+    ("method_not_allowed", BadInput, 405, False, "the path exists, but not with this method"),
     ("unauthenticated", Unauthenticated, 401, False, "no valid bearer token; `needed` is the required scope"),
     ("forbidden", Forbidden, 403, False, "the token's scope does not cover the request; see `needed` and `given`"),
-    ("bad_host", BadInput, 421, False, "the service does not go by the host name of the request"),
+    ("bad_host", BadInput, 421, False, "the host name of the request is not one of the service's"),
     ("bad_origin", BadInput, 403, False, "a page of another site made a browser send the request"),
-    ("conflict", Conflict, 409, False, "the request is at odds with the run"),
+    ("conflict", Conflict, 409, False, "the request contradicts the run"),
     ("stale_run", StaleRun, 409, False, "the request belongs to another run or attempt"),
     ("plan_mismatch", Conflict, 409, False, "the request was made for another slice plan"),
     ("stale_pserver", StalePserver, 409, False, "the request was meant for another pserver or incarnation"),
     ("stale_trainer", Conflict, 409, False, "the trainer is no member, or not the uploader, or has rejoined"),
     ("stale_round", StaleRound, 409, False, "the version has been overwritten, or the round is not this trainer's yet"),
-    ("cannot_evict", Conflict, 409, False, "without this trainer the run could not go on"),
+    ("cannot_evict", Conflict, 409, False, "the run could not continue without this trainer"),
     ("future_round", FutureRound, 409, False, "the round is not open yet"),
     ("norm_changed", NormChanged, 409, False, "the gradient has changed since its norm was read; read the norm again"),
     ("delay_exceeded", Conflict, 409, False, "a gradient was computed on parameters older than `max_delay` allows"),
-    ("rolled_back", RolledBack, 409, False, "the run went back to an earlier `round`; clients raise it"),
-    ("contribution_conflict", ContributionConflict, 409, False, "the same identity came with other bytes"),
+    ("rolled_back", RolledBack, 409, False, "the run was rolled back to an earlier `round`; clients raise it"),
+    ("contribution_conflict", ContributionConflict, 409, False, "the same identity was sent with other bytes before"),
     ("contribution_missing", ContributionMissing, 409, False, "a batch barrier came before the whole contribution"),
     ("rank_taken", Conflict, 409, True, "a living trainer has this rank"),
     ("index_taken", Conflict, 409, True, "a living pserver has this index"),
@@ -265,17 +265,17 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("round_pending", RoundPending, 503, True, "the barrier is not complete; `missing` names the trainers"),
     ("queue_full", TryAgain, 503, True, "a block's queue has no room for the contribution"),
     ("overloaded", TryAgain, 503, True, "the service has too many requests, or bytes of bodies, at once"),
-    ("slow_body", TryAgain, 408, True, "the body did not come in time; nothing of it counts"),
-    ("ended", Ended, 410, False, "what the caller waits for will not come"),
-    ("trainer_lost", TrainerLost, 410, False, "a trainer is gone, and the policy does not let the others go on"),
-    ("trainer_left", Ended, 410, False, "a trainer of a ring left, being done, before the others were"),
+    ("slow_body", TryAgain, 408, True, "the body did not arrive in time and was discarded"),
+    ("ended", Ended, 410, False, "what the caller waits for will not happen"),
+    ("trainer_lost", TrainerLost, 410, False, "a trainer is lost, and the policy does not let the run continue"),
+    ("trainer_left", Ended, 410, False, "a trainer of a ring left before the last round"),
     ("ring_broken", Ended, 504, False, "the ring's connections broke, and no trainer was lost; trainers raise it"),
-    ("host_broken", Ended, 504, False, "a process of the host has ended, failed or hangs; trainers raise it"),
-    ("pserver_lost", Ended, 410, False, "a pserver is gone for good, and a shard with it"),
+    ("host_broken", Ended, 504, False, "a process of the host ended, failed or hangs; trainers raise it"),
+    ("pserver_lost", Ended, 410, False, "a pserver and its shard are lost for good"),
     ("round_timeout", RoundTimeout, 504, False, "trainers did not reach the barrier, or upload, in time"),
     ("run_over", Ended, 410, False, "the run is finished and this cluster serves no other"),
     ("apply_failed", Ended, 500, False, "the optimizer failed on a pserver; its shard is in an unknown state"),
-    ("storage_failed", StorageFailed, 507, False, "a disk does not take what it must, or a folder cannot be used"),
+    ("storage_failed", StorageFailed, 507, False, "a write to a disk failed, or a folder cannot be used"),
     ("unreachable", Unreachable, 504, False, "a service did not answer for the whole retry time; clients raise it"),
 )  # fmt: skip
 

@@ -5,16 +5,11 @@ A JSON `true` is no number, `1` and `"1"` are no `true` and no `1`; an integer i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
 from typing import Annotated, Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from .consistency import Consistency
 from .fence import MAX_DIGITS, MAX_TEXT
 
 V = TypeVar("V")
@@ -24,9 +19,9 @@ MAX_ORDINAL = 10**MAX_DIGITS - 1  # what fits into a `gradpost-` header
 MAX_MEMBERS = 1 << 16  # ranks, pservers or rounds that a collection lists
 MAX_TENSORS = 1 << 20  # parameters, buffers or aliases of a model
 MAX_NAME = 1000  # characters of a tensor's name
-MAX_REASON = 2000  # characters of what a trainer says of its end
+MAX_REASON = 2000  # characters of the reason of a trainer's end
 MAX_NOTE = 10_000
-MAX_RESULTS = 256  # numbers that a trainer reports
+MAX_RESULTS = 256  # results of a trainer
 MAX_RESULT_NAME = 200
 MAX_URL = 500
 
@@ -92,37 +87,6 @@ LocalName: TypeAlias = Annotated[str, Field(pattern=r"^gradpost-[0-9a-f]{32}$")]
 Object: TypeAlias = Annotated[dict[str, Any], Field(max_length=100)]
 
 
-_DEFAULTS = {field.name: field.default for field in fields(Consistency)}
-
-
-def _check_settings(value: object) -> object:
-    """Refuse a setting that pydantic would turn into another type: a dataclass cannot be strict where JSON is read."""
-    for name, given in value.items() if isinstance(value, Mapping) else ():
-        default = _DEFAULTS.get(name)
-        if name not in _DEFAULTS or given is default:
-            continue  # the former is refused by pydantic
-        kind = int if default is None else type(default)
-        is_of_kind = type(given) is kind or (kind is float and type(given) is int)
-        if not is_of_kind or (type(given) is int and not 0 <= given <= MAX_INTEGER):
-            raise ValueError(f"{name} is no {kind.__name__} within its bounds")
-    return value
-
-
-class _WithBounds:
-    """Shows in a JSON schema the bounds of integers that `_check_settings` checks."""
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        shown = handler(schema)
-        for setting in handler.resolve_ref_schema(shown)["properties"].values():
-            for branch in (setting, *setting.get("anyOf", ())):
-                if branch.get("type") == "integer":
-                    branch |= {"minimum": 0, "maximum": MAX_INTEGER}
-        return shown
-
-
-CheckedConsistency: TypeAlias = Annotated[Consistency, BeforeValidator(_check_settings), _WithBounds()]
-
-
 def _cut_note(value: object) -> object:
     return value[: MAX_NOTE - 1] + "…" if isinstance(value, str) and len(value) > MAX_NOTE else value
 
@@ -139,7 +103,7 @@ def check_result_name(name: str) -> str:
     """
     if not (0 < len(name) <= MAX_RESULT_NAME and name.isprintable()):
         raise ValueError(
-            f"the name of a result has 1 to {MAX_RESULT_NAME} printable characters, which {name!r:.80} has not"
+            f"the name of a result must have 1 to {MAX_RESULT_NAME} printable characters, not {name!r:.80}"
         )
     return name
 

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from .consistency import Consistency
 from .fields import (
     MAX_MEMBERS,
     MAX_TENSORS,
     BaseUrl,
     ByOrdinal,
-    CheckedConsistency,
     Count,
     Flag,
     Identifier,
@@ -43,9 +43,9 @@ from .membership import Membership, MembershipMessage
 from .vocabulary import MAX_DIMENSIONS, PROTOCOL_VERSION, Durability, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
 
-PROGRESS = "loss"  # the reported number that shows how training goes; the others are results
+PROGRESS = "loss"  # the result that measures training progress
 
-MAX_HEARTBEAT_PERIOD_SECONDS = 1.0  # progress and reported numbers travel with heartbeats; people watch them
+MAX_HEARTBEAT_PERIOD_SECONDS = 1.0  # heartbeats carry progress and results, which people watch
 
 Protocol = Annotated[Integer, Field(json_schema_extra={"const": PROTOCOL_VERSION})]
 Instance = Annotated[str, Field(min_length=8, max_length=64)]
@@ -63,7 +63,7 @@ class Software(Message):
 
 
 class Traffic(Message):
-    """What went of late between a trainer and a pserver in one direction, and for how long something was on its way."""
+    """The recent traffic between a trainer and a pserver in one direction, with the seconds of transfer."""
 
     num_requests: Count = 0
     num_bytes: Count = 0
@@ -71,20 +71,20 @@ class Traffic(Message):
 
 
 class Link(Message):
-    """A trainer's way to one pserver, as it has measured it.
+    """A trainer's connection to one pserver, as the trainer measured it.
 
-    A push lasts until it is acknowledged, which in asynchronous modes may be a wait for room in a queue; a pull from
-    the first byte of the answer to its last.
+    A push lasts until it is acknowledged, which in asynchronous modes may include waiting for a queue. A pull lasts
+    from the first byte of the answer to its last.
     """
 
-    is_local: Flag = Field(default=False, description="over a Unix socket, on the host that both are on")
-    round_trip_seconds: Real | None = Field(default=None, description="of a small request, when it was connected")
+    is_local: Flag = Field(default=False, description="over a Unix socket, on the same host")
+    round_trip_seconds: Real | None = Field(default=None, description="of a small request after connecting")
     pushes: Traffic = Traffic()
     pulls: Traffic = Traffic()
 
 
 class ShardFile(Message):
-    """One shard's file of a checkpoint, as its pserver wrote it; `digest` is the XXH3-128 of its bytes, in hex."""
+    """A shard's file of a checkpoint; `digest` is the XXH3-128 of its bytes, in hex."""
 
     pserver: PserverIndex
     name: Label
@@ -94,29 +94,30 @@ class ShardFile(Message):
     attempt: Ordinal
     torch: Label
     cpu: Label
-    steps: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: the newest step of each rank in it")
+    steps: ByOrdinal[Round] = Field(
+        default={}, description="asynchronous modes: the newest contained step of each rank"
+    )
 
 
 class FrozenRounds(Message):
-    """Where a pserver stands while members change: what is applied, and who is how far in the rounds after it.
+    """The rounds of a frozen pserver: the newest applied one, and the contributions to the rounds after it.
 
-    `participants` are those whose contributions are in the newest applied rounds; `complete` those of whom a round's
-    whole contribution is here, `counted` those whose batch barrier is in, `verdicts` those whose barrier said that
-    their gradient holds NaN or infinity.
+    Each mapping lists trainers by round: `participants` of the newest applied rounds; `complete`, whose whole
+    contribution is here; `counted`, whose batch barrier is here; `verdicts`, whose gradient holds NaN or infinity.
     """
 
     applied: Round
-    is_short: Flag = Field(default=False, description="later rounds were logged here, and cannot be read any more")
-    is_readable: Flag = Field(default=True, description="whether the initial values are complete")
+    is_short: Flag = Field(default=False, description="later rounds were logged and cannot be read")
+    is_readable: Flag = Field(default=True, description="the initial values are complete")
     participants: ByOrdinal[Ordinals] = Field(default={})
     complete: ByOrdinal[Ordinals] = Field(default={})
     counted: ByOrdinal[Ordinals] = Field(default={})
     verdicts: ByOrdinal[Ordinals] = Field(default={})
-    opens: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: the step that each would push next")
+    opens: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: the next step of each trainer")
 
 
 class HeldRun(Message):
-    """What a pserver has found in its folder: a run, as far as it could be restored."""
+    """The run that a pserver found in its folder, as far as it can be restored."""
 
     run: Identifier
     attempt: Ordinal
@@ -128,20 +129,23 @@ class HeldRun(Message):
 
 
 class RegisterPserver(Message):
-    """A pserver offers itself. `instance` is the process's own random id, so that a retry gets the same answer."""
+    """The registration of a pserver.
+
+    `instance` is a random id of the process, so that a repeated request gets the same answer.
+    """
 
     protocol: Protocol
     instance: Instance
     address: BaseUrl = Field(description="base URL under which trainers reach it")
-    http2: Flag = Field(description="whether trainers are to send it tensors over HTTP/2, with prior knowledge")
+    http2: Flag = Field(description="trainers send tensors over HTTP/2, with prior knowledge")
     local: LocalName | None = Field(default=None, description="abstract Unix socket for trainers on its host")
     index: PserverIndex | None = Field(default=None, description="None: the coordinator chooses")
-    previous: Incarnation = Field(default=0, description="the life that it follows, whose folder it has locked")
+    previous: Incarnation = Field(default=0, description="the incarnation before, whose folder it has locked")
     held: HeldRun | None = None
 
 
 class PserverRegistered(Message):
-    """Who the pserver is now, and how often it must say so."""
+    """The identity of the pserver, and its lease."""
 
     index: PserverIndex
     incarnation: Incarnation
@@ -149,57 +153,54 @@ class PserverRegistered(Message):
 
 
 class PserverLoad(Message):
-    """Where a pserver stands and what it has done for its run, counted since it took up this attempt of it.
+    """The work of a pserver since it installed this attempt of the run.
 
-    `participants` are those whose contributions are in the newest applied round. Sums of seconds are over as many
-    cases as the number beside them; `staleness` has pairs of an upper bound, None for the last, and how many were
-    beyond the bound before it.
+    `participants` are the trainers in the newest applied round. Sums of seconds belong to the count beside them.
+    `staleness` has pairs of an upper bound, None for the last, and the number of updates up to it.
     """
 
-    batch_barriers: Ordinals = Field(default=(), description="whose are in, of the open round")
+    batch_barriers: Ordinals = Field(default=(), description="of the open round")
     participants: Ordinals = ()
     clocks: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
     num_blocks: Count
     shard_bytes: Count
     pushed_bytes: Count
     pulled_bytes: Count
-    num_queued: Count = Field(description="gradients in the queues of blocks, and pushes that wait for room there")
+    num_queued: Count = Field(description="gradients in the queues of blocks, and pushes that wait for a queue")
     num_applies: Count
     apply_seconds: Real
     num_waits: Count
-    wait_seconds: Real = Field(description="from when the first trainer waits to the last one's arrival")
+    wait_seconds: Real = Field(description="from the first trainer's barrier to the last one's")
     staleness: tuple[tuple[Real | None, Count], ...] = Field(default=(), max_length=100)
 
 
 class PserverHeartbeat(Message):
-    """A pserver is alive and this far."""
+    """The heartbeat of a pserver, with its progress."""
 
     incarnation: Incarnation
     run: Identifier | None
     attempt: Ordinal = 0
     round: Round
-    missing: Ordinals = Field(default=(), description="whom its open batch barrier waits for")
+    missing: Ordinals = Field(default=(), description="trainers that its open batch barrier waits for")
     waiting_seconds: Real = 0.0
-    failure: Object | None = Field(default=None, description="what has ended the run here")
+    failure: Object | None = Field(default=None, description="the failure of the run on this pserver")
     checkpoints: tuple[ShardFile, ...] = Field(
-        default=(), max_length=MAX_MEMBERS, description="its shards of checkpoints that are whole"
+        default=(), max_length=MAX_MEMBERS, description="its complete shards of checkpoints"
     )
-    coming_checkpoints: Ordinals = Field(
-        default=(), description="rounds that were named for checkpoints, and of which its shards are not written yet"
-    )
-    is_stopping: Flag = Field(default=False, description="it writes down what it holds, ends, and will be back")
-    load: PserverLoad | None = Field(default=None, description="for those who watch; nothing is decided by it")
+    coming_checkpoints: Ordinals = Field(default=(), description="named rounds whose shard is not written yet")
+    is_stopping: Flag = Field(default=False, description="it persists its state, exits, and will return")
+    load: PserverLoad | None = Field(default=None, description="for inspection; no decision depends on it")
     software: Software | None = None
 
 
 class PserverHeartbeatReply(Message):
-    """`stop` asks a pserver that was started with --exit-when-done to exit; `exit_code` tells how.
+    """The answer to a pserver's heartbeat.
 
-    `complete` are the newest rounds of which there is a checkpoint of the whole model; `notice` says what will become
-    of those who are being waited for.
+    `stop` asks a pserver with --exit-when-done to exit with `exit_code`. `complete` lists the newest rounds with a
+    checkpoint of the whole model. `notice` is for trainers that wait.
     """
 
-    complete: Ordinals | None = Field(default=None, description="null: not known yet, so nothing is news")
+    complete: Ordinals | None = Field(default=None, description="null: not listed yet")
     notice: Note = ""
     stop: Flag = False
     exit_code: Count = 0
@@ -212,18 +213,18 @@ class PserverInfo(Message):
     address: BaseUrl
     incarnation: Incarnation
     http2: Flag
-    local: LocalName | None = Field(default=None, description="to be tried first, if `address` is without TLS")
+    local: LocalName | None = Field(default=None, description="tried first, if `address` is without TLS")
 
 
 class JoinTrainer(Message):
-    """A trainer asks to take part. What is None is for the coordinator to decide."""
+    """The request of a trainer to join. The coordinator decides what is None."""
 
     protocol: Protocol
     instance: Instance
     rank: Rank | None = None
     world_size: Positive | None = None
     expects: dict[Label, Label | Integer | Real | Flag] = Field(
-        default_factory=dict, max_length=100, description="settings of the mode that the trainer was started for"
+        default_factory=dict, max_length=100, description="the mode settings that the trainer expects"
     )
     metrics_address: OriginUrl | None = Field(
         default=None,
@@ -233,22 +234,22 @@ class JoinTrainer(Message):
 
 
 class TrainerJoined(Message):
-    """A trainer's place in the run."""
+    """The place of a trainer in the run."""
 
     run: Identifier
     rank: Rank
     world_size: Count
     incarnation: Incarnation
-    consistency: CheckedConsistency
+    consistency: Consistency
     lease_seconds: Number
     round_timeout_seconds: Number
 
 
 class DeclareModel(Message):
-    """What a trainer is about to train; all trainers of a run must declare the same.
+    """The model of a trainer, which must be the same for all trainers of a run.
 
-    `parameters` are (name, shape, dtype, group), `buffers` (name, shape, dtype); None leaves a setting to the
-    coordinator.
+    `parameters` are (name, shape, dtype, group), `buffers` (name, shape, dtype). A setting that is None is the
+    coordinator's.
     """
 
     run: Identifier
@@ -261,8 +262,8 @@ class DeclareModel(Message):
     placement: Placement | None = None
     slice_parameters: Flag | None = None
     nonfinite: NonfinitePolicy | None = None
-    push_type: PushType | None = Field(default=None, description="what gradients are on the wire")
-    pull_type: PullType | None = Field(default=None, description="what values are on the wire to trainers")
+    push_type: PushType | None = Field(default=None, description="type of gradients on the wire")
+    pull_type: PullType | None = Field(default=None, description="type of values on the wire to trainers")
     topk: Real | None = Field(default=None, gt=0, le=1, description="share of a block's elements that `topk` pushes")
     local_steps: Count = Field(default=0, description="steps of the trainers' own optimizers between pushes")
     max_grad_norm: Real | None = Field(
@@ -272,7 +273,7 @@ class DeclareModel(Message):
         default={}, max_length=MAX_TENSORS, description="further names of tied tensors, for exported models"
     )
     rendezvous: Text | None = Field(
-        default=None, max_length=300, description="strategy ring, rank 0: where the trainers meet; its own affair"
+        default=None, max_length=300, description="strategy ring, rank 0: the rendezvous of the trainers"
     )
 
     @model_validator(mode="before")
@@ -287,7 +288,7 @@ class DeclareModel(Message):
 
 
 class PlanReady(Message):
-    """The run is complete: everybody is here and agrees. `uploader` pushes the initial values."""
+    """The start of a complete run. `uploader` pushes the initial values."""
 
     run: Identifier
     attempt: Ordinal
@@ -295,13 +296,13 @@ class PlanReady(Message):
     pservers: tuple[PserverInfo, ...] = Field(max_length=MAX_MEMBERS)
     uploader: Rank
     start: Round = Field(default=1, description="the first round, or step, that this trainer pushes for")
-    nonfinite: NonfinitePolicy = Field(default="reject", description="what becomes of a gradient with NaN or infinity")
-    rendezvous: Text | None = Field(default=None, max_length=300, description="strategy ring: what rank 0 has declared")
-    max_grad_norm: Real | None = Field(default=None, description="gets bring the global norm of the gradient")
+    nonfinite: NonfinitePolicy = Field(default="reject", description="treatment of a gradient with NaN or infinity")
+    rendezvous: Text | None = Field(default=None, max_length=300, description="strategy ring: as rank 0 declared it")
+    max_grad_norm: Real | None = Field(default=None, description="gets carry the global norm of the gradient")
 
 
 class TrainerHeartbeat(Message):
-    """A trainer is alive and this far; `results` are its latest reported numbers (loss, accuracy)."""
+    """The heartbeat of a trainer, with its progress; `results` are its newest reported numbers (loss, accuracy)."""
 
     run: Identifier
     incarnation: Incarnation
@@ -309,10 +310,10 @@ class TrainerHeartbeat(Message):
         description="the newest round whose version this trainer has received from every pserver, 0 before the first; "
         "in asynchronous modes its newest step whose parameters it has received"
     )
-    attempt: Ordinal = Field(default=0, description="the attempt that `round` belongs to: the one this trainer acts on")
+    attempt: Ordinal = Field(default=0, description="the attempt of `round`")
     results: Results = Field(default_factory=dict)
     unreachable: ByOrdinal[tuple[Incarnation, Real]] = Field(
-        default={}, description="pservers that do not answer this trainer, and for how many seconds"
+        default={}, description="pservers that do not answer this trainer: incarnation and seconds"
     )
     ahead_of: ByOrdinal[Incarnation] = Field(
         default={},
@@ -320,28 +321,29 @@ class TrainerHeartbeat(Message):
     )
     software: Software | None = None
     links: ByOrdinal[Link] = Field(default={})
-    waiting_seconds: Real = Field(default=0.0, ge=0, description="strategy ring: for the others, in the next round")
-    is_done: Flag = Field(default=False, description="strategy ring: no batches are left; it accompanies the others")
+    waiting_seconds: Real = Field(default=0.0, ge=0, description="strategy ring: how long it waits in the next round")
+    is_done: Flag = Field(
+        default=False, description="strategy ring: it has no batches left and joins the others' collectives"
+    )
 
 
 class TrainerHeartbeatReply(Message):
-    """How the run stands; `failure` is the problem document that every waiter gets.
+    """The state of the run; `failure` is the problem document of a failed one.
 
-    `attempt` goes up when the run is rolled back, to the round `resume` (the version to pull); `pservers` are those
-    that are here now.
+    A rollback raises `attempt`, and `resume` is its round (the version to pull). `pservers` hold the run.
     """
 
     state: RunState
     failure: Object | None = None
     attempt: Ordinal = 0
     resume: Round = 0
-    uploader: Rank | None = Field(default=None, description="who pushes initial values, once more; None: nobody")
+    uploader: Rank | None = Field(default=None, description="the trainer that pushes initial values again, if any")
     pservers: tuple[PserverInfo, ...] = Field(default=(), max_length=MAX_MEMBERS)
     notice: Note = ""
 
 
 class Leave(Message):
-    """A trainer goes: `done` after its last round, or `failed` with the reason."""
+    """The end of a trainer: `done` after its last round, or `failed` with the reason."""
 
     run: Identifier
     incarnation: Incarnation
@@ -360,19 +362,19 @@ class InstallRun(MembershipMessage):
     run: Identifier
     attempt: Ordinal
     plan: Object
-    incarnation: Incarnation = Field(description="of the pserver that is meant")
-    consistency: CheckedConsistency
+    incarnation: Incarnation = Field(description="of the addressed pserver")
+    consistency: Consistency
     nonfinite: NonfinitePolicy
-    max_grad_norm: Real | None = Field(default=None, description="rounds are stepped once a get brings their norm")
-    round_timeout_seconds: Number = Field(description="after which those who wait are told who is missing, and fail")
+    max_grad_norm: Real | None = Field(default=None, description="rounds are applied once a get carries their norm")
+    round_timeout_seconds: Number = Field(description="after which waiting requests fail with the missing trainers")
     durability: Durability = "none"
     checkpoint_rounds: Count = Field(
-        default=0, description="rounds after which it writes a checkpoint of its own if none was named; 0: never"
+        default=0, description="rounds after which it writes a checkpoint if none was named; 0: never"
     )
     keep_checkpoints: Positive = 2
     restore: Round | None = None
     began: ByOrdinal[Round | None] = Field(
-        default={}, description="the round after which each attempt has begun; null: with initial values"
+        default={}, description="the round that each attempt began with; null: initial values"
     )
     source: Identifier | None = Field(default=None, description="run whose checkpoint is restored, if it is another")
     uploader: Rank
@@ -381,10 +383,10 @@ class InstallRun(MembershipMessage):
 
 
 class WantCheckpoint(Message):
-    """The coordinator names the round after which every pserver is to write a checkpoint.
+    """The round after which every pserver must write a checkpoint.
 
-    In asynchronous modes it is a number of contributions, and every pserver's first so many are in it; if the run
-    `is_over`, nobody will push any more, and each writes what it has.
+    In asynchronous modes it is a number of contributions, and the checkpoint holds each pserver's first so many. If the
+    run `is_over`, nothing more is pushed, and each pserver writes its current state.
     """
 
     run: Identifier
@@ -393,7 +395,7 @@ class WantCheckpoint(Message):
 
 
 class CheckpointCreated(Message):
-    """There is a checkpoint of the whole model."""
+    """A complete checkpoint of the whole model."""
 
     run: Identifier
     round: Round
@@ -401,7 +403,7 @@ class CheckpointCreated(Message):
 
 
 class Freeze(Message):
-    """The coordinator is about to change the members: from now on no barrier counts until they are installed."""
+    """The announcement of a change of members: no barrier counts until it is installed."""
 
     run: Identifier
     attempt: Ordinal
@@ -419,15 +421,15 @@ class InstallMembers(MembershipMessage):
 
 
 class PserverState(Message):
-    """What a pserver tells about itself; `digest` covers values, slots, steps and the staged contributions."""
+    """The state of a pserver; `digest` covers values, slots, steps and the staged contributions."""
 
     index: PserverIndex | None
     incarnation: Incarnation | None
     run: Identifier | None
     round: Round
     members: Ordinals
-    batch_barriers: Ordinals = Field(default=(), description="whose are in, of the open round")
-    fetch_barriers: Ordinals = Field(default=(), description="whose are in, of the applied round")
+    batch_barriers: Ordinals = Field(default=(), description="of the open round")
+    fetch_barriers: Ordinals = Field(default=(), description="of the applied round")
     participants: Ordinals = Field(default=(), description="whose contributions are in the applied round")
     clocks: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
     missing: Ordinals
@@ -442,7 +444,7 @@ class PserverState(Message):
 
 
 class PserverStatus(Message):
-    """A pserver as the coordinator sees it."""
+    """A pserver as the coordinator knows it."""
 
     index: PserverIndex
     address: BaseUrl
@@ -456,7 +458,7 @@ class PserverStatus(Message):
 
 
 class TrainerStatus(Message):
-    """A trainer as the coordinator sees it."""
+    """A trainer as the coordinator knows it."""
 
     rank: Rank
     incarnation: Incarnation
@@ -466,12 +468,12 @@ class TrainerStatus(Message):
     metrics_address: BaseUrl | None
     results: Results
     software: Software | None = Field(default=None, description="null until its next heartbeat")
-    links: ByOrdinal[Link] = Field(default={}, description="its way to each pserver, as it has measured it")
-    unreachable: ByOrdinal[Real] = Field(
-        default={}, description="pservers that do not answer it, and for how many seconds"
+    links: ByOrdinal[Link] = Field(default={}, description="its connection to each pserver")
+    unreachable: ByOrdinal[Real] = Field(default={}, description="pservers that do not answer it, with the seconds")
+    waiting_seconds: Real = Field(default=0.0, description="strategy ring: how long it waited at its last heartbeat")
+    is_done: Flag = Field(
+        default=False, description="strategy ring: it has no batches left and joins the others' collectives"
     )
-    waiting_seconds: Real = Field(default=0.0, description="strategy ring: for the others, when it was last heard")
-    is_done: Flag = Field(default=False, description="strategy ring: no batches are left; it accompanies the others")
 
 
 class ClusterStatus(Message):
@@ -484,7 +486,7 @@ class ClusterStatus(Message):
     num_trainers: Count
     waiting_for: tuple[Note, ...] = Field(max_length=MAX_TENSORS)
     prospects: tuple[Note, ...] = Field(
-        default=(), max_length=MAX_TENSORS, description="a pause; who was lost, and when the run fails"
+        default=(), max_length=MAX_TENSORS, description="a pause; lost members, and when the run fails"
     )
     failure: Object | None
     plan_digest: Label | None
@@ -506,7 +508,7 @@ class ShardSummary(Message):
 
 
 class RunSummary(Message):
-    """A run in a few numbers, as the servers saw it; `line()` is what ends a training script's output."""
+    """A run in a few numbers; `line()` is the last line of a training script's output."""
 
     run: Identifier
     state: RunState
@@ -530,19 +532,19 @@ class RunSummary(Message):
 
 
 class PushAnswer(Message):
-    """What became of a push: how many of its blocks are new, and whether the round was already over."""
+    """The answer to a push: how many of its blocks are new, and whether its round was already applied."""
 
     status: Literal["staged", "already_applied"]
     staged: Count = 0
     duplicates: Count = 0
     complete: Flag = False
-    finite: Flag = Field(default=True, description="policy skip_round: whether it holds neither NaN nor infinity")
+    finite: Flag = Field(default=True, description="policy skip_round: it holds neither NaN nor infinity")
 
 
 class BarrierAnswer(Message):
-    """What became of a barrier: the open round and whom its batch barrier still waits for.
+    """The answer to a barrier: the open round and the trainers that its batch barrier waits for.
 
-    `notice` says what will become of those who were lost.
+    `notice` describes lost trainers and when the run fails without them.
     """
 
     round: Round
@@ -551,9 +553,9 @@ class BarrierAnswer(Message):
 
 
 class NormAnswer(Message):
-    """The sum of squares of a pserver's part of a round's gradient, and a digest of whose it is made of.
+    """The sum of squares of a pserver's part of a round's gradient, and a digest of the contributions in it.
 
-    None if the round was applied without: it stepped nothing, or was restored from a disk.
+    The sum is None if the round was applied without a norm: it stepped nothing, or was restored from a disk.
     """
 
     contributions: Label = ""
@@ -561,7 +563,7 @@ class NormAnswer(Message):
 
 
 def heartbeat_period(lease_seconds: float) -> float:
-    """How often a member says that it lives: three times in a lease, and once a second at least.
+    """Return the seconds between heartbeats: a third of the lease, and at most one.
 
     >>> heartbeat_period(1.5), heartbeat_period(10.0)
     (0.5, 1.0)

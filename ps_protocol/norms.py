@@ -1,6 +1,6 @@
-"""The global norm of a round's aggregated gradient, of which each pserver knows a part, and how it clips.
+"""The global norm of a round's aggregated gradient, of which each pserver knows a part, and clipping by it.
 
-    trainer ── norm(r), with the batch barrier ─────────► every pserver: its sum of squares, and of which trainers
+    trainer ── norm(r), with the batch barrier ─────────► every pserver: its sum of squares, for which trainers
     trainer ── get(r) with the sum over all pservers ───► the first sum that matches lets the pserver step
 
 All trainers add the same numbers, so any of them can finish the round.

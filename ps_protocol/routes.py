@@ -1,4 +1,4 @@
-"""Paths of the HTTP API, for both sides, and the request headers that are not part of the fence."""
+"""The paths of the HTTP API, and the request headers and metadata keys that are not part of the fence."""
 
 # every service
 HEALTH = "/healthz"

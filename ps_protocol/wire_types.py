@@ -96,7 +96,7 @@ class WireTypes:
 
     @property
     def pulls_deltas(self) -> bool:
-        """Whether pservers hold the values that trainers have, beside their own, and send deltas."""
+        """True if pservers hold the values that trainers have, beside their own, and send deltas."""
         return self.pull == "int8"
 
     def check_mode(self, consistency: Consistency) -> None:

@@ -219,7 +219,7 @@ class ClusterView:
         except (httpx.TransportError, httpx.InvalidURL) as error:
             origin = "/".join(url.split("/", 3)[:3])
             cause = str(error) or type(error).__name__
-            raise Unreachable(f"nobody answers at {origin}: {cause}{hint_at_tls(url, error)}") from error
+            raise Unreachable(f"no answer from {origin}: {cause}{hint_at_tls(url, error)}") from error
         return response.content
 
 

@@ -1,1 +1,1 @@
-"""Attacks on a running pserver, and what a good client notices of them. `measure.py` makes the table."""
+"""Attacks on a running pserver, and their effect on an honest client. `measure.py` makes the table."""

@@ -1,4 +1,4 @@
-"""A real pserver under attack, beside a client that only wants its parameters."""
+"""A real pserver under attack, and an honest client that pulls parameters meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.cluster.wire import WireTrainer
 from trainer_client.testing import LocalCluster
 from trainer_client.transport.exchange import make_bulk_transport
 
-from .target import Target
+from .target import Outcome, Target
 
 ROOT = Path(__file__).parents[2]
 PARAMETERS = [("large", (4_000_000,), "F32", 0), ("small", (1000,), "F32", 0)]
@@ -31,12 +31,12 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one attack did; seconds and bytes."""
+    """The effect of one attack, in seconds and bytes."""
 
     attack: str
     p99_before: float
     p99_during: float
-    num_failed: int  # of the good client's requests
+    num_failed: int  # of the honest client's requests
     grown_bytes: int  # of the pserver's memory at its peak
     kept_bytes: int  # of it, a second after the attack
     outcome: str
@@ -44,7 +44,7 @@ class Verdict:
 
 
 class Arena:
-    """One cluster, one run at version 0, one good client."""
+    """One cluster with a run at version 0, and one honest client."""
 
     def __init__(self, cluster: LocalCluster, trainer: WireTrainer, http: httpx.AsyncClient) -> None:
         self.cluster = cluster
@@ -57,7 +57,7 @@ class Arena:
         )
 
     async def judge(self, attack: str, seconds: float, calm_seconds: float | None = None) -> Verdict:
-        """Measure before (`calm_seconds`, if not as long) and during the attack, which takes so many seconds."""
+        """Measure before the attack, for `calm_seconds` or as long as it takes, and during it."""
         digest = await self._digest()
         before, _ = await self._measure(seconds if calm_seconds is None else calm_seconds)
         self._forget_peak()
@@ -71,20 +71,17 @@ class Arena:
         printed, _ = await asyncio.wait_for(attacker.communicate(), seconds + 60)
         if not self.cluster.pservers[0].is_running:
             tail = "\n".join([*self.cluster.output][-50:])
-            raise RuntimeError(f"{attack} ended {self.cluster.pservers[0]}, and {printed!r} was told:\n{tail}")
+            raise RuntimeError(f"{attack} ended {self.cluster.pservers[0]}; the attacker printed {printed!r}:\n{tail}")
         grown = self._memory("VmHWM") - memory
         await asyncio.sleep(1)
-        told = json.loads(printed)
-        answers = sorted(told["answers"].items(), key=lambda item: -item[1])
-        heard = ", ".join(f"{what} ×{count}" for what, count in answers[:5]) or "served"
+        outcome = Outcome.from_json(json.loads(printed))
         return Verdict(
             attack, _p99(before), _p99(during), num_failed, grown, self._memory("VmRSS") - memory,
-            f"{told['sent']} sent over {told['connections']} connections: {heard}",
-            await self._digest() == digest,
+            outcome.describe(), await self._digest() == digest,
         )  # fmt: skip
 
     async def _measure(self, seconds: float) -> tuple[list[float], int]:
-        """Latencies of a steady stream of gets, and how many of them failed."""
+        """Return the latencies of a steady stream of pulls, and the number of failed ones."""
         latencies, num_failed = [], 0
         begin = time.perf_counter()
         for number in range(int(seconds * REQUESTS_PER_SECOND)):
@@ -125,7 +122,7 @@ def _p99(latencies: list[float]) -> float:
 
 @asynccontextmanager
 async def open_arena(**settings: object) -> AsyncIterator[Arena]:
-    """A cluster of one pserver. Slow clients have two seconds, so that a short attack shows what becomes of them."""
+    """Yield a cluster of one pserver that closes slow connections after two seconds, so that short attacks suffice."""
     times = {"header_timeout_seconds": 2, "body_timeout_seconds": 2, "lease_seconds": 3600}
     cluster = LocalCluster(pservers=1, trainers=1, **{**times, "max_inflight_bytes": 64 * MIB, **settings})
     with cluster:

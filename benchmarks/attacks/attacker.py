@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable
 
 from . import bombs, http1, http2
-from .outcome import Outcome
-from .target import Target
+from .target import Outcome, Target
 
 Attack = Callable[[Target, float], Outcome]
 

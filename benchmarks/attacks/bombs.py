@@ -1,4 +1,4 @@
-"""Bodies that are small on the wire and large in memory, or long to parse."""
+"""Bodies that are small on the wire and large in memory, or slow to parse."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import httpx
 
 from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, RUN
 
-from .outcome import Outcome, paced
-from .target import Target
+from .target import Outcome, Target, paced
 
 MIB = 1024 * 1024
 
@@ -18,7 +17,7 @@ MIB = 1024 * 1024
 def post(
     target: Target, seconds: float, per_second: float, **requests: tuple[str, str, dict[str, str], bytes]
 ) -> Outcome:
-    """Send each of these (method, address, headers, body) by turns; answers are counted by name and status."""
+    """Send these requests (method, address, headers, body) in turn, and count the answers by name and status."""
     outcome = Outcome(connections=1)
     with httpx.Client(trust_env=False, timeout=60) as http:
         for number in paced(seconds, per_second):
@@ -37,7 +36,7 @@ def frame(header: bytes) -> bytes:
 
 
 def frame_header_bombs(target: Target, seconds: float) -> Outcome:
-    """Frames whose JSON header is as large as may be, deep, or said to be larger than any memory."""
+    """Send frames whose JSON header has the largest size, is nested deeply, or declares an enormous length."""
     send = target.address + target.send_path
     many = b"{" + b",".join(b'"t%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(16_000)) + b"}"
     return post(
@@ -50,7 +49,7 @@ def frame_header_bombs(target: Target, seconds: float) -> Outcome:
 
 
 def json_bombs(target: Target, seconds: float) -> Outcome:
-    """JSON messages of many small objects, or deep ones."""
+    """Send JSON messages of many small objects, or of deeply nested ones."""
     json_type = {"content-type": "application/json"}
     small, large = b"[" + b"[]," * (MIB // 4) + b"[]]", b"[" + b"{}," * (16 * MIB) + b"{}]"
     return post(
@@ -63,7 +62,7 @@ def json_bombs(target: Target, seconds: float) -> Outcome:
 
 
 def gzip_bombs(target: Target, seconds: float) -> Outcome:
-    """Bodies that would be a thousand times as large, if somebody unpacked them."""
+    """Send bodies that would be a thousand times as large when decompressed."""
     packed = gzip.compress(b"[" + b" " * (100 * MIB) + b"]")
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     return post(

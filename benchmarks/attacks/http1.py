@@ -1,4 +1,4 @@
-"""Slow and silent clients, over many connections at once, and what is too large; over HTTP/1.1."""
+"""HTTP/1.1: slow and silent clients over many connections, and endless headers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from .outcome import Outcome, paced
-from .target import Target
+from .target import Outcome, Target, paced
 
 NUM_CONNECTIONS = 200
 
 
 def crawl(target: Target, seconds: float, start: bytes, drip: Callable[[int], bytes], *, reads: bool = True) -> Outcome:
-    """Keep many connections open, each sending `start` and then a little every half second; again when it is closed."""
+    """Keep many connections open, each sending `start` and then a little every half second. Replace closed ones."""
     outcome = Outcome()
     url = urlsplit(target.address)
     end = time.monotonic() + seconds
@@ -80,12 +79,12 @@ def head(path: str, method: str, headers: dict[str, str]) -> bytes:
 
 
 def silent_connections(target: Target, seconds: float) -> Outcome:
-    """Connections that say nothing."""
+    """Open connections and send nothing."""
     return crawl(target, seconds, b"", lambda _: b"")
 
 
 def slow_headers(target: Target, seconds: float) -> Outcome:
-    """A header every half second (Slowloris)."""
+    """Send a header every half second (Slowloris)."""
     begin = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
     return crawl(target, seconds, begin, lambda number: f"x-{number}: a\r\n".encode())
 

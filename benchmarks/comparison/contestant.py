@@ -1,4 +1,4 @@
-"""A system that has been started and is warm: it takes rounds when it is told to, and its processes are watched."""
+"""A system that is measured: started, warm, and taking rounds on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START_SECONDS = 120.0
 ROUNDS_SECONDS = 300.0  # for those of one repetition
 
 SERVER, TRAINER = "server", "trainer"
-_MARKS = {  # in a command line, by what a process does
+_MARKS = {  # in the command lines of each role
     SERVER: ("services.pserver", "--role server", "ray::Server"),
     TRAINER: ("benchmarks.comparison.trainer", "--role trainer", "ray::Trainer"),
 }
@@ -37,12 +37,12 @@ class Repetition:
 
 
 class Contestant:
-    """One system, and a connection to each of its trainers."""
+    """One system, with a connection to each of its trainers."""
 
     def __init__(
         self, name: str, work: Work, processes: Callable[[], list[psutil.Process]], *, spins: bool = False
     ) -> None:
-        """`spins` says that its processes do not sleep while they wait: then they are stopped meanwhile."""
+        """With `spins`, processes that busy-wait are stopped while other systems are measured."""
         self.name = name
         self._spins = spins
         self.work = work
@@ -55,11 +55,11 @@ class Contestant:
 
     @property
     def port(self) -> int:
-        """Where its trainers tell that they are warm."""
+        """The port at which trainers report that they are warm."""
         return int(self._listener.getsockname()[1])
 
     def wait_until_warm(self, is_alive: Callable[[], bool]) -> None:
-        """Raises RuntimeError if it ends before, and TimeoutError."""
+        """Wait until all trainers are warm. Raises RuntimeError if the system ends before, and TimeoutError."""
         deadline = time.monotonic() + START_SECONDS
         while len(self._lines) < self.work.num_trainers:
             try:
@@ -88,7 +88,7 @@ class Contestant:
                 process.resume()
 
     def take(self, num_rounds: int) -> Repetition:
-        """Let it take so many rounds while all others wait. Raises RuntimeError if one of its processes fails."""
+        """Let it take so many rounds while all other systems wait. Raises RuntimeError if a trainer fails."""
         self._wake()
         cpu, wire = self._cpu_seconds(), _loopback_bytes()
         for lines in self._lines:
@@ -105,23 +105,23 @@ class Contestant:
         )
 
     def peak_bytes(self) -> dict[str, list[int]]:
-        """The most memory that each process has had resident until now, by what it does."""
+        """Return the peak resident memory of each process, by role."""
         peaks: dict[str, list[int]] = {}
         for process in self._processes():
             peaks.setdefault(role_of(process), []).append(peak_of(process.pid))
         return peaks
 
     def note_idle(self) -> None:
-        """What its processes take now is what they take before there is anything to do."""
+        """Record the resident memory of all processes as that of an idle system."""
         self._idle_bytes = {process.pid: int(process.memory_info().rss) for process in self._processes()}
 
     def server_bytes_above_idle(self) -> int:
-        """The most that a server has taken besides; 0 if nobody has noted what it takes when idle."""
+        """Return the largest peak of a server above its idle memory; 0 without a call of `note_idle`."""
         servers = [process.pid for process in self._processes() if role_of(process) == SERVER]
         return max((peak_of(pid) - self._idle_bytes[pid] for pid in servers if pid in self._idle_bytes), default=0)
 
     def close(self) -> None:
-        """Let its trainers end."""
+        """Close the connections, upon which the trainers end."""
         self._wake()
         for end in (*self._lines, *self._connections, self._listener):
             end.close()
@@ -148,7 +148,7 @@ def role_of(process: psutil.Process) -> str:
 
 
 def peak_of(pid: int) -> int:
-    """The most memory that a process has had resident, in bytes. Linux."""
+    """Return the peak resident memory of a process in bytes. Works on Linux."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found
     return 1024 * int(found[1])

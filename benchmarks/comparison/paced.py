@@ -1,6 +1,6 @@
-"""The side of a measured trainer: it takes so many rounds when it is told to, and tells how long each of them took.
+"""The trainer's side of a measurement: it takes rounds on request, and reports the seconds of each.
 
-All systems are warm and wait while one of them is measured, so that repetitions alternate without starting anything.
+All systems are warm and wait while one of them is measured, so that repetitions alternate without a start.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def take_rounds(
     check: Callable[[int], None],
     prepare: Callable[[], object] = lambda: None,
 ) -> None:
-    """Warm up, then take as many rounds as each line says, until there are no more lines.
+    """Warm up, then take as many rounds as each received line requests, until the connection is closed.
 
-    `prepare` comes before each round, and is not counted. Raises whatever `check` raises when the result of so many
-    rounds is wrong.
+    `prepare` runs before each round and is not measured. `check` raises an error if the result of so many rounds is
+    wrong.
     """
     with (
         socket.create_connection(("127.0.0.1", int(os.environ[CONTROL]))) as connection,

@@ -1,4 +1,4 @@
-"""The figures: a table for people, JSON for programs, a dated report."""
+"""The figures of all cases as a table, as JSON and as a dated report."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What was measured in one case, by system."""
+    """The measurements of one case, by system."""
 
     case: Case
     works: Mapping[str, Work]
@@ -68,26 +68,26 @@ class CaseResult:
         return [name for name in self.figures if name in self.case.variants]
 
     def seconds(self, name: str) -> Estimate:
-        """A round."""
+        """Return the seconds of a round."""
         return Estimate.of([done.seconds for done in self.figures[name]])
 
     def ratio(self, other: str) -> Estimate:
-        """Our seconds over the other's, of the same repetition; a byte, if the other moves more or fewer."""
+        """Return our seconds over the other's in the same repetition, per byte if their works differ in size."""
         pairs = zip(self.figures[OURS], self.figures[other], strict=True)
         times = self.works[other].moved_bytes / self.works[OURS].moved_bytes
         return Estimate.of([times * ours.seconds / theirs.seconds for ours, theirs in pairs])
 
     def cpu_seconds_a_gigabyte(self, name: str, role: str) -> float:
-        """Of what all trainers push and pull in a round."""
+        """Return the CPU-seconds of a role for each gigabyte that the trainers push and pull."""
         moved = self.works[name].moved_bytes / GIGABYTE
         return statistics.median(done.cpu_seconds.get(role, 0.0) for done in self.figures[name]) / moved
 
     def contributions_per_second(self, name: str) -> float:
-        """Of all trainers together."""
+        """Return the contributions of all trainers together."""
         return statistics.median(done.contributions_per_second for done in self.figures[name])
 
     def bytes_per_second(self, name: str) -> float:
-        """What all trainers push and pull, in float32."""
+        """Return the float32 bytes that all trainers push and pull."""
         work = self.works[name]
         return self.contributions_per_second(name) * work.moved_bytes / work.num_trainers
 
@@ -151,7 +151,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Target:
-    """Ours over another in one case; met when the lower end of the interval is at most `limit`."""
+    """A limit for our ratio to another system in one case, met when the interval begins at or below it."""
 
     case: str
     other: str
@@ -173,7 +173,7 @@ TARGETS = (
 
 
 def judge(results: Sequence[CaseResult]) -> str:
-    """A table of the targets whose figures are here."""
+    """Return a table of the targets that were measured."""
     lines = ["| target | at most | stretch | measured | |", "|---|--:|--:|--:|---|"]
     by_name = {result.case.name: result for result in results}
     for target in TARGETS:
@@ -197,7 +197,7 @@ def judge(results: Sequence[CaseResult]) -> str:
 
 
 def publish(results: Sequence[CaseResult], text: str, folder: Path, *, is_quick: bool) -> None:
-    """Print the tables; write `latest.json` and a report with today's date there, a quick one beside a whole one."""
+    """Print the tables, and write `latest.json` and a report with today's date to the folder."""
     describe = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     commit = subprocess.run(describe, capture_output=True, text=True, cwd=HERE).stdout.strip()
     folder.mkdir(exist_ok=True)

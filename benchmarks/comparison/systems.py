@@ -1,4 +1,4 @@
-"""Starting each system: ours as a cluster of its own processes, peers as the programs in `benchmarks/peers`."""
+"""The systems: Gradpost as a local cluster, and peers as the programs in `benchmarks/peers`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ ROOT = Path(__file__).parents[2]
 OURS = "ours"
 STOP_SECONDS = 20.0
 KEEPING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-LAST_LINES = 30  # of what a system printed, when it fails
+LAST_LINES = 30  # of the output of a system that fails
 
 Start: TypeAlias = Callable[[Work], Any]  # a context manager of a Contestant
 
 
 @contextmanager
 def start_ours(variant: Variant, name: str = OURS) -> Iterator[Contestant]:
-    """A local cluster with these settings of the services, over HTTP/2 and TCP unless they say otherwise."""
+    """Start a local cluster with these settings, by default over HTTP/2 and TCP."""
     work = variant.work
     settings = {"durability": "none", "lease_seconds": 60, "local_transport": False, **variant.settings}
     command = [sys.executable, "-m", "benchmarks.comparison.trainer", "--work", work.dump()]
@@ -52,11 +52,11 @@ def start_ours(variant: Variant, name: str = OURS) -> Iterator[Contestant]:
         try:
             env = {CONTROL: str(contestant.port), "PYTHONPATH": str(ROOT)}
             while len(cluster.status().pservers) < work.num_servers:
-                time.sleep(0.1)  # they tell the coordinator alone that they are there
+                time.sleep(0.1)  # pservers register at the coordinator alone
             contestant.note_idle()
             for rank in range(work.num_trainers):
                 cluster.start_trainer(rank, command, env)
-            with _telling(lambda: list(cluster.output)):
+            with _noting_output(lambda: list(cluster.output)):
                 contestant.wait_until_warm(lambda: all(child.is_running for child in cluster.trainers))
                 yield contestant
         finally:
@@ -67,9 +67,9 @@ def start_ours(variant: Variant, name: str = OURS) -> Iterator[Contestant]:
 def start_peer(
     work: Work, name: str, module: str, *roles: str, transport: str = "", spins: bool = False, keeps: bool = False
 ) -> Iterator[Contestant]:
-    """The program of a peer: `roles` says once for each kind of process that it starts.
+    """Start the program of a peer, once for each server or trainer of `roles`.
 
-    With `keeps` their malloc gives nothing back to the kernel, as that of our services.
+    With `keeps`, malloc returns no memory to the kernel, as in our services.
     """
     with ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile("w+"))
@@ -100,7 +100,7 @@ def start_peer(
             output.seek(0)
             return output.read().splitlines()
 
-        with _telling(lines):
+        with _noting_output(lines):
             contestant.wait_until_warm(lambda: all(process.poll() is None for process in started))
             yield contestant
 
@@ -108,7 +108,7 @@ def start_peer(
 PEERS: dict[str, Start] = {
     "raw_sockets": lambda work: start_peer(work, "raw_sockets", "raw_sockets", "server", "trainer"),
     "torch_rpc_tcp": lambda work: start_peer(work, "torch_rpc_tcp", "torch_rpc", "server", "trainer", transport="tcp"),
-    # Its shared memory is looked at by a thread that never sleeps, one in each process.
+    # In each process a thread polls the shared memory without sleeping.
     "torch_rpc": lambda work: start_peer(work, "torch_rpc", "torch_rpc", "server", "trainer", spins=True),
     "torch_rpc_tcp_keeping": lambda work: start_peer(
         work, "torch_rpc_tcp_keeping", "torch_rpc", "server", "trainer", transport="tcp", keeps=True
@@ -122,7 +122,7 @@ PEERS: dict[str, Start] = {
 
 
 def _free_ports(number: int) -> int:
-    """The first of so many ports in a row that nobody uses now."""
+    """Return the first of so many consecutive free ports."""
     while True:
         with ExitStack() as stack:
             first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
@@ -135,7 +135,7 @@ def _free_ports(number: int) -> int:
 
 
 def _end(started: list[subprocess.Popen[bytes]]) -> None:
-    """Those that have no more rounds to take end by themselves; the others are ended."""
+    """Wait for processes that have finished their rounds, and kill the others."""
     children = [child for process in started for child in _descendants(process)]
     for process in started:
         try:
@@ -156,8 +156,8 @@ def _descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 @contextmanager
-def _telling(lines: Callable[[], list[str]]) -> Iterator[None]:
-    """Whoever fails inside tells what the system has printed."""
+def _noting_output(lines: Callable[[], list[str]]) -> Iterator[None]:
+    """Add the end of the system's output to an error."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Our own trainer: rounds of `RemoteOptimizer` on fixed gradients."""
+"""A trainer of Gradpost that takes steps of `RemoteOptimizer` with fixed gradients."""
 
 from __future__ import annotations
 

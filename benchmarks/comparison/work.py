@@ -1,4 +1,4 @@
-"""What a system is asked to do in a round, told to its processes as one argument."""
+"""The work of a system in a round, passed to its processes as one argument."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ GRADIENT = 1e-3  # of every element and the trainer of rank 0; the others' are m
 
 @dataclass(frozen=True)
 class Work:
-    """Tensors of float32 that every trainer pushes and pulls, and who takes part."""
+    """The float32 tensors that each trainer pushes and pulls, and the numbers of trainers and servers."""
 
     elements: tuple[int, ...]  # of each tensor
     optimizer: Literal["sgd", "adam"] = "sgd"
     num_trainers: int = 2
     num_servers: int = 2
-    is_exact: bool = True  # what comes out is known,
-    rounding: float = 0.0  # but for a relative error of this size
+    is_exact: bool = True  # the result is known,
+    rounding: float = 0.0  # up to this relative error
 
     @property
     def moved_bytes(self) -> int:
-        """What all trainers push and pull in a round, in float32."""
+        """The float32 bytes that all trainers push and pull in a round."""
         return 2 * self.num_trainers * self.num_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors, in float32."""
+        """The bytes of all tensors in float32."""
         return 4 * sum(self.elements)
 
     def dump(self) -> str:
@@ -46,9 +46,9 @@ class Work:
         return [torch.full((num_elements,), GRADIENT * (rank + 1)) for num_elements in self.elements]
 
     def check(self, values: list[torch.Tensor], num_rounds: int) -> None:
-        """Raise unless the zeros that it began with have had so many steps, no more and no fewer.
+        """Raise unless these values are those after exactly so many steps from zero.
 
-        Adam's step with a gradient that never changes is the learning rate.
+        Adam's step with a constant gradient is the learning rate.
         """
         if not self.is_exact:
             return
@@ -61,7 +61,7 @@ class Work:
 
 
 def read_arguments(description: str | None) -> argparse.Namespace:
-    """`--role server --index 0 --port 5000 --work JSON`, and nothing more: what every peer's program takes."""
+    """Parse the arguments of a peer's program: `--role server --index 0 --port 5000 --work JSON`."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--role", choices=["server", "trainer", "all"], required=True)
     arguments.add_argument("--index", type=int, default=0)

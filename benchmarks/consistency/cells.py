@@ -1,4 +1,4 @@
-"""The grid of the consistency study: each cell is one way to train, known by its name, and run once with each seed."""
+"""The grid of the consistency study. Each cell is one way to train, and is run once with each seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 TRAINERS = 4
 PSERVERS = 2
 SEEDS = (0, 1, 2)
-SLOW_STEPS = 8  # that a trainer is slow before it is the next one's turn
+SLOW_STEPS = 8  # of a slow trainer, before the next one is slow
 SLOW_FACTOR = 3.0
 
 
@@ -23,24 +23,24 @@ class Cell:
     local: dict[str, Any] = field(default_factory=dict)  # arguments of RemoteOptimizer
     rate: float = 1.0
     steps: int = 200
-    compute_seconds: float = 0.1  # of one step; what real computing leaves of it is waited, as on a device of its own
-    slow: Literal["nobody", "in turn", "trainer 0"] = "nobody"
+    compute_seconds: float = 0.1  # of one step; the trainer sleeps for the rest of it
+    slow: Literal["none", "in turn", "trainer 0"] = "none"
 
     def slowness(self, rank: int, step: int) -> float:
-        """How many times as long a trainer's step takes; steps count from 0.
+        """Return the factor of a trainer's step time; steps count from 0.
 
-        In turn: each of the trainers is slow for SLOW_STEPS of its own steps, one after another.
+        `in turn` makes one trainer after the other slow, for SLOW_STEPS of its own steps.
         """
         is_slow = {
-            "nobody": False,
+            "none": False,
             "in turn": (step // SLOW_STEPS) % TRAINERS == rank,
             "trainer 0": rank == 0,
         }[self.slow]
         return SLOW_FACTOR if is_slow else 1.0
 
 
-# Nothing is averaged in the asynchronous modes: with N trainers a step of rate / N moves the model as far as its share
-# of a synchronous round does.
+# The asynchronous modes do not average: with N trainers a step of rate / N moves the model as far as one contribution
+# to a synchronous round.
 ALONE = 1 / TRAINERS
 DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
 
@@ -64,13 +64,13 @@ QUESTIONS: list[Mode] = [
     ]
 ]
 SLOWED = [SYNC, ASYNC, *STALE]
-FOR_EVER = [SYNC, ASYNC, *STALE[::2], STALE[-1]]  # what the bound is matters little there
+FOR_EVER = [SYNC, ASYNC, *STALE[::2], STALE[-1]]  # the bound matters little there
 LONG = [SYNC, *LOCAL[1:]]  # on the second workload, long enough for the fewer but larger steps to tell
 SHORT = [ASYNC, STALE[4], DELAYED[1]]
 
 
 def all_cells() -> Iterator[Cell]:
-    """Every cell once."""
+    """Yield each cell once."""
     for name, cluster, local, rate in [*MODES, *QUESTIONS]:
         yield Cell(name, cluster=cluster, local=local, rate=rate)
     for modes, steps in ((LONG, 1000), (SHORT, 400)):

@@ -1,6 +1,6 @@
-"""Turn the results of the study into tables and plots: `python benchmarks/consistency/report.py`.
+"""Make tables and plots of the study's results: `python benchmarks/consistency/report.py`.
 
-The tables go between the markers of the report; the plots and runs.csv go to the folder beside it.
+The tables replace those between the markers of the report; plots and runs.csv are written to the folder beside it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ BYTES: Column = ("kB a step", lambda run: run.kilobytes_a_step, "{:.1f}")
 
 
 def names(modes: Iterable[Mode], prefix: str = "") -> list[str]:
-    """Of the cells in which these modes were run."""
+    """Return the names of the cells of these modes."""
     return [prefix + name for name, *_ in modes]
 
 
 def spread(values: Iterable[float], form: str) -> str:
-    """`median (lowest to highest)`, or one number if they print the same."""
+    """Return `median (lowest to highest)`, or one number if they print the same."""
     ordered = sorted(values)
     shown = [form.format(value) for value in (statistics.median(ordered), ordered[0], ordered[-1])]
     middle, low, high = ("never" if text == "inf" else text for text in shown)
@@ -45,7 +45,7 @@ def spread(values: Iterable[float], form: str) -> str:
 
 
 def table(runs: Runs, rows: Sequence[str], columns: Sequence[Column]) -> str:
-    """A row for each cell, in Markdown."""
+    """Return a Markdown table with a row for each cell."""
     lines = ["| run | " + " | ".join(title for title, _, _ in columns) + " |", "|---" * (1 + len(columns)) + "|"]
     for name in rows:
         cells = [spread(map(value, runs[name]), form) for _, value, form in columns]
@@ -54,7 +54,7 @@ def table(runs: Runs, rows: Sequence[str], columns: Sequence[Column]) -> str:
 
 
 def against_sync(runs: Runs, word: str, modes: Sequence[Mode]) -> str:
-    """How many times the synchronous mode's pace and idle time, seed by seed."""
+    """Return a table of pace and idle time, with the ratio to the synchronous mode of the same seed."""
     sync = runs[f"sync, {word}"]
     lines = [f"| run, {word} slowness | contributions/s | times sync | idle, % |", "|---|---|---|---|"]
     for name, *_ in modes:
@@ -66,7 +66,7 @@ def against_sync(runs: Runs, word: str, modes: Sequence[Mode]) -> str:
 
 
 def write_runs(runs: Runs) -> None:
-    """One line for each run, so that the tables can be checked without training again."""
+    """Write one line for each run, so that the tables can be checked without training again."""
     columns = (SECONDS, STEPS, LOSS, PACE, IDLE, BYTES)
     with SUMMARY.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -77,7 +77,7 @@ def write_runs(runs: Runs) -> None:
 
 
 def plot_losses(runs: Runs, shown: Sequence[str], file: str) -> None:
-    """Each seed's held-out loss, over steps and over seconds."""
+    """Plot each seed's held-out loss over steps and over seconds."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for ax, over in zip(axes, ("steps", "seconds"), strict=True):
         for color, name in enumerate(shown):
@@ -92,7 +92,7 @@ def plot_losses(runs: Runs, shown: Sequence[str], file: str) -> None:
 
 
 def plot_slowness(runs: Runs) -> None:
-    """After OSDI'14, fig. 13: how the trainers' time is spent, and how much work is done, over the bound."""
+    """Plot idle time and pace over the staleness bound, as figure 13 of OSDI'14."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4))
     slowed = names(SLOWED)
     for offset, word, modes in ((-0.2, "transient", SLOWED), (0.2, "persistent", FOR_EVER)):

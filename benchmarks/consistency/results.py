@@ -1,4 +1,4 @@
-"""What a run of the study leaves, and what can be read from it."""
+"""The result files of the study, and the figures of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def result_file(name: str, seed: int) -> Path:
 
 
 def write_result(name: str, seed: int, result: dict[str, Any]) -> None:
-    """Whole or not at all: whoever resumes trusts every file that is there."""
+    """Write the file atomically, as a resumed study relies on every file that exists."""
     file = result_file(name, seed)
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(result))
@@ -28,7 +28,7 @@ def write_result(name: str, seed: int, result: dict[str, Any]) -> None:
 
 
 class Run:
-    """One result: a cell with one seed."""
+    """The result of a cell with one seed."""
 
     def __init__(self, result: dict[str, Any]) -> None:
         self.name: str = result["cell"]["name"]
@@ -37,7 +37,7 @@ class Run:
         self.trainers: list[dict[str, Any]] = result["trainers"]
         begin = min(trainer["steps"][0][0] for trainer in self.trainers)
         first_end = min(trainer["steps"][-1][2] for trainer in self.trainers)
-        # Persistently slowed trainers are watched once those who are ahead have used up the bound's slack.
+        # With a persistently slow trainer only the second half counts, when the others have reached the bound.
         self.begin = begin
         self.watched = ((begin + first_end) / 2 if result["cell"]["slow"] == "trainer 0" else begin, first_end)
 
@@ -47,7 +47,7 @@ class Run:
 
     @property
     def contributions_a_second(self) -> float:
-        """Of all trainers, as long as every one of them is at work: each does its steps at its own pace."""
+        """The contributions of all trainers, each at its own pace, while all of them are training."""
         paces = []
         for trainer in self.trainers:
             steps = self._watched_steps(trainer)
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def idle_share(self) -> float:
-        """Of the trainers' time: not computing, which is waiting for others and for the network."""
+        """The share of the trainers' time that is not computation, but waiting for others and for the network."""
         shares = []
         for trainer in self.trainers:
             steps = self._watched_steps(trainer)
@@ -65,39 +65,39 @@ class Run:
 
     @property
     def megabytes(self) -> float:
-        """Pushed and pulled by a trainer, with the first pull and the upload of the initial values."""
+        """The bytes that a trainer pushes and pulls, initial values included."""
         return statistics.mean(trainer["pushed_bytes"] + trainer["pulled_bytes"] for trainer in self.trainers) / 1e6
 
     @property
     def kilobytes_a_step(self) -> float:
-        """The same for each of its steps."""
+        """The bytes that a trainer pushes and pulls in a step."""
         return 1e3 * self.megabytes / len(self.trainers[0]["steps"])
 
     @property
     def final_loss(self) -> float:
-        """Held-out, after the last step, which is one after which local steps are averaged."""
+        """The held-out loss after the last step, which is the end of a round of local steps."""
         return self.trainers[0]["held_out"][-1][2]
 
     @property
     def seconds_to_target(self) -> float:
-        """Until the held-out loss is below the workload's target; infinity if it never is."""
+        """The seconds until the held-out loss is below the workload's target, or infinity."""
         target = TARGETS[self.workload]
         return next((at - self.begin for _, at, loss in self.trainers[0]["held_out"] if loss < target), math.inf)
 
     @property
     def steps_to_target(self) -> float:
-        """The same in steps of trainer 0."""
+        """The steps of trainer 0 until the held-out loss is below the workload's target, or infinity."""
         target = TARGETS[self.workload]
         return next((step for step, _, loss in self.trainers[0]["held_out"] if loss < target), math.inf)
 
     def curve(self, over: str) -> tuple[list[float], list[float]]:
-        """Held-out loss over `steps` of trainer 0 or over `seconds`."""
+        """Return the held-out loss over `steps` of trainer 0 or over `seconds`."""
         points = self.trainers[0]["held_out"]
         return [s if over == "steps" else at - self.begin for s, at, _ in points], [loss for _, _, loss in points]
 
 
 def read_runs() -> dict[str, list[Run]]:
-    """All results, by the cell's name and in the order of seeds."""
+    """Return all results, by the cell's name and in the order of seeds."""
     runs = defaultdict(list)
     for seed in SEEDS:
         for file in sorted(RESULTS.glob(f"*-{seed}.json")):

@@ -1,10 +1,10 @@
-"""How consistency and speed trade off: runs every cell of the grid that has no result yet, then writes the report.
+"""The trade-off between consistency and speed: run each cell without a result, then write the report.
 
     python benchmarks/consistency/study.py [--only TEXT]
 
-Takes most of an hour on two cores. Resumable: each run leaves a file below benchmarks/results/consistency, and one that
-has a file is not repeated. The seeds of a cell run side by side, each with a cluster of its own: trainers mostly wait
-for the device that is emulated, so that this costs them little, and it saves two thirds of the time.
+Takes most of an hour on two cores. An interrupted study can be resumed: each run writes a file below
+benchmarks/results/consistency, and is not repeated if it exists. The seeds of a cell run at the same time, each with
+its own cluster. This disturbs them little, as trainers mostly wait for an emulated device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # for all that is started here; two cores thrash easily
+os.environ["OMP_NUM_THREADS"] = "1"  # for all processes; two cores are easily overloaded
 
 from cells import PSERVERS, SEEDS, TRAINERS, Cell, all_cells
 from results import RESULTS, result_file, write_result
@@ -30,7 +30,7 @@ TIMEOUT_SECONDS = 600
 
 
 def run_cell(cell: Cell, seed: int, processes: ProcessPoolExecutor) -> dict[str, Any]:
-    """Train once; everything that the trainers wrote down, and the summary of the servers."""
+    """Train once, and return the trainers' records and the summary of the servers."""
     with LocalCluster(pservers=PSERVERS, trainers=TRAINERS, **cell.cluster) as cluster:
         started = [processes.submit(train, cell, seed, cluster.address, rank) for rank in range(TRAINERS)]
         trainers = [future.result(timeout=TIMEOUT_SECONDS) for future in started]
@@ -40,7 +40,7 @@ def run_cell(cell: Cell, seed: int, processes: ProcessPoolExecutor) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only cells whose name holds this; no report")
+    parser.add_argument("--only", default="", help="only cells whose name contains this; no report")
     options = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     cells = [cell for cell in all_cells() if options.only in cell.name]

@@ -1,4 +1,4 @@
-"""One trainer of the study: trains one cell and writes down when it computed, when it waited, and its losses."""
+"""One trainer of the study, which records its computation, its waits and its losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVALUATIONS = 40  # by rank 0, over the run
 
 
 def train(cell: Cell, seed: int, coordinator: str, rank: int) -> dict[str, Any]:
-    """Train as this rank. Times are seconds of the machine's clock, which all trainers share."""
+    """Train one cell as this rank. Times are seconds of the machine's clock, which all trainers share."""
     torch.set_num_threads(1)
     with connect(coordinator, rank=rank, world_size=TRAINERS) as session:
         work = make_workload(cell.workload, seed, rank, TRAINERS)
@@ -28,7 +28,7 @@ def train(cell: Cell, seed: int, coordinator: str, rank: int) -> dict[str, Any]:
             begin = time.time()
             optimizer.zero_grad()
             work.loss(work.model, next(work.batches)).backward()
-            # The rest of the step is emulated: a device of its own would be computing, and leave the processor alone.
+            # The rest of the step is emulated: an accelerator would compute, and the processor be free.
             until = begin + cell.compute_seconds * cell.slowness(rank, step)
             time.sleep(max(0.0, until - time.time()))
             computed = time.time()

@@ -1,4 +1,4 @@
-"""What is trained: a network on scikit-learn's digits, a small transformer on Python's own source text, one matrix."""
+"""The workloads: a network on scikit-learn's digits, a small transformer on Python's source text, one matrix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_TEXT = 1_000_000  # characters
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, its batches and its held-out loss; everything is a function of the seed, the rank and the step."""
+    """A model, its batches and its held-out loss, which depend on seed, rank and step only."""
 
     model: nn.Module
     optimizer: type[torch.optim.Optimizer]
@@ -32,12 +32,12 @@ class Workload:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Mean over the held-out data."""
+        """Return the mean loss over the held-out data."""
         return self.loss(self.model, self.held_out).item()
 
 
 def make_workload(name: str, seed: int, rank: int, num_trainers: int) -> Workload:
-    """A trainer's own part of the data, and the same start for everybody."""
+    """Make a trainer's part of the data, and a model with the same initial values for all trainers."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if name == "digits":
@@ -79,7 +79,7 @@ class CharacterModel(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Logits of the next character at each place: (batch, CONTEXT, characters)."""
+        """Return the logits of the next character at each place: (batch, CONTEXT, characters)."""
         return self.out(self.layers(self.embed(characters) + self.position, mask=self.mask))
 
 
@@ -108,7 +108,7 @@ def _characters(generator: torch.Generator, rank: int, num_trainers: int) -> Wor
 
 
 def _large(generator: torch.Generator) -> Workload:
-    """One parameter of 17 MB, and hardly anything to compute: all there is to see is what its transport costs."""
+    """Make a model of one parameter of 17 MB and little computation, so that its transport dominates."""
     inputs = torch.randn(1, 1024, generator=generator)
     model = nn.Linear(1024, 4096, bias=False)
     return Workload(

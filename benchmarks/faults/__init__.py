@@ -1,1 +1,1 @@
-"""What faults cost, and what it costs to survive them: `recovery`, `goodput` and `durability` each print a report."""
+"""The cost of faults and of durability: `recovery`, `goodput` and `durability` each print a report."""

@@ -1,13 +1,12 @@
-"""What each durability level and TLS cost: seconds a round, as ratios to a run that writes nothing and speaks plainly.
+"""The cost of each durability level and of TLS: seconds a round, as ratios to a run without both.
 
     python -m benchmarks.faults.durability [--mode sync] [--megabytes 1 25] [--repetitions 5] [--report FILE.md]
 
-2 trainers, 2 pservers, Adam. All variants are measured in turn, so that a change of the machine's speed hits them all.
+2 trainers, 2 pservers, Adam. Variants are measured in turn, so that a change of the machine's speed affects all.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import tempfile
@@ -18,26 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from ..certificates import make_certificates
-from ..report import PACKAGES, add_report_option, describe_disk, make_head, publish
+from ..report import PACKAGES, describe_disk, make_head, make_parser, publish
 from .observed import ObservedCluster
 
 PLAIN = "none, plain"
 VARIANTS = ("log", "fsync", "TLS", "mutual TLS")
-WARM_UP_ROUNDS = 20  # in which the log gets its files; later ones are written over
+WARM_UP_ROUNDS = 20  # in which the files of the log are created; later they are overwritten
 
 TEXT = """\
 2 trainers, 2 pservers, mode `{mode}`, Adam, everything on loopback. A figure is the median of {rounds} rounds of one
 run (asynchronous modes: steps of a trainer) after {warm_up} others; the tables show median and range of {repetitions}
 runs. A **ratio** is that of a run to the run with durability `none` and without TLS of the same repetition. Nothing is
-computed, which is the worst case; the last column is the share of a round that the variant would cost if
-{compute_ms:.0f} ms were computed in each, reckoned from the medians. Checkpoints are written as often as by default,
-beside the rounds.
+computed, which is the worst case; the last column is the share of a round that the variant would cost with
+{compute_ms:.0f} ms of computation in each, calculated from the medians. Checkpoints are written as often as by default,
+concurrently with the rounds.
 """
 
 
 @contextmanager
 def make_variants() -> Iterator[dict[str, dict[str, Any]]]:
-    """Settings of each variant."""
+    """Yield the settings of each variant."""
     with tempfile.TemporaryDirectory() as folder:
         tls, shown = make_certificates(Path(folder))
         yield {
@@ -50,7 +49,7 @@ def make_variants() -> Iterator[dict[str, dict[str, Any]]]:
 
 
 def measure(megabytes: float, rounds: int, settings: Mapping[str, Any]) -> float:
-    """Median seconds a round, as trainer 0 sees them."""
+    """Return the median seconds of a round of trainer 0."""
     arguments = ["--elements", str(int(megabytes * 250_000)), "--rounds", str(WARM_UP_ROUNDS + rounds)]
     with ObservedCluster(arguments, pservers=2, trainers=2, lease_seconds=30, **settings) as observed:
         codes = [trainer.wait(300) for trainer in observed.cluster.trainers]
@@ -79,14 +78,13 @@ def make_table(figures: Mapping[str, list[float]], compute_seconds: float) -> st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--mode", choices=["sync", "async", "ssp"], default="sync")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS, help="beside the plain one")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 25.0], help="of the models' parameters")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=60, help="that are measured in one run")
-    parser.add_argument("--compute-seconds", type=float, default=0.1, help="for the last column; nothing is computed")
-    add_report_option(parser)
+    parser.add_argument("--compute-seconds", type=float, default=0.1, help="for the last column")
     options = parser.parse_args()
     text = TEXT.format(
         mode=options.mode,

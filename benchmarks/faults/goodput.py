@@ -1,9 +1,9 @@
-"""How much of an undisturbed run is left when something is killed or stopped every 30 s, in wall-clock time.
+"""Goodput under faults: the steps of a run in which a process is killed or stopped every 30 s, in wall-clock time.
 
     python -m benchmarks.faults.goodput [--minutes 10] [--seed 1] [--interval 30] [--report FILE.md]
 
 8 trainers, 2 pservers, policy `continue`. The undisturbed run has two halves, before and after the other one, so that
-a machine that becomes faster or slower meanwhile hits both.
+a change of the machine's speed affects both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, Signals
 
 from trainer_client.testing import Child
 
-from ..report import PACKAGES, add_report_option, describe_disk, make_head, publish
+from ..report import PACKAGES, describe_disk, make_head, make_parser, publish
 from .observed import ObservedCluster, Step
 
 PSERVERS = 2
@@ -31,10 +31,10 @@ TEXT = """\
 model is tiny and its computation is emulated: each trainer sleeps for {compute_ms:.0f} ms a step, where an accelerator
 would work.
 
-A **step** is one `step()` of one trainer: its gradient is in the parameters that it got back. All that were completed
-within {minutes:g} minutes are counted, from when every trainer has taken {settle} of them; what the run goes back to is
-counted once. Nothing is subtracted: who is dead, starts (a process imports torch for seconds, on the processors that
-the others need too), joins or waits takes no steps. Every process that ends is started again at once.
+A **step** is one `step()` of one trainer, whose gradient is in the parameters that it pulls. All steps completed within
+{minutes:g} minutes are counted, after each trainer has taken {settle}; steps repeated after a rollback are counted
+once. Nothing is subtracted for trainers that are dead, starting (a process imports torch for seconds, on processors
+that the others use too), joining or waiting. Each process that ends is restarted at once.
 
 Every {interval:g} s there is a fault, of each kind equally often, in random order (seed {seed}). A **stall** is the
 longest time between a fault and the next one in which no trainer completed a round. **Cost** is what the steps from
@@ -44,7 +44,7 @@ a fault to the next one lack to the undisturbed rate, in seconds of the whole cl
 
 @dataclass(frozen=True)
 class Fault:
-    """What was done to whom, and when."""
+    """The kind, the victim and the time of a fault."""
 
     kind: str
     victim: str
@@ -52,7 +52,7 @@ class Fault:
 
 
 class Disturbance:
-    """Injects faults into a cluster, and starts again whatever has ended."""
+    """A source of faults, which also restarts the processes that end."""
 
     def __init__(self, observed: ObservedCluster, chance: random.Random, lease_seconds: float) -> None:
         self.faults: list[Fault] = []
@@ -69,7 +69,7 @@ class Disturbance:
         }
 
     def run(self, begin: float, seconds: float, interval: float) -> None:
-        """Disturb from the beginning on, the last time one interval before the end; returns at the end."""
+        """Inject a fault at the beginning of each interval, and return at the end of the last one."""
         kinds: list[str] = []
         for number in range(max(1, int(seconds / interval))):
             self.supervise(begin + number * interval)
@@ -83,12 +83,12 @@ class Disturbance:
         self.supervise(begin + seconds)
 
     def settle(self) -> None:
-        """Return when every trainer has taken its first steps."""
+        """Wait until every trainer has taken its first steps."""
         while not all(self._observed.num_steps(rank) >= SETTLE_STEPS for rank in range(self._cluster.num_trainers)):
             self.supervise(time.time() + TICK_SECONDS)
 
     def supervise(self, until: float) -> None:
-        """Start again whatever ends, until this time."""
+        """Restart processes that end, until this time."""
         while time.time() < until:
             for service in self._cluster.services:
                 if not service.is_running:
@@ -112,7 +112,7 @@ class Disturbance:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The steps of one run in its window."""
+    """The steps of one run in its measured time."""
 
     begin: float
     seconds: float
@@ -121,7 +121,7 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """Steps a second, of all trainers."""
+        """The steps of all trainers a second."""
         return len(self.steps) / self.seconds
 
     @property
@@ -132,7 +132,7 @@ class Outcome:
         return [step for step in self.steps if begin <= step.at < end]
 
     def pauses(self, begin: float, end: float) -> list[float]:
-        """Seconds between one completed round and the next, from the first to the last of these times."""
+        """Return the seconds between consecutive completed rounds, and those to both ends of this time."""
         first: dict[int, float] = {}
         for step in sorted(self.steps_between(begin, end), key=lambda step: step.at):
             first.setdefault(step.round, step.at)
@@ -141,7 +141,7 @@ class Outcome:
 
 
 def run(seconds: float, options: argparse.Namespace, *, is_disturbed: bool) -> Outcome:
-    """One run of this length."""
+    """Train for this time, with or without faults."""
     settings = {"lease_seconds": options.lease, "on_trainer_loss": "continue"}
     arguments = ["--compute-seconds", str(options.compute_seconds)]
     with ObservedCluster(arguments, pservers=PSERVERS, trainers=options.trainers, **settings) as observed:
@@ -152,7 +152,7 @@ def run(seconds: float, options: argparse.Namespace, *, is_disturbed: bool) -> O
             disturbance.run(begin, seconds, options.interval)
         else:
             disturbance.supervise(begin + seconds)
-        # A step that is taken again after the run has gone back counts as the first one did.
+        # A step that is repeated after a rollback counts once.
         newest = {(step.rank, step.round): step for step in observed.steps if begin <= step.at < begin + seconds}
     return Outcome(begin, seconds, [*newest.values()], disturbance.faults)
 
@@ -198,7 +198,7 @@ def make_tables(halves: Sequence[Outcome], disturbed: Outcome) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="of the run with faults, and of the two halves without"
     )
@@ -207,7 +207,6 @@ def main() -> None:
     parser.add_argument("--compute-seconds", type=float, default=0.15, help="of emulated computation a step")
     parser.add_argument("--lease", type=float, default=1.0, help="seconds")
     parser.add_argument("--seed", type=int, default=1, help="of the faults")
-    add_report_option(parser)
     options = parser.parse_args()
     seconds = 60 * options.minutes
     before = run(seconds / 2, options, is_disturbed=False)

@@ -1,4 +1,4 @@
-"""A real cluster under observation: who completed which round when, and what the services logged."""
+"""A real cluster whose completed rounds and log entries are recorded with their times."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 from trainer_client.testing import Child, LocalCluster
 
 TRAINER = Path(__file__).with_name("trainer.py")
-PATIENCE_SECONDS = 120.0  # for anything that is waited for
+PATIENCE_SECONDS = 120.0  # for each wait
 
 
 @dataclass(frozen=True)
 class Step:
-    """One `step()` of one trainer: its gradient is in the parameters that it got back. Times are `time.time()`."""
+    """One completed `step()` of one trainer. Times are `time.time()`."""
 
     rank: int
     round: int
@@ -39,7 +39,7 @@ class Entry:
 
 
 class ObservedCluster:
-    """A `LocalCluster` whose trainers all run `trainer.py` with these arguments."""
+    """A `LocalCluster` whose trainers run `trainer.py` with these arguments."""
 
     def __init__(self, arguments: Sequence[str], *, pservers: int, trainers: int, **settings: Any) -> None:
         self.steps: list[Step] = []
@@ -78,7 +78,7 @@ class ObservedCluster:
             self._heard.notify_all()
 
     def num_steps(self, rank: int) -> int:
-        """How many this trainer has completed, in all its lives."""
+        """Return the number of completed steps of this rank, in all its incarnations."""
         with self._heard:
             return sum(step.rank == rank for step in self.steps)
 
@@ -94,7 +94,7 @@ class ObservedCluster:
         self._wait(found, f"{number} steps of trainers {list(ranks)}")
 
     def wait_for_round(self, ranks: Sequence[int], round_: int) -> float:
-        """Wait until all of these trainers have completed this round, or a later one; returns when the last one had."""
+        """Wait until these trainers have completed this round or a later one, and return the time of the last."""
 
         def first(rank: int) -> float | None:
             return next((step.at for step in self.steps if step.rank == rank and step.round >= round_), None)
@@ -104,7 +104,7 @@ class ObservedCluster:
             return max(at for rank in ranks if (at := first(rank)) is not None)
 
     def wait_for_entry(self, service: str, event: str, *, after: float) -> Entry:
-        """The first line of a service's log after this time that begins with these words."""
+        """Wait for the first entry of a service's log after this time that begins with these words, and return it."""
 
         def found() -> list[Entry]:
             return [e for e in self.entries if e.service == service and e.at > after and e.event.startswith(event)]
@@ -116,12 +116,12 @@ class ObservedCluster:
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         with self._heard:
             if not self._heard.wait_for(condition, PATIENCE_SECONDS):
-                raise TimeoutError(f"waited in vain for {what}")
+                raise TimeoutError(f"no {what} within {PATIENCE_SECONDS:g} s")
 
     # ------------------------------------------------------------------ faults
 
     def end(self, child: Child, signal: Any) -> float:
-        """Signal a process and wait for its end; returns when it was signalled."""
+        """Signal a process, wait for its end, and return the time of the signal."""
         at = time.time()
         child.signal(signal)
         child.wait(PATIENCE_SECONDS)

@@ -1,8 +1,8 @@
-"""A trainer that takes step after step, and prints `round N TIME` after each one, by the machine's clock.
+"""A trainer that prints `round N TIME` after each step, by the machine's clock.
 
     python trainer.py [--elements 10000] [--tensors 1] [--compute-seconds 0.1] [--rounds 20]
 
-Its computation is emulated: it sleeps, as a process does whose accelerator works. The gradient is always the same.
+Computation is emulated by sleeping, as if an accelerator worked. The gradient is constant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
     arguments.add_argument("--elements", type=int, default=10_000, help="parameters, of all tensors")
     arguments.add_argument("--tensors", type=int, default=1, help="of the same size")
     arguments.add_argument("--compute-seconds", type=float, default=0.0, help="of a step")
-    arguments.add_argument("--rounds", type=int, help="how many; none given: until it is ended")
+    arguments.add_argument("--rounds", type=int, help="number of rounds; without it, until the process is ended")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     named = []
@@ -28,7 +28,7 @@ def main() -> None:
         parameter = torch.nn.Parameter(torch.zeros(options.elements // options.tensors))
         parameter.grad = torch.full_like(parameter, 1e-3)
         named.append((f"weight{index}", parameter))
-    local = torch.optim.Adam(named, lr=1e-3)  # imports for seconds: before anybody counts on us
+    local = torch.optim.Adam(named, lr=1e-3)  # it imports for seconds, so before the trainer joins
     connect()
     optimizer = RemoteOptimizer(local)
     while options.rounds is None or optimizer.round < options.rounds:

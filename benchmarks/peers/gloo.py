@@ -1,4 +1,4 @@
-"""The other architecture: `torch.distributed` averages the gradients by all-reduce, and every trainer steps itself."""
+"""The other architecture: `torch.distributed` averages the gradients by all-reduce, and each trainer applies them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> None:
     averages = [torch.empty_like(gradient) for gradient in gradients]
 
     def prepare() -> None:
-        """They are reduced in place, and a trainer has new ones in each round."""
+        """Copy the gradients, which are reduced in place."""
         torch._foreach_copy_(averages, gradients)
 
     def one_round() -> None:

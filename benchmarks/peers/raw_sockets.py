@@ -19,7 +19,7 @@ from benchmarks.comparison.work import LEARNING_RATE, Work, read_arguments
 
 
 def receive_into(connection: socket.socket, array: np.ndarray) -> bool:
-    """Whether all of it came; False at the end of the connection."""
+    """Fill the array, and return False if the connection ends before."""
     view = memoryview(array).cast("B")
     at = 0
     while at < len(view):
@@ -58,7 +58,7 @@ def serve(work: Work, index: int, port: int) -> None:
 
 
 def part_of(work: Work, index: int) -> slice:
-    """Which elements of all tensors in a row are a server's."""
+    """Return the range of a server's elements in the concatenation of all tensors."""
     total = sum(work.elements)
     return slice(total * index // work.num_servers, total * (index + 1) // work.num_servers)
 

@@ -1,4 +1,4 @@
-"""The same round on Ray: servers and trainers are actors, tensors go through the shared-memory object store.
+"""A round on Ray: servers and trainers are actors, and tensors use the shared-memory object store.
 
 After https://docs.ray.io/en/latest/ray-core/examples/plot_parameter_server.html, with two servers of one half each.
 """
@@ -18,7 +18,7 @@ from benchmarks.comparison.work import LEARNING_RATE, Work, read_arguments
 
 @ray.remote(num_cpus=0)
 class Server:
-    """One shard: adds the gradients of a round and steps when the last one is here."""
+    """A shard that adds the gradients of a round, and steps when it has all of them."""
 
     def __init__(self, num_elements: int, num_trainers: int) -> None:
         self.values = np.zeros(num_elements, dtype=np.float32)
@@ -42,7 +42,7 @@ class Server:
 
 @ray.remote(num_cpus=0)
 class Trainer:
-    """Takes rounds when it is told to."""
+    """A trainer that takes rounds on request."""
 
     def __init__(self, rank: int, work: Work, servers: list[ray.actor.ActorHandle]) -> None:
         self.rank, self.work, self.servers = rank, work, servers

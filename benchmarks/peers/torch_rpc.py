@@ -1,4 +1,4 @@
-"""The same round on `torch.distributed.rpc`: every server has a part of the tensors.
+"""A round on `torch.distributed.rpc`: each server has a part of the tensors.
 
 After https://docs.pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.html: gradients go to the servers by
 `rpc_async`, a server steps once all trainers' are in, parameters come back as the result.
@@ -22,7 +22,7 @@ Values: TypeAlias = list[Tensor]
 
 
 class Server:
-    """One shard: sums the gradients of a round and steps when the last one is here."""
+    """A shard that sums the gradients of a round, and steps when it has all of them."""
 
     def __init__(self, work: Work, index: int) -> None:
         tensors = [torch.zeros(num_elements) for num_elements in work.elements]
@@ -55,9 +55,9 @@ _server: Server
 
 
 def part_of(tensors: Values, index: int, num_servers: int) -> Values:
-    """One tensor is cut, of several each server has some, whole ones.
+    """Return a server's part: a slice of a single tensor, or some of several whole ones.
 
-    Each part has memory of its own: of a view of half a tensor or less, rpc would make a copy in each round.
+    Each part has its own memory, as rpc copies a view of half a tensor or less in each round.
     """
     return [tensors[0].chunk(num_servers)[index].clone()] if len(tensors) == 1 else tensors[index::num_servers]
 

@@ -1,9 +1,9 @@
-"""What fewer bytes cost in accuracy: handwritten digits, 5-fold cross-validation, 3 seeds, on real clusters.
+"""The accuracy of smaller wire types: handwritten digits, 5-fold cross-validation, 3 seeds, on real clusters.
 
     python -m benchmarks.wire.accuracy [--optimizers SGD AdamW] [--pairs int8/int8 …] [--report FILE.md] [--json FILE]
 
-Takes some ten minutes on two cores that do nothing else. The accuracies depend on neither load nor number of cores: in
-the synchronous mode the same seeds give the same bits.
+Takes ten minutes on two idle cores. The accuracies depend on neither load nor number of cores: in the synchronous mode
+the same seeds give the same bits.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
 
-os.environ["OMP_NUM_THREADS"] = "1"  # for all that is started here; two cores thrash easily
+os.environ["OMP_NUM_THREADS"] = "1"  # for all processes; two cores are easily overloaded
 
 from trainer_client.testing import LocalCluster
 
-from ..report import PACKAGES, add_report_option, make_head, publish
+from ..report import PACKAGES, exit_on_signals, make_head, make_parser, publish
 from .digits import BATCH_SIZE, EPOCHS, FOLDS, OPTIMIZERS, TRAINERS, OptimizerName, Training, train
-from .ending import clean_up_when_told_to_end
-from .paired import Difference
-from .pairs import EIGHT_BITS, FLOAT32, PAIRS, parse_pair
+from .pairs import EIGHT_BITS, FLOAT32, PAIRS, Difference, parse_pair
 
 PSERVERS = 2
 SEEDS = 3
@@ -37,7 +35,7 @@ LIMIT_POINTS = 0.5
 CHANCE = "float32 / float32, other seeds"
 PATIENCE_SECONDS = 300  # for one training
 
-Accuracies: TypeAlias = dict[str, list[float]]  # percent, by what was on the wire; fold by fold, seed by seed
+Accuracies: TypeAlias = dict[str, list[float]]  # percent, by wire types; fold by fold, seed by seed
 
 TEXT = """\
 scikit-learn's handwritten digits, 1,797 images, of which each fold holds a fifth out; stratified, the same folds for
@@ -48,15 +46,15 @@ seed: initial values and the order of images are the same for all types. The acc
 has it after its last pull.
 
 **Difference** is the mean over {num_pairs} pairs, in percentage points, with its 95 % interval, for which pairs are
-drawn anew (bootstrap); one image is {image_points:.2f} points of a fold. `{chance}` says how far apart two trainings in
-float32 are when nothing but the seed differs.
+resampled (bootstrap); one image is {image_points:.2f} points of a fold. `{chance}` is the difference of two
+trainings in float32 with different seeds.
 """
 
 
 def measure(options: argparse.Namespace, clusters: Sequence[LocalCluster]) -> dict[OptimizerName, Accuracies]:
-    """Train for every fold and pair of types; optimizers and seeds side by side, each on a cluster of its own.
+    """Train for every fold and pair of types; optimizers and seeds at the same time, each with its own cluster.
 
-    Raises what goes wrong in a training.
+    Errors of a training are raised.
     """
     measured: dict[OptimizerName, Accuracies] = {name: defaultdict(list) for name in options.optimizers}
     context = multiprocessing.get_context("forkserver")
@@ -101,7 +99,7 @@ def make_table(accuracies: Mapping[str, Sequence[float]]) -> str:
 
 
 def judge(accuracies: Mapping[str, Sequence[float]]) -> str:
-    """The target in one line; nothing if its types were not measured."""
+    """Return the verdict on the target in one line, or nothing if its types were not measured."""
     if str(EIGHT_BITS) not in accuracies:
         return ""
     difference = Difference.between(accuracies[str(EIGHT_BITS)], accuracies[str(FLOAT32)])
@@ -110,17 +108,16 @@ def judge(accuracies: Mapping[str, Sequence[float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
     parser.add_argument("--pairs", nargs="+", type=parse_pair, default=PAIRS, help="such as int8/bfloat16")
     parser.add_argument("--folds", type=int, choices=range(1, FOLDS + 1), default=FOLDS, help="so many of the five")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--json", type=Path, help="write all accuracies there")
-    add_report_option(parser)
     options = parser.parse_args()
     options.pairs = [FLOAT32, *(pair for pair in options.pairs if pair != FLOAT32)]
-    clean_up_when_told_to_end()
+    exit_on_signals()
     settings = {"durability": "none", "on_trainer_loss": "fail"}
     with ExitStack() as stack:
         clusters = [

@@ -1,4 +1,4 @@
-"""A cluster whose processes are on machines of their own; the coordinator shares one with the first pserver, if any."""
+"""A cluster with a machine for each process. By default the coordinator shares that of the first pserver."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TICK_SECONDS = 0.2
 
 
 class WiredCluster:
-    """Services that run, and trainers when they are asked for; no process outlives this one."""
+    """Running services, and trainers on request. All processes end with this one."""
 
     def __init__(
         self, pservers: Sequence[Machine], trainers: Sequence[Machine], folder: Path, coordinator: Machine | None = None
     ) -> None:
-        """Without pservers it is a ring, whose coordinator needs a machine."""
+        """Start the services. Without pservers the strategy is a ring, whose coordinator needs a machine."""
         home = coordinator or pservers[0]
         self._trainers = trainers
         self._folder = folder
@@ -52,9 +52,9 @@ class WiredCluster:
     def train(
         self, arguments: Sequence[str], seconds: float, module: str = "benchmarks.wire.trainer"
     ) -> list[dict[str, Any]]:
-        """Run every trainer, which is a module, to its end; what each has measured, in the order of ranks.
+        """Run the module of the trainers to its end, and return their measurements in the order of ranks.
 
-        Raises RuntimeError, with the end of all output, if a process fails or they take longer.
+        Raises RuntimeError with the end of the output if a process fails or the time is over.
         """
         self._measured.clear()
         command = [sys.executable, "-P", "-m", module, *arguments]
@@ -71,7 +71,7 @@ class WiredCluster:
 
     @property
     def pserver_pids(self) -> list[int]:
-        """In the order of their indices."""
+        """The process ids of the pservers, by index."""
         return [service.pid for service in self._services[1:]]
 
     def close(self) -> None:
@@ -84,16 +84,16 @@ class WiredCluster:
         while any(trainer.is_running for trainer in trainers):
             ended = [service for service in self._services if not service.is_running]
             if ended or time.monotonic() > deadline:
-                raise RuntimeError(self._tell(f"{ended} ended" if ended else f"no end after {seconds:.0f} s"))
+                raise RuntimeError(self._describe(f"{ended} ended" if ended else f"no end after {seconds:.0f} s"))
             time.sleep(TICK_SECONDS)
         if any(trainer.exit_code for trainer in trainers):
-            raise RuntimeError(self._tell(f"{trainers} failed"))
+            raise RuntimeError(self._describe(f"{trainers} failed"))
 
     def _start_service(self, name: str, machine: Machine, port: int, module: str, own: dict[str, Any]) -> Child:
         settings = {
             "GRADPOST_HOST": machine.address,
             "GRADPOST_PORT": port,
-            "GRADPOST_INSECURE": "true",  # nobody else is on this network
+            "GRADPOST_INSECURE": "true",  # the network is private
             "GRADPOST_LEASE_SECONDS": 60,
             "GRADPOST_STATE_DIR": self._folder / name.replace(" ", "-"),
             **({"GRADPOST_DURABILITY": "none"} if name == "coordinator" else {}),
@@ -117,7 +117,7 @@ class WiredCluster:
         else:
             self._lines.append(f"[{name}] {line}")
 
-    def _tell(self, what: str) -> str:
+    def _describe(self, what: str) -> str:
         return "\n".join([what, *self._lines])
 
 
@@ -125,7 +125,7 @@ class WiredCluster:
 def started(
     pservers: Sequence[Machine], trainers: Sequence[Machine], coordinator: Machine | None = None
 ) -> Iterator[WiredCluster]:
-    """A cluster on these machines, ended with the block."""
+    """Yield a cluster on these machines, and end it afterwards."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gradpost-"))
         cluster = WiredCluster(pservers, trainers, Path(folder), coordinator)

@@ -22,7 +22,7 @@ EPOCHS = 15
 BATCH_SIZE = 64  # of each trainer
 
 OptimizerName: TypeAlias = Literal["AdamW", "SGD"]
-OPTIMIZERS = {  # class, peak of the rate, the rest; of three rates the best for float32 in one process
+OPTIMIZERS = {  # class, peak of the rate (the best of three for float32 in one process), others
     "AdamW": (torch.optim.AdamW, 0.01, {"weight_decay": 0.01}),
     "SGD": (torch.optim.SGD, 0.3, {"momentum": 0.9}),
 }
@@ -30,7 +30,7 @@ OPTIMIZERS = {  # class, peak of the rate, the rest; of three rates the best for
 
 @dataclass(frozen=True)
 class Training:
-    """One of many: which images are held out, what is random, and what is on the wire."""
+    """One training: its optimizer, held-out fold, seed and wire types."""
 
     optimizer: OptimizerName
     fold: int
@@ -39,7 +39,7 @@ class Training:
 
 
 def make_model() -> nn.Sequential:
-    """50,826 parameters."""
+    """Return a perceptron of 50,826 parameters."""
     return nn.Sequential(
         *(nn.Linear(64, 256), nn.ReLU()),
         *(nn.Linear(256, 128), nn.ReLU()),
@@ -49,7 +49,7 @@ def make_model() -> nn.Sequential:
 
 @functools.cache
 def load_folds() -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Inputs and labels to train on, and those that are held out; the same everywhere."""
+    """Return inputs and labels of each fold, for training and held out."""
     images, labels = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(images, labels)
@@ -57,7 +57,7 @@ def load_folds() -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
 
 
 def make_batches(num_images: int, seed: int, rank: int, epochs: int) -> Iterator[Tensor]:
-    """Indices of what a trainer computes on, step by step; no image is in two batches of an epoch."""
+    """Yield the image indices of a trainer's steps. No image is in two batches of an epoch."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         order = torch.randperm(num_images, generator=generator)
@@ -67,7 +67,7 @@ def make_batches(num_images: int, seed: int, rank: int, epochs: int) -> Iterator
 
 
 def train(training: Training, coordinator: str, rank: int, epochs: int) -> float:
-    """Be a trainer until the end; returns the share of held-out images that its model knows."""
+    """Train as this rank, and return the accuracy on the held-out images."""
     torch.set_num_threads(1)
     inputs, labels, held_out, expected = load_folds()[training.fold]
     torch.manual_seed(training.seed)

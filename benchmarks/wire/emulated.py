@@ -1,6 +1,6 @@
-"""Models whose parameters are real and whose computation is a wait: as on a GPU, the processor is free meanwhile.
+"""Models with real parameters whose computation is a sleep, as the processor is free while a GPU works.
 
-Each layer with a matrix waits as long as the others, those without do not wait at all; gradients are always the same.
+All layers with a matrix take the same time, others take none. The gradients are constant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GRADIENT = 1.0
 
 
 class Layer(nn.Module):
-    """Some parameters, a wait forward and a wait backward, in seconds."""
+    """Some parameters, and the seconds of the forward and the backward pass."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], forward_seconds: float, backward_seconds: float) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         time.sleep(ctx.seconds)
-        # Views, which autograd takes as they are: a GPU writes gradients without our processor.
+        # Autograd does not copy views; a GPU writes gradients without the processor, too.
         return gradient, None, None, *(one.view_as(one) for one in ctx.gradients)
 
 
 def make_model(parameters: Sequence[ParameterSpec], forward_seconds: float, backward_seconds: float) -> nn.Sequential:
-    """Layers are parameters next to each other with the same prefix; the seconds are those of a whole pass."""
+    """Make a model whose layers are consecutive parameters with the same prefix. The seconds are those of a pass."""
     layers = [list(its) for _, its in groupby(parameters, key=lambda spec: spec.name.rpartition(".")[0])]
     shapes = [[spec.shape for spec in layer] for layer in layers]
     is_waiting = [any(len(shape) > 1 for shape in its) for its in shapes]

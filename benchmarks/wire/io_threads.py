@@ -1,11 +1,10 @@
-"""One event loop for a trainer's tensors against several, each on a thread of its own with some of the pservers.
+"""One event loop for a trainer's tensors, compared with several, each on its own thread for some of the pservers.
 
     python -m benchmarks.wire.io_threads [--elements 25000000] [--pservers 4] [--threads 0 1 2 4] [--rounds 5]
                                          [--report FILE.md]
 
-Over loopback TCP, one trainer, the kinds in turn; with the defaults it takes some 4 minutes. 0 threads: the trainer's
-own event loop carries the tensors, as ever. With others each request makes a hop between loops, which is a part of what
-they cost; 1 shows how much.
+Over loopback TCP with one trainer; with the defaults it takes 4 minutes. With 0 threads the trainer's event loop
+transfers the tensors, as in the product. With others each request hops between loops; 1 shows the cost of that.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from trainer_client.pushing.buckets import Payload
 from trainer_client.testing import LocalCluster
 from trainer_client.transport.exchange import Exchange
 
-from ..report import PACKAGES, add_report_option, make_head, publish
+from ..report import PACKAGES, make_head, make_parser, publish
 
 WARM_UP, STEPS = 3, 12
 TENSORS = 16
@@ -43,16 +42,15 @@ MEASURED = "measured: "
 TEXT = """\
 1 trainer and {pservers} pservers, each a process, over loopback TCP; {elements} float32 parameters, SGD, synchronous
 mode, durability `none`. A step pushes all gradients and pulls all parameters; {steps} steps a run, {rounds} runs of
-each kind in turn. **0** is how it is: the trainer's one event loop carries tensors and all else. With **1** and more,
-others carry the tensors, each on a thread of its own, of some of the pservers; a request makes a hop there and one
-back. Medians of runs; ratios are of neighbouring runs: median, and the range of all. The last column is how many
-seconds of a processor in each step the busiest of these threads has: with one thread no step is shorter, however many
-processors there are.
+each kind in turn. **0** is the product: one event loop for everything. With **1** and more, other loops
+transfer the tensors, each on its own thread for some of the pservers; a request hops there and back. Medians of runs;
+ratios are of neighbouring runs: median and range. The last column is the processor time of the busiest thread in a
+step, which bounds the step from below.
 """
 
 
 class FarExchange(Exchange):
-    """Sends and receives on another thread's loop; what a request is, and what becomes of it, stays on the caller's."""
+    """An exchange that sends and receives on the event loop of another thread."""
 
     def __init__(self, client: ParameterClient, io: IoThread) -> None:
         self._io = io
@@ -95,7 +93,7 @@ class FarExchange(Exchange):
 
 
 def spread_over(client: ParameterClient, num_threads: int) -> None:
-    """Let so many threads carry the tensors; pservers take turns."""
+    """Distribute the pservers over so many threads."""
     exchanges = [FarExchange(client, IoThread()) for _ in range(num_threads)]
 
     def choose(info: PserverInfo) -> Exchange:
@@ -105,7 +103,7 @@ def spread_over(client: ParameterClient, num_threads: int) -> None:
 
 
 def train(elements: int, num_threads: int) -> None:
-    """A trainer of its own process."""
+    """Run the trainer's process."""
     torch.set_num_threads(1)
     session = connect()
     if num_threads:
@@ -128,13 +126,13 @@ def train(elements: int, num_threads: int) -> None:
 
 
 def computed_by_thread() -> dict[int, float]:
-    """Seconds of a processor that each thread of this process has had, but for the one that trains."""
+    """Return the processor seconds of each thread of this process, except for the one that trains."""
     own = threading.get_native_id()
     return {one.id: one.user_time + one.system_time for one in psutil.Process().threads() if one.id != own}
 
 
 def measure(options: argparse.Namespace) -> dict[int, list[tuple[float, float]]]:
-    """Of each run, by number of threads: seconds a step, and the busiest thread's of a processor. Exits on failure."""
+    """Return seconds and the busiest thread's processor seconds of a step, of each run. Exits on failure."""
     found: list[float] = []
     is_there = threading.Event()
 
@@ -170,15 +168,12 @@ def make_report(runs: Mapping[int, list[tuple[float, float]]], options: argparse
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--elements", type=int, default=25_000_000, help="parameters")
     parser.add_argument("--pservers", type=int, default=4)
-    parser.add_argument(
-        "--threads", type=int, nargs="+", default=[0, 1, 2, 4], help="the first is what others are over"
-    )
+    parser.add_argument("--threads", type=int, nargs="+", default=[0, 1, 2, 4], help="the first is the baseline")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each kind")
     parser.add_argument("--train", type=int, help=argparse.SUPPRESS)
-    add_report_option(parser)
     options = parser.parse_args()
     if options.train is not None:
         train(options.elements, options.train)

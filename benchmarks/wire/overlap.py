@@ -1,8 +1,8 @@
-"""How much of pushes and pulls is hidden behind computation, on links as slow as the computation is long.
+"""The share of pushes and pulls that overlaps with computation, on links as slow as the computation is long.
 
     python -m benchmarks.wire.overlap [--model ResNet-50] [--backward 0.1 0.8 …] [--report FILE.md] [--plot FILE.png]
 
-Linux, root, `ip` and `tc` (iproute2). Nothing of the machine's own network is touched, and nothing is left behind.
+Needs Linux, root, `ip` and `tc` (iproute2). The machine's own network is not changed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..placement import MODELS, model_parameters
-from ..report import PACKAGES, add_report_option, make_head, publish
+from ..report import PACKAGES, make_head, make_parser, publish
 from .cluster import WiredCluster, started
-from .ending import clean_up_when_told_to_end
-from .machines import check_requirements, connected_machines
+from .machines import connected_machines, prepare
 from .overlapped import WAYS
 from .results import MEGABIT
 
@@ -32,17 +31,17 @@ LABELS = {"none": "nothing overlaps", "pushes": "`overlap`", "both": "`overlap` 
 TEXT = """\
 2 trainers and 2 pservers, each on a machine of its own: network namespaces on one bridge, every link held to
 {megabits} Mbit/s in both directions by a token bucket. Synchronous mode, SGD, durability `none`, float32, the {tensors}
-tensors of {model} ({millions:.1f} M parameters). Computation is a wait, as on a GPU: of the same length in each layer
-that has a matrix, {forward:g} s in a forward pass. Seconds a step are medians of {repetitions} × {steps} steps of
-trainer 0; the ways take turns. What **can be hidden** is min(push, backward) + min(pull, forward), of the steps in
-which nothing overlaps; what **is hidden** is how much shorter a step is. It may be more than all: pushes and pulls go
-in opposite directions, and those that overlap hide some of each other, too.
+tensors of {model} ({millions:.1f} M parameters). Computation is a sleep, as on a GPU: of the same length in each layer
+with a matrix, {forward:g} s in a forward pass. Seconds a step are medians of {repetitions} × {steps} steps of
+trainer 0; the ways take turns. The time that **can be hidden** is min(push, backward) + min(pull, forward) of the
+steps without overlap; the **hidden** time is the reduction of a step. It may exceed 100 %, as pushes and pulls go in
+opposite directions and overlap with each other, too.
 """
 
 
 @dataclass(frozen=True)
 class Point:
-    """Of one duration of backward: medians by way, in seconds, and of the way `none` what the network takes."""
+    """Median seconds with one duration of backward, by way, and the network's seconds without overlap."""
 
     forward: float
     backward: float
@@ -55,12 +54,12 @@ class Point:
         return min(self.push, self.backward) + min(self.pull, self.forward)
 
     def hidden(self, way: str) -> float:
-        """As a share of what can be hidden."""
+        """Return the hidden time as a share of the time that can be hidden."""
         return (self.steps["none"] - self.steps[way]) / self.hideable
 
 
 def measure(cluster: WiredCluster, backward: float, options: argparse.Namespace) -> Point:
-    """Raises RuntimeError if a process fails, takes far too long, or trains something else."""
+    """Measure all ways. Raises RuntimeError if a process fails, takes too long, or has a wrong result."""
     found: dict[str, list[Mapping[str, Sequence[float]]]] = defaultdict(list)
     num_bytes = sum(4 * spec.num_elements for spec in model_parameters(options.model))
     step_seconds = options.forward + backward + 16 * num_bytes / MEGABIT / options.megabits
@@ -74,7 +73,7 @@ def measure(cluster: WiredCluster, backward: float, options: argparse.Namespace)
                 arguments += ["--bucket-bytes", str(options.bucket_bytes)]
             measured, *_ = cluster.train(arguments, limit, "benchmarks.wire.overlapped")
             if not measured["error"] < MAX_ERROR:
-                raise RuntimeError(f"{way} went elsewhere: {measured['error']}")
+                raise RuntimeError(f"{way} has a wrong result: its error is {measured['error']}")
             found[way].append(measured)
             seconds = statistics.median(measured["seconds"])
             print(
@@ -122,7 +121,7 @@ def make_report(points: Sequence[Point], options: argparse.Namespace) -> str:
     head = make_head(title, text.strip(), PACKAGES, where="in network namespaces")
     worst = min(points, key=lambda point: point.hidden("both"))
     verdict = (
-        f"\nOf what can be hidden `overlap` with `overlap_pulls` hides {worst.hidden('both'):.0%} at least, "
+        f"\n`overlap` with `overlap_pulls` hides at least {worst.hidden('both'):.0%} of the time that can be hidden, "
         f"with a backward pass of {worst.backward:g} s.\n"
     )
     return head + verdict + make_table(points)
@@ -148,7 +147,7 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="ResNet-50")
     parser.add_argument("--megabits", type=int, default=1000, help="a second, of each link")
     parser.add_argument("--forward", type=float, default=0.4, help="seconds of a forward pass")
@@ -160,13 +159,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--target", type=float, default=0.8, help="share to be hidden, or the exit status is 1")
     parser.add_argument("--plot", type=Path, help="draw the steps' durations there")
-    add_report_option(parser)
     options = parser.parse_args()
-    try:
-        check_requirements()
-    except OSError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    clean_up_when_told_to_end()
+    prepare(parser)
     with (
         connected_machines(PSERVERS + TRAINERS, int(options.megabits * MEGABIT)) as machines,
         started(machines[:PSERVERS], machines[PSERVERS:]) as cluster,

@@ -1,4 +1,4 @@
-"""A trainer of an emulated model on a machine of its own: what its steps take, with or without overlap."""
+"""A trainer of an emulated model, which prints the seconds of its steps with or without overlap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAYS = ("none", "pushes", "both")  # what overlaps
 
 
 def seconds_spent(metrics: TrainerMetrics) -> tuple[float, float]:
-    """On pushes, and on barriers and pulls, until now."""
+    """Return the seconds spent until now on pushes, and on barriers and pulls."""
     found = [metrics.registry.get_sample_value(f"gradpost_trainer_{kind}_seconds_sum") for kind in ("push", "pull")]
     push, pull = (value or 0.0 for value in found)
     return push, pull

@@ -1,4 +1,4 @@
-"""What was measured on slow links: a report for people, JSON for programs."""
+"""The measurements on slow links, as a report and as JSON."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class Run:
     sent_bytes: Sequence[float]
     received_bytes: Sequence[float]
     relative_error: float
+    cpu_seconds: float
 
 
 Runs: TypeAlias = Mapping[str, Sequence[Run]]  # by the name of a work, one a repetition
@@ -48,21 +49,21 @@ Runs: TypeAlias = Mapping[str, Sequence[Run]]  # by the name of a work, one a re
 
 @dataclass(frozen=True)
 class Rate:
-    """What was measured at one rate."""
+    """The measurements at one rate."""
 
     megabits: int
     plain: Mapping[str, float]  # Mbit/s of a plain transfer, by direction
     runs: Runs
 
     def times_as_fast(self, name: str) -> float:
-        """As float32, the median of the repetitions."""
+        """Return the speed-up over float32, the median of the repetitions."""
         pairs = zip(self.runs[str(FLOAT32)], self.runs[name], strict=True)
         return statistics.median(
             statistics.median(base.seconds) / statistics.median(run.seconds) for base, run in pairs
         )
 
     def least_seconds(self, name: str) -> float:
-        """On one link, both directions one after the other."""
+        """Return the time of the bytes on one link, one direction after the other."""
         moved = statistics.median(
             sent + received
             for run in self.runs[name]
@@ -102,7 +103,7 @@ def make_table(rate: Rate) -> str:
 
 
 def judge(rates: Sequence[Rate]) -> str:
-    """The target in one line; nothing if it was not measured."""
+    """Return the verdict on the target in one line, or nothing if it was not measured."""
     for rate in rates:
         if rate.megabits == TARGET_MEGABITS and str(EIGHT_BITS) in rate.runs:
             times = rate.times_as_fast(str(EIGHT_BITS))

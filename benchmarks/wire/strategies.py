@@ -1,35 +1,34 @@
-"""What a step costs each machine with pservers and with a ring: bytes by its interface's counters, processor time.
+"""The cost of a step for each machine, with pservers and with a ring: bytes of its interface, processor time.
 
     python -m benchmarks.wire.strategies [--megabits 1000] [--elements 12500000] [--report FILE.md]
 
-Linux, root, `ip` and `tc` (iproute2). Nothing of the machine's own network is touched, and nothing is left behind. With
-the defaults it takes some 5 minutes.
+Needs Linux, root, `ip` and `tc` (iproute2). The machine's own network is not changed. With the defaults it takes 5
+minutes.
 
-Each cluster trains three times: to warm up, some steps, and then more. What the last run has more of is divided by the
-steps that it has more: then neither the start, nor the initial values, nor heartbeats are in it.
+Each cluster trains three times: to warm up, a few steps, and more steps. The difference between the last two is divided
+by the number of additional steps, which excludes start, initial values and heartbeats.
 """
 
 from __future__ import annotations
 
-import argparse
-import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import psutil
 
-from ..report import PACKAGES, add_report_option, make_head, publish
+from ..report import PACKAGES, make_head, make_parser, publish
 from .cluster import WiredCluster, started
-from .ending import clean_up_when_told_to_end
-from .machines import INTERFACE, Machine, check_requirements, connected_machines
+from .machines import Machine, connected_machines, count_bytes, prepare
 
 MEGABIT = 1_000_000
 BYTES = 4  # of an element
 FEW_STEPS = 2
+LAYERS = 4
+MAX_ERROR = 1e-3
 START_SECONDS = 120.0
 
 TEXT = """\
@@ -37,8 +36,8 @@ SGD, {elements} elements of float32 in four layers, nothing overlapped, every pr
 namespaces on one bridge, every link held to {megabits:g} Mbit/s each way by a token bucket. Bytes are those of the
 machines' interfaces, headers and acknowledgements included, and processor time that of their processes; of one machine
 and one step, means of {steps} steps and of the machines with the same role. Seconds are medians of trainer 0's steps;
-all machines share these processors. **Off** is by how much the bytes of any of these machines, in either direction,
-differ from the formula: 2 (N - 1) S / N for a trainer of a ring, S for one with pservers, N S / M for a pserver."""
+all machines share these processors. **Off** is the largest difference of these machines' bytes, in either direction,
+from the formula: 2 (N - 1) S / N for a trainer of a ring, S for one with pservers, N S / M for a pserver."""
 
 # Trainers and pservers; 0 of these: a ring.
 SHAPES = [(2, 0), (3, 0), (4, 0), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
@@ -46,7 +45,7 @@ SHAPES = [(2, 0), (3, 0), (4, 0), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 
 @dataclass(frozen=True)
 class Node:
-    """What a step costs one machine, and what the formulas say of its bytes in one direction."""
+    """The cost of a step for one machine, and its bytes in one direction by the formula."""
 
     role: str
     out_bytes: float
@@ -56,13 +55,13 @@ class Node:
 
     @property
     def error(self) -> float:
-        """By how much the direction that is further off is off, as a share."""
+        """The larger relative difference to the formula of both directions."""
         return max(abs(one / self.formula_bytes - 1) for one in (self.out_bytes, self.in_bytes))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a step of one cluster."""
+    """The cost of a step of one cluster."""
 
     num_trainers: int
     num_pservers: int
@@ -72,7 +71,7 @@ class Cost:
 
 
 def formula(role: str, num_bytes: int, num_trainers: int, num_pservers: int) -> float:
-    """Bytes in, and as many out, of one machine in one step.
+    """Return the bytes in each direction of one machine in one step.
 
     >>> formula("trainer", 120, 3, 0), formula("trainer", 120, 3, 2), formula("pserver", 120, 3, 2)
     (160.0, 120, 180.0)
@@ -83,7 +82,7 @@ def formula(role: str, num_bytes: int, num_trainers: int, num_pservers: int) -> 
 
 
 def measure(num_trainers: int, num_pservers: int, bits: int, elements: int, steps: int) -> Cost:
-    """Raises OSError if there can be no machines, RuntimeError if a process fails or takes far too long."""
+    """Measure one cluster. Raises OSError without machines, RuntimeError if a process fails or takes too long."""
     with cluster_of(num_trainers, num_pservers, bits) as (cluster, pservers, trainers):
         _train(cluster, elements, FEW_STEPS)
         before = _look(pservers + trainers, cluster)
@@ -91,6 +90,8 @@ def measure(num_trainers: int, num_pservers: int, bits: int, elements: int, step
         between = _look(pservers + trainers, cluster)
         many = _train(cluster, elements, FEW_STEPS + steps)
         after = _look(pservers + trainers, cluster)
+    if max(trainer["relative_error"] for trainer in many) > MAX_ERROR:
+        raise RuntimeError("the trainers have a wrong result")
     num_bytes, nodes = BYTES * elements, []
     for i in range(num_pservers + num_trainers):
         role = "pserver" if i < num_pservers else "trainer"
@@ -111,34 +112,26 @@ def measure(num_trainers: int, num_pservers: int, bits: int, elements: int, step
 def cluster_of(
     num_trainers: int, num_pservers: int, bits: int
 ) -> Iterator[tuple[WiredCluster, list[Machine], list[Machine]]]:
-    """With the coordinator on a machine of its own, so that its few bytes are nobody else's."""
+    """Yield a cluster whose coordinator has its own machine, so that its few bytes are not counted."""
     with connected_machines(1 + num_pservers + num_trainers, bits) as machines:
         pservers, trainers = machines[1 : 1 + num_pservers], machines[1 + num_pservers :]
         with started(pservers, trainers, machines[0]) as cluster:
             yield cluster, pservers, trainers
 
 
-def _train(cluster: WiredCluster, elements: int, steps: int) -> list[dict[str, object]]:
-    arguments = ["--elements", str(elements), "--steps", str(steps)]
-    return cluster.train(arguments, START_SECONDS + 60.0 * steps, "benchmarks.wire.strategy_trainer")
+def _train(cluster: WiredCluster, elements: int, steps: int) -> list[dict[str, Any]]:
+    arguments = ["--elements", str(elements), "--layers", str(LAYERS), "--steps", str(steps)]
+    return cluster.train(arguments, START_SECONDS + 60.0 * steps)
 
 
 def _look(machines: Sequence[Machine], cluster: WiredCluster) -> tuple[list[tuple[int, int]], list[float]]:
-    """Bytes out and in of every machine, and processor seconds of every pserver, until now."""
+    """Return the bytes of every machine and the processor seconds of every pserver until now."""
     cpu = [psutil.Process(pid).cpu_times() for pid in cluster.pserver_pids]
-    return [machine.call(_count_bytes) for machine in machines], [times.user + times.system for times in cpu]
-
-
-def _count_bytes() -> tuple[int, int]:
-    """Sent and received by the machine that the calling thread is in."""
-    text = Path("/proc/thread-self/net/dev").read_text()
-    [line] = re.findall(rf"^ *{INTERFACE}:(.*)$", text, re.MULTILINE)
-    columns = line.split()
-    return int(columns[8]), int(columns[0])
+    return [machine.call(count_bytes) for machine in machines], [times.user + times.system for times in cpu]
 
 
 def describe(cost: Cost) -> str:
-    """A row for each role of a Markdown table."""
+    """Return a row of a Markdown table for each role."""
     rows = []
     for role in ("trainer", "pserver"):
         nodes = [node for node in cost.nodes if node.role == role]
@@ -162,20 +155,15 @@ HEAD = """| cluster | machine | formula, MB each way | MB out | MB in | off by a
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--megabits", type=float, default=1000, help="a second, of each link")
     parser.add_argument("--elements", type=int, default=12_500_000, help="parameters")
     parser.add_argument("--steps", type=int, default=5, help="that are measured")
-    add_report_option(parser)
     options = parser.parse_args()
-    try:
-        check_requirements()
-    except OSError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    clean_up_when_told_to_end()
+    prepare(parser)
     text = TEXT.format(elements=f"{options.elements:,}", megabits=options.megabits, steps=options.steps)
     # Before the measurement: its commit is what is measured.
-    head = make_head("What a step costs, with pservers and in a ring", text, PACKAGES, where="in network namespaces")
+    head = make_head("The cost of a step with pservers and in a ring", text, PACKAGES, where="in network namespaces")
     rows = []
     for num_trainers, num_pservers in SHAPES:
         bits = int(options.megabits * MEGABIT)

@@ -1,4 +1,4 @@
-"""`gradpost up`: a local cluster around any training script."""
+"""`gradpost up`: a training script on a local cluster."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def run_up(
     verbose: bool,
     as_json: bool,
 ) -> int:
-    """Run `command` on a cluster of its own and return the exit code.
+    """Run `command` on a new local cluster and return the exit code; `settings` are the given options.
 
-    `settings` are those that were given; without `num_pservers` the strategy decides.
-
-    Raises CommandError or SettingsError before anything is started.
+    Without `num_pservers` the strategy decides. Raises CommandError or SettingsError before anything is started.
     """
     given = dict(settings)
     if not max_restarts and find_setting("on_trainer_loss") is None:
-        given.setdefault("on_trainer_loss", "fail")  # no trainer would come back
-    # The services would refuse them just the same, but in their own logs.
+        given.setdefault("on_trainer_loss", "fail")  # no lost trainer can rejoin
+    # Checked here too, since the services would report errors in their own logs only.
     pservers = {} if num_pservers is None else {"num_pservers": num_pservers}
     cluster = read_settings(CoordinatorSettings, {**given, **pservers})
     if cluster.strategy == "ring" and max_restarts:
-        raise CommandError("--max-restarts: a ring cannot go on without a trainer, nor take another life of it in")
+        raise CommandError(
+            "--max-restarts: a ring cannot continue without a trainer, and a restarted one cannot rejoin it"
+        )
     read_settings(PserverSettings, {})
-    resolved = resolve_command(command)  # before there is a folder for its run
+    resolved = resolve_command(command)  # before a folder is made for the run
     root = Path(given.pop("state_dir", named_root()))
     given["state_dir"] = (resume_folder(root) if given.get("resume") else new_folder(root)).path
     run = LocalRun(

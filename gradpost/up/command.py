@@ -12,18 +12,18 @@ from trainer_client.testing.local_cluster import use_this_python
 
 from ..output import CommandError
 
-EXIT_NOT_FOUND = 127  # as shells, env and timeout say it
+EXIT_NOT_FOUND = 127  # as in shells, env and timeout
 EXIT_NOT_EXECUTABLE = 126
 
-# Settings that `up` decides for each process; the value of another process must not be inherited.
-_DECIDED_HERE = """
+# Settings that `up` sets for each process, which must not inherit the value of another one.
+_SET_BY_UP = """
     coordinator host port advertise_address ready_fd pserver_index num_pservers num_trainers metrics_port
     exit_when_done state_dir resume log_format log_level
 """
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
-    """The command to run; `python` is the one that runs this, so that what is installed beside it is found.
+    """Return the command with its path; `python` is this interpreter, so that its packages are found.
 
     Raises CommandError if there is no such command.
     """
@@ -40,21 +40,20 @@ def resolve_command(command: Sequence[str]) -> list[str]:
 
 
 def make_environment(environ: Mapping[str, str], num_trainers: int, flags: Collection[str] = ()) -> dict[str, str]:
-    """What the processes inherit: all of `environ`, GRADPOST_* settings included, but for what `up` decides.
+    """Return the environment of all processes: `environ` without the settings that `up` or a flag sets.
 
-    That is also each setting of which there was a flag (by its name): a variable must not tell the trainers otherwise.
-    As torchrun does, it keeps the trainers from taking all cores each, unless OMP_NUM_THREADS says otherwise. Raises
-    SettingsError for an unknown GRADPOST_* variable.
+    Unless OMP_NUM_THREADS is set, the trainers share the cores. Raises SettingsError for an unknown GRADPOST_*
+    variable.
     """
     check_environment(environ)
-    decided = {PREFIX + name.upper() for name in (*_DECIDED_HERE.split(), *flags)}
-    kept = {name: value for name, value in environ.items() if name not in decided}
+    set_here = {PREFIX + name.upper() for name in (*_SET_BY_UP.split(), *flags)}
+    kept = {name: value for name, value in environ.items() if name not in set_here}
     kept.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_trainers)))
     return kept
 
 
 def trainer_environment(rank: int, num_trainers: int) -> dict[str, str]:
-    """What scripts written for torchrun read besides RANK and WORLD_SIZE."""
+    """Return the variables that torchrun sets besides RANK and WORLD_SIZE."""
     return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_trainers)}
 
 

@@ -1,4 +1,4 @@
-"""One run of `gradpost up`: starts everything, watches over it, and ends everything, however it goes."""
+"""One run of `gradpost up`: starts the cluster and the scripts, supervises them, and ends all of them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ from .ending import (
     end_by_script,
     end_by_signal,
 )
-from .progress import Progress
-from .report import print_summary
+from .progress import Progress, print_summary
 from .screen import Screen
 
 T = TypeVar("T")
 
 TICK_SECONDS = 0.05
 JOIN_CHECK_SECONDS = 1.0
-JOIN_GRACE_SECONDS = 3.0  # until a script that has ended is missed by the others
+JOIN_GRACE_SECONDS = 3.0  # before a script that ended without joining ends the run
 
 
 class LocalRun:
-    """Starts the cluster and the scripts, of a command that can be run as it is, and stays until all has ended."""
+    """The processes of one run. `command` is an executable and its arguments."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class LocalRun:
             **settings,
         )
         self._restarts_left: defaultdict[str, int] = defaultdict(lambda: max_restarts)  # by the child's name
-        self._goes_on = tolerates_losses  # the run goes on without lost trainers
+        self._tolerates_losses = tolerates_losses
         self._ending: Ending | None = None
         self._codes: dict[int, int] = {}  # of scripts that have ended
         self._ended_at: dict[int, float] = {}
@@ -73,9 +72,9 @@ class LocalRun:
         self._next_join_check = 0.0
 
     def run(self) -> int:
-        """Return the exit code: the first failing script's, 128 + the signal that ended it, or 0.
+        """Return the exit code: that of the first failing script, 128 + the signal that ended it, or 0.
 
-        Where the run goes on without lost trainers, it is 0 if the others finish it.
+        If the run tolerates losses, it is 0 if the remaining trainers finish it.
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
@@ -88,20 +87,22 @@ class LocalRun:
                         progress = shown.enter_context(Progress(self._cluster.view))
                         shown.enter_context(self._screen.live(progress.render))
                     self._watch()
-                self._settle_blame()
+                self._find_cause()
                 summary = self._ask(self._cluster.summary)
         finally:
             self._cluster.stop(STOP_GRACE_SECONDS)
         if self._ending is not None:
-            self._screen.say(self._ending.reason, "red")
+            self._screen.print_message(self._ending.reason, "red")
         if summary is not None and summary.state != "gathering":
             if self._ending is not None and self._ending.exit_code != 0:
-                summary = summary.model_copy(update={"state": "failed"})  # whatever the cluster made of it
+                summary = summary.model_copy(update={"state": "failed"})  # also if the cluster has finished it
             print_summary(summary, as_json=self._as_json)
         elif self._ending is None:
-            self._screen.say("nothing was trained: no script joined the cluster (trainer_client.connect)", "yellow")
+            self._screen.print_message(
+                "nothing was trained: no script joined the cluster (trainer_client.connect)", "yellow"
+            )
         if self._ending is None and summary is not None and summary.state == "failed":
-            return EXIT_FAILED  # although every script has ended well: what they trained was lost then
+            return EXIT_FAILED  # every script has ended well, and the model was lost afterwards
         return self._ending.exit_code if self._ending else 0
 
     def _start(self) -> bool:
@@ -109,7 +110,7 @@ class LocalRun:
         try:
             cluster.start(give_up=lambda: not self._signals.empty())
             pservers = f"{count(cluster.num_pservers, 'pserver')} and " if cluster.num_pservers else ""
-            self._screen.say(
+            self._screen.print_message(
                 f"{pservers}{count(cluster.num_trainers, 'trainer')} around the coordinator at {cluster.address}",
                 "dim",
             )
@@ -132,7 +133,7 @@ class LocalRun:
     # ------------------------------------------------------------------ while it runs
 
     def _watch(self) -> None:
-        """Return when all scripts have ended, by themselves or by us."""
+        """Return when all scripts have ended, by themselves or by a signal."""
         trainers = self._cluster.trainers
         while len(self._codes) < len(trainers):
             with contextlib.suppress(queue.Empty):
@@ -141,10 +142,10 @@ class LocalRun:
                 if rank not in self._codes and not trainer.is_running:
                     self._handle_end(rank, trainer.wait())
             if self._ending is None:
-                self._look_for_dead_services()
-                self._look_for_missed_scripts()
+                self._check_services()
+                self._check_joins()
             if self._ending is not None:
-                self._press(self._ending)
+                self._send_signals(self._ending)
 
     def _handle_signal(self, received: signal.Signals) -> None:
         now = time.monotonic()
@@ -157,7 +158,7 @@ class LocalRun:
         now = time.monotonic()
         if rank not in self._ended_by_us:
             status = self._leave_for(rank, None if code == 0 else f"its process {describe_end(code)}")
-            is_finished = status is not None and status.state == "finished"  # there is nothing to go on with
+            is_finished = status is not None and status.state == "finished"  # there is nothing left to train
             if code != 0 and not is_finished and self._may_restart(f"trainer {rank}", describe_end(code)):
                 self._start_script(rank)
                 return
@@ -168,15 +169,15 @@ class LocalRun:
             status = self._ask(self._cluster.status)
             others_know = status is not None and status.failure is not None
             has_begun = status is not None and status.state != "gathering"
-            if self._goes_on and has_begun and not others_know:
-                self._screen.say(f"trainer {rank} was lost: its process {describe_end(code)}", "yellow")
+            if self._tolerates_losses and has_begun and not others_know:
+                self._screen.print_message(f"trainer {rank} was lost: its process {describe_end(code)}", "yellow")
             else:
                 self._ending = end_by_script(rank, code, now, others_know=others_know)
 
     def _leave_for(self, rank: int, reason: str | None) -> ClusterStatus | None:
-        """Leave for a process that is gone, instead of letting its lease end; return the status before that.
+        """Leave the run for a process that has ended, before its lease expires; return the earlier status.
 
-        One that has left as done by itself does not know the code that it has exited with.
+        A trainer that left as done may still have exited with an error.
         """
         states = ("joined", "declared", "done") if reason else ("joined", "declared")
         if status := self._ask(self._cluster.status):
@@ -185,7 +186,7 @@ class LocalRun:
                     self._ask(partial(self._cluster.view.leave_for, status.run, trainer, reason))
         return status
 
-    def _look_for_dead_services(self) -> None:
+    def _check_services(self) -> None:
         for service in self._cluster.services:
             if service.is_running:
                 continue
@@ -200,15 +201,17 @@ class LocalRun:
                 return
 
     def _may_restart(self, name: str, how: str) -> bool:
-        """Take one of the restarts that this process has left, and say so."""
+        """Use one of the restarts that this process has left, if any, and report it."""
         if self._ending is not None or self._restarts_left[name] == 0:
             return False
         self._restarts_left[name] -= 1
-        self._screen.say(f"{name} {how}; starting it again ({self._restarts_left[name]} restarts left)", "yellow")
+        self._screen.print_message(
+            f"{name} {how}; starting it again ({self._restarts_left[name]} restarts left)", "yellow"
+        )
         return True
 
-    def _look_for_missed_scripts(self) -> None:
-        """A script that ended well without taking part leaves others waiting for it for ever."""
+    def _check_joins(self) -> None:
+        """End the run if a script ended well without joining: the others would wait for it indefinitely."""
         now = time.monotonic()
         ended = {rank for rank, at in self._ended_at.items() if now - at > JOIN_GRACE_SECONDS}
         if not ended or now < self._next_join_check:
@@ -222,25 +225,25 @@ class LocalRun:
             names = [" and ".join(f"trainer {rank}" for rank in sorted(ranks)) for ranks in (missed, joined)]
             self._ending = Ending(EXIT_FAILED, f"{names[0]} ended without joining the run; {names[1]} waited", now)
 
-    def _press(self, ending: Ending) -> None:
+    def _send_signals(self, ending: Ending) -> None:
         now = time.monotonic()
         for rank, trainer in enumerate(self._cluster.trainers):
             if not trainer.is_running:
                 continue
             if now >= ending.kill_at:
                 trainer.signal(signal.SIGKILL)
-            elif now >= ending.ask_at and rank not in self._ended_by_us:
-                trainer.signal(ending.ask_with)
+            elif now >= ending.signal_at and rank not in self._ended_by_us:
+                trainer.signal(ending.stop_signal)
             else:
                 continue
             self._ended_by_us.add(rank)
 
     # ------------------------------------------------------------------ the end
 
-    def _settle_blame(self) -> None:
+    def _find_cause(self) -> None:
         status = self._ask(self._cluster.status)
         lost = [rank for rank, code in self._codes.items() if code != 0]
-        if self._ending is None and lost:  # the run went on without them, if it could
+        if self._ending is None and lost:  # the run continued without them, if it could
             is_finished = status is not None and status.state == "finished"
             if not is_finished or len(lost) == len(self._codes):
                 self._ending = end_by_script(lost[0], self._codes[lost[0]], time.monotonic(), others_know=True)

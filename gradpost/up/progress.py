@@ -1,12 +1,14 @@
-"""The live line of `gradpost up`: what the coordinator says about the run, twice a second."""
+"""The live line of `gradpost up`, and its final report."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 from rich.console import RenderableType
 from rich.spinner import Spinner
@@ -17,20 +19,22 @@ from ps_protocol.messages import ClusterStatus, RunSummary
 from ps_protocol.printable import printable
 from trainer_client.inspection import ClusterView
 
+from ..output import Column, print_json, print_line, print_table
+
 PERIOD_SECONDS = 0.5
 WINDOW_SECONDS = 3.0
-SLOW_ROUND_SECONDS = 2.0  # from here on it is worth saying whom a round waits for
+SLOW_ROUND_SECONDS = 2.0  # the line names the missing trainers of a round that waits longer
 
 
 @dataclass
 class RateMeter:
-    """Rounds and bytes a second over the last few seconds."""
+    """The rounds and bytes per second over the last few seconds."""
 
     window_seconds: float = WINDOW_SECONDS
     _samples: deque[tuple[float, int, int]] = field(default_factory=deque)
 
     def add(self, now: float, rounds: int, num_bytes: int) -> None:
-        """Take a reading of the counters; counters that went back belong to another run."""
+        """Add a sample of the counters; a smaller count of rounds begins another run."""
         if self._samples and rounds < self._samples[-1][1]:
             self._samples.clear()
         self._samples.append((now, rounds, num_bytes))
@@ -39,7 +43,7 @@ class RateMeter:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """(rounds, bytes) a second; zero until there are two readings."""
+        """The (rounds, bytes) per second; zero until there are two samples."""
         if len(self._samples) < 2:
             return 0.0, 0.0
         (begin, rounds, num_bytes), (end, more_rounds, more_bytes) = self._samples[0], self._samples[-1]
@@ -48,7 +52,7 @@ class RateMeter:
 
 
 def describe(status: ClusterStatus, summary: RunSummary, rates: tuple[float, float]) -> str:
-    """The live line in words: the run's state, then round, speed, throughput, time and what scripts reported."""
+    """Return the live line: the run's state, round, speed, throughput, results and time."""
     if status.state == "gathering":
         return "waiting for " + ", ".join(status.waiting_for)
     rounds_per_second, bytes_per_second = rates
@@ -65,7 +69,7 @@ def describe(status: ClusterStatus, summary: RunSummary, rates: tuple[float, flo
 
 
 class Progress:
-    """Asks the coordinator from a thread while the block lasts, and renders the newest answer."""
+    """The live line, which a thread updates from the coordinator during the block."""
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
@@ -86,7 +90,7 @@ class Progress:
         self._thread.join()
 
     def render(self) -> RenderableType:
-        """The live line."""
+        """Return the live line."""
         self._spinner.text = Text(printable(self._text), "bold", no_wrap=True, overflow="ellipsis")
         return self._spinner
 
@@ -95,7 +99,45 @@ class Progress:
             try:
                 status, summary = self._view.status(), self._view.summary()
             except GradpostError:
-                continue  # the line is a convenience; what has died is noticed by other means
+                continue  # `LocalRun` detects processes that have ended
             num_bytes = sum(shard.pushed_bytes + shard.pulled_bytes for shard in summary.shards)
             self._meter.add(time.monotonic(), summary.rounds, num_bytes)
             self._text = describe(status, summary, self._meter.rates)
+
+
+def print_summary(summary: RunSummary, *, as_json: bool) -> None:
+    """Print tables and the final line of the run, or JSON."""
+    if as_json:
+        print_json(summary_to_json(summary))
+        return
+    print_line()
+    print_table(
+        [Column(title, "right") for title in ("rounds", "seconds", "seconds a round", *sorted(summary.results))],
+        [
+            (
+                f"{summary.rounds:,}",
+                f"{summary.seconds:.1f}",
+                f"{seconds_a_round(summary):.4f}",
+                *(f"{value:.4g}" for _, value in sorted(summary.results.items())),
+            )
+        ],
+    )
+    if summary.shards:  # not with strategy ring
+        print_table(
+            [Column(title, "right") for title in ("pserver", "shard bytes", "pushed bytes", "pulled bytes")],
+            [
+                (str(shard.pserver), *(f"{n:,}" for n in (shard.shard_bytes, shard.pushed_bytes, shard.pulled_bytes)))
+                for shard in summary.shards
+            ],
+        )
+    print_line(summary.line())
+
+
+def summary_to_json(summary: RunSummary) -> dict[str, Any]:
+    """Return the document that `--json` prints: the summary with the mean time of a round."""
+    return {**json.loads(summary.model_dump_json()), "seconds_a_round": seconds_a_round(summary)}
+
+
+def seconds_a_round(summary: RunSummary) -> float:
+    """Return the mean time of a round; 0 without rounds."""
+    return summary.seconds / summary.rounds if summary.rounds else 0.0

@@ -1,14 +1,16 @@
-"""What `gradpost up` shows: everybody's output, each line with the name of its process, above one live line."""
+"""The output of `gradpost up`: lines of all processes with their names, above one live line."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console, RenderableType
@@ -17,43 +19,86 @@ from rich.text import Text
 
 from ps_protocol.printable import printable
 
-from .log_lines import LogLine, parse_log_line
-
-KEPT_LINES = 20  # hidden ones of each service, for the moment when it dies
+MAX_HIDDEN_LINES = 20  # of each service, which are shown if it dies
 REFRESHES_PER_SECOND = 8
 
 _TRAINER_STYLES = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta", "bright_blue")
 _LEVEL_STYLES = {"debug": "dim", "info": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
 
+_WARNINGS = ("warning", "error", "critical")
+_HIDDEN_FIELDS = ("event", "level", "timestamp", "role", "exception")  # shown otherwise, or not at all
+_HIDDEN_TRAINER_FIELDS = ("run", "trainer")  # the prefix names them
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One entry of a structured log; `text` contains several lines if there is a traceback."""
+
+    level: str
+    text: str
+
+    @property
+    def is_warning(self) -> bool:
+        """True for levels from warning on."""
+        return self.level in _WARNINGS
+
+
+def parse_log_line(line: str) -> LogLine | None:
+    """Parse a log line of Gradpost's processes; return None for any other line, such as a script's output.
+
+    >>> parse_log_line('{"role": "pserver", "event": "no heartbeat", "level": "warning", "error": "a b", "round": 3}')
+    LogLine(level='warning', text='no heartbeat error="a b" round=3')
+    >>> parse_log_line('{"event": "my own JSON"}') is None
+    True
+    """
+    if not (line.startswith("{") and line.endswith("}")):
+        return None
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    if not all(isinstance(entry.get(key), str) for key in ("role", "event", "level")):
+        return None
+    hidden = _HIDDEN_FIELDS + (_HIDDEN_TRAINER_FIELDS if entry["role"] == "trainer" else (entry["role"],))
+    facts = [f"{key}={_show(value)}" for key, value in entry.items() if key not in hidden]
+    lines = [" ".join([entry["event"], *facts]), *str(entry.get("exception") or "").splitlines()]
+    return LogLine(entry["level"], "\n".join(map(printable, lines)))
+
+
+def _show(value: object) -> str:
+    if isinstance(value, str) and value and not any(c.isspace() or c == '"' for c in value):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
 
 class Screen:
-    """Prints from any thread. On a terminal in colour (NO_COLOR is honoured) and with the live line, else plain.
+    """Printer for several threads: with colours (unless NO_COLOR is set) and the live line on a terminal, else plain.
 
-    Of the services only warnings are shown unless `verbose`, and whatever is no log line: they have crashed.
-    Scripts speak on stdout, or with `as_json` on stderr, so that stdout holds the JSON alone. `on_closed` is called
-    when nobody reads any more.
+    Log lines of services are hidden below warnings, unless `verbose`; their other lines are shown, as after a crash.
+    With `as_json` all lines go to stderr, so that stdout contains the JSON only. `on_closed` is called when the
+    reader of the output is gone.
     """
 
     def __init__(self, *, verbose: bool, as_json: bool, on_closed: Callable[[], None]) -> None:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # a script may say what this terminal cannot show
+                stream.reconfigure(errors="replace")  # a script may print characters that this terminal cannot show
         self._stream: TextIO = sys.stderr if as_json else sys.stdout
         self._console = Console(file=self._stream, highlight=False, markup=False, emoji=False)
         self._is_terminal = self._stream.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal
         self._verbose = verbose
         self._on_closed = on_closed
         self._lock = threading.Lock()
-        self._hidden: defaultdict[str, deque[LogLine]] = defaultdict(lambda: deque(maxlen=KEPT_LINES))
+        self._hidden: defaultdict[str, deque[LogLine]] = defaultdict(lambda: deque(maxlen=MAX_HIDDEN_LINES))
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a person watches."""
+        """True if the output is a terminal."""
         return self._is_terminal
 
     @contextmanager
     def live(self, render: Callable[[], RenderableType]) -> Iterator[None]:
-        """Show what `render` gives below all output, for as long as the block lasts; on a terminal only."""
+        """Show the result of `render` below all output during the block; on a terminal only."""
         if not self.is_terminal:
             yield
             return
@@ -70,7 +115,7 @@ class Screen:
             yield
 
     def show_line(self, name: str, line: str) -> None:
-        """Show a line of a process's output, or hide it."""
+        """Show a line of a process, or keep it hidden."""
         entry = parse_log_line(line)
         if entry is None:
             self._print(name, line)
@@ -80,12 +125,12 @@ class Screen:
             self._hidden[name].append(entry)
 
     def reveal(self, name: str) -> None:
-        """Show the last lines of a process that were hidden."""
+        """Show the last hidden lines of a process."""
         for entry in self._hidden.pop(name, ()):
             self._show_entry(name, entry)
 
-    def say(self, text: str, style: str = "") -> None:
-        """Say something of our own: beside the scripts' output on a terminal, else on stderr."""
+    def print_message(self, text: str, style: str = "") -> None:
+        """Print a message of `gradpost up`: among the scripts' output on a terminal, else on stderr."""
         if self.is_terminal:
             self._guarded(lambda: self._console.print(Text(printable(f"gradpost: {text}"), style), soft_wrap=True))
         else:
@@ -99,7 +144,7 @@ class Screen:
         if not self.is_terminal:
             self._guarded(lambda: print(f"[{name}] {text}", file=self._stream, flush=True))
             return
-        # A script's own colours, and none of its cursor movements.
+        # Keeps the colours of a script, and removes its cursor movements.
         content = Text.from_ansi(text) if style is None else Text(text, style)
         line = Text.assemble((f"[{name}] ", _style_of(name)), content)
         self._guarded(lambda: self._console.print(line, soft_wrap=True))
@@ -109,7 +154,7 @@ class Screen:
             with self._lock:
                 write()
         except OSError:  # EPIPE from a pipe, EIO from a terminal
-            # Nobody reads any more. What is still written, at the interpreter's exit too, goes nowhere.
+            # The reader is gone. Later writes, also those at the interpreter's exit, must not fail.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)

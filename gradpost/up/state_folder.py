@@ -1,4 +1,4 @@
-"""Where `gradpost up` keeps what its services write: a folder for each run, of which the newest stay.
+"""The state folders of `gradpost up`, one for each run; the newest are kept.
 
 .gradpost/up-20261121-104811/pserver-0/…, checkpoints/…
 """
@@ -19,7 +19,7 @@ from services.runtime.storage import lock_folder
 from ..output import CommandError
 
 DEFAULT_ROOT = Path(".gradpost")
-KEPT_RUNS = 3
+MAX_RUNS = 3
 _PREFIX = "up-"
 
 
@@ -29,30 +29,30 @@ def named_root() -> Path:
 
 
 def newest_folder(root: Path) -> Path | None:
-    """The folder of the newest run in `root` that has begun; None if there is none."""
+    """Return the folder of the newest run in `root` that has begun; None if there is none."""
     return max(filter(holds_a_run, _folders(root)), default=None)
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether a run has begun there: else its script could not be started, say, and there is nothing to go on with."""
+    """Return whether a run has begun in this folder; otherwise, its script may have failed at once."""
     try:
         record = RecordFile(folder).read()
-    except OSError:  # damaged: there was something
+    except OSError:  # damaged, so there was a record
         return True
-    if record is None:  # deleted, being damaged; what it was about may have been kept
+    if record is None:  # perhaps deleted because it was damaged
         return any((folder / "checkpoints").glob("*"))
     return record.run is not None and record.run.has_begun
 
 
 class RunFolder(NamedTuple):
-    """Locked until this process ends, or closes `lock`."""
+    """A folder that is locked until this process ends or closes `lock`, a file descriptor."""
 
     path: Path
     lock: int
 
 
 def resume_folder(root: Path) -> RunFolder:
-    """The folder of the run to be resumed. Raises CommandError if there is none, or it is still running."""
+    """Lock and return the folder of the run to resume. Raises CommandError if there is none, or it is running."""
     folder = newest_folder(root)
     if folder is None:
         raise CommandError(f"there is no run to resume in {root} (--state-dir)")
@@ -62,21 +62,21 @@ def resume_folder(root: Path) -> RunFolder:
 
 
 def new_folder(root: Path) -> RunFolder:
-    """A folder for a new run. Of the older ones those that are too many are deleted, unless their runs go on.
+    """Lock and return a folder for a new run.
 
-    Those in which no run has begun do not count, and are deleted, too.
+    Deletes the oldest folders beyond `MAX_RUNS`, and all in which no run has begun, unless their runs are running.
     """
     folders = sorted(_folders(root))
     begun = [folder for folder in folders if holds_a_run(folder)]
-    kept = begun[-KEPT_RUNS + 1 :]
+    kept = begun[-MAX_RUNS + 1 :]
     for old in [folder for folder in folders if folder not in kept]:
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # it may belong to another user
             if (lock := lock_folder(old)) is not None:
                 shutil.rmtree(old, ignore_errors=True)
                 os.close(lock)
     folder = root / f"{_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     lock = lock_folder(folder)
-    assert lock is not None  # its name is this process's own
+    assert lock is not None  # its name contains this process's id
     return RunFolder(folder, lock)
 
 

@@ -108,7 +108,7 @@ class Administration:
         repeat rounds, or if a pserver cannot restore the round.
         """
         run = self._training()
-        if run.defaults.consistency.is_async:
+        if run.settings.consistency.is_async:
             raise Conflict(
                 "an asynchronous run cannot be rolled back; resume it from a checkpoint instead",
                 code="mode_mismatch", expected="sync",
@@ -152,7 +152,7 @@ class Administration:
             raise NotReady("a checkpoint needs every pserver", waiting_for=cluster.waiting_for)
         schedule = coordinator.schedule
         await schedule.refresh_rounds()
-        if self.controls.is_paused and run.defaults.consistency.is_async and len(set(cluster.rounds)) > 1:
+        if self.controls.is_paused and run.settings.consistency.is_async and len(set(cluster.rounds)) > 1:
             text = f"the run is paused, and its pservers have taken {sorted(cluster.rounds)} contributions"
             raise TryAgain(f"{text}: a checkpoint of one number can be made once it goes on")
         round_ = schedule.request()

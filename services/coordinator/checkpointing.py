@@ -88,7 +88,7 @@ class CheckpointSchedule:
             return
         plan = cluster.run.plan
         assert plan is not None  # it trains
-        interval = cluster.run.defaults.checkpoint_interval(plan)
+        interval = cluster.run.settings.checkpoint_interval(plan)
         if self._requested is None and not interval:
             return
         if self._named is not None:  # it is not complete yet, or failed

@@ -36,10 +36,10 @@ from ps_protocol.messages import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, NonfinitePolicy, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 
-from .defaults import RunDefaults
 from .model import check_same_tensors
 from .pservers import PserverRegistry
 from .run import LostRounds, Run
+from .run_settings import RunSettings
 from .trainers import name_ranks
 
 
@@ -62,7 +62,7 @@ class Cluster:
     def __init__(
         self,
         num_pservers: int,
-        defaults: RunDefaults,
+        settings: RunSettings,
         *,
         lease_seconds: float,
         exit_when_done: bool,
@@ -71,7 +71,7 @@ class Cluster:
         self.registry = PserverRegistry(num_pservers, lease_seconds)
         self.lease_seconds = lease_seconds
         self.exit_when_done = exit_when_done
-        self._defaults = defaults
+        self._settings = settings
         self._name_run = name_run
         self.trainer_incarnations: dict[Rank, Incarnation] = {}
         self.run_incarnations: dict[PserverIndex, Incarnation] = {}  # the pservers that hold the run
@@ -88,7 +88,7 @@ class Cluster:
         self.run = self._new_run()
 
     def _new_run(self) -> Run:
-        return Run(self._name_run(), self._defaults, self.trainer_incarnations)
+        return Run(self._name_run(), self._settings, self.trainer_incarnations)
 
     def _undo_resumption(self, now: float, *, is_trainer: bool = True) -> None:
         """Restore the recorded run, because a process from before the restart has reported.
@@ -114,7 +114,7 @@ class Cluster:
     def register_pserver(self, request: RegisterPserver, now: float) -> PserverRegistered:
         """Register a pserver. One that returns during a run must bring its shard, or the run fails."""
         _check_protocol(request.protocol)
-        if self._defaults.consistency.is_ring:
+        if self._settings.consistency.is_ring:
             raise Conflict(
                 "strategy ring has no pservers", code="mode_mismatch", expected="no pserver", actual=request.address
             )
@@ -142,7 +142,7 @@ class Cluster:
         run = self.run
         assert run.plan is not None
         is_ours = held is not None and (held.run, held.plan) == (run.name, run.plan.digest)
-        return is_ours or bool(self._defaults.checkpoint_interval(run.plan))
+        return is_ours or bool(self._settings.checkpoint_interval(run.plan))
 
     def pserver_heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverHeartbeatReply:
         """Renew a pserver's lease, and mark trainers as lost that its barrier has missed beyond the round time-out."""
@@ -185,15 +185,15 @@ class Cluster:
 
         It runs only while all pservers serve the run and the trainer can reach them.
         """
-        limit = self._defaults.round_timeout_seconds
+        limit = self._settings.round_timeout_seconds
         trainers, since = self.run.trainers, max(now - waiting_seconds, self._incomplete_at)
         late = [rank for rank in missing if rank in trainers and now - max(since, trainers[rank].cut_off_at) > limit]
         if late:
             names = name_ranks(late)
             owed = f"reach the batch barrier of round {round_}"
-            if self._defaults.consistency.is_async:
+            if self._settings.consistency.is_async:
                 owed = "take the step that others wait for"
-            elif self._defaults.consistency.is_ring:
+            elif self._settings.consistency.is_ring:
                 owed = f"bring gradients into the ring for round {round_}"
             text = f"{names} did not {owed} within the round time-out of {limit:g} s, though alive"
             self.run.mark_stuck(late, RoundTimeout(text, missing=late), now)
@@ -241,9 +241,9 @@ class Cluster:
             rank=trainer.rank,
             world_size=self.run.num_trainers,
             incarnation=trainer.incarnation,
-            consistency=self._defaults.consistency,
+            consistency=self._settings.consistency,
             lease_seconds=self.lease_seconds,
-            round_timeout_seconds=self._defaults.round_timeout_seconds,
+            round_timeout_seconds=self._settings.round_timeout_seconds,
         )
 
     def trainer_heartbeat(self, rank: Rank, message: TrainerHeartbeat, now: float) -> TrainerHeartbeatReply:
@@ -254,7 +254,7 @@ class Cluster:
         run.heartbeat(rank, message, now)
         if run.state == "training":
             self._note_lost_rounds(rank, message)
-            if self._defaults.consistency.is_ring:
+            if self._settings.consistency.is_ring:
                 self._check_ring(message, now)
             for index, (incarnation, seconds) in message.unreachable.items():
                 if self.registry.incarnations.get(index) == incarnation:  # else it does not know the next incarnation
@@ -286,11 +286,11 @@ class Cluster:
             names = name_ranks(gone)
             text = f"{names} left before round {round_}"
             run.fail(Ended(f"{text}, and a ring needs all its trainers", code="trainer_left", ranks=gone), now)
-        elif message.waiting_seconds > self._defaults.round_timeout_seconds:
+        elif message.waiting_seconds > self._settings.round_timeout_seconds:
             missing = [trainer.rank for trainer in here if not (trainer.waiting_seconds or trainer.is_done)]
             self._time_out(round_, missing, message.waiting_seconds, now)
             if not missing:
-                limit = self._defaults.round_timeout_seconds
+                limit = self._settings.round_timeout_seconds
                 text = f"all trainers wait for each other in round {round_} beyond the round time-out of {limit:g} s"
                 run.fail(RoundTimeout(f"{text}; check the network between them", missing=[]), now)
 
@@ -301,7 +301,7 @@ class Cluster:
         nothing since, so that a wrong report cannot roll back a healthy run. Asynchronous runs are never rolled back.
         """
         run = self.run
-        if self._defaults.consistency.is_async or message.attempt != run.attempt:
+        if self._settings.consistency.is_async or message.attempt != run.attempt:
             return
         for index, incarnation in message.ahead_of.items():
             member = self.registry.members.get(index)
@@ -351,14 +351,14 @@ class Cluster:
 
     def require_pservers(self) -> None:
         """Raise Conflict (`no_pservers`) with strategy `ring`."""
-        if self._defaults.consistency.is_ring:
+        if self._settings.consistency.is_ring:
             text = "with strategy ring there are no pservers: the script itself holds values and writes checkpoints"
             raise Conflict(text, code="no_pservers", expected="strategy ps", actual="strategy ring")
 
     @property
     def rounds(self) -> list[Round]:
         """The round of each pserver; with strategy ring the newest round of the trainers."""
-        if self._defaults.consistency.is_ring:
+        if self._settings.consistency.is_ring:
             return [self.run.newest_round]
         return [member.round for member in self.registry.members.values()]
 
@@ -366,11 +366,11 @@ class Cluster:
         """Return each lost member that is awaited, in words, and the seconds until the run fails without it."""
         if self.run.state != "training":
             return []
-        limit = self._defaults.rejoin_timeout_seconds
+        limit = self._settings.rejoin_timeout_seconds
         lost = [m for _, m in sorted(self.registry.lost.items())]
         gone = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in lost]
         gone += [(trainer.why, trainer.gone_at) for trainer in self.run.awaited]
-        patience = self._defaults.round_timeout_seconds  # after which it counts as lost
+        patience = self._settings.round_timeout_seconds  # after which it counts as lost
         gone += [
             (f"trainer {trainer.rank} joined and has not declared its model", trainer.joined_at + patience)
             for trainer in self.run.undeclared
@@ -380,7 +380,7 @@ class Cluster:
     def notice(self) -> str:
         """Return the pause and the lost members in one line, which changes only when they do."""
         texts = [text for text, _ in self.prospects(0.0)]
-        limit = self._defaults.rejoin_timeout_seconds
+        limit = self._settings.rejoin_timeout_seconds
         lost = f"{'; '.join(texts)}: the run fails unless it comes back within {limit:g} s" if texts else ""
         return "; ".join(filter(None, (self.pause, lost)))
 
@@ -414,7 +414,7 @@ class Cluster:
             run.resume, run.source = self.beginning.round, self.beginning.run
             controls = self.beginning.controls.model_copy(update={"since": 0})
             starts: dict[Rank, Round] = {}
-            if run.defaults.consistency.is_async:
+            if run.settings.consistency.is_async:
                 steps = self.beginning.newest_steps
                 others = min(steps.values(), default=self.beginning.round)
                 starts = {rank: steps.get(rank, others) + 1 for rank in run.members}
@@ -432,21 +432,21 @@ class Cluster:
         run = self.run
         assert run.plan is not None
         assert run.declaration is not None
-        defaults = self._defaults
+        settings = self._settings
         # The coordinator detects late trainers. A pserver does so only while the coordinator is away.
-        patience = defaults.round_timeout_seconds + defaults.rejoin_timeout_seconds + self.lease_seconds
+        patience = settings.round_timeout_seconds + settings.rejoin_timeout_seconds + self.lease_seconds
         return InstallRun(
             run=run.name,
             attempt=run.attempt,
             plan=run.plan.as_json,
             incarnation=self.run_incarnations[index],
-            consistency=defaults.consistency,
+            consistency=settings.consistency,
             nonfinite=self._nonfinite,
             max_grad_norm=run.declaration.max_grad_norm,
             round_timeout_seconds=patience,
-            durability=defaults.durability,
-            checkpoint_rounds=defaults.checkpoint_interval(run.plan),
-            keep_checkpoints=defaults.keep_checkpoints,
+            durability=settings.log_durability,
+            checkpoint_rounds=settings.checkpoint_interval(run.plan),
+            keep_checkpoints=settings.keep_checkpoints,
             restore=restore,
             began=run.began,
             source=run.source,
@@ -458,7 +458,7 @@ class Cluster:
     @property
     def _nonfinite(self) -> NonfinitePolicy:
         declaration = self.run.declaration
-        return (declaration and declaration.nonfinite) or self._defaults.nonfinite
+        return (declaration and declaration.nonfinite) or self._settings.nonfinite
 
     def members_message(self, number: int) -> InstallMembers:
         """Return the membership as decided, or the run's failure, for all pservers."""
@@ -522,9 +522,9 @@ class Cluster:
         for lost in self.registry.lost.values():
             if run.plan is None or run.is_over:
                 break
-            age, limit = now - lost.seen_at, self._defaults.rejoin_timeout_seconds
+            age, limit = now - lost.seen_at, self._settings.rejoin_timeout_seconds
             text = f"pserver {lost.info.index} at {lost.info.address} was lost: no heartbeat for {age:.1f} s"
-            if not self._defaults.checkpoint_interval(run.plan) and not lost.is_stopping:
+            if not self._settings.checkpoint_interval(run.plan) and not lost.is_stopping:
                 text = f"{text} (lease {self.lease_seconds:g} s)"
             elif age > limit:
                 text = f"{text}, and it did not come back within the rejoin time-out of {limit:g} s"
@@ -542,7 +542,7 @@ class Cluster:
     def is_saving_result(self) -> bool:
         """True if the pservers are still writing the result, which another run would end."""
         run = self.run
-        has_checkpoints = run.plan is not None and self._defaults.checkpoint_interval(run.plan) > 0
+        has_checkpoints = run.plan is not None and self._settings.checkpoint_interval(run.plan) > 0
         return run.state == "finished" and has_checkpoints and self._recorded_run != run.name
 
     def finish_recording(self) -> None:

@@ -56,7 +56,7 @@ class Coordinator:
     def __init__(self, settings: CoordinatorSettings, http: httpx.AsyncClient) -> None:
         self.cluster = Cluster(
             settings.wanted_pservers,
-            settings.run_defaults,
+            settings,
             lease_seconds=settings.lease_seconds,
             exit_when_done=settings.exit_when_done,
             name_run=lambda: secrets.token_hex(6),
@@ -193,7 +193,7 @@ class Coordinator:
         """Return whether the settings lead to the slice plan of a recorded run."""
         if run.plan is None or run.declaration is None:
             return False
-        plan = plan_model(run.declaration, self._settings.run_defaults, self._settings.wanted_pservers)
+        plan = plan_model(run.declaration, self._settings, self._settings.wanted_pservers)
         return plan.digest == SlicePlan.from_json(run.plan).digest
 
     async def persist(self) -> None:
@@ -328,7 +328,7 @@ class Coordinator:
 
     async def _finish_run(self, run: Run) -> None:
         await self._take_summary()
-        if run.state == "finished" and run.plan is not None and run.defaults.checkpoint_interval(run.plan):
+        if run.state == "finished" and run.plan is not None and run.settings.checkpoint_interval(run.plan):
             await self._save_result(run)
             await self._take_summary()  # again, in case the result lacks rounds and the run has failed
         if self.cluster.run is run:  # else the next run has begun
@@ -368,7 +368,7 @@ class Coordinator:
 
     async def _save_result(self, run: Run) -> None:
         """Write the run's last checkpoint. A pserver that dies meanwhile may return within the rejoin time-out."""
-        deadline = self.now() + run.defaults.rejoin_timeout_seconds
+        deadline = self.now() + run.settings.rejoin_timeout_seconds
         logged = ""
         while (problem := await self._try_to_save_result(run.name)) is not None:
             if self.now() > deadline:
@@ -428,7 +428,7 @@ class Coordinator:
             return last
         answers = await self.ask_pservers(self._state_of)
         states = [state for state in answers if state.run == run.name]
-        is_ring = run.defaults.consistency.is_ring
+        is_ring = run.settings.consistency.is_ring
         rounds = run.newest_round if is_ring else min((state.round for state in states), default=0)
         carried = ["ring"] if is_ring else sorted({f"HTTP/{v}" for state in states for v in state.transports})
         # All trainers print their summary at the end, and after the same round each gets the same seconds.

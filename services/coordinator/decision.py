@@ -58,7 +58,7 @@ def decide(
     Membership(members={0: 1}, starts={}, sets={7: (0, 1), 8: (0,)}, verdicts={}, controls=())
     >>> lost = FrozenRounds(applied=6)
     >>> decide(two, {0: 1}, [lost, FrozenRounds(applied=7, participants={7: (0, 1)})])
-    Rollback(newest=6)
+    Rollback(newest=6, is_asked=False)
     """
     newest_applied = max(answer.applied for answer in answers)
     first, last = min(answer.applied for answer in answers) + 1, newest_applied + 1 + max_delay

@@ -71,7 +71,7 @@ class Installer:
             return True
         if self._failing is None or self._failing[0] is not run:
             self._failing = run, self._now()
-        limit = run.defaults.rejoin_timeout_seconds
+        limit = run.settings.rejoin_timeout_seconds
         if self._now() - self._failing[1] > limit:
             run.fail(
                 Ended(f"no change could be installed for {limit:g} s: {self._problem}", code="pserver_lost"),
@@ -164,7 +164,7 @@ class Installer:
         if run.rollback_to is not None:
             newest, reason = min(lowest, run.rollback_to), "an administrator requested it"
             return Rollback(newest, reason, is_asked=newest == run.rollback_to)
-        rules = run.defaults.consistency
+        rules = run.settings.consistency
         has_same_uploader = targets.get(run.uploader) == run.membership.members.get(run.uploader)
         for member, answer in zip(members, answers, strict=True):
             if reason := self._find_loss(run, member, answer, has_same_uploader=has_same_uploader):
@@ -181,7 +181,7 @@ class Installer:
             return "holds nothing of the run"
         if not answer.is_readable and not has_same_uploader:
             return "does not have all initial values, and the trainer that uploads them is gone"
-        if run.defaults.consistency.is_async:
+        if run.settings.consistency.is_async:
             return ""
         if answer.is_short:
             return f"has lost what it had logged after round {answer.applied}"
@@ -224,7 +224,7 @@ class Installer:
             # Its answer lists all complete checkpoints, so that undone ones must be deleted first.
             if not self._cluster.knows_checkpoints:
                 raise
-            return await self._find_checkpoint(run, member) if run.defaults.consistency.is_async else None
+            return await self._find_checkpoint(run, member) if run.settings.consistency.is_async else None
         return FrozenRounds.model_validate_json(body)
 
     async def _find_checkpoint(self, run: Run, member: PserverMember) -> FrozenRounds | None:

@@ -19,7 +19,7 @@ def end_last_call(run: Run, now: float) -> None:
     fewest, most = run.sizes
     here = [trainer for trainer in run.trainers.values() if trainer.is_here]
     needed = max([fewest, *(trainer.rank + 1 for trainer in here if trainer.has_chosen)])
-    is_over = all(now - trainer.joined_at >= run.defaults.last_call_seconds for trainer in here)
+    is_over = all(now - trainer.joined_at >= run.settings.last_call_seconds for trainer in here)
     if len(here) == most or (len(here) >= needed and is_over):
         fix_num_trainers(run, len(here))
 

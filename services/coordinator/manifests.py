@@ -103,7 +103,7 @@ class Manifests:
             run=run.name,
             attempt=run.attempt,
             round=shards[0].round,
-            consistency=run.defaults.consistency,
+            consistency=run.settings.consistency,
             plan=run.plan.as_json,
             aliases={} if run.declaration is None else run.declaration.aliases,
             shards=shards,

@@ -12,7 +12,7 @@ from ps_protocol.plan import SlicePlan, make_plan, make_ring_plan
 from ps_protocol.vocabulary import ParameterSpec, Rank
 from ps_protocol.wire_types import WireTypes
 
-from .defaults import RunDefaults
+from .run_settings import RunSettings
 
 # Settings that need pservers, and the value that has no effect without them.
 _OF_PSERVERS = {
@@ -21,31 +21,31 @@ _OF_PSERVERS = {
 }
 
 
-def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) -> SlicePlan:
+def plan_model(model: DeclareModel, settings: RunSettings, num_pservers: int) -> SlicePlan:
     """Return the slice plan of a declared model. Raises BadModel or BadInput (`unsupported_optimizer`)."""
     parameters = [ParameterSpec(*fields) for fields in model.parameters]
-    if defaults.consistency.is_ring:
+    if settings.consistency.is_ring:
         if useless := [name for name, same in _OF_PSERVERS.items() if getattr(model, name) not in (None, same)]:
             raise BadModel(f"{', '.join(useless)} would have no effect with strategy ring, which has no pservers")
         return make_ring_plan(parameters, model.buffers)
-    if defaults.consistency.is_async and model.nonfinite == "skip_round":
+    if settings.consistency.is_async and model.nonfinite == "skip_round":
         raise BadModel("nonfinite skip_round needs the synchronous mode: the other modes have no rounds")
-    if model.max_grad_norm is not None and defaults.consistency.is_async:
+    if model.max_grad_norm is not None and settings.consistency.is_async:
         raise BadModel("max_grad_norm needs the synchronous mode: the other modes have no common gradient")
     if model.max_grad_norm is not None and model.local_steps:
         raise BadModel("max_grad_norm has no effect with local_steps: call clip_grad_norm_ before each local step")
     wire = WireTypes(
-        model.push_type or defaults.push_type, model.pull_type or defaults.pull_type, model.topk or defaults.topk
+        model.push_type or settings.push_type, model.pull_type or settings.pull_type, model.topk or settings.topk
     )
-    wire.check_mode(defaults.consistency)
+    wire.check_mode(settings.consistency)
     if wire.pulls_deltas and model.local_steps:
         raise BadModel("pull_type int8 is impossible with local_steps: trainers change the base version of its deltas")
     return make_plan(
         parameters,
         num_pservers,
-        min_block_size=model.min_block_size or defaults.min_block_size,
-        placement=model.placement or defaults.placement,
-        slice_parameters=defaults.slice_parameters if model.slice_parameters is None else model.slice_parameters,
+        min_block_size=model.min_block_size or settings.min_block_size,
+        placement=model.placement or settings.placement,
+        slice_parameters=settings.slice_parameters if model.slice_parameters is None else model.slice_parameters,
         buffers=model.buffers,
         optimizer=check_optimizer(model.optimizer, model.group_flags),
         wire=wire,

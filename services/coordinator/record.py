@@ -192,7 +192,7 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
             trainer.is_resumed = True
             # A trainer that was done is a member again, so that the first trainer to return does not continue alone.
             # In asynchronous modes its start follows from the pservers' state instead.
-            if not run.defaults.consistency.is_async:
+            if not run.settings.consistency.is_async:
                 members.setdefault(rank, trainer.incarnation)
         else:
             del run.trainers[rank]

@@ -30,9 +30,9 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, Mode, PserverIndex, Rank, Round
 
 from .decision import Decision
-from .defaults import RunDefaults
 from .last_call import end_last_call, fix_num_trainers
 from .model import check_same_model, plan_model
+from .run_settings import RunSettings
 from .trainers import EVICTED, TrainerMember, name_ranks
 
 
@@ -49,9 +49,9 @@ class LostRounds:
 class Run:
     """The trainers and the state of one run. Every change that pservers must receive raises `number`."""
 
-    def __init__(self, name: str, defaults: RunDefaults, incarnations: dict[Rank, Incarnation]) -> None:
+    def __init__(self, name: str, settings: RunSettings, incarnations: dict[Rank, Incarnation]) -> None:
         self.name = name
-        self.defaults = defaults
+        self.settings = settings
         self.state: RunState = "gathering"
         self.trainers: dict[Rank, TrainerMember] = {}
         self.declaration: DeclareModel | None = None  # that the plan was made for
@@ -75,7 +75,7 @@ class Run:
         self.wanted: Controls | None = None  # for the next change
         self.number = 0
         self.installed_number = 0  # the newest change that every pserver has installed
-        self.num_trainers: int | None = defaults.num_trainers if defaults.max_trainers is None else None
+        self.num_trainers: int | None = settings.num_trainers if settings.max_trainers is None else None
         self.started_at: float | None = None  # by the monotonic clock, when training began
         self.ended_at: float | None = None
         self._complete_since: float | None = None  # since when all have joined and some have not declared
@@ -84,13 +84,13 @@ class Run:
     @property
     def mode(self) -> Mode:
         """The mode, which is fixed for the run."""
-        return self.defaults.consistency.mode
+        return self.settings.consistency.mode
 
     @property
     def sizes(self) -> tuple[int, int]:
         """The least and the largest number of trainers; equal once the number is fixed."""
-        fewest = self.num_trainers or self.defaults.num_trainers
-        return fewest, self.num_trainers or self.defaults.max_trainers or fewest
+        fewest = self.num_trainers or self.settings.num_trainers
+        return fewest, self.num_trainers or self.settings.max_trainers or fewest
 
     @property
     def members(self) -> dict[Rank, Incarnation]:
@@ -160,7 +160,7 @@ class Run:
         """The ranks that have not declared their model."""
         return [
             rank
-            for rank in range(self.num_trainers or self.defaults.num_trainers)
+            for rank in range(self.num_trainers or self.settings.num_trainers)
             if rank not in self.trainers or self.trainers[rank].state != "declared"
         ]
 
@@ -228,8 +228,8 @@ class Run:
                 f"rank {request.rank} is beyond this cluster",
                 code="world_mismatch", expected=f"0 to {most - 1}", actual=f"rank {request.rank}",
             )  # fmt: skip
-        if actual := self.defaults.consistency.unmet(request.expects):
-            served = asdict(self.defaults.consistency)
+        if actual := self.settings.consistency.unmet(request.expects):
+            served = asdict(self.settings.consistency)
             raise Conflict(
                 "the trainer was started for another mode than the servers run",
                 code="mode_mismatch",
@@ -273,7 +273,7 @@ class Run:
     def declare(self, rank: Rank, message: DeclareModel) -> None:
         """Store a trainer's declaration. Raises BadInput, or ModelMismatch with the first difference."""
         trainer = self.member(rank, message.run, message.incarnation)
-        plan_model(message, self.defaults, num_pservers=1)  # raises if it cannot be planned
+        plan_model(message, self.settings, num_pservers=1)  # raises if it cannot be planned
         if self.declaration is not None:
             check_same_model(rank, message, f"run {self.name}", self.declaration)
         for other in self.trainers.values():
@@ -292,7 +292,7 @@ class Run:
         self.uploader = min(self.members)
         self.declaration = self.trainers[self.uploader].declaration
         assert self.declaration is not None
-        self.plan = plan_model(self.declaration, self.defaults, num_pservers)
+        self.plan = plan_model(self.declaration, self.settings, num_pservers)
         self.membership = Membership(self.members)
         return self.plan
 
@@ -333,7 +333,7 @@ class Run:
     def _go_on_without_the_lost(self) -> None:
         """Stop waiting for lost trainers under the policy `continue`, if enough are present."""
         here = sum(trainer.state == "declared" for trainer in self.trainers.values())
-        if self.plan is None or self.defaults.on_trainer_loss != "continue" or here < self.defaults.min_trainers:
+        if self.plan is None or self.settings.loss_policy != "continue" or here < self.settings.min_trainers:
             return
         for trainer in self.awaited:
             if not trainer.is_resumed:
@@ -347,8 +347,8 @@ class Run:
         if self.plan is None:
             trainer.lose(state, failure.detail, now, is_awaited=False)  # so the rank is free again
             return
-        policy = self.defaults.on_trainer_loss
-        enough = len(self.members) - trainer.is_here >= self.defaults.min_trainers
+        policy = self.settings.loss_policy
+        enough = len(self.members) - trainer.is_here >= self.settings.min_trainers
         is_newcomer = trainer.is_awaited and trainer.declaration is None  # another process may take its rank
         is_awaited = is_newcomer or policy == "wait" or (policy == "continue" and not enough)
         trainer.lose(state, failure.detail, now, is_awaited=is_awaited and not self.is_over)
@@ -397,7 +397,7 @@ class Run:
                 text = f"trainer {trainer.rank} was lost: no heartbeat for {age:.1f} s (lease {lease_seconds:g} s)"
                 self.lose(trainer, TrainerLost(text, ranks=[trainer.rank]), now)
         end_last_call(self, now)
-        limit = self.defaults.rejoin_timeout_seconds
+        limit = self.settings.rejoin_timeout_seconds
         for trainer in self.awaited:
             if now - trainer.gone_at <= limit:
                 continue
@@ -414,7 +414,7 @@ class Run:
         if trainer is None or not (trainer.is_here or trainer.is_awaited):
             raise NotFound(f"no trainer {rank} takes part", members=sorted(self.members))
         others = len(self.members) - trainer.is_here
-        needed = self.defaults.min_trainers if self.defaults.on_trainer_loss == "continue" else 1
+        needed = self.settings.min_trainers if self.settings.loss_policy == "continue" else 1
         if others < needed:
             raise Conflict(
                 f"without trainer {rank} there would be too few",
@@ -445,7 +445,7 @@ class Run:
 
     def _expire_declarations(self, now: float) -> None:
         """Give up trainers that joined but did not declare a model within the round time-out."""
-        limit = self.defaults.round_timeout_seconds
+        limit = self.settings.round_timeout_seconds
         owed = f"joined, but did not declare a model within the round time-out of {limit:g} s"
         if self.plan is not None:
             for trainer in self.undeclared:
@@ -467,7 +467,7 @@ class Run:
 
         The list is empty in asynchronous modes, and under `continue`, where the remaining trainers make up a round.
         """
-        if self.defaults.consistency.is_async or self.defaults.on_trainer_loss == "continue":
+        if self.settings.consistency.is_async or self.settings.loss_policy == "continue":
             return []
         return sorted(t.rank for t in self.trainers.values() if t.state == "done" and t.round > round_)
 

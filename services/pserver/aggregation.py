@@ -1,4 +1,4 @@
-"""Contributions to one gradient: a mean whose rounding depends on the ranks' order alone."""
+"""The mean of contributions, whose rounding depends on the order of the ranks alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from .layout import BlockPlace, ShardLayout
 from .tensors import Part, view_bytes
 
-PIECE = 1 << 18  # elements: what is summed before it is scaled, so that it is still in the cache
+PIECE = 1 << 18  # elements that are summed before they are scaled, so that they stay in the cache
 
 
 class Aggregator:
@@ -25,18 +25,17 @@ class Aggregator:
         self._views = {place.name: self._gradient[place.begin : place.end] for place in layout.places}
 
     def aggregate(self, contributions: Sequence[Mapping[str, Part]]) -> tuple[Tensor, tuple[str, ...]]:
-        """Average contributions, which stand in rank order, and return the gradient and the blocks present in it.
+        """Average contributions, given in rank order. Return the gradient, and the blocks present in it.
 
-        Each maps block names to tensors of shape (num_elements,) in the wire's dtype, which are only read and may
-        lie at any address. They are summed in float32 in the given order, the first one copied (so that -0.0
-        survives), and multiplied by 1/n once, n being the number of contributions: one that lacks a block counts
-        zeros for it, as DDP does, or the values that it has if it is a buffer. A block that all of them lack is not
-        present; what the gradient holds there is left over from an earlier round. The gradient is ours and holds until
-        the next call.
+        A contribution maps block names to parts of shape (num_elements,), which are only read and may lie at any
+        address. They are summed in float32 in the given order, the first one copied (so that -0.0 survives), and
+        multiplied once by 1/n, n being the number of contributions. A contribution without a block counts as zeros, as
+        in DDP, or as the current values of a buffer. A block that no contribution has is not present; the gradient
+        there is left over from an earlier round. The gradient is valid until the next call.
         """
         scale = 1 / max(len(contributions), 1)
         present = []
-        begin = end = 0  # summed and not scaled yet; small blocks are scaled together
+        begin = end = 0  # summed and not yet scaled; small blocks are scaled together
         for place in self._layout.places:
             parts = [blocks[place.name] for blocks in contributions if place.name in blocks]
             if not parts:
@@ -62,9 +61,9 @@ class Aggregator:
         return self._gradient, tuple(present)
 
     def sum_of_squares(self, present: Sequence[str]) -> float:
-        """Return the sum of squares of the newest gradient in float64. Buffers are not part of it.
+        """Return the sum of squares of these blocks of the newest gradient, without buffers, in float64.
 
-        How the parameters are cut changes its rounding only.
+        The slicing of the parameters changes its rounding only.
         """
         sums = []
         for name in present:
@@ -81,13 +80,13 @@ class Aggregator:
         self._gradient[: self._layout.num_stepped].mul_(coefficient)
 
     def encode(self, present: Sequence[str] | None) -> list[memoryview]:
-        """The bytes of the newest gradient, not copied: of all of it, or of these blocks in the given order."""
+        """Return the bytes of the newest gradient, not copied: all of it, or these blocks in the given order."""
         if present is None:
             return [view_bytes(self._gradient)]
         return [view_bytes(self._views[name]) for name in present]
 
     def decode(self, data: memoryview, present: Sequence[str] | None) -> Tensor:
-        """Take over a gradient that was encoded so; returns ours, which holds until the next call."""
+        """Replace the gradient by an encoded one. Returns the whole gradient, valid until the next call."""
         logged = torch.frombuffer(data, dtype=torch.float32) if len(data) else torch.empty(0)
         if present is None:
             return self._gradient.copy_(logged)
@@ -99,9 +98,9 @@ class Aggregator:
         return self._gradient
 
     def load_block(self, name: str, part: Tensor) -> Tensor:
-        """Copy the gradient of one block, and return the whole one, which holds until the next call.
+        """Copy the gradient of one block, without averaging. Returns the whole gradient, valid until the next call.
 
-        `part` is a tensor of shape (num_elements,) in any floating dtype. Nothing is averaged: it is a step of its own.
+        `part` is a tensor of shape (num_elements,) in any floating dtype.
         """
         self._views[name].copy_(part)
         return self._gradient

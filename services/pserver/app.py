@@ -27,7 +27,7 @@ _LIMITS = RequestLimits()
 def make_pserver_app(
     pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None, *, limits: RequestLimits = _LIMITS
 ) -> FastAPI:
-    """The application; everything runs on the event loop that serves it."""
+    """Return the application, which runs on the event loop that serves it."""
     app = make_app(
         title="Gradpost pserver",
         role="pserver",
@@ -42,26 +42,26 @@ def make_pserver_app(
         ("POST", routes.SEND, tensors.send, "Push a bucket of gradient blocks", SEND_OPENAPI),
         ("POST", routes.INITIAL, tensors.initial, "Upload a bucket of initial values", SEND_OPENAPI),
         ("POST", routes.GET, tensors.get, "Get one version of the shard", GET_OPENAPI),
-        ("POST", routes.SLOTS, tensors.slots, "Get the optimizer's slots", SLOTS_OPENAPI),
+        ("POST", routes.SLOTS, tensors.slots, "Get optimizer state", SLOTS_OPENAPI),
         ("POST", routes.NORM, tensors.norm, "Get the norm of a round's gradient", NORM_OPENAPI),
         ("POST", routes.BARRIER, tensors.barrier, "Count a batch or fetch barrier", BARRIER_OPENAPI),
-        ("GET", routes.BUFFERS, tensors.buffers, "Get the buffers that live here", BUFFERS_OPENAPI),
+        ("GET", routes.BUFFERS, tensors.buffers, "Get this shard's buffers", BUFFERS_OPENAPI),
     ):
         add_raw_route(app, path, endpoint, methods=[method], summary=summary, openapi_extra=openapi)
 
     @app.put(routes.RUN, tags=["control"], status_code=204)
     async def install_run(message: InstallRun) -> None:
-        """The coordinator starts a run here."""
+        """Start a run."""
         await pserver.install_run(message)
 
     @app.put(routes.FREEZE, tags=["control"])
     async def freeze(message: Freeze) -> FrozenRounds:
-        """The members are about to change: hold every barrier back, and say how far everybody is."""
+        """Begin a change of members: hold every barrier back, and return the progress of all trainers."""
         return await pserver.freeze(message)
 
     @app.get(routes.RESTORABLE, tags=["control"])
-    async def find_restorable(run: Identifier, newest: OrdinalText | None = None) -> list[tuple[Round, Round]]:
-        """Ranges of rounds of a run to which this shard can go back, the first and the last of each.
+    async def restorable(run: Identifier, newest: OrdinalText | None = None) -> list[tuple[Round, Round]]:
+        """Return the ranges of rounds of a run to which this shard can go back, first and last.
 
         With `newest` this pserver has read the checkpoint from which it would restore that round.
         """
@@ -74,12 +74,12 @@ def make_pserver_app(
 
     @app.put(routes.MEMBERS, tags=["control"], status_code=204)
     async def install_members(message: InstallMembers) -> None:
-        """The coordinator changes the members of the run, or ends it."""
+        """Change the members of the run, or end it."""
         await pserver.install_members(message)
 
     @app.get(routes.STATE, tags=["inspection"])
     async def state(digest: bool = False) -> PserverState:
-        """The run, its barriers and counters; with `digest` also a digest of everything that is held."""
+        """Return the run, its barriers and counters; with `digest` also a digest of the whole state."""
         async with large.place() if digest else nullcontext():
             return await pserver.describe_state(with_digest=digest)
 

@@ -1,4 +1,4 @@
-"""An asynchronous run: a queue and a worker for each block, and pulls beside them (ADR 9).
+"""An asynchronous run: a queue and a worker for each block, and pulls beside them (ADR 5).
 
 push ──staged until the step is complete──► logged ──► into all its queues at once ──► each block's worker steps it
 pull ──waits for clocks (its own, or with `max_staleness` those of all trainers)─────► reads as `read_consistency` says
@@ -319,7 +319,7 @@ class AsyncRun(PserverRun):
         await self._drain()
         if self.failure is not None or not self.is_idle:
             return
-        self.clocks.pass_to(number)
+        self.clocks.set_committed(number)
         self.shard.version = number
         await self._checkpoint_now(storage, destination)
 
@@ -334,7 +334,7 @@ class AsyncRun(PserverRun):
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was committed is applied."""
+        """True if everything that was committed is applied."""
         return self.num_queued == 0 and all(queue.failure is None for queue in self._queues.values())
 
     def _history(self) -> History:

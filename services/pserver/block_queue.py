@@ -1,17 +1,20 @@
-"""One block's queue of gradients, and the task that applies them one after another (seeds 000 and 004)."""
+"""One block's queue of gradients, and the task that applies them one after another (ADR 5)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+
+import torch
 
 from ps_protocol.errors import Ended, GradpostError
+from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
 from .clocks import Committed
 from .pulls import Pull
+from .shard import Shard
 from .tensors import StagedBlock
 
 log = get_logger()
@@ -19,28 +22,51 @@ log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One trainer's gradient for this block, and what it was computed on."""
+    """One trainer's gradient for this block, and the pull that it was computed on."""
 
     committed: Committed[StagedBlock]
     block: StagedBlock
     pull: Pull
 
 
-class Marker(Protocol):
-    """Stands in the queues for a get that wants every block as it is when all that came before is applied."""
+class Snapshot:
+    """A copy of the shard that is made block by block, by a marker in all queues; `done` after the last block.
 
-    async def reached(self, name: str) -> None:
-        """Everything before the marker is applied to this block, and nothing after it until this returns."""
+    A block is copied when every earlier update of it is applied, and no later one.
+    """
+
+    def __init__(self, shard: Shard, compute: ComputeExecutor, num_blocks: int) -> None:
+        self.values = torch.empty_like(shard.values)
+        self.versions: dict[str, int] = {}
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._shard = shard
+        self._compute = compute
+        self._num_blocks = num_blocks
+        if num_blocks == 0:
+            self.done.set_result(None)
+
+    async def copy_block(self, name: str) -> None:
+        """Copy this block, for its worker."""
+        await self._compute.run(self._copy, name)
+        if len(self.versions) == self._num_blocks and not self.done.done():
+            self.done.set_result(None)
+
+    def _copy(self, name: str) -> None:
+        place = self._shard.layout.place[name]
+        self.values[place.begin : place.end] = self._shard.values[place.begin : place.end]
+        self.versions[name] = self._shard.versions[name]
 
     def fail(self, error: GradpostError) -> None:
-        """The block has stopped, so that the marker will not be reached."""
+        """End the wait for `done`, since a block has stopped."""
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 class BlockQueue:
-    """Never waits for room: the caller makes sure that all queues of a contribution have some before it puts an update.
+    """A bounded queue that never waits for room: the caller puts an update only if all queues of it have room.
 
-    `apply` runs an update; if it raises, the block stops, and `failure` says why.
-    `changed` is called then, and whenever there is more room.
+    `apply` runs an update; if it raises, the block stops, and `failure` has the reason. `changed` is called then, and
+    after every update.
     """
 
     def __init__(
@@ -53,8 +79,8 @@ class BlockQueue:
     ) -> None:
         self.name = name
         self.failure: GradpostError | None = None
-        self.num_updates = 0  # that wait or are being applied
-        self._queue: asyncio.Queue[Update | Marker] = asyncio.Queue()
+        self.num_updates = 0  # queued or being applied
+        self._queue: asyncio.Queue[Update | Snapshot] = asyncio.Queue()
         self._max_queued = max_queued
         self._apply = apply
         self._changed = changed
@@ -66,12 +92,12 @@ class BlockQueue:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more update may be put."""
+        """True if one more update may be put."""
         return self.num_updates < self._max_queued
 
     @property
     def is_working(self) -> bool:
-        """Whether what is queued will be applied."""
+        """True if the queued updates will be applied."""
         return self.failure is None and self._task is not None
 
     def put_update(self, update: Update) -> None:
@@ -79,12 +105,12 @@ class BlockQueue:
         self.num_updates += 1
         self._queue.put_nowait(update)
 
-    def put_marker(self, marker: Marker) -> None:
-        """Queue a marker, which needs no room: one that has failed elsewhere may still be queued."""
-        self._queue.put_nowait(marker)
+    def put_snapshot(self, snapshot: Snapshot) -> None:
+        """Queue a snapshot, which needs no room; it may have failed at another block already."""
+        self._queue.put_nowait(snapshot)
 
     def close(self) -> None:
-        """End the task; what is queued is dropped."""
+        """End the task and drop the queued updates."""
         if self._task is not None:
             self._task.cancel()
             self._task = None  # a cancelled task keeps its frames, and these refer to this queue
@@ -95,14 +121,14 @@ class BlockQueue:
             if isinstance(item, Update):
                 await self._apply_update(item)
             else:
-                await self._reach(item)
+                await self._copy_block(item)
 
-    async def _reach(self, marker: Marker) -> None:
+    async def _copy_block(self, snapshot: Snapshot) -> None:
         try:
-            await marker.reached(self.name)
-        except Exception as error:  # the get fails, not the block
+            await snapshot.copy_block(self.name)
+        except Exception as error:  # the pull fails, not the block
             log.exception("reading a block failed", block=self.name)
-            marker.fail(Ended(f"block {self.name!r} could not be read: {error}", code="apply_failed"))
+            snapshot.fail(Ended(f"block {self.name!r} could not be read: {error}", code="apply_failed"))
 
     async def _apply_update(self, update: Update) -> None:
         try:

@@ -1,23 +1,20 @@
-"""Receiving request bodies into buffers that are kept, because page faults are half the cost of a bulk body.
+"""Request bodies in buffers that are reused, because page faults are half the cost of receiving a large body.
 
-A buffer belongs to one `Body` until the last reference to it is gone: the request that received it, then every
-block that was staged from it. Then it returns to the pool by itself, so no path can forget it or free it early.
+A buffer belongs to one `Body` until the last reference to it is gone: that of the request that received it, then those
+of the blocks staged from it. Then it returns to the pool by itself, so no path can forget it or free it early.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 import numpy as np
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope
 
 from ps_http2.asgi import receive_into
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import Frame, FrameLimits, TensorEntry, parse_frame
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope
 
 PAGE_BYTES = 4 * 1024  # sizes of buffers are multiples of it,
 GRAIN_BYTES = 64 * 1024  # or of this: bodies with the same blocks have headers of different lengths
@@ -25,7 +22,7 @@ LARGE_BYTES = 1024 * 1024
 
 
 class BufferPool:
-    """Buffers of the sizes that come again every round. Used on the event loop and one compute thread."""
+    """Buffers of the sizes that recur every round. Used on the event loop and one compute thread."""
 
     def __init__(self) -> None:
         self._idle: defaultdict[int, list[memoryview]] = defaultdict(list)
@@ -34,9 +31,9 @@ class BufferPool:
         self._peak_bytes = 0
 
     def acquire(self, num_bytes: int) -> memoryview:
-        """Return a buffer of this size or a little more; its content is whatever it was.
+        """Return a buffer of this size or a little more, with undefined content.
 
-        A new one takes up memory only as it is written: what is announced and never sent costs nothing.
+        A new one takes memory only where it is written: a body that is announced and never sent costs nothing.
         """
         grain = GRAIN_BYTES if num_bytes >= LARGE_BYTES else PAGE_BYTES
         num_bytes += -num_bytes % grain
@@ -48,19 +45,19 @@ class BufferPool:
         return np.empty(num_bytes, np.uint8).data
 
     def release(self, buffer: memoryview) -> None:
-        """Keep the buffer, unless more would lie idle than was ever in use at once."""
+        """Keep the buffer, unless more bytes would be idle than were ever in use at once."""
         self.used_bytes -= len(buffer)
         if self.idle_bytes + len(buffer) <= self._peak_bytes:
             self.idle_bytes += len(buffer)
             self._idle[len(buffer)].append(buffer)
 
     def free(self, buffer: memoryview) -> None:
-        """Free a buffer: one of its size will not be needed again."""
+        """Free a buffer whose size will not be needed again."""
         self.used_bytes -= len(buffer)
         self._peak_bytes -= len(buffer)
 
     def free_idle(self) -> None:
-        """Free what lies idle: other sizes will come from now on."""
+        """Free the idle buffers, since other sizes will be needed from now on."""
         self._idle.clear()
         self.idle_bytes = 0
         self._peak_bytes = self.used_bytes
@@ -70,7 +67,7 @@ class Body:
     """One received frame: its buffer and the parsed header."""
 
     def __init__(self, pool: BufferPool, num_bytes: int) -> None:
-        self.is_recurring = True  # a body of this size, in the next round
+        self.is_recurring = True  # a body of this size comes in every round
         self._pool = pool
         self._memory = pool.acquire(num_bytes)
         self.buffer = self._memory[:num_bytes]
@@ -88,12 +85,12 @@ class Body:
         return self.buffer[self.frame.data_begin :]
 
     def view(self, entry: TensorEntry) -> memoryview:
-        """The bytes of one tensor, without a copy."""
+        """Return the bytes of one tensor, without a copy."""
         return self.data[entry.begin : entry.end]
 
 
 def content_length(headers: dict[str, str], limits: FrameLimits) -> int:
-    """The announced length of a body, checked before anything is allocated."""
+    """Return the announced length of a body, checked before anything is allocated. Raises BadInput."""
     text = headers.get("content-length", "")
     if not (text.isascii() and text.isdigit()):
         raise BadInput("a tensor body needs a Content-Length header", code="length_required")
@@ -106,7 +103,7 @@ def content_length(headers: dict[str, str], limits: FrameLimits) -> int:
 
 
 async def receive_body(scope: Scope, receive: Receive, num_bytes: int, limits: FrameLimits, pool: BufferPool) -> Body:
-    """Receive exactly `num_bytes` and parse them. Waits for the client; raises BadInput if it stops early."""
+    """Receive exactly `num_bytes` and parse them. Waits for the client. Raises BadInput if it stops early."""
     body = Body(pool, num_bytes)
     filled = 0
     more = True
@@ -125,7 +122,7 @@ async def receive_body(scope: Scope, receive: Receive, num_bytes: int, limits: F
 
 
 async def discard_body(receive: Receive) -> None:
-    """Read what the client still sends, so that it gets to read our answer. Raises ClientDisconnect if it is gone."""
+    """Read the rest of a body, so that the client can read the answer. Raises ClientDisconnect."""
     more = True
     while more:
         message = await receive()

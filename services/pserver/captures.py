@@ -1,19 +1,44 @@
-"""Looking at a whole shard right after a named round, before its next write, so that all pservers show the same one.
+"""Reads of a shard at a chosen moment: one block around its next update, or the whole shard right after a round.
 
-As with checkpoints, but nothing goes to a disk: whoever asks names a round that is not over, on every pserver.
+Nothing goes to a disk. A capture names a round that is not over on any pserver, so that all of them show the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from ps_protocol.errors import FutureRound, StaleRound, TryAgain
 from ps_protocol.vocabulary import Round
+
+T = TypeVar("T")
+
+MAX_CAPTURES = 8  # each keeps a copy of a shard for its reader
+MAX_ROUNDS_AHEAD = 10_000
+
+
+class _Waiter(Generic[T]):
+    """A future that other threads may complete. A reader that gives up cancels it."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    def complete(self, result: T | Exception) -> None:
+        """Set the result, or the exception, from any thread."""
+        self.future.get_loop().call_soon_threadsafe(self.complete_now, result)
+
+    def complete_now(self, result: T | Exception) -> None:
+        """Set the result, or the exception, on the event loop."""
+        if self.future.done():
+            return
+        if isinstance(result, Exception):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,110 +50,86 @@ class Stepped:
     after: Tensor
 
 
-@dataclass(slots=True)
-class _Probe:
-    waiter: asyncio.Future[Stepped]
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-
-    def tell(self, stepped: Stepped) -> None:
-        if not self.waiter.done():
-            self.waiter.set_result(stepped)
-
-
 class Probes:
-    """One for each block at most, shared by all who ask meanwhile. `take` is called on the compute thread."""
+    """Waits for the next update of single blocks; all readers of a block share one wait.
+
+    The compute thread calls `copy_before` and `finish_probes`.
+    """
 
     def __init__(self) -> None:
-        self._wanted: dict[str, _Probe] = {}
+        self._wanted: dict[str, _Waiter[Stepped]] = {}
 
     async def wait_for_step(self, name: str, seconds: float) -> Stepped | None:
-        """The block's next update; None if there is none for so long. Called on the event loop."""
-        probe = self._wanted.get(name)
-        if probe is None:
-            probe = self._wanted[name] = _Probe(asyncio.get_running_loop().create_future())
+        """Return the block's next update, or None if there is none within `seconds`."""
+        waiter = self._wanted.get(name)
+        if waiter is None:
+            waiter = self._wanted[name] = _Waiter()
         try:
-            return await asyncio.wait_for(asyncio.shield(probe.waiter), seconds)
+            return await asyncio.wait_for(asyncio.shield(waiter.future), seconds)
         except TimeoutError:
             return None
 
-    def take(self, present: Iterable[str], block: Callable[[str], Tensor]) -> list[tuple[str, _Probe, Tensor]]:
-        """Before an update of these blocks: those that somebody looks at, and copies of their values."""
+    def copy_before(
+        self, present: Iterable[str], block: Callable[[str], Tensor]
+    ) -> list[tuple[str, _Waiter[Stepped], Tensor]]:
+        """Copy the blocks that readers wait for, before an update of the present blocks."""
         if not self._wanted:
             return []
-        probes = ((name, self._wanted.pop(name, None)) for name in present)
-        return [(name, probe, block(name).clone()) for name, probe in probes if probe is not None]
+        waiters = ((name, self._wanted.pop(name, None)) for name in present)
+        return [(name, waiter, block(name).clone()) for name, waiter in waiters if waiter is not None]
 
-    def tell(self, taken: list[tuple[str, _Probe, Tensor]], block: Callable[[str], Tensor], version: Round) -> None:
-        """After it."""
-        for name, probe, before in taken:
-            probe.loop.call_soon_threadsafe(probe.tell, Stepped(version, before, block(name).clone()))
-
-
-T = TypeVar("T")
-
-MAX_WANTED = 8  # each holds a copy of a shard for its reader
-MAX_ROUNDS_AHEAD = 10_000
+    def finish_probes(
+        self, probed: list[tuple[str, _Waiter[Stepped], Tensor]], block: Callable[[str], Tensor], version: Round
+    ) -> None:
+        """Copy these blocks after the update, too, and answer their readers."""
+        for name, waiter, before in probed:
+            waiter.complete(Stepped(version, before, block(name).clone()))
 
 
 class Captures:
-    """`want` and `miss` are called on the event loop, `take` on the compute thread."""
+    """Reads of the whole shard after given rounds, before its next write.
+
+    The compute thread calls `capture_round`; all else is called on the event loop.
+    """
 
     def __init__(self) -> None:
-        self._wanted: dict[Round, list[_Capture]] = {}
+        self._wanted: dict[Round, list[tuple[Callable[[], object], _Waiter[object]]]] = {}
 
-    async def wait_for_round(self, round_: Round, look: Callable[[], T], seconds: float, newest: Round) -> T:
-        """What `look` finds after a round that is not over, `newest` being the one before the open one.
+    async def wait_for_round(self, round_: Round, read: Callable[[], T], seconds: float, newest: Round) -> T:
+        """Return what `read` returns after a round that is not over; `newest` is the newest applied round.
 
-        Raises TimeoutError after so many seconds, StaleRound if the round was over too soon, FutureRound, TryAgain.
+        Raises TimeoutError after `seconds`, StaleRound if the round was over too soon, FutureRound, TryAgain, and what
+        `read` raises.
         """
         if round_ > newest + MAX_ROUNDS_AHEAD:
             raise FutureRound(f"round {round_} is far ahead", current=newest)
-        if sum(map(len, self._wanted.values())) >= MAX_WANTED:
-            raise TryAgain("too many wait for rounds to look at", code="overloaded")
-        capture = _Capture(look)
-        self._wanted.setdefault(round_, []).append(capture)
+        if sum(map(len, self._wanted.values())) >= MAX_CAPTURES:
+            raise TryAgain("too many requests wait for rounds to read", code="overloaded")
+        waiter: _Waiter[T] = _Waiter()
+        capture = read, waiter
+        self._wanted.setdefault(round_, []).append(capture)  # type: ignore[arg-type]
         try:
-            return await asyncio.wait_for(capture.result, seconds)
+            return await asyncio.wait_for(waiter.future, seconds)
         finally:
-            if capture in (left := self._wanted.get(round_, [])):
-                left.remove(capture)
+            if capture in (remaining := self._wanted.get(round_, [])):
+                remaining.remove(capture)
 
     def capture_round(self, version: Round) -> None:
-        """The shard is now what it is after this round."""
-        for capture in tuple(self._wanted.pop(version, ())):  # who gives up meanwhile takes itself out
-            capture.take()
+        """Read the shard, which now is as it is after this round. A reader's error does not concern the round."""
+        for read, waiter in tuple(self._wanted.pop(version, ())):  # a reader that gives up removes itself
+            try:
+                waiter.complete(read())
+            except Exception as error:
+                waiter.complete(error)
 
     def expire_rounds(self, applied: Round) -> None:
-        """Those whose round is over have come too late."""
+        """Refuse captures that arrived too late for their rounds."""
         for round_ in [round_ for round_ in self._wanted if round_ <= applied]:
-            for capture in self._wanted.pop(round_):
-                capture.tell(None, StaleRound(f"round {round_} is over", current=applied))
+            for _, waiter in self._wanted.pop(round_):
+                waiter.complete_now(StaleRound(f"round {round_} is over", current=applied))
 
     def end(self, reason: Exception) -> None:
-        """There are no more rounds."""
+        """Refuse all captures, since there are no more rounds."""
         while self._wanted:
-            for capture in self._wanted.popitem()[1]:
-                capture.tell(None, reason)
-
-
-class _Capture:
-    def __init__(self, look: Callable[[], Any]) -> None:
-        self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._look = look
-
-    def take(self) -> None:
-        """On the compute thread. What goes wrong is the reader's, not the round's."""
-        found, error = None, None
-        try:
-            found = self._look()
-        except Exception as problem:
-            error = problem
-        self.result.get_loop().call_soon_threadsafe(self.tell, found, error)
-
-    def tell(self, found: Any, error: Exception | None) -> None:
-        if self.result.done():
-            return
-        if error is None:
-            self.result.set_result(found)
-        else:
-            self.result.set_exception(error)
+            for _, waiter in self._wanted.popitem()[1]:
+                waiter.complete_now(reason)

@@ -1,7 +1,8 @@
-"""When one pserver writes its shard, and where: for a checkpoint of the model, or for itself, beside serving.
+"""The choice of the rounds after which one pserver writes its shard, and of the destination; writes run beside serving.
 
-The coordinator names the rounds after which all pservers write their shards to the place of checkpoints. A pserver that
-was named none for an interval writes a checkpoint of its own, beside its log, so that the log stays short (ADR 22).
+The coordinator names the rounds after which all pservers write their shards to the place of checkpoints. A pserver for
+which no round was named during an interval writes a checkpoint of its own, beside its log, to keep the log short
+(ADR 22).
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ from .metrics import PserverMetrics
 
 log = get_logger()
 
-Destination: TypeAlias = Literal["place", "folder"]  # of all checkpoints; of this pserver's log
+Destination: TypeAlias = Literal["place", "folder"]  # of complete checkpoints; of this pserver's log
 Write: TypeAlias = Callable[[], object]
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time to each destination, so that a place that hangs does not let the log grow.
+    """Writes one checkpoint at a time to each destination, so that the log does not grow while a place hangs.
 
-    Lives on the event loop; the compute thread calls `choose_destination`, too. Without storage nothing is ever due.
+    Lives on the event loop; the compute thread calls `choose_destination`, too. Without storage none is ever due.
     """
 
     def __init__(self, storage: RunStorage | None, interval: int, metrics: PserverMetrics) -> None:
-        self.complete: tuple[Round, ...] | None = None  # of the whole model, as the coordinator says; None: not known
-        self.heartbeat_is_due = asyncio.Event()  # that the coordinator should hear of at once; a failure is, too
-        self._reported: tuple[Round, ...] = ()  # the shards that the coordinator knew of when it said so
+        self.complete: tuple[Round, ...] | None = None  # of the whole model; None: not reported yet
+        self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
+        self._reported: tuple[Round, ...] = ()  # the shards that the coordinator knew of then
         self._storage = storage
         self._interval = interval
         self._metrics = metrics
         self._named: Round | None = None  # the newest round that the coordinator has named
-        self._newest: Round = max(storage.rounds, default=0) if storage else 0  # of what is written, or being written
+        self._newest: Round = max(storage.rounds, default=0) if storage else 0  # that is written, or being written
         self._writing: dict[Destination, Round] = {}
         self._tasks: dict[Destination, asyncio.Task[OSError | None]] = {}
         self._pruning: asyncio.Task[None] | None = None
 
     def request_round(self, round_: Round) -> None:
-        """Write the shard after this round, which is not over, instead of the round that was named before.
+        """Write the shard after this round, which is not over, instead of the round that was requested before.
 
         Raises TryAgain while another checkpoint is being written.
         """
@@ -56,11 +57,11 @@ class CheckpointWriter:
             raise TryAgain(f"the checkpoint of round {self._writing['place']} is being written")
 
     def is_writing(self, round_: Round) -> bool:
-        """Return whether the shard after this round is on its way to the place."""
+        """Return whether the shard after this round is being written to the place."""
         return self._writing.get("place") == round_
 
     def choose_destination(self, round_: Round) -> Destination | None:
-        """Return where the shard is to be written after this round, if it is; that one is being written from now on."""
+        """Return the destination of the shard after this round, or None. It counts as being written from now on."""
         destination: Destination | None = None
         if self._storage is None:
             return None
@@ -73,34 +74,34 @@ class CheckpointWriter:
         return destination
 
     def find_pending(self, newest: Round) -> tuple[Round, ...]:
-        """Return the rounds of the checkpoints that this pserver has not written yet, but will; `newest` is its own."""
+        """Return the rounds of the checkpoints that will be written to the place; `newest` is the newest round here."""
         coming = {self._writing.get("place")}
         if self._named is not None and self._named > newest:
             coming.add(self._named)
         return tuple(sorted(round_ for round_ in coming if round_ is not None))
 
     async def snapshot_and_write(self, round_: Round, destination: Destination, snapshot: Awaitable[Write]) -> None:
-        """Copy the shard; the copy is written later. Raises TryAgain if the disk does not take even its beginning."""
+        """Copy the shard, and begin to write the copy. Raises TryAgain if not even the copy can be made."""
         self._writing[destination] = round_
         try:
             write = await snapshot
         except OSError as error:
             self._failed(round_, destination, error)
-            raise TryAgain(f"a checkpoint could not be begun: {error}") from error
+            raise TryAgain(f"a checkpoint could not be copied: {error}") from error
         except BaseException:
             del self._writing[destination]
             raise
         self.begin_write(round_, destination, write)
 
     def begin_write(self, round_: Round, destination: Destination, write: Write) -> None:
-        """Write a copy that has been made."""
+        """Begin to write a copy."""
         self._writing[destination] = round_
         self._newest = max(self._newest, round_)
         task = asyncio.create_task(self._write(round_, destination, write), name=f"checkpoint to the {destination}")
         self._tasks[destination] = task
 
     async def write_and_wait(self, round_: Round, write: Write) -> None:
-        """Write to the place, and wait for it. Raises OSError."""
+        """Write a copy to the place, and wait for it. Raises OSError."""
         self.begin_write(round_, "place", write)
         if (error := await asyncio.shield(self._tasks["place"])) is not None:
             raise error
@@ -109,23 +110,23 @@ class CheckpointWriter:
         try:
             with self._metrics.checkpoint_seconds.time():
                 await asyncio.to_thread(write)
-        except Exception as error:  # memory or threads may be short, too, and the next checkpoint has to be tried
+        except Exception as error:  # such as a lack of memory or threads: the next checkpoint is tried
             failure = error if isinstance(error, OSError) else OSError(repr(error))
             self._failed(round_, destination, failure)
             return failure
         self._ended(round_, destination)
         if destination == "folder":
-            await self.prune_folder()  # not behind a place that hangs
+            await self.prune_folder()  # without waiting for a place that hangs
         else:
             self._metrics.checkpoint_time.set_to_current_time()
             self._prune()
         return None
 
     def _failed(self, round_: Round, destination: Destination, error: OSError) -> None:
-        # The log goes back to the checkpoint before, so that nothing is lost.
+        # The log reaches back to the checkpoint before, so nothing is lost.
         assert self._storage is not None
         self._ended(round_, destination)
-        if destination == "place":  # then one of its own is due; the folder is tried again after an interval
+        if destination == "place":  # then an own checkpoint is due; the folder is tried again after an interval
             self._newest = max(self._storage.rounds, default=0)
         self._metrics.checkpoint_failures.inc()
         log.error("a checkpoint could not be written; training goes on", round=round_, error=str(error))
@@ -136,10 +137,8 @@ class CheckpointWriter:
             self._named = None
         self.heartbeat_is_due.set()
 
-    # ------------------------------------------------------------------ what is not needed any more
-
     def update_complete(self, complete: tuple[Round, ...], reported: tuple[Round, ...]) -> None:
-        """Take over which checkpoints are complete, from a coordinator that knew of the `reported` shards."""
+        """Note which checkpoints are complete, according to a coordinator that knew of the `reported` shards."""
         if (complete, reported) != (self.complete, self._reported):
             self.complete, self._reported = complete, reported
             self._prune()
@@ -159,17 +158,15 @@ class CheckpointWriter:
                 log.warning("an old checkpoint could not be deleted", error=str(error))
 
     async def prune_folder(self) -> None:
-        """Delete what is not needed any more beside the place; what cannot be deleted is logged."""
+        """Delete the files beside the place that are not needed any more. Errors are logged."""
         assert self._storage is not None
         try:
             await asyncio.to_thread(self._storage.prune_folder, self.complete)
         except OSError as error:
             log.warning("old files of the log could not be deleted", error=str(error))
 
-    # ------------------------------------------------------------------ the end
-
     async def wait_for_writes(self, *destinations: Destination) -> None:
-        """Wait until the checkpoints that have been begun are written, or have failed; by default to both."""
+        """Wait until the checkpoints to these destinations, by default to both, are written or have failed."""
         tasks = [task for destination, task in self._tasks.items() if not destinations or destination in destinations]
         if tasks:
             await asyncio.wait(tasks)

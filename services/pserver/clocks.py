@@ -1,11 +1,11 @@
 """The trainers' steps at one pserver, in the asynchronous modes, as a pure state machine.
 
-    pushes of step t ──complete──► taken: queued for every block ──every block applied──► clock t
-                                                                                            │
-    get after step t ◄── wait_for_apply: own clock is t; ssp: everybody's is t - s at least ┘
+    pushes of step t ──complete──► committed: queued for every block ──every block applied──► clock t
+                                                                                                 │
+    get after step t ◄── wait_for_apply: the own clock is t; ssp: all clocks are t - s at least ◄┘
 
-A trainer's steps come strictly one after another, so that a step is known by its number alone: what is older than
-the open one has been taken. Nothing here waits, knows a time or touches a tensor.
+A trainer's steps come strictly one after another, so a step is known by its number alone: a step older than the open
+one has been committed. Nothing here waits, knows a time or touches a tensor.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from .contribution import Contribution, Payload
 
 @dataclass(slots=True)
 class TrainerSteps(Generic[Payload]):
-    """How far one trainer is here."""
+    """The progress of one trainer on this pserver."""
 
     incarnation: Incarnation
     open: Round = 1  # the step that pushes are for
     clock: Round = 0  # every block of every step up to this one is applied
-    is_restored: bool = False  # this pserver has come back, without what was staged
-    may_skip_steps: bool = False  # and perhaps without steps that the trainer has taken, until it has taken one here
+    is_restored: bool = False  # this pserver was restarted and has lost the staged contributions
+    may_skip_steps: bool = False  # perhaps with acknowledged steps, until one is committed
     staged: Contribution[Payload] = field(default_factory=Contribution)  # of the open step
-    unapplied: dict[Round, int] = field(default_factory=dict)  # blocks that each taken step still waits for
+    unapplied: dict[Round, int] = field(default_factory=dict)  # blocks that each committed step still waits for
 
 
 @dataclass(frozen=True, slots=True)
 class Committed(Generic[Payload]):
-    """A whole contribution on its way through the queues of its blocks."""
+    """A whole contribution in the queues of its blocks."""
 
     rank: Rank
     step: Round
     contribution: Contribution[Payload]
-    steps: TrainerSteps[Payload]  # of the life that pushed it; the rank may have another by now
-    number: int  # how many this pserver has taken with it
+    steps: TrainerSteps[Payload]  # of the incarnation that pushed it
+    number: int  # of contributions committed on this pserver, with this one
 
 
 class Clocks(Generic[Payload]):
-    """Staging and clocks of one pserver. `applied` counts the contributions of which every block is applied.
+    """The staged contributions and clocks of one pserver. `applied` counts completely applied contributions.
 
-    One that has come back begins with `applied` contributions, and for each rank the newest `steps` in them and the
-    life that they came from. The first step that a trainer takes then may be a later one: those before it are lost.
+    A restored pserver begins with `applied` contributions, and the incarnation and newest step of each rank in them.
+    The first step that it commits for a trainer may be a later one: the steps before it are lost.
     """
 
     def __init__(
@@ -70,10 +70,14 @@ class Clocks(Generic[Payload]):
         self.num_committed = applied  # contributions that are applied or queued
         self._rules = consistency
         self._is_restored, self._is_short = steps is not None, is_short
-        self._steps: dict[Rank, TrainerSteps[Payload]] = {rank: TrainerSteps(life) for rank, life in members.items()}
-        for rank, (life, step) in (steps or {}).items():
-            self.members[rank] = life
-            self._steps[rank] = TrainerSteps(life, open=step + 1, clock=step, is_restored=True, may_skip_steps=is_short)
+        self._steps: dict[Rank, TrainerSteps[Payload]] = {
+            rank: TrainerSteps(incarnation) for rank, incarnation in members.items()
+        }
+        for rank, (incarnation, step) in (steps or {}).items():
+            self.members[rank] = incarnation
+            self._steps[rank] = TrainerSteps(
+                incarnation, open=step + 1, clock=step, is_restored=True, may_skip_steps=is_short
+            )
 
     def __repr__(self) -> str:
         clocks = ", ".join(f"trainer {rank}: {clock}" for rank, clock in self.clocks.items())
@@ -81,32 +85,32 @@ class Clocks(Generic[Payload]):
 
     @property
     def clocks(self) -> dict[Rank, Round]:
-        """Completed steps of each member."""
+        """The completed steps of each member."""
         return {rank: self._steps[rank].clock for rank in sorted(self.members)}
 
     @property
     def open_steps(self) -> dict[Rank, Round]:
-        """The step that each rank would push next, members or not."""
+        """The next step of each rank, members or not."""
         return {rank: steps.open for rank, steps in sorted(self._steps.items())}
 
     @property
     def newest_steps(self) -> dict[Rank, tuple[Incarnation, Round]]:
-        """The newest step that was taken from each rank, and the life it came from."""
+        """The incarnation and the newest committed step of each rank."""
         return {rank: (steps.incarnation, steps.open - 1) for rank, steps in sorted(self._steps.items())}
 
     def staged(self, rank: Rank) -> Contribution[Payload]:
-        """What a member has staged for its open step."""
+        """Return the staged contribution of a member's open step."""
         return self._steps[rank].staged
 
     def admit(self, rank: Rank, incarnation: Incarnation, step: Round) -> Admission:
-        """Say where a push belongs, or raise Conflict (`stale_trainer`) or FutureRound. Changes nothing."""
+        """Return whether a push's step is open or already committed. Raises Conflict (`stale_trainer`), FutureRound."""
         check_member(self.members, rank, incarnation)
         steps = self._steps[rank]
-        may_skip_steps = steps.may_skip_steps and not steps.staged.is_complete  # else it is about to be taken
+        may_skip_steps = steps.may_skip_steps and not steps.staged.is_complete  # else it is about to be committed
         return admit(step, steps.open, max(step, steps.open) if may_skip_steps else steps.open)
 
     def skip_lost_steps(self, rank: Rank, step: Round) -> int:
-        """Open the step of an admitted push; returns how many before it this pserver has lost with an earlier life."""
+        """Open the step of an admitted push. Returns how many steps before it this pserver has lost in a restart."""
         steps = self._steps[rank]
         num_lost = step - steps.open
         if num_lost <= 0 or not steps.may_skip_steps:
@@ -115,8 +119,10 @@ class Clocks(Generic[Payload]):
         return num_lost
 
     def check_delay(self, rank: Rank, step: Round, computed_on: Round) -> None:
-        """Raise `delay_exceeded` if the gradient of `step` was computed on parameters that are too old, FutureRound
-        if on some that this trainer cannot have got."""
+        """Raise `delay_exceeded` if the gradient of `step` was computed on parameters that are too old.
+
+        Raises FutureRound if it was computed on parameters that this trainer cannot have.
+        """
         if computed_on >= step:
             raise FutureRound(f"step {step} cannot have been computed on version {computed_on}", current=step - 1)
         oldest = oldest_start(step, self._rules.max_delay)
@@ -135,7 +141,7 @@ class Clocks(Generic[Payload]):
         computed_on: Round | None,
         num_slots: int = 0,
     ) -> int:
-        """Stage one admitted push of the open step; returns how many blocks are new. See `Contribution.stage`."""
+        """Stage one admitted push of the open step. Returns how many blocks are new. See `Contribution.stage`."""
         steps = self._steps[rank]
         num_new = steps.staged.stage(rank, steps.open, blocks, num_blocks, hyper_parameters, num_slots=num_slots)
         if steps.staged.computed_on is None:
@@ -143,31 +149,31 @@ class Clocks(Generic[Payload]):
         return num_new
 
     def stage_slots(self, rank: Rank, slots: Mapping[str, Payload | StepState]) -> int:
-        """Stage slots that a trainer has loaded, with its open step; returns how many are new."""
+        """Stage optimizer state that a trainer has loaded, with its open step. Returns how many slots are new."""
         steps = self._steps[rank]
         return steps.staged.stage_slots(rank, steps.open, slots)
 
     def commit(self, rank: Rank) -> Committed[Payload]:
-        """Take the complete contribution of the open step, to be queued as a whole; the next step opens."""
+        """Commit the complete contribution of the open step, to be queued as a whole; the next step opens."""
         steps = self._steps[rank]
         assert steps.staged.is_complete
         self.num_committed += 1
-        taken = Committed(rank, steps.open, steps.staged, steps, self.num_committed)
+        committed = Committed(rank, steps.open, steps.staged, steps, self.num_committed)
         steps.open += 1
-        steps.may_skip_steps = False  # from here on the trainer's steps come one after another
+        steps.may_skip_steps = False  # from now on the trainer's steps come one after another
         steps.staged = Contribution()
-        steps.unapplied[taken.step] = len(taken.contribution.blocks)
+        steps.unapplied[committed.step] = len(committed.contribution.blocks)
         self._advance(steps)
-        return taken
+        return committed
 
-    def count_applied_block(self, taken: Committed[Payload]) -> bool:
-        """One block of it is applied; returns whether that completed a step."""
-        taken.steps.unapplied[taken.step] -= 1
-        return self._advance(taken.steps)
+    def count_applied_block(self, committed: Committed[Payload]) -> bool:
+        """Count one applied block of a contribution. Returns whether it completed a step."""
+        committed.steps.unapplied[committed.step] -= 1
+        return self._advance(committed.steps)
 
     def _advance(self, steps: TrainerSteps[Payload]) -> bool:
         before = steps.clock
-        # In order: a later step may be complete first, if it has no gradient for a block that is slow.
+        # In order: a later step without a gradient for a slow block may be complete first.
         while steps.unapplied.get(steps.clock + 1) == 0:
             steps.clock += 1
             del steps.unapplied[steps.clock]
@@ -175,28 +181,28 @@ class Clocks(Generic[Payload]):
         return steps.clock > before
 
     def find_missing(self, rank: Rank, step: Round) -> list[Rank]:
-        """Whose updates a get of this trainer after its `step` has to wait for; nobody's: it may be answered.
+        """Return the ranks whose updates a pull of this trainer after its `step` waits for; none if it may be answered.
 
         Raises FutureRound if the step has not been pushed, ContributionMissing if this pserver has lost it.
         """
         steps = self._steps[rank]
         if step >= steps.open:
             if steps.is_restored:
-                raise ContributionMissing(f"this pserver has come back without step {step} of trainer {rank}")
+                raise ContributionMissing(f"this pserver was restarted and has lost step {step} of trainer {rank}")
             raise FutureRound(f"step {step} has not been pushed", current=steps.open)
-        waits = set()
-        if self._rules.wait_for_apply and self._steps[rank].clock < step:
-            waits.add(rank)
+        missing = set()
+        if self._rules.wait_for_apply and steps.clock < step:
+            missing.add(rank)
         if self._rules.max_staleness is not None:
             needed = needed_clock(step, self._rules.max_staleness)
-            waits |= {other for other in self.members if self._steps[other].clock < needed}
-        return sorted(waits)
+            missing |= {other for other in self.members if self._steps[other].clock < needed}
+        return sorted(missing)
 
     def install_members(self, membership: Membership) -> None:
-        """Install a set of members; what those who are gone have staged is dropped, what was taken stays queued.
+        """Install a set of members. Staged contributions of trainers that left are dropped, committed ones stay queued.
 
-        A new life of a rank goes on at its start, which may be behind what the old one has pushed here (then those
-        steps count as taken) or ahead of it.
+        A new incarnation of a rank begins with its start, which may be before the steps that the old one has pushed
+        here (then those count as committed) or after them.
         """
         members = membership.members
         for rank, incarnation in self.members.items():
@@ -219,6 +225,6 @@ class Clocks(Generic[Payload]):
                 self._steps[rank] = known
         self.members = dict(members)
 
-    def pass_to(self, number: int) -> None:
-        """Count as if so many contributions had been taken and applied: others have more. Nothing may be queued."""
+    def set_committed(self, number: int) -> None:
+        """Count this many contributions as committed and applied, as other pservers do. The queues must be empty."""
         self.applied = self.num_committed = number

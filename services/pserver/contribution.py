@@ -1,4 +1,4 @@
-"""One trainer's gradient of one round or step, on its way into the shard. Pure: a staged block is an opaque payload."""
+"""One trainer's gradient of one round or step, while it is staged. Pure: a staged block is an opaque payload."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Payload = TypeVar("Payload")
 
 @dataclass(slots=True)
 class Contribution(Generic[Payload]):
-    """What one trainer has staged here; complete once it has said how many blocks there are."""
+    """The staged part of one trainer's gradient; complete once all announced blocks and slots are staged."""
 
     blocks: dict[str, Payload] = field(default_factory=dict)
-    incarnation: Incarnation = 0  # which life of the trainer it is from
+    incarnation: Incarnation = 0  # of the trainer
     num_blocks: int | None = None
     hyper_parameters: list[HyperParameters] | None = None
     computed_on: Round | None = None  # asynchronous modes: the step after which its parameters were pulled
-    slots: dict[str, Payload | StepState] = field(default_factory=dict)  # that it brings along, if it does
+    slots: dict[str, Payload | StepState] = field(default_factory=dict)  # optimizer state that comes with it
     num_slots: int = 0
 
     @property
     def is_complete(self) -> bool:
-        """Complete and counted are two things: this one says that all of it is here."""
+        """True if all of it is staged. Its batch barrier is counted separately."""
         return self.num_blocks == len(self.blocks) and self.num_slots == len(self.slots)
 
     def stage(
@@ -40,17 +40,17 @@ class Contribution(Generic[Payload]):
         hyper_parameters: list[HyperParameters] | None,
         num_slots: int = 0,
     ) -> int:
-        """Add one push; returns how many of its blocks are new. `rank` and `round_` are for messages.
+        """Stage one push. Returns how many of its blocks are new. `rank` and `round_` are for messages.
 
-        All or nothing: on a ContributionConflict (other bytes or other hyper-parameters under the same identity,
-        or more blocks than the trainer said) nothing is staged. `num_slots` is said together with `num_blocks`.
+        A ContributionConflict (other bytes or hyper-parameters for the same block or round, or more blocks than
+        announced) stages nothing. `num_slots` comes with `num_blocks`.
         """
         _check_same(self.blocks, blocks, f"trainer {rank} pushed other bytes for block", round_)
         new = {name: payload for name, payload in blocks.items() if name not in self.blocks}
         total = self.num_blocks if num_blocks is None else num_blocks
         if total is not None and (total < len(self.blocks) + len(new) or self.num_blocks not in (None, total)):
             raise ContributionConflict(
-                f"trainer {rank} pushed more blocks in round {round_} than it said, or said two numbers",
+                f"trainer {rank} pushed more blocks in round {round_} than it announced, or announced two numbers",
                 expected=self.num_blocks if self.num_blocks is not None else total,
                 actual=max(total, len(self.blocks) + len(new)),
             )
@@ -64,7 +64,7 @@ class Contribution(Generic[Payload]):
         return len(new)
 
     def stage_slots(self, rank: Rank, round_: Round, slots: Mapping[str, Payload | StepState]) -> int:
-        """Add one push of slots; returns how many of them are new. All or nothing, as `stage`."""
+        """Stage one push of optimizer state. Returns how many of its slots are new. All or nothing, as `stage`."""
         _check_same(self.slots, slots, f"trainer {rank} pushed something else for", round_)
         num_slots = len(self.slots.keys() | slots.keys())
         self._check_slots(rank, round_, num_slots, max(num_slots, self.num_slots))
@@ -72,12 +72,12 @@ class Contribution(Generic[Payload]):
         self.slots.update(slots)
         return num_new
 
-    def _check_slots(self, rank: Rank, round_: Round, staged: int, said: int) -> None:
-        if staged > said or (self.num_blocks is not None and said != self.num_slots):
+    def _check_slots(self, rank: Rank, round_: Round, staged: int, announced: int) -> None:
+        if staged > announced or (self.num_blocks is not None and announced != self.num_slots):
             raise ContributionConflict(
-                f"trainer {rank} pushed more slots in round {round_} than it said, or said two numbers",
-                expected=said if self.num_blocks is None else self.num_slots,
-                actual=max(staged, said),
+                f"trainer {rank} pushed more slots in round {round_} than it announced, or announced two numbers",
+                expected=announced if self.num_blocks is None else self.num_slots,
+                actual=max(staged, announced),
             )
 
 

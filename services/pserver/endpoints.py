@@ -1,6 +1,6 @@
 """The binary endpoints: raw ASGI, because a path operation would cost more than the request.
 
-Each one parses the fence, checks it before the body is read, and hands over to the run.
+Each one parses the fence, checks it before the body is read, and calls the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT
 from ps_protocol.vocabulary import Round
 
 from .bodies import content_length, discard_body, receive_body
-from .limits import WaitingGets
+from .limits import WaitingPulls
 from .pserver import Pserver
 from .run import BarrierKind, PserverRun
 from .sync_run import SyncRun
@@ -31,19 +31,19 @@ MAX_GET_BODY_BYTES = 1024 * 1024
 
 
 class TensorEndpoints:
-    """`send`, `get`, `norm`, `barrier` and `initial` of one pserver, each an ASGI application."""
+    """The tensor requests of one pserver, each an ASGI application."""
 
     def __init__(self, pserver: Pserver) -> None:
         self._pserver = pserver
         self._limits = pserver.limits
-        self._waiting = WaitingGets()
+        self._waiting = WaitingPulls()
 
     async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Push one bucket of gradient blocks for the open round."""
+        """Stage one bucket of gradient blocks, or of optimizer state."""
         await self._receive_blocks(scope, receive, send, initial=False)
 
     async def initial(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Upload one bucket of initial values and buffers."""
+        """Store one bucket of initial values and buffers."""
         await self._receive_blocks(scope, receive, send, initial=True)
 
     async def _receive_blocks(self, scope: Scope, receive: Receive, send: Send, *, initial: bool) -> None:
@@ -79,7 +79,7 @@ class TensorEndpoints:
         await _send_json(send, answer.model_dump_json())
 
     async def buffers(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the buffers that live here."""
+        """Answer with this shard's buffers."""
         await discard_body(receive)
         fence = Fence.from_headers(_headers(scope))
         run = self._pserver.run
@@ -88,7 +88,7 @@ class TensorEndpoints:
             await _send_parts(scope, send, (await run.get_buffers(fence)).parts)
 
     async def slots(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer those of the optimizer's slots that are named in the body (a JSON list), or what there is."""
+        """Answer with the slots named in the body (a JSON list), or with the names of all."""
         fence = Fence.from_headers(_headers(scope))
         run = self._pserver.run
         keys = await _receive_names(receive)
@@ -99,38 +99,43 @@ class TensorEndpoints:
         run.pulled_bytes += sum(map(len, parts))
 
     async def norm(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the norm of this shard's part of a round's gradient, or take the global one.
+        """Answer with the norm of this shard's part of a round's gradient, or accept the global one.
 
-        The batch barrier may ride on it.
+        The request may carry the batch barrier.
         """
         headers = _headers(scope)
         await discard_body(receive)
         fence = Fence.from_headers(headers)
         wait_seconds = _wait_seconds(headers)
         norm = _norm(headers)
-        self._pserver.run.check_fence(fence)
-        run = _clipping(self._pserver.run)
-        _count_riding_barrier(run, fence, headers)
+        run = self._pserver.run
+        run.check_fence(fence)
+        if not isinstance(run, SyncRun) or run.install.max_grad_norm is None:
+            raise Conflict(
+                "the gradients of this run are not clipped, so that rounds have no norm (max_grad_norm)",
+                code="mode_mismatch",
+            )
+        _count_carried_barrier(run, fence, headers)
         async with self._waiting.place(fence.rank):
             answer = await run.get_norm(fence, wait_seconds, norm)
         await _send_json(send, answer.model_dump_json())
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one version of the shard, or of the blocks named in the body (a JSON list)."""
+        """Answer with one version of the shard, or of the blocks named in the body (a JSON list)."""
         headers = _headers(scope)
         fence = Fence.from_headers(headers)
         run = self._pserver.run
         wait_seconds = _wait_seconds(headers)
-        have = _have(headers)
+        base = _base_version(headers)
         norm = _norm(headers)
         names = await _receive_names(receive)
         run.check_fence(fence)
         run.check_names(names)
-        _count_riding_barrier(run, fence, headers)  # last, since a request that is refused must not have counted
+        _count_carried_barrier(run, fence, headers)  # last, since a refused request must not count
         async with self._waiting.place(fence.rank):
             reply = await run.get(fence, wait_seconds, names, norm)
             run.transports.add(scope["http_version"])
-            parts = reply.parts_for(have)
+            parts = reply.parts_for(base)
             async with reply.reading():
                 await _send_parts(scope, send, parts)
         run.pulled_bytes += sum(map(len, parts))
@@ -140,6 +145,10 @@ def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
+def _bad_header(name: str, problem: str, expected: str, actual: str | None) -> BadInput:
+    return BadInput(f"the header {name} {problem}", code="bad_header", expected=expected, actual=actual and actual[:40])
+
+
 def _barrier_kind(headers: dict[str, str]) -> BarrierKind:
     match headers.get(BARRIER_HEADER):
         case "batch":
@@ -147,37 +156,22 @@ def _barrier_kind(headers: dict[str, str]) -> BarrierKind:
         case "fetch":
             return "fetch"
         case other:
-            raise BadInput(
-                f"the header {BARRIER_HEADER} names no barrier",
-                code="bad_header", expected="batch or fetch", actual=other,
-            )  # fmt: skip
+            raise _bad_header(BARRIER_HEADER, "names no barrier", "batch or fetch", other)
 
 
-def _clipping(run: PserverRun) -> SyncRun:
-    if not isinstance(run, SyncRun) or run.install.max_grad_norm is None:
-        raise Conflict(
-            "the gradients of this run are not clipped, so that rounds have no norm (max_grad_norm)",
-            code="mode_mismatch",
-        )
-    return run
-
-
-def _count_riding_barrier(run: PserverRun, fence: Fence, headers: dict[str, str]) -> None:
+def _count_carried_barrier(run: PserverRun, fence: Fence, headers: dict[str, str]) -> None:
     is_finite = _is_finite(headers)
     if BARRIER_HEADER not in headers:
         return
     if _barrier_kind(headers) != "batch":
-        raise BadInput("only the batch barrier may ride on another request", code="bad_header", expected="batch")
+        raise BadInput("other requests may carry the batch barrier only", code="bad_header", expected="batch")
     run.count_barrier(fence, "batch", is_finite=is_finite)
 
 
 def _is_finite(headers: dict[str, str]) -> bool:
     verdict = headers.get(VERDICT_HEADER)
     if verdict not in (None, "finite", "nonfinite"):
-        raise BadInput(
-            f"the header {VERDICT_HEADER} is no verdict",
-            code="bad_header", expected="finite or nonfinite", actual=verdict[:40],
-        )  # fmt: skip
+        raise _bad_header(VERDICT_HEADER, "is no verdict", "finite or nonfinite", verdict)
     return verdict != "nonfinite"
 
 
@@ -188,19 +182,16 @@ def _wait_seconds(headers: dict[str, str]) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= MAX_WAIT_SECONDS:
-        raise BadInput(
-            f"the header {WAIT_HEADER} is no time to wait",
-            code="bad_header", expected=f"0 to {MAX_WAIT_SECONDS:g}", actual=text[:40],
-        )  # fmt: skip
+        raise _bad_header(WAIT_HEADER, "is no time to wait", f"0 to {MAX_WAIT_SECONDS:g}", text)
     return seconds
 
 
-def _have(headers: dict[str, str]) -> Round | None:
+def _base_version(headers: dict[str, str]) -> Round | None:
     text = headers.get(HAVE_HEADER)
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
-        raise BadInput(f"the header {HAVE_HEADER} is no round", code="bad_header", expected="digits", actual=text[:40])
+        raise _bad_header(HAVE_HEADER, "is no round", "digits", text)
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""What the newest applied rounds, or steps, were made of: for changes of members, and for a pserver that comes back."""
+"""The history of the newest applied rounds, or steps, for changes of members and for a restored pserver."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 @dataclass(slots=True)
 class History:
-    """By round: whose contributions are in it, and for whose the round stepped nothing, if any.
+    """By round: the ranks whose contributions it contains, and the ranks because of which it stepped nothing, if any.
 
-    In asynchronous modes instead, by rank: the newest step that was taken, and which life it came from.
+    In asynchronous modes instead, by rank: the incarnation and the number of the newest committed step.
     """
 
     participants: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
@@ -32,13 +32,13 @@ class History:
         ranks: tuple[Rank, ...],
         nonfinite: tuple[Rank, ...],
         norm: ShardNorm | None = None,
-        numbers: Sequence[HyperParameters] = (),
+        hyper_parameters: Sequence[HyperParameters] = (),
         *,
         keep: int,
     ) -> None:
-        """A round was applied; of those before it `keep` - 1 are remembered.
+        """Add an applied round, and forget those before the newest `keep` rounds.
 
-        One that was passed over makes none forgotten: they may not be over on other pservers.
+        A round without contributions makes none forgotten, since other pservers may still work on those.
         """
         self.participants[round_] = ranks
         if nonfinite:
@@ -46,14 +46,14 @@ class History:
         if norm is not None:
             self.norms[round_] = norm
         if ranks:
-            self.scaler = find_scaler(numbers)
+            self.scaler = find_scaler(hyper_parameters)
         known: dict[Round, Any]
         for known in (self.participants, self.nonfinite, self.norms) if ranks else ():
             for old in [old for old in known if old <= round_ - keep]:
                 del known[old]
 
     def outcome(self, round_: Round) -> dict[str, str]:
-        """Return the metadata of the answer with this version: the skipped rounds, and the state of the GradScaler.
+        """Return the metadata of the reply with this version: the skipped rounds, and the state of the GradScaler.
 
         >>> History(nonfinite={6: (1,), 7: (0,)}).outcome(7)
         {'skipped_for': '[0]', 'skipped_before': '{"6": [1]}'}
@@ -69,34 +69,36 @@ class History:
         return metadata
 
     def adopt_outcomes(self, other: History) -> None:
-        """What trainers are told of another run's rounds, whoever took part in them: this one goes on from there."""
+        """Add the outcomes that trainers receive of another run's rounds, from which this run resumes."""
         self.nonfinite.update(other.nonfinite)
         self.scaler = other.scaler
 
     def copy(self) -> History:
-        """Another one with the same content."""
+        """Return a copy."""
         return History(dict(self.participants), dict(self.nonfinite), dict(self.steps), dict(self.norms), self.scaler)
 
     def to_json(self) -> str:
-        """As it stands in a checkpoint."""
+        """Return the text that a checkpoint contains."""
         scalers = {} if self.scaler is None else {0: [self.scaler[name] for name in SCALER_NUMBERS]}
         every = (self.participants, self.nonfinite, self.steps, self.norms, scalers)
         return json.dumps([list(known.items()) for known in every])
 
     @classmethod
     def from_json(cls, text: str) -> History:
-        """The same back.
+        """Return the history in such a text.
 
         >>> History.from_json(History({7: (0, 1)}, {7: (1,)}).to_json())
         History(participants={7: (0, 1)}, nonfinite={7: (1,)}, steps={}, norms={}, scaler=None)
         """
         every = json.loads(text)
-        *rest, norms, scalers = every + [[]] * (5 - len(every))  # before there were norms, and before GradScalers
+        *rest, norms, scalers = every + [[]] * (5 - len(every))  # earlier versions lack norms, or GradScalers
         participants, nonfinite, steps = ({key: tuple(values) for key, values in items} for items in rest)
         return cls(
             participants,
             nonfinite,
             steps,
             {round_: ShardNorm(*norm) for round_, norm in norms},
-            dict(zip(SCALER_NUMBERS, scalers[-1][1], strict=True)) if scalers else None,  # once there were several
+            dict(zip(SCALER_NUMBERS, scalers[-1][1], strict=True))
+            if scalers
+            else None,  # earlier versions have several
         )

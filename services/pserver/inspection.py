@@ -1,4 +1,7 @@
-"""Looking into a shard: values, slots and statistics of blocks, or all of it. Never waits longer than it is told to."""
+"""Reads of a shard for people: values, slots and statistics of blocks, or all of it.
+
+People ask the coordinator, which asks the pservers.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,15 @@ from .statistics import describe_values
 
 
 async def read_blocks(run: PserverRun, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
-    """A frame of these blocks, all of one version: that of a round, if one is named, else the newest.
+    """Return a frame of these blocks, all of one version: that of a round, if one is named, else the newest.
 
-    Raises StaleRound if the round is over, RoundPending if it is not reached in so many seconds.
+    Raises StaleRound if the round is over, RoundPending if it is not reached within `seconds`.
     """
     return await _read(run, names, round_, seconds, lambda metadata: run.shard.encode(names, metadata))
 
 
 async def read_slots(run: PserverRun, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
-    """The same of the optimizer's slots: see `Shard.encode_slots`."""
+    """Return a frame of the optimizer's slots of these blocks, as `read_blocks`: see `Shard.encode_slots`."""
     return await _read(run, names, round_, seconds, lambda metadata: run.shard.encode_slots(names, metadata))
 
 
@@ -44,9 +47,9 @@ async def _read(
 
 
 async def read_shard(run: PserverRun, round_: Round | None, seconds: float) -> list[bytes]:
-    """The same of all blocks and buffers that live here, in plan order, the blocks first.
+    """Return a frame of all blocks and buffers in plan order, the blocks first, as `read_blocks`.
 
-    In asynchronous modes it is a cut between contributions; the metadata says whose steps are in it.
+    In asynchronous modes all blocks contain the same contributions, which the metadata names.
     """
     _check(run, ())
     return await run.read_after_round(round_, run.shard.encode_all, seconds)
@@ -55,7 +58,7 @@ async def read_shard(run: PserverRun, round_: Round | None, seconds: float) -> l
 async def describe_blocks(
     run: PserverRun, names: Sequence[str], thread: ComputeExecutor, copies: Copies, seconds: float
 ) -> list[Statistics]:
-    """Statistics of each of these blocks after its next update; without one in so many seconds, as it is now.
+    """Return statistics of each of these blocks after its next update, or as it is if there is none within `seconds`.
 
     They are computed on a thread of their own, from copies: the updates wait for the copies only. Raises TryAgain.
     """
@@ -83,33 +86,33 @@ BINARY: dict[int | str, dict[str, Any]] = {
     200: {"content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 }
 
-Names: TypeAlias = Annotated[list[Name], Query(max_length=MAX_TENSORS, description="of blocks")]
+Names: TypeAlias = Annotated[list[Name], Query(max_length=MAX_TENSORS, description="names of blocks")]
 AtRound: TypeAlias = Annotated[
-    OrdinalText | None, Query(alias="round", description="that is not over; else the newest")
+    OrdinalText | None, Query(alias="round", description="a round that is not over; default: the newest")
 ]
-Seconds: TypeAlias = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="to wait for the round")]
+Seconds: TypeAlias = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait for the round")]
 
 
 def add_inspection_routes(app: FastAPI, pserver: Pserver, large: LargeReplies) -> None:
-    """Add them; large replies share the places of `large`."""
+    """Add the routes that read the shard. Large replies share the places of `large`."""
     thread, copies = ComputeExecutor(), Copies()
 
     @app.get(routes.BLOCKS, tags=["inspection"], response_class=Response, responses=BINARY)
     async def blocks(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
-        """Blocks, all of one version, which stands in the metadata."""
+        """Return blocks, all of one version, which the metadata names."""
         return LargeReply(large, lambda: read_blocks(pserver.run, name, at, wait_seconds), CONTENT_TYPE)
 
     @app.get(routes.SLOTS, tags=["inspection"], response_class=Response, responses=BINARY)
     async def slots(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
-        """The optimizer's slots of these blocks, `{slot}/{block}` each, and in the metadata the steps of each."""
+        """Return the slots `{slot}/{block}` of these blocks; the metadata contains the steps of each block."""
         return LargeReply(large, lambda: read_slots(pserver.run, name, at, wait_seconds), CONTENT_TYPE)
 
     @app.get(routes.SHARD, tags=["inspection"], response_class=Response, responses=BINARY)
     async def shard(at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
-        """All blocks and buffers that live here, of one version."""
+        """Return all blocks and buffers of this shard, of one version."""
         return LargeReply(large, lambda: read_shard(pserver.run, at, wait_seconds), CONTENT_TYPE)
 
     @app.get(routes.BLOCK_STATISTICS, tags=["inspection"])
     async def statistics(name: Names, wait_seconds: Seconds = 0.0) -> Sequence[Statistics]:
-        """Statistics of each of these blocks, if there is one in that time after its next update."""
+        """Return statistics of each of these blocks after its next update, or as it is if there is none in time."""
         return await describe_blocks(pserver.run, name, thread, copies, wait_seconds)

@@ -1,21 +1,20 @@
-"""Where each block of a shard lies in the shard's flat float32 tensors.
+"""The position of each block in a shard's flat float32 tensors.
 
-All flat tensors of a shard (values, gradient, every slot) share one layout: by parameter group, then in plan order,
-so that the optimizer steps a whole group with one call.
+All flat tensors of a shard (values, gradient, every slot) share one layout: by parameter group, then in plan order, so
+that the optimizer steps a whole group with one call.
 
-Results must not depend on how parameters were cut. A SIMD kernel works on 8 or 16 elements at a time and on the
-last few of a tensor one by one, and there the compiler fuses multiplications and additions differently: SGD with
-momentum, Adam and AdamW round those elements differently. So each element keeps the offset modulo 64 that it has
-in its parameter, a block is stepped in whole windows of 64 elements, and only the parameter's own last window is
-shorter:
+Results must not depend on the slicing of parameters. A SIMD kernel processes 8 or 16 elements at a time and the last
+few of a tensor one by one, and the compiler fuses multiplications and additions of the latter differently: SGD with
+momentum, Adam and AdamW round them differently. So each element keeps its offset modulo 64 in its parameter, a block is
+stepped in whole windows of 64 elements, and only the parameter's own last window is shorter:
 
     parameter of 150 elements     |0      64      128  150|
     block 0, elements [0, 75)     |xxxxxxx|x......|            stepped as [0, 128)
     block 1, elements [75, 150)           |.xxxxxx|xxxx|       stepped as [64, 150)
 
-Thus every window is computed exactly as `torch.optim` computes it on the whole parameter, whatever the cuts, the
-number of pservers, the vector width (at most 64 elements) and the number of threads (torch gives each thread whole
-cache lines). The dots are padding: zeros at first, stepped along, never read.
+Thus every window is computed exactly as `torch.optim` computes it on the whole parameter, for any slicing, number of
+pservers, vector width (at most 64 elements) and number of threads (torch gives each thread whole cache lines). The dots
+are padding: zeros at first, stepped along, never read.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from ps_protocol.wire_types import WireTensor
 class BlockPlace:
     """One block in the flat tensors; all positions count elements of the flat tensor.
 
-    `[begin, end)` are the block's own elements, `[step_begin, step_end)` what an update rule is run over;
-    the flat tensor is this block's from `step_begin`, a multiple of 64, to `padded_end`, the next one.
+    `[begin, end)` are the block's own elements, `[step_begin, step_end)` those that an update rule steps. The block
+    occupies the flat tensor from `step_begin`, a multiple of 64, to `padded_end`, the next one.
     """
 
     name: str
@@ -40,8 +39,8 @@ class BlockPlace:
     group: int
     is_mean: bool  # the update rule is MEAN: pushes contain values instead of gradients
     dtype: str  # the parameter's, by safetensors' name; the flat tensor is float32
-    pushed: tuple[WireTensor, ...]  # what a gradient of it is on the wire
-    pulled: str  # dtype of what trainers get
+    pushed: tuple[WireTensor, ...]  # the tensors of its gradient on the wire
+    pulled: str  # the dtype that trainers pull
     begin: int
     end: int
     step_begin: int
@@ -50,12 +49,12 @@ class BlockPlace:
 
     @property
     def has_master(self) -> bool:
-        """Whether the flat tensor holds more than the parameter's dtype does."""
+        """True if the flat tensor is more precise than the parameter's dtype."""
         return self.dtype != "F32"
 
 
 class ShardLayout:
-    """The places of one pserver's blocks, and the length that its flat tensors need."""
+    """The places of one pserver's blocks, and the length of its flat tensors."""
 
     def __init__(self, plan: SlicePlan, pserver: PserverIndex) -> None:
         blocks = plan.shards[pserver]

@@ -1,4 +1,8 @@
-"""A shard's optimizer blocks: slots, step states, and the runs in which they are stepped."""
+"""A shard's optimizer state, the ranges in which blocks are stepped, and state that a trainer loads.
+
+A trainer loads optimizer state, such as that of a checkpoint of its own, with its next contribution. It is staged and
+logged with the gradient and loaded before the step. So a round loads it on all pservers or on none.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ from .tensors import StagedBlock, view_bytes
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """Of the blocks in `states`; a slot of theirs that is not in `tensors` is empty."""
+    """Optimizer state of the blocks in `states`; a slot of theirs that is not in `tensors` is empty."""
 
     states: Mapping[str, StepState]
     tensors: Mapping[str, Tensor]  # by `{slot}/{block}`, of shape (num_elements,), float32; only read
 
     @classmethod
     def from_staged(cls, staged: Mapping[str, StagedBlock | StepState]) -> LoadedState | None:
-        """What a contribution holds; views of what was received. None if it holds none."""
+        """Return the state in a contribution, as views of the received bodies, or None if there is none."""
         if not staged:
             return None
         states = {split_key(key)[1]: state for key, state in staged.items() if isinstance(state, StepState)}
@@ -35,16 +39,16 @@ class LoadedState:
         return cls(states, tensors)
 
     def describe(self) -> str:
-        """As it stands in the log, with `parts` behind it."""
+        """Return the description that the log contains, with `parts` behind it."""
         return json.dumps([write_states(self.states), list(self.tensors)])
 
     def parts(self) -> list[memoryview]:
-        """The bytes of all tensors, not copied."""
+        """Return the bytes of all tensors, not copied."""
         return [view_bytes(tensor) for tensor in self.tensors.values()]
 
     @classmethod
     def from_log(cls, description: str, data: memoryview, layout: ShardLayout) -> tuple[LoadedState, memoryview]:
-        """The same back, from the end of a record's data, and what is before it."""
+        """Return the state at the end of a record's data, and the data before it."""
         states, keys = json.loads(description)
         tensors: dict[str, Tensor] = {}
         for key in reversed(keys):
@@ -55,23 +59,23 @@ class LoadedState:
 
 
 def find_loaded(contributions: Sequence[Mapping[str, StagedBlock | StepState]]) -> LoadedState | None:
-    """Those that a round takes: of the lowest rank that has any."""
+    """Return the state that a round loads: that of the lowest rank with any."""
     return next(filter(None, map(LoadedState.from_staged, contributions)), None)
 
 
 @dataclass(slots=True)
 class _Stepped:
-    """Blocks of one group in one state, and the flat ranges that they make up."""
+    """Blocks of one group in one state, and their flat ranges."""
 
     names: list[str] = field(default_factory=list)
     runs: list[tuple[int, int]] = field(default_factory=list)
 
 
 class OptimizerBlocks:
-    """Owns the slots, flat float32 tensors of the shard's layout that are allocated when first needed, and the
-    step states, one a block, because a parameter without a gradient is skipped as `torch.optim` does.
+    """The slots and the step states of a shard's blocks.
 
-    Synchronous, not thread-safe.
+    Slots are flat float32 tensors of the shard's layout that are allocated when first needed. Each block has a step
+    state, because a parameter without a gradient is skipped, as in `torch.optim`. Synchronous, not thread-safe.
     """
 
     def __init__(self, layout: ShardLayout, spec: OptimizerSpec) -> None:
@@ -79,7 +83,7 @@ class OptimizerBlocks:
         self._layout = layout
         self._slots: dict[str, Tensor] = {}
         self._states = dict.fromkeys(layout.place, StepState())
-        # The same by counter, where each counts for itself; by None what a block had before any of them stepped it.
+        # By counter, where each has its own steps; by None the state before any counter stepped the block.
         self._counted: dict[tuple[Rank | None, str], StepState] = {}
 
     def apply(
@@ -91,12 +95,12 @@ class OptimizerBlocks:
         *,
         counter: Rank | None = None,
     ) -> None:
-        """Step the blocks named in `present`, once; of buffers the gradient holds the pushed values.
+        """Step the blocks named in `present`, once.
 
-        `values` and `gradient` are flat float32 tensors of the layout; `values` is written, `gradient` read
-        where blocks are present. `hyper_parameters` holds one checked dictionary for each parameter group. Steps
-        are counted for each block, or with a `counter` for each block and counter; the slots are one. A counter that
-        is new begins with the steps that a block had before any counter stepped it.
+        `values` and `gradient` are flat float32 tensors of the layout; `values` is written, `gradient` read where
+        blocks are present. For buffers it contains the pushed values. `hyper_parameters` has one checked dictionary for
+        each parameter group. Steps are counted for each block, or with a `counter` for each block and counter; counters
+        share the slots. A new counter begins with the steps of the block before any counter stepped it.
         """
         if counter is None:
             self._counted.clear()  # such a step counts for all
@@ -130,18 +134,18 @@ class OptimizerBlocks:
         return counted._replace(has_momentum=self._states[name].has_momentum)  # the slot is one for all
 
     def slots(self) -> dict[str, Tensor]:
-        """The slots allocated so far, by torch's name; flat float32 tensors of the layout, not copies."""
+        """Return the slots allocated so far, by torch's name: flat float32 tensors of the layout, not copies."""
         return dict(self._slots)
 
     def states(self, counter: Rank | None = None) -> dict[str, StepState]:
-        """The step state of every block, by block name: the `counter`'s own where it has stepped the block."""
+        """Return the step state of every block: the `counter`'s own where it has stepped the block."""
         if counter is None:
             return dict(self._states)
         counted = {name: self._counted.get((counter, name), state) for name, state in self._states.items()}
         return {name: self._own_state(name, state) for name, state in counted.items()}
 
     def counted(self) -> dict[tuple[Rank | None, str], StepState]:
-        """The step states of all counters by counter and block name, those before any of them by None."""
+        """Return the step states of all counters by counter and block; those before any counter are under None."""
         return dict(self._counted)
 
     def load(
@@ -150,18 +154,18 @@ class OptimizerBlocks:
         states: Mapping[str, StepState],
         counted: Mapping[tuple[Rank | None, str], StepState],
     ) -> None:
-        """Take over slots, which are copied, and all counts.
+        """Replace the slots, which are copied, and all counts.
 
-        Earlier versions, whose counters all began with nothing, have no states by None.
+        Counters of earlier versions began at 0, and their files contain no states under None.
         """
         self._slots = {name: slot.clone() for name, slot in slots.items()}
         self._states = dict(states)
         self._counted = {(None, name): FRESH for _, name in counted} | dict(counted)
 
     def load_blocks(self, states: Mapping[str, StepState], slots: Mapping[str, Tensor]) -> None:
-        """Give these blocks other counts and slots: `{slot}/{block}`, tensors of shape (num_elements,), are copied.
+        """Replace the counts and slots of these blocks. `{slot}/{block}` tensors of shape (num_elements,) are copied.
 
-        A slot of theirs that is not among these is empty. Every counter begins again with these counts.
+        A slot of theirs that is not among these becomes empty. Every counter begins with these counts.
         """
         for name in states:
             place = self._layout.place[name]
@@ -180,7 +184,10 @@ class OptimizerBlocks:
         return sum(slot.nbytes for slot in self._slots.values())
 
     def _find_runs(self, present: frozenset[str]) -> dict[tuple[int, StepState], _Stepped]:
-        """Present blocks by group and state; adjacent ones share a run, unless a parameter ends within a window."""
+        """Return the present blocks by group and state.
+
+        Adjacent blocks share a run, unless a parameter ends within a window between them.
+        """
         found: dict[tuple[int, StepState], _Stepped] = {}
         places = self._layout.places
         if len(present) < len(places):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ PIECE = 1 << 18  # elements: 1 MiB of float32
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Parallel lists of 1-D float32 views: what one call steps. All have the same `state`."""
+    """Parallel lists of 1-D float32 views that one call steps. All have the same `state`."""
 
     values: list[Tensor]
     gradients: list[Tensor]  # not written
@@ -46,19 +47,22 @@ class Operands:
     state: StepState
 
     def scalars(self, value: float) -> list[Tensor]:
-        """A 0-dimensional float32 tensor for each view, as torch wants the numbers that it counts itself."""
+        """Return a 0-dimensional float32 tensor for each view, the form of torch's own step counts."""
         return list(torch.full((len(self.values),), value, dtype=torch.float32).unbind())
 
     def stepped(self) -> StepState:
-        """The state after one more step."""
+        """Return the state after one more step."""
         return self.state._replace(steps=self.state.steps + 1)
+
+
+Step: TypeAlias = Callable[[Operands, Options], StepState]  # writes values and slots, returns the new state
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """How one optimizer steps; which slots that needs is in `ps_protocol.slots`."""
+    """The step function of one optimizer; `ps_protocol.slots` has the slots that it needs."""
 
-    step: Callable[[Operands, Options], StepState]  # writes values and slots, returns the new state
+    step: Step
     max_elements: int | None = PIECE  # of one view; None if one call may step any number
 
 
@@ -75,12 +79,17 @@ def _step_sgd(on: Operands, options: Options) -> StepState:
     return on.state._replace(has_momentum=True)
 
 
-def _step_adam(on: Operands, options: Options) -> StepState:
-    adam(
-        on.values, on.gradients, on.slots["exp_avg"], on.slots["exp_avg_sq"], on.slots.get("max_exp_avg_sq", []),
-        on.scalars(on.state.steps), fused=True, **_split_betas(options),
-    )  # fmt: skip
-    return on.stepped()
+def _make_step(function: Callable[..., None], *slots: str, fused: bool = False) -> Step:
+    """Return the step of a torch function that takes these slots, in this order, and the step counts."""
+    implementation = {"fused": True} if fused else {"foreach": False}
+
+    def step(on: Operands, options: Options) -> StepState:
+        tensors = (on.slots.get(name, []) for name in slots)
+        counts = on.scalars(on.state.steps)
+        function(on.values, on.gradients, *tensors, counts, **implementation, **_split_betas(options))
+        return on.stepped()
+
+    return step
 
 
 def _step_adagrad(on: Operands, options: Options) -> StepState:
@@ -89,30 +98,6 @@ def _step_adagrad(on: Operands, options: Options) -> StepState:
         for slot in on.slots["sum"]:
             slot.fill_(options["initial_accumulator_value"])
     adagrad(on.values, on.gradients, on.slots["sum"], on.scalars(on.state.steps), fused=True, **numbers)
-    return on.stepped()
-
-
-def _step_rmsprop(on: Operands, options: Options) -> StepState:
-    rmsprop(
-        on.values, on.gradients, on.slots["square_avg"], on.slots.get("grad_avg", []),
-        on.slots.get("momentum_buffer", []), on.scalars(on.state.steps), foreach=False, **options,
-    )  # fmt: skip
-    return on.stepped()
-
-
-def _step_adadelta(on: Operands, options: Options) -> StepState:
-    adadelta(
-        on.values, on.gradients, on.slots["square_avg"], on.slots["acc_delta"], on.scalars(on.state.steps),
-        foreach=False, **options,
-    )  # fmt: skip
-    return on.stepped()
-
-
-def _step_adamax(on: Operands, options: Options) -> StepState:
-    adamax(
-        on.values, on.gradients, on.slots["exp_avg"], on.slots["exp_inf"], on.scalars(on.state.steps),
-        foreach=False, **_split_betas(options),
-    )  # fmt: skip
     return on.stepped()
 
 
@@ -125,14 +110,6 @@ def _step_nadam(on: Operands, options: Options) -> StepState:
     return on.stepped()._replace(mu_product=mu_products[0].item())
 
 
-def _step_radam(on: Operands, options: Options) -> StepState:
-    radam(
-        on.values, on.gradients, on.slots["exp_avg"], on.slots["exp_avg_sq"], on.scalars(on.state.steps),
-        foreach=False, **_split_betas(options),
-    )  # fmt: skip
-    return on.stepped()
-
-
 def _step_mean(on: Operands, options: Options) -> StepState:
     for value, pushed in zip(on.values, on.gradients, strict=True):
         # Infinity minus infinity is not a number, and a buffer may begin with infinity.
@@ -141,20 +118,23 @@ def _step_mean(on: Operands, options: Options) -> StepState:
 
 
 def _split_betas(options: Options) -> Options:
-    numbers = dict(options)
-    numbers["beta1"], numbers["beta2"] = numbers.pop("betas")
-    return numbers
+    if "betas" not in options:
+        return options
+    beta1, beta2 = options["betas"]
+    return {**{name: value for name, value in options.items() if name != "betas"}, "beta1": beta1, "beta2": beta2}
 
+
+_ADAM = UpdateRule(_make_step(adam, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", fused=True), max_elements=None)
 
 UPDATE_RULES: Mapping[str, UpdateRule] = {
     MEAN: UpdateRule(_step_mean, max_elements=None),
     "SGD": UpdateRule(_step_sgd, max_elements=None),
-    "Adam": UpdateRule(_step_adam, max_elements=None),
-    "AdamW": UpdateRule(_step_adam, max_elements=None),  # a flag tells them apart
+    "Adam": _ADAM,
+    "AdamW": _ADAM,  # a flag tells them apart
     "Adagrad": UpdateRule(_step_adagrad, max_elements=None),
-    "RMSprop": UpdateRule(_step_rmsprop),
-    "Adadelta": UpdateRule(_step_adadelta),
-    "Adamax": UpdateRule(_step_adamax),
+    "RMSprop": UpdateRule(_make_step(rmsprop, "square_avg", "grad_avg", "momentum_buffer")),
+    "Adadelta": UpdateRule(_make_step(adadelta, "square_avg", "acc_delta")),
+    "Adamax": UpdateRule(_make_step(adamax, "exp_avg", "exp_inf")),
     "NAdam": UpdateRule(_step_nadam),
-    "RAdam": UpdateRule(_step_radam),
+    "RAdam": UpdateRule(_make_step(radam, "exp_avg", "exp_avg_sq")),
 }

@@ -68,7 +68,7 @@ class Pauses:
 
     @property
     def may_commit(self) -> bool:
-        """Whether a contribution may be committed now."""
+        """True if a contribution may be committed now."""
         return self._task is None and (self._num_waiting == 0 or self._owes_turn)
 
     def note_commit(self) -> None:

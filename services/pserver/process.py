@@ -1,4 +1,4 @@
-"""The pserver as a process: its settings in, its exit code out."""
+"""The pserver as a process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = get_logger()
 
 
 def main(settings: PserverSettings) -> int:
-    """Serve until stopped or until the run is over; returns the exit code."""
+    """Serve until stopped or until the run is over. Returns the exit code."""
     configure_logs("pserver", settings.log_format, settings.log_level)
     log.info("starting")  # everything is imported
     arm_failpoints(settings.failpoints or "")

@@ -57,11 +57,11 @@ log = get_logger()
 Ranges = list[tuple[Round, Round]]  # first and last
 
 MAX_ENDED_RUNS = 1000
-FRAME_ROOM_BYTES = 1024  # what a frame needs beside the one block in it
+FRAME_ROOM_BYTES = 1024  # of a frame, besides the one block in it
 
 
 class Pserver:
-    """Who this process is (assigned by the coordinator) and what it holds. Lives on the event loop."""
+    """The identity of this process, which the coordinator assigns, and its run. Lives on the event loop."""
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class Pserver:
         self.in_flight = in_flight or InFlight(limits.max_body_bytes)
         self._compute = compute
         self._metrics = metrics
+        self.is_stopping = False  # the shard is being persisted before the process ends
+        self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
         self._run: PserverRun | None = None
-        self._changes = MembershipChanges()  # of the run that is served, or was asked for last
+        self._changes = MembershipChanges()  # of the served run, or of the run in the newest request
         self._installing = asyncio.Lock()
-        self.is_stopping = False  # it writes down what it holds, and ends
         self._searching: tuple[Any, asyncio.Task[Ranges]] | None = None
-        self._has_opened_folder = disk is None  # into the folder: before that it cannot say what it holds
-        self.heartbeat_is_due = asyncio.Event()  # for the next heartbeat, which should come at once
-        # The newest of this process, so that a late installation brings none of them back.
+        self._has_opened_folder = disk is None  # before that the contents of the folder are unknown
+        # The newest runs of this process, so that a late installation restarts none of them.
         self._ended_runs: deque[str] = deque(maxlen=MAX_ENDED_RUNS)
         metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
         metrics.in_flight_bytes.set_function(lambda: self.in_flight.num_bytes)
@@ -108,19 +108,19 @@ class Pserver:
 
     @property
     def run(self) -> PserverRun:
-        """The current run, or NotReady."""
+        """The current run. Raises NotReady without one."""
         if self._run is None:
             raise NotReady("this pserver has no run yet", waiting_for="the cluster to be complete")
         return self._run
 
     async def open_folder(self, index: PserverIndex | None) -> HeldRun | None:
-        """Before a registration: end what is served, take the folder, and restore what it holds.
+        """Before a registration: end the current run, lock the folder, and restore the run in it.
 
-        Raises FolderTaken if another process holds it, StorageFailed if it cannot be used, and TryAgain if what it
-        holds cannot be read now: only what is damaged is passed over.
+        Damaged files are passed over. Raises FolderTaken if another process holds the folder, StorageFailed if it
+        cannot be used, and TryAgain if its contents cannot be read now.
         """
         async with self._installing:
-            await self._replace_run(None, StalePserver("this pserver is registered anew"))
+            await self._replace_run(None, StalePserver("this pserver is being registered again"))
             self._changes = MembershipChanges()
             if self.disk is None:
                 return None
@@ -128,14 +128,14 @@ class Pserver:
                 await asyncio.to_thread(self.disk.open, self.index if index is None else index)
             except OSError as error:
                 if self.disk.folder is not None:
-                    raise TryAgain(f"what this pserver holds cannot be read: {error}") from error
+                    raise TryAgain(f"the state of this pserver cannot be read: {error}") from error
                 text = f"the folder for the pserver's state cannot be used: {error} (state_dir)"
                 raise StorageFailed(text) from error
             self._has_opened_folder = True
             return self.disk.held
 
     async def adopt_identity(self, answer: PserverRegistered) -> None:
-        """Take the identity that the coordinator gave; a run of an earlier identity is dropped.
+        """Adopt the identity that the coordinator assigned; a run of an earlier identity is dropped.
 
         Raises FolderTaken if another process holds the folder of this index, StorageFailed if it cannot be written.
         """
@@ -147,16 +147,16 @@ class Pserver:
             if self.disk is not None:
                 await self._write_identity(self.disk, answer)
             identity = f"pserver {answer.index} incarnation {answer.incarnation}"
-            await self._replace_run(None, StalePserver("this pserver was registered anew", current=identity))
+            await self._replace_run(None, StalePserver("this pserver was registered again", current=identity))
 
     async def _write_identity(self, disk: Disk, answer: PserverRegistered) -> None:
         try:
             await asyncio.to_thread(disk.write_incarnation, answer.index, answer.incarnation)
         except OSError as error:
-            raise StorageFailed(f"pserver {answer.index} cannot write down who it is: {error} (state_dir)") from error
+            raise StorageFailed(f"pserver {answer.index} cannot write its identity: {error} (state_dir)") from error
 
     async def _replace_run(self, run: PserverRun | None, reason: GradpostError) -> None:
-        """Whoever still sends to the old run or waits in it is told the reason, also in the middle of a body."""
+        """Replace the run. Requests to the old one, also in the middle of a body, fail with the reason."""
         old, self._run = self._run, run
         if run is not None:
             run.writer.heartbeat_is_due = self.heartbeat_is_due
@@ -164,14 +164,14 @@ class Pserver:
         self.pool.free_idle()
         if old is not None:
             await old.end(reason)
-            await old.finish()  # nothing of it writes to the disk any more
+            await old.finish()  # it writes nothing to the disk any more
 
     async def install_run(self, message: InstallRun) -> None:
-        """Start serving a run; the same installation again changes nothing, except that newer members are taken."""
+        """Start serving a run. A repeated installation changes nothing but the members, if they are newer."""
         async with self._installing:
             if message.incarnation != self.incarnation or self.index is None:
                 raise StalePserver(
-                    "this installation was meant for another life of this pserver",
+                    "this installation was meant for another incarnation of this pserver",
                     expected=self.incarnation, actual=message.incarnation,
                 )  # fmt: skip
             await self._install_run(message)
@@ -181,15 +181,10 @@ class Pserver:
         if current is not None and (current.install.run, current.install.attempt) == (message.run, message.attempt):
             if current.install.plan != message.plan:
                 raise Conflict("this run was installed with another plan")
-            await self._change_members(
-                current,
-                InstallMembers(
-                    run=message.run,
-                    attempt=message.attempt,
-                    number=message.number,
-                    membership=message.membership,
-                ),
+            members = InstallMembers(
+                run=message.run, attempt=message.attempt, number=message.number, membership=message.membership
             )
+            await self._change_members(current, members)
             return
         if current is not None and current.install.run == message.run and message.attempt < current.install.attempt:
             raise StaleRun("this attempt has been rolled back", current=current.install.attempt)
@@ -199,10 +194,10 @@ class Pserver:
         changes = self._changes_of(message.run)
         changes.check_change(message.number)
         plan = SlicePlan.from_json(message.plan)
-        self._check_size(plan, self.index)  # before the shard takes memory
+        self._check_size(plan, self.index)  # before the shard is allocated
         if current is not None and current.install.run != message.run:
             self._ended_runs.append(current.install.run)
-        del current  # its shard goes before another is made
+        del current  # its shard is freed before another is allocated
         await self._replace_run(None, StaleRun("this pserver serves another run now", current=message.run))
         reach_failpoint("open.before")
         storage, restored = await self._open_storage(message)
@@ -229,14 +224,12 @@ class Pserver:
         except DamagedFile as error:
             raise StorageFailed(f"pserver {self.index} cannot restore its shard: {error}") from error
         except OSError as error:
-            # A place that is busy, a disk that is full: the coordinator tries again, and ends that after some time.
-            self._has_opened_folder = (
-                self.disk.held is not None
-            )  # a run that was served until now has to be found again
+            # The place may be busy, or the disk full: the coordinator retries, until a time-out.
+            self._has_opened_folder = self.disk.held is not None  # a run that was served has to be found again
             raise TryAgain(f"pserver {self.index} cannot open the state of the run: {error}") from error
 
     def _check_size(self, plan: SlicePlan, index: PserverIndex) -> None:
-        """Refuse a plan with something that no frame could bring here."""
+        """Raise BadModel for a plan with a block or buffer that no frame could contain."""
         most = self.limits.max_body_bytes - FRAME_ROOM_BYTES
         items = [(block.name, plan.block_bytes(block)) for block in plan.shards[index]]
         items += [(spec.name, spec.num_bytes) for spec in plan.buffers if spec.pserver == index]
@@ -244,14 +237,13 @@ class Pserver:
             if num_bytes > most:
                 raise BadModel(
                     f"{name!r} does not fit into one frame of pserver {index}; raise its GRADPOST_MAX_BODY_BYTES",
-                    expected=f"<= {most} bytes",
-                    actual=num_bytes,
-                )
+                    expected=f"<= {most} bytes", actual=num_bytes,
+                )  # fmt: skip
 
     async def install_members(self, message: InstallMembers) -> None:
-        """Take over the members of the run that is served, or its failure, which ends every wait.
+        """Install the members of the current run, or its failure, which ends every wait.
 
-        Those of another run or attempt, and those of an earlier change, change nothing.
+        Messages for another run or attempt, and of an earlier change, change nothing.
         """
         run = await self._opened_run()
         if run is None or (message.run, message.attempt) != (run.install.run, run.install.attempt):
@@ -270,10 +262,11 @@ class Pserver:
             await run.install_members(message)
 
     async def freeze(self, message: Freeze) -> FrozenRounds:
-        """Begin a change of members: stand still until its end, or that of a later one.
+        """Begin a change of members: hold every barrier back until the end of this change, or of a later one.
 
-        Raises Conflict if it is late, StaleRun and NotReady if another attempt or nothing of the run is here. Then,
-        too, the end of an earlier change does nothing any more: this one is decided on that.
+        Raises Conflict if it is late, StaleRun if this pserver has another attempt, NotReady if it has nothing of the
+        run. In all these cases the end of an earlier change has no effect any more: this change is decided on its
+        answers.
         """
         reach_failpoint("freeze.before")
         run = await self._opened_run()
@@ -290,14 +283,14 @@ class Pserver:
         return frozen
 
     async def _opened_run(self) -> PserverRun | None:
-        """The run that is served, once none is being opened or looked for: that one is neither served nor held.
+        """Return the current run, after a running installation or search.
 
-        Raises TryAgain before this process has looked into its folder, or while it cannot: it listens a little earlier.
+        Raises TryAgain before the folder is opened, or while it cannot be read: requests arrive a little earlier.
         """
         async with self._installing:
             if not self._has_opened_folder:
                 if self.disk is None or self.disk.folder is None:
-                    raise TryAgain("this pserver has not looked into its folder yet")
+                    raise TryAgain("this pserver has not opened its folder yet")
                 try:
                     await asyncio.to_thread(self.disk.open, self.index)
                 except OSError as error:
@@ -306,7 +299,7 @@ class Pserver:
             return self._run
 
     def _freeze_held(self, message: Freeze) -> FrozenRounds:
-        """Where the run stands that was found on the disk: nothing is staged, and nothing counts yet."""
+        """Return the progress of the run on the disk, of which nothing is staged."""
         held = None if self.disk is None else self.disk.held
         if held is None or held.run != message.run:
             raise NotReady("this pserver holds nothing of the run", waiting_for="an installation")
@@ -315,11 +308,11 @@ class Pserver:
         return held.rounds
 
     async def find_restorable(self, run: str, newest: Round | None = None) -> Ranges:
-        """Return the ranges of rounds to which a run can go back here, whether it is served or found on the disk.
+        """Return the ranges of rounds to which a run can go back, whether it is served or on the disk.
 
-        With `newest` the checkpoint that leads to that round is read, and left out if it is damaged. If this process
-        holds nothing of the run, the ranges are the complete checkpoints. Reading may take longer than a request: a
-        request that is repeated meanwhile waits for the same answer.
+        With `newest` the checkpoint that leads to that round is read, and left out if it is damaged. Without the run
+        the ranges are the complete checkpoints. Reading may take longer than a request: a repeated request waits for
+        the same result.
         """
         served = await self._opened_run()
         if served is not None and served.install.run == run:
@@ -329,22 +322,22 @@ class Pserver:
         if self.disk.held is not None and self.disk.held.run == run:
             return await self._search(self.disk.find_restorable, newest)
         if self.index is None:
-            raise NotReady("this pserver does not know yet who it is", waiting_for="its registration")
+            raise NotReady("this pserver is not registered yet", waiting_for="its registration")
         return await self._search(self.disk.find_checkpoints, run, self.index)
 
-    async def _search(self, look: Callable[..., Ranges], *arguments: Any) -> Ranges:
-        key = (self._changes.ended, look, *arguments)  # what was found before rounds went on is old
+    async def _search(self, find: Callable[..., Ranges], *arguments: Any) -> Ranges:
+        key = (self._changes.ended, find, *arguments)  # a later change of members makes the result stale
         if self._searching is None or self._searching[0] != key or self._searching[1].done():
-            self._searching = key, asyncio.create_task(asyncio.to_thread(look, *arguments), name="look for checkpoints")
+            self._searching = key, asyncio.create_task(asyncio.to_thread(find, *arguments), name="find checkpoints")
         try:
             return await asyncio.shield(self._searching[1])
         except OSError as error:
-            raise StorageFailed(f"pserver {self.index} cannot look for checkpoints: {error}") from error
+            raise StorageFailed(f"pserver {self.index} cannot read its checkpoints: {error}") from error
 
     async def want_checkpoint(self, message: WantCheckpoint) -> None:
         """Write a checkpoint after a round: see `PserverRun.want_checkpoint`.
 
-        That of a run that is over is written when this returns; else it raises StorageFailed.
+        The last checkpoint of a run is written when this returns. Raises StorageFailed if it could not be written.
         """
         run = self.run
         if run.install.run != message.run:
@@ -357,11 +350,11 @@ class Pserver:
             run.storage.is_over = True
 
     def readiness(self) -> str | None:
-        """What is missing before this process can serve, or None."""
+        """Return the step that is missing before this process can serve, or None."""
         return "registration with the coordinator" if self.index is None else None
 
     def make_heartbeat(self) -> PserverHeartbeat:
-        """What the coordinator is told regularly."""
+        """Return the message that the coordinator gets regularly."""
         run = self._run
         return PserverHeartbeat(
             incarnation=self.incarnation or 0,
@@ -379,22 +372,22 @@ class Pserver:
         )
 
     async def stop(self) -> None:
-        """Before the process ends: answer whoever waits, and write down what is held."""
+        """Before the process ends: end the waiting requests, and persist the shard."""
         if self._run is not None:
             await self._run.stop()
 
     def handle_heartbeat_reply(self, reply: PserverHeartbeatReply, heartbeat: PserverHeartbeat) -> None:
-        """Take over what the coordinator says of the run, in answer to this heartbeat."""
+        """Note the coordinator's notice and its complete checkpoints, in answer to this heartbeat."""
         run = self._run
         if run is None:
             return
         run.notice = reply.notice
-        is_of_this = (heartbeat.run, heartbeat.attempt) == (run.install.run, run.install.attempt)
-        if reply.complete is not None and is_of_this:  # else it may be of rounds that have been undone since
+        is_current = (heartbeat.run, heartbeat.attempt) == (run.install.run, run.install.attempt)
+        if reply.complete is not None and is_current:  # else its rounds may have been rolled back since
             run.writer.update_complete(reply.complete, tuple(file.round for file in heartbeat.checkpoints))
 
     async def describe_state(self, *, with_digest: bool) -> PserverState:
-        """A picture for inspection; the digest reads the whole shard and is made on request only."""
+        """Return the state for inspection. The digest reads the whole shard."""
         run = self._run
         if run is None:
             return PserverState(
@@ -411,10 +404,7 @@ class Pserver:
             **run.describe_trainers(),
             missing=tuple(run.missing),
             waiting_seconds=run.waiting_seconds,
-            num_blocks=len(run.plan.shards[run.index]),
-            shard_bytes=run.plan.shard_bytes(run.index),
-            pushed_bytes=run.pushed_bytes,
-            pulled_bytes=run.pulled_bytes,
+            **run.describe_amounts(),
             transports=tuple(sorted(run.transports)),
             digest=await run.digest() if with_digest else None,
             failure=run.failure.to_problem() if run.failure else None,

@@ -1,13 +1,13 @@
-"""What trainers have of a shard whose pulls are quantised differences: beside the values, and a little off them.
+"""The values that trainers have of a shard whose pulls are quantised deltas: close to the shard's own values.
 
-After each round a stepped block is published: the difference between its values and what trainers have is rounded to
-eight bits, and added to the latter here as it is there. What the rounding lacks stays in the values, so that it is in
-the next difference.
+After each round a stepped block is published: the delta between its values and the published ones is rounded to eight
+bits, and added to the published values here as it is in every trainer. The rounding error stays in the values, so that
+the next delta contains it.
 
     values ──(values - published)──► integers, scales ──► published += integers * scales     here, and in every trainer
 
-Error feedback: see `trainer_client/encoding.py`. Differences to a copy that the receiver has, too: Mishchenko et al.
-2019, "Distributed Learning with Compressed Gradient Differences" (arXiv:1901.09269).
+Error feedback: see `trainer_client/encoding.py`. Deltas to a copy that the receiver has, too: Mishchenko et al. 2019,
+"Distributed Learning with Compressed Gradient Differences" (arXiv:1901.09269).
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ BorrowedTensor = tuple[WireTensor, memoryview]
 
 
 class Published:
-    """Flat float32 of the shard's layout, and the newest differences: 1.3 shards. Only float32 parameters have any."""
+    """Flat float32 values of the shard's layout, and the newest deltas, which only float32 parameters have.
+
+    Takes the memory of 1.3 shards.
+    """
 
     def __init__(self, layout: ShardLayout, exact: Tensor) -> None:
         """`exact` are the shard's values, only read."""
@@ -37,50 +40,50 @@ class Published:
         self._specs = {
             p.name: quantised(p.name, p.block.num_elements) for p in layout.places if p.dtype == "F32" and not p.is_mean
         }
-        self._differences = {
+        self._deltas = {
             name: [torch.empty(count, dtype=TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]
             for name, tensors in self._specs.items()
         }
-        self._newest: list[str] = []  # blocks whose difference leads from the round before to this one
+        self._newest: list[str] = []  # blocks with a delta from the round before to this one
 
-    def set(self, name: str) -> None:
-        """Publish a block as it is."""
+    def publish_whole(self, name: str) -> None:
+        """Publish a block's values as they are."""
         place = self._layout.place[name]
         self.values[place.begin : place.end] = self._exact[place.begin : place.end]
 
     def load(self, values: Tensor | None) -> None:
-        """Go on with what trainers had, or with the values."""
+        """Resume with published values, or with the shard's."""
         self.values.copy_(self._exact if values is None else values)
         self.discard_deltas()
 
     def discard_deltas(self) -> None:
-        """Publish this round as it is, to all.
+        """Publish this round whole, to all trainers.
 
-        That of an earlier life of the pserver has to be: a trainer that was being sent all of it, and not to the end,
-        has something between two rounds, which it overwrites, but could add nothing to.
+        A restored round needs that: a trainer that had received a part of it has values between two rounds, which it
+        can overwrite, but not add a delta to.
         """
         self._newest.clear()
 
-    def follow(self, stepped: Collection[str], loaded: Collection[str] = ()) -> None:
-        """Publish the blocks that a round has stepped as differences.
+    def publish_round(self, stepped: Collection[str], loaded: Collection[str] = ()) -> None:
+        """Publish the blocks that a round has stepped, as deltas.
 
-        Blocks whose difference is not finite, and those with `loaded` values, are published whole.
+        Blocks whose delta is not finite, and blocks with `loaded` values, are published whole.
         """
         self.discard_deltas()
         for name in loaded:
-            self.set(name)
+            self.publish_whole(name)
         for name in stepped:
             if name in loaded:
                 continue
-            if name in self._differences and self._compute_delta(self._layout.place[name]):
+            if name in self._deltas and self._publish_delta(self._layout.place[name]):
                 self._newest.append(name)
             else:
-                self.set(name)
+                self.publish_whole(name)
 
-    def _compute_delta(self, place: BlockPlace) -> bool:
-        """Whether there is one: not if it is infinite, or no number."""
+    def _publish_delta(self, place: BlockPlace) -> bool:
+        """Publish a block's delta if it is finite. Return whether it is."""
         exact, published = self._exact[place.begin : place.end], self.values[place.begin : place.end]
-        integers, scales = self._differences[place.name]
+        integers, scales = self._deltas[place.name]
         for elements, groups in pieces(len(exact)):
             quantise(exact[elements] - published[elements], integers[elements], scales[groups])
         if not scales.isfinite().all():
@@ -89,8 +92,8 @@ class Published:
         return True
 
     def borrow_deltas(self) -> dict[str, Sequence[BorrowedTensor]]:
-        """The newest by block: views that hold until the next round."""
+        """Return the newest deltas by block: views that are valid until the next round."""
         return {
-            name: list(zip(self._specs[name], map(view_bytes, self._differences[name]), strict=True))
+            name: list(zip(self._specs[name], map(view_bytes, self._deltas[name]), strict=True))
             for name in self._newest
         }

@@ -1,4 +1,4 @@
-"""What each trainer was given, so that the staleness of its gradients can be measured and compensated."""
+"""Staleness in the asynchronous modes: each trainer's pulls measure it, and two methods compensate for it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from ps_protocol.vocabulary import Rank, Round
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """The state of the shard that was handed out."""
+    """The state of the shard that a trainer pulled."""
 
-    versions: Mapping[str, int]  # of each block: how many updates it had had
-    values: Tensor | None = None  # flat float32 copy of the shard, only where it is needed (DC-ASGD)
+    versions: Mapping[str, int]  # updates of each block
+    values: Tensor | None = None  # flat float32 copy of the shard, where it is needed (DC-ASGD)
 
 
 class Pulls:
-    """The pulls of every trainer, by the step that it had completed; what is too old to be computed on is forgotten.
+    """The pulls of every trainer, by its completed step; a pull too old to be computed on is dropped.
 
-    With DC-ASGD each holds a copy of the shard: (max_delay + 2) float32 shards a trainer at most, besides those that
-    queued updates were computed on.
-
-    A pserver that has come back does not know what trainers have pulled from its earlier life: until they pull again,
-    that counts as `restored`, the state in which it came back.
+    With DC-ASGD each pull contains a copy of the shard: at most (max_delay + 2) float32 shards for each trainer,
+    besides the pulls that queued updates were computed on. A restored pserver does not know the pulls of its earlier
+    incarnation: until a trainer pulls again, they count as `restored`, the state that the pserver began with.
     """
 
     def __init__(self, max_delay: int, restored: Pull | None = None) -> None:
@@ -42,44 +40,42 @@ class Pulls:
         return f"<Pulls [{kept}]>"
 
     def record_pull(self, rank: Rank, step: Round, pull: Pull) -> None:
-        """A get after `step` is answered; asked again, the newer answer counts."""
+        """Record the pull after `step`, in place of an earlier one after that step."""
         pulls = self._pulls.setdefault(rank, {})
         pulls[step] = pull
-        # The oldest that the next pushed step may still name.
-        oldest = oldest_start(step + 1, self._max_delay)
+        oldest = oldest_start(step + 1, self._max_delay)  # that the next step may have been computed on
         for old in [known for known in pulls if known < oldest]:
             del pulls[old]
 
     def find_pull(self, rank: Rank, step: Round) -> Pull:
-        """What the trainer got after `step`; raises StaleRound if it got nothing then."""
+        """Return the trainer's pull after `step`. Raises StaleRound if there is none."""
         known = self._pulls.get(rank, {})
         pull = known.get(step)
         if pull is None and self._restored is not None and step < min(known, default=step + 1):
             return self._restored
         if pull is None:
             raise StaleRound(
-                f"trainer {rank} got no parameters after its step {step}, or newer ones since",
-                current=sorted(self._pulls.get(rank, {})),
+                f"trainer {rank} pulled no parameters after its step {step}, or newer ones since", current=sorted(known)
             )
         return pull
 
     def forget_trainer(self, rank: Rank) -> None:
-        """The trainer is gone."""
+        """Drop the pulls of a trainer that left."""
         self._pulls.pop(rank, None)
 
 
-def divide_rates(numbers: Sequence[HyperParameters], staleness: int) -> list[HyperParameters]:
-    """Return the groups' numbers with every rate divided by the staleness, which counts as 1 at least.
+def divide_rates(hyper_parameters: Sequence[HyperParameters], staleness: int) -> list[HyperParameters]:
+    """Return the groups' hyper-parameters with every learning rate divided by the staleness, or by 1 if it is 0.
 
     Zhang, Gupta, Lian, Liu: Staleness-aware async-SGD for distributed deep learning (IJCAI 2016), eq. 6.
     """
-    return [{**group, "lr": group["lr"] / max(1, staleness)} for group in numbers if "lr" in group]  # type: ignore[operator]
+    return [{**group, "lr": group["lr"] / max(1, staleness)} for group in hyper_parameters if "lr" in group]  # type: ignore[operator]
 
 
 def compensate_gradient(gradient: Tensor, values: Tensor, pulled: Tensor, strength: float) -> Tensor:
-    """DC-ASGD: `g + λ·g⊙g⊙(w - w_pulled)`, the gradient as it would roughly be on today's values.
+    """Return the DC-ASGD gradient `g + λ·g⊙g⊙(w - w_pulled)`, an estimate of the gradient on the current values.
 
-    All tensors are of one block, of shape (num_elements,), and are only read. Returns a new float32 tensor.
+    All tensors are of one block, of shape (num_elements,), and are only read. The result is a new float32 tensor.
 
     Zheng et al.: Asynchronous stochastic gradient descent with delay compensation (ICML 2017), eq. 10.
     """

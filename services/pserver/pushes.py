@@ -1,4 +1,4 @@
-"""Reading a received push: which blocks and numbers it holds, checked against the plan before anything is staged."""
+"""Reading of received pushes: their blocks and numbers, checked against the plan before anything is staged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tensors import StagedBlock
 
 
 def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
-    """The blocks of a pushed body by name, without a copy. Raises BadInput."""
+    """Return the blocks of a pushed body by name, without a copy. Raises BadInput."""
     entries = {entry.name: entry for entry in body.frame.tensors}
     blocks: dict[str, StagedBlock] = {}
     for name in entries:
@@ -53,7 +53,7 @@ def read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dic
 
 
 def read_initial_blocks(body: Body, layout: ShardLayout, *, skip: Collection[str] = ()) -> dict[str, StagedBlock]:
-    """Blocks in their parameters' own dtypes; tensors called as in `skip` are left out. Raises the same."""
+    """Return blocks in their parameters' own dtypes, without the tensors named in `skip`. Raises BadInput."""
     entries = {entry.name: entry for entry in body.frame.tensors if entry.name not in skip}
     blocks = {}
     for name in entries:
@@ -73,7 +73,7 @@ def _read_block(
         entry = entries.get(name)
         if entry is None:
             raise BadInput(
-                f"the push has a part of a block, and lacks {name!r}",
+                f"the push contains a part of a block, but not {name!r}",
                 code="malformed_frame", expected=f"{dtype} {list(shape)}",
             )  # fmt: skip
         if entry.dtype != dtype:
@@ -85,7 +85,7 @@ def _read_block(
 
 
 def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntry]:
-    """Those tensors of a body that are buffers of this pserver. Raises BadInput."""
+    """Return the tensors of a body that are buffers of this pserver. Raises BadInput."""
     entries = [entry for entry in body.frame.tensors if entry.name in specs]
     for entry in entries:
         spec = specs[entry.name]
@@ -100,29 +100,29 @@ def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntr
 
 
 def read_num_slots(metadata: Mapping[str, str]) -> int:
-    """How many slots and step states belong to a contribution, as its last push says. Raises BadInput."""
+    """Return the number of slots and step states in a contribution, from its last push. Raises BadInput."""
     return _read_number(metadata, NUM_SLOTS_KEY, max_digits=9) or 0
 
 
 def read_completion(
     metadata: Mapping[str, str], optimizer: OptimizerSpec
 ) -> tuple[int | None, list[HyperParameters] | None]:
-    """What the last push of a contribution says: its number of blocks, and the optimizer's numbers.
+    """Return the number of blocks and the hyper-parameters of a contribution, from its last push.
 
-    Nothing for the pushes before it. Raises BadInput.
+    Earlier pushes have neither. Raises BadInput.
     """
     num_blocks = _read_number(metadata, NUM_BLOCKS_KEY, max_digits=9)
     if num_blocks is None:
         return None, None
     try:
-        numbers = json.loads(metadata.get(HYPER_PARAMETERS_KEY, "null"))
+        hyper_parameters = json.loads(metadata.get(HYPER_PARAMETERS_KEY, "null"))
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{HYPER_PARAMETERS_KEY} is not JSON: {error}", code="bad_hyper_parameters") from None
-    return num_blocks, check_hyper_parameters(optimizer, numbers)
+    return num_blocks, check_hyper_parameters(optimizer, hyper_parameters)
 
 
 def read_computed_on(metadata: Mapping[str, str]) -> Round:
-    """After which step the trainer had pulled what it computed with. Raises BadInput."""
+    """Return the step after which the trainer had pulled the parameters of its gradient. Raises BadInput."""
     step = _read_number(metadata, COMPUTED_ON_KEY, max_digits=18)
     if step is None:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""How gets read a shard that is being updated all the time: three answers to the second question of seed 000."""
+"""Pulls from a shard that is being updated: one reader for each `read_consistency`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from ps_protocol.consistency import ReadConsistency
 from ps_protocol.errors import GradpostError
 from services.runtime.compute import ComputeExecutor
 
-from .block_queue import BlockQueue
+from .block_queue import BlockQueue, Snapshot
 from .pulls import Pull
 from .reply_chunks import ChunkEncoder
 from .shard import Shard
@@ -29,62 +27,55 @@ class Reading:
 
 
 class Reader(ABC):
-    """Reads frames of a shard. With `keep_values` each reading holds a copy of the shard."""
+    """Reads frames of a shard. With `keep_values` each reading holds a copy of the shard's values."""
 
     def __init__(self, shard: Shard, compute: ComputeExecutor, *, keep_values: bool) -> None:
         self._shard = shard
         self._compute = compute
         self._keep_values = keep_values
-        self._closed: GradpostError | None = None
 
     @abstractmethod
     async def read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
-        """A frame of these blocks, or of all."""
+        """Return a frame of these blocks, or of all."""
 
+    @abstractmethod
     def close(self, reason: GradpostError) -> None:
-        """End readings that wait with this reason, and refuse others with it."""
-        self._closed = reason
+        """End waiting reads with this reason, and refuse later ones with it."""
 
-    def _encode(
-        self, names: Collection[str] | None, metadata: Mapping[str, str], encoder: ChunkEncoder | None = None
-    ) -> Reading:
-        # Versions first: what is read may be newer than it says, never older.
+
+class DirectReader(Reader):
+    """`none` and `block`: reads on one thread, the compute thread for `block`, which then is in no update.
+
+    A thread of its own reads while updates are written, so that even one block may be half old and half new.
+    """
+
+    def __init__(self, shard: Shard, compute: ComputeExecutor, *, keep_values: bool, owns_thread: bool) -> None:
+        super().__init__(shard, compute, keep_values=keep_values)
+        self._owns_thread = owns_thread
+        self._encoder = ChunkEncoder(shard.values) if owns_thread else None
+
+    async def read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
+        """Read after the earlier jobs of the thread."""
+        return await self._compute.run(self._read, names, metadata)
+
+    def _read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
+        # Versions first: the values may be newer than they say, never older.
         versions = dict(self._shard.versions)
         values = self._shard.values.clone() if self._keep_values else None
-        return Reading(self._shard.encode(names, metadata, encoder=encoder, pulled=True), Pull(versions, values))
-
-
-class UnsynchronizedReader(Reader):
-    """`none`: a thread of its own reads while updates are written, so that even a block may be half old, half new."""
-
-    def __init__(self, shard: Shard, compute: ComputeExecutor, *, keep_values: bool) -> None:
-        super().__init__(shard, compute, keep_values=keep_values)
-        self._thread = ComputeExecutor()
-        self._encoder = ChunkEncoder(shard.values)
-
-    async def read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
-        """Does not wait for updates."""
-        return await self._thread.run(self._encode, names, metadata, self._encoder)
+        chunks = self._shard.encode(names, metadata, encoder=self._encoder, pulled=True)
+        return Reading(chunks, Pull(versions, values))
 
     def close(self, reason: GradpostError) -> None:
-        """End the thread, too."""
-        super().close(reason)
-        self._thread.close()
-
-
-class BlockReader(Reader):
-    """`block`: one job of the compute thread, which is in no update; but other blocks' updates may be queued yet."""
-
-    async def read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
-        """Waits for the jobs before it."""
-        return await self._compute.run(self._encode, names, metadata)
+        """Close the thread."""
+        if self._owns_thread:
+            self._compute.close()
 
 
 class SnapshotReader(Reader):
-    """`shard`: a marker in all queues at once; each block is copied when its worker gets there.
+    """`shard`: puts a snapshot into all queues at once; each block is copied when its worker gets to it.
 
-    A contribution is put into all queues at once too, so that it is before the marker in all of them or in none. One
-    marker is under way at a time, for all who ask meanwhile: they wait for the next one together.
+    A contribution is put into all queues at once, too, so a snapshot contains all of its blocks or none. One snapshot
+    is made at a time; the reads that arrive meanwhile share the next one.
     """
 
     def __init__(
@@ -93,71 +84,40 @@ class SnapshotReader(Reader):
         super().__init__(shard, compute, keep_values=keep_values)
         self._queues = queues
         self._one_at_a_time = asyncio.Lock()
-        self._next: asyncio.Task[_Snapshot] | None = None
-        self._current: _Snapshot | None = None
+        self._next: asyncio.Task[Snapshot] | None = None
+        self._current: Snapshot | None = None
+        self._closed: GradpostError | None = None
 
     async def read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
-        """Waits until every block's queue has got to the marker; raises Ended if a block has stopped."""
+        """Wait until every block is copied. Raises Ended if a block has stopped."""
         if self._next is None:
-            self._next = asyncio.create_task(self._take_next(), name="snapshot")
+            self._next = asyncio.create_task(self._make_snapshot(), name="snapshot")
         snapshot = await asyncio.shield(self._next)
         return await self._compute.run(self._encode_snapshot, snapshot, names, metadata)
 
-    async def _take_next(self) -> _Snapshot:
+    async def _make_snapshot(self) -> Snapshot:
         async with self._one_at_a_time:
-            self._next = None  # who asks from now on might be too late for this one
-            if (failure := self._closed or self._stopped_block()) is not None:
+            self._next = None  # for later reads this one may be too old
+            failures = [self._closed, *(queue.failure for queue in self._queues.values())]
+            if (failure := next(filter(None, failures), None)) is not None:
                 raise copy.copy(failure)
-            self._current = snapshot = _Snapshot(self._shard, self._compute, len(self._queues))
+            self._current = snapshot = Snapshot(self._shard, self._compute, len(self._queues))
             for queue in self._queues.values():
-                queue.put_marker(snapshot)
+                queue.put_snapshot(snapshot)
             await snapshot.done
             return snapshot
 
-    def _stopped_block(self) -> GradpostError | None:
-        return next((queue.failure for queue in self._queues.values() if queue.failure is not None), None)
-
-    def close(self, reason: GradpostError) -> None:
-        """The queues are closed, too, so that no marker in them will be reached."""
-        super().close(reason)
-        if self._current is not None:
-            self._current.fail(reason)
-
     def _encode_snapshot(
-        self, snapshot: _Snapshot, names: Collection[str] | None, metadata: Mapping[str, str]
+        self, snapshot: Snapshot, names: Collection[str] | None, metadata: Mapping[str, str]
     ) -> Reading:
         chunks = self._shard.encode(names, metadata, encoder=ChunkEncoder(snapshot.values), pulled=True)
         return Reading(chunks, Pull(snapshot.versions, snapshot.values if self._keep_values else None))
 
-
-class _Snapshot:
-    """A copy of the shard that is made block by block; `done` when the last one is copied."""
-
-    def __init__(self, shard: Shard, compute: ComputeExecutor, num_blocks: int) -> None:
-        self.values = torch.empty_like(shard.values)
-        self.versions: dict[str, int] = {}
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._shard = shard
-        self._compute = compute
-        self._num_blocks = num_blocks
-        if num_blocks == 0:
-            self.done.set_result(None)
-
-    async def reached(self, name: str) -> None:
-        """Copy this block."""
-        await self._compute.run(self._copy, name)
-        if len(self.versions) == self._num_blocks and not self.done.done():
-            self.done.set_result(None)
-
-    def _copy(self, name: str) -> None:
-        place = self._shard.layout.place[name]
-        self.values[place.begin : place.end] = self._shard.values[place.begin : place.end]
-        self.versions[name] = self._shard.versions[name]
-
-    def fail(self, error: GradpostError) -> None:
-        """A block has stopped."""
-        if not self.done.done():
-            self.done.set_exception(error)
+    def close(self, reason: GradpostError) -> None:
+        """End the current snapshot, since the queues are closed, too."""
+        self._closed = reason
+        if self._current is not None:
+            self._current.fail(reason)
 
 
 def make_reader(
@@ -168,9 +128,9 @@ def make_reader(
     *,
     keep_values: bool,
 ) -> Reader:
-    """The reader that keeps to what the run asks for."""
+    """Return the reader for this consistency."""
     if consistency == "none":
-        return UnsynchronizedReader(shard, compute, keep_values=keep_values)
+        return DirectReader(shard, ComputeExecutor(), keep_values=keep_values, owns_thread=True)
     if consistency == "block":
-        return BlockReader(shard, compute, keep_values=keep_values)
+        return DirectReader(shard, compute, keep_values=keep_values, owns_thread=False)
     return SnapshotReader(shard, compute, queues, keep_values=keep_values)

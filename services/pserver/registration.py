@@ -1,4 +1,4 @@
-"""How a pserver stays a member: it registers with the coordinator and sends heartbeats, for as long as it lives."""
+"""The registration of a pserver with the coordinator, and its heartbeats."""
 
 from __future__ import annotations
 
@@ -27,52 +27,31 @@ log = get_logger()
 RETRY_SECONDS = 0.5
 TIMEOUT_SECONDS = 5.0
 GOODBYE_SECONDS = 1.0
-LAST_CHECKPOINT_SECONDS = 60.0  # for a place that hangs; what was acknowledged is in the log, too
+LAST_CHECKPOINT_SECONDS = 60.0  # for a place that hangs; the log contains the acknowledged rounds, too
 
 
 class Registration:
-    """One background task; ends when `stop` is set, and sets it when the coordinator says that the run is over."""
+    """One background task. It ends when `stop` is set, and sets it when the coordinator reports the end of the run."""
 
     def __init__(
         self, pserver: Pserver, settings: PserverSettings, http: httpx.AsyncClient, *, local: str | None = None
     ) -> None:
+        self.exit_code = 0
         self._pserver = pserver
         self._local = local  # the name of its Unix socket
         self._settings = settings
         self._http = http
         self._coordinator = settings.coordinator.rstrip("/")
-        self.exit_code = 0
         self._logged = ""  # why the newest registration waits
 
     async def run(self, address: str, stop: asyncio.Event) -> None:
-        """Register `address`, then send heartbeats, three in a lease; register again when we are not known any more."""
+        """Register `address`, then send heartbeats, three in a lease. Register again when the lease has expired."""
         answer = None
         while not stop.is_set():
             answer = await self._register(address, stop)
             if answer is not None:
                 await self._send_heartbeats(answer, stop)
         await self._leave(answer)
-
-    async def _leave(self, registered: PserverRegistered | None) -> None:
-        """Write down what is held. Heartbeats go on until that is done, and say that this pserver will be back."""
-        self._pserver.is_stopping = True
-        stopping, has_stopped = asyncio.create_task(self._stop_pserver(), name="stop"), asyncio.Event()
-        stopping.add_done_callback(lambda _: has_stopped.set())
-        while registered is not None:
-            is_last = has_stopped.is_set()
-            with contextlib.suppress(httpx.TransportError, GradpostError, TimeoutError):  # its lease ends anyhow
-                path = PSERVER_HEARTBEAT.format(index=registered.index)
-                await asyncio.wait_for(self._post(path, self._pserver.make_heartbeat()), GOODBYE_SECONDS)
-            if is_last:
-                break
-            await _wait(heartbeat_period(registered.lease_seconds), has_stopped)
-        await stopping
-
-    async def _stop_pserver(self) -> None:
-        try:
-            await asyncio.wait_for(self._pserver.stop(), LAST_CHECKPOINT_SECONDS)
-        except TimeoutError:
-            log.error("the last checkpoint was not written in time", seconds=LAST_CHECKPOINT_SECONDS)
 
     async def _register(self, address: str, stop: asyncio.Event) -> PserverRegistered | None:
         """Register until the coordinator answers. Return None if it refuses this pserver, or `stop` is set before."""
@@ -108,8 +87,7 @@ class Registration:
             return None
         except GradpostError as error:
             log.error("the coordinator refused this pserver", code=error.code, reason=str(error))
-            self.exit_code = 1
-            stop.set()
+            self._exit(1, stop)
             return None
         await self._pserver.adopt_identity(answer)
         log.info("registered", pserver=answer.index, incarnation=answer.incarnation)
@@ -117,7 +95,7 @@ class Registration:
 
     async def _pause_for_folder(self, stop: asyncio.Event, error: TryAgain) -> None:
         log.error(str(error))
-        await _wait(RETRY_SECONDS, stop)
+        await _wait_for_any(RETRY_SECONDS, stop)
         if stop.is_set():
             raise _Stopping
 
@@ -133,37 +111,60 @@ class Registration:
         if problem != self._logged:
             self._logged = problem
             log.info(problem)
-        await _wait(RETRY_SECONDS, stop)
+        await _wait_for_any(RETRY_SECONDS, stop)
 
     async def _send_heartbeats(self, registered: PserverRegistered, stop: asyncio.Event) -> None:
         path = PSERVER_HEARTBEAT.format(index=registered.index)
-        is_silent = False
-        alone = IsolationTimer(asyncio.get_running_loop().time)
+        is_failing = False
+        isolation = IsolationTimer(asyncio.get_running_loop().time)
         while not stop.is_set():
             self._pserver.heartbeat_is_due.clear()
             heartbeat = self._pserver.make_heartbeat()
             try:
-                body = await self._post(path, heartbeat)
-                reply = PserverHeartbeatReply.model_validate_json(body)
+                reply = PserverHeartbeatReply.model_validate_json(await self._post(path, heartbeat))
             except StalePserver as error:
                 log.warning("the coordinator does not know this pserver any more", reason=str(error))
                 return
-            except (httpx.TransportError, GradpostError, ValueError) as error:  # the latter: a proxy's page, say
-                if not is_silent:
+            except (httpx.TransportError, GradpostError, ValueError) as error:  # ValueError: see `_register`
+                if not is_failing:
                     log.warning("heartbeats fail; training goes on without the coordinator", error=repr(error))
-                is_silent = True
-                if self._settings.exit_when_done and alone.has_expired(self._pserver):
-                    log.error("the coordinator does not come back, and nobody trains (exit_when_done)")
-                    self.exit_code = 1
-                    stop.set()
+                is_failing = True
+                if self._settings.exit_when_done and isolation.has_expired(self._pserver):
+                    log.error("neither the coordinator nor a trainer sends requests; exiting (exit_when_done)")
+                    self._exit(1, stop)
             else:
-                is_silent = False
-                alone.ends()
+                is_failing = False
+                isolation.reset()
                 self._pserver.handle_heartbeat_reply(reply, heartbeat)
                 if reply.stop and self._settings.exit_when_done:
-                    self.exit_code = reply.exit_code
-                    stop.set()
-            await _wait(heartbeat_period(registered.lease_seconds), stop, self._pserver.heartbeat_is_due)
+                    self._exit(reply.exit_code, stop)
+            period = heartbeat_period(registered.lease_seconds)
+            await _wait_for_any(period, stop, self._pserver.heartbeat_is_due)
+
+    def _exit(self, code: int, stop: asyncio.Event) -> None:
+        self.exit_code = code
+        stop.set()
+
+    async def _leave(self, registered: PserverRegistered | None) -> None:
+        """Persist the shard. Heartbeats go on until that is done, and report that this pserver will come back."""
+        self._pserver.is_stopping = True
+        stopping, has_stopped = asyncio.create_task(self._stop_pserver(), name="stop"), asyncio.Event()
+        stopping.add_done_callback(lambda _: has_stopped.set())
+        while registered is not None:
+            is_last = has_stopped.is_set()
+            with contextlib.suppress(httpx.TransportError, GradpostError, TimeoutError):  # its lease expires anyway
+                path = PSERVER_HEARTBEAT.format(index=registered.index)
+                await asyncio.wait_for(self._post(path, self._pserver.make_heartbeat()), GOODBYE_SECONDS)
+            if is_last:
+                break
+            await _wait_for_any(heartbeat_period(registered.lease_seconds), has_stopped)
+        await stopping
+
+    async def _stop_pserver(self) -> None:
+        try:
+            await asyncio.wait_for(self._pserver.stop(), LAST_CHECKPOINT_SECONDS)
+        except TimeoutError:
+            log.error("the last checkpoint was not written in time", seconds=LAST_CHECKPOINT_SECONDS)
 
     async def _post(self, path: str, message: Message) -> bytes:
         response = await self._http.post(
@@ -179,27 +180,27 @@ class _Stopping(Exception):  # noqa: N818 - no error
 
 
 class IsolationTimer:
-    """How long a pserver with a run has heard neither of its coordinator nor of a trainer: both may have gone."""
+    """The time for which a pserver with a run has been without its coordinator and without progress."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._since: float | None = None
         self._round: Round = 0
 
-    def ends(self) -> None:
-        """The coordinator is there."""
+    def reset(self) -> None:
+        """Note an answer of the coordinator."""
         self._since = None
 
     def has_expired(self, pserver: Pserver) -> bool:
-        """Whether it has lasted for as long as anybody waits for anybody. Without a run it is just early."""
+        """Return whether it is longer than the round time-out. A pserver without a run waits indefinitely."""
         state = pserver.make_heartbeat()
         if self._since is None or state.round != self._round:
             self._since, self._round = self._now(), state.round
         return state.run is not None and self._now() - self._since > pserver.run.install.round_timeout_seconds
 
 
-async def _wait(seconds: float, *events: asyncio.Event) -> None:
-    """Until the first of these is set, and so many seconds at most."""
+async def _wait_for_any(seconds: float, *events: asyncio.Event) -> None:
+    """Wait until one of these is set, up to `seconds`."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

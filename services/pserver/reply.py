@@ -1,4 +1,4 @@
-"""The frame of one version, which many trainers read at once; and what it is made of, if that is lent."""
+"""The frame of one version, which many trainers read at once, and the blocks that it is made of."""
 
 from __future__ import annotations
 
@@ -14,52 +14,56 @@ from ps_protocol.routes import SINCE_KEY
 from ps_protocol.vocabulary import Round
 from ps_protocol.wire_types import WireTensor
 
-LARGE_BYTES = 1 << 16  # what is sent as it lies; smaller pieces are joined
+LARGE_BYTES = 1 << 16  # larger tensors are sent without a copy; smaller ones are joined
+GRACE_SECONDS = 0.1  # for readers that are about to end: a trainer that needs these values has sent no barrier yet
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
 Tensor: TypeAlias = tuple[WireTensor, bytes | memoryview]
-NOTHING: Mapping[str, Sequence[Tensor]] = {}
+NO_DELTAS: Mapping[str, Sequence[Tensor]] = {}
 
 
 class VersionedBlocks:
-    """Frames of them are made once, and are the same for everybody."""
+    """The blocks of one version, which are sent whole, or as the change since the version that a trainer has.
+
+    A frame is made once, and is the same for all trainers.
+    """
 
     def __init__(
         self,
         blocks: Sequence[Tensor],
         changed: Mapping[str, Round],
         metadata: Mapping[str, str],
-        before: Round = 0,
-        differences: Mapping[str, Sequence[Tensor]] = NOTHING,
+        base: Round = 0,
+        deltas: Mapping[str, Sequence[Tensor]] = NO_DELTAS,
     ) -> None:
-        """`changed` says of each block in which round it changed last; `differences` are to the round `before`.
+        """`changed` names the round in which each block changed last. `deltas` apply to the version `base`.
 
-        That is what most trainers have.
+        Most trainers have that version.
         """
         self._blocks = blocks
         self._changed = changed
         self._metadata = metadata
-        self._before = before
-        self._differences = differences
+        self._base = base
+        self._deltas = deltas
         self._frames: dict[Round | None, Parts] = {None: _join(blocks, metadata)}
 
-    def parts(self, have: Round | None = None) -> Parts:
-        """A frame for who has all blocks as they were after a round; for who has none, of everything.
+    def parts(self, base: Round | None = None) -> Parts:
+        """Return the frame for a trainer that has all blocks of version `base`; None is a trainer without blocks.
 
-        Its metadata says since when, if something is left out or is a difference.
+        The frame's metadata contains `base` if a block is left out or is a delta.
         """
-        frame = self._frames.get(have)
+        frame = self._frames.get(base)
         if frame is None:
-            assert have is not None
-            newer = [block for block in self._blocks if self._changed[block[0][0]] > have]
-            differences = self._differences if have == self._before else NOTHING
-            if len(newer) == len(self._blocks) and not differences:
+            assert base is not None
+            newer = [block for block in self._blocks if self._changed[block[0][0]] > base]
+            deltas = self._deltas if base == self._base else NO_DELTAS
+            if len(newer) == len(self._blocks) and not deltas:
                 frame = self._frames[None]
             else:
-                tensors = [tensor for block in newer for tensor in differences.get(block[0][0], (block,))]
-                frame = _join(tensors, {**self._metadata, SINCE_KEY: str(have)})
-            if have == self._before:  # others ask seldom, and whoever asks decides what they ask for
-                self._frames[have] = frame
+                tensors = [tensor for block in newer for tensor in deltas.get(block[0][0], (block,))]
+                frame = _join(tensors, {**self._metadata, SINCE_KEY: str(base)})
+            if base == self._base:  # other versions are rare, and a client chooses how many it asks for
+                self._frames[base] = frame
         return frame
 
 
@@ -75,27 +79,27 @@ def _join(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Parts:
     return [*parts, b"".join(small)] if small else parts
 
 
-GRACE_SECONDS = 0.1  # for those who are about to end; whoever may still need these values has not let them be changed
-
-
 @dataclass(slots=True)
 class Reply:
-    """Parts are bytes of its own, or views of the shard's values, which nobody writes before it is called back."""
+    """One version's frame. Its parts are bytes of its own, or borrowed views of the shard's values.
+
+    The values of borrowed views are not written before the reply is revoked.
+    """
 
     round: Round
-    parts: Sequence[bytes | memoryview]
+    parts: Parts
     blocks: VersionedBlocks | None = None
     _readers: set[asyncio.Timeout] = field(default_factory=set)
     _is_free: asyncio.Event = field(default_factory=asyncio.Event)
     _is_revoked: bool = False
 
-    def parts_for(self, have: Round | None) -> Sequence[bytes | memoryview]:
-        """All parts, or fewer for who has the values of a round."""
-        return self.parts if have is None or self.blocks is None else self.blocks.parts(have)
+    def parts_for(self, base: Round | None) -> Parts:
+        """Return all parts, or fewer for a trainer that has the values of version `base`."""
+        return self.parts if base is None or self.blocks is None else self.blocks.parts(base)
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Its parts are read in the block. Raises StaleRound there if they are called back."""
+        """Allow reading the parts within the block. Raises StaleRound there if the reply is revoked."""
         overwritten = StaleRound(f"round {self.round} is being overwritten")
         if self._is_revoked:
             raise overwritten
@@ -114,7 +118,7 @@ class Reply:
                 self._is_free.set()
 
     async def revoke(self) -> None:
-        """Wait until nobody reads it any more; those who go on for long are ended."""
+        """Wait until there are no readers; after a moment the remaining ones are ended."""
         self._is_revoked = True
         loop = asyncio.get_running_loop()
         until = loop.time() + GRACE_SECONDS

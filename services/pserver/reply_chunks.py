@@ -1,4 +1,4 @@
-"""From flat float32 values to the bytes of a reply, with one copy or none."""
+"""Flat float32 values as the bytes of a reply, with one copy or none."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ CHUNK_BYTES = 1 << 20
 
 
 class ChunkEncoder:
-    """Turns blocks of `values`, the shard's flat float32 tensor, into chunks of about 1 MiB."""
+    """Encodes blocks of `values`, the shard's flat float32 tensor, in chunks of about 1 MiB."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
         self._value_bytes = view_bytes(values)
         self._scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-        self._converted = torch.empty(0, dtype=torch.uint8)  # what was lent in another dtype
+        self._converted = torch.empty(0, dtype=torch.uint8)  # borrowed blocks of other dtypes
 
     def encode(self, places: Iterable[BlockPlace], *, pulled: bool = False) -> list[bytes]:
-        """Data of these blocks in the given order, as they are or `pulled`, little-endian, without holes.
+        """Return the data of these blocks in the given order, little-endian, without holes.
 
-        Large blocks are cut and small ones joined.
+        The dtype is the parameter's, or the one that is `pulled`. Large blocks are split and small ones joined.
         """
         chunks: list[bytes] = []
         pieces: list[memoryview] = []  # of the next chunk, not copied yet
@@ -42,7 +42,7 @@ class ChunkEncoder:
                     chunks.append(b"".join(pieces))
                     pieces, size = [], 0
                     continue
-                pieces.append(self._piece(dtype, begin, end, self._scratch, size))
+                pieces.append(self._encode_piece(dtype, begin, end, self._scratch, size))
                 size += width * (end - begin)
                 begin = end
         if pieces:
@@ -50,20 +50,20 @@ class ChunkEncoder:
         return chunks
 
     def borrow(self, places: Iterable[BlockPlace]) -> list[memoryview]:
-        """Data of each block as pulled: views of the values, or of a tensor that is written again next time."""
+        """Return the pulled data of each block: views of the values, or of a tensor that the next call overwrites."""
         places = list(places)
-        others = sum(DTYPE_BYTES[place.pulled] * place.block.num_elements for place in places if place.pulled != "F32")
-        if len(self._converted) < others:
-            self._converted = torch.empty(others, dtype=torch.uint8)
+        num_bytes = sum(DTYPE_BYTES[p.pulled] * p.block.num_elements for p in places if p.pulled != "F32")
+        if len(self._converted) < num_bytes:
+            self._converted = torch.empty(num_bytes, dtype=torch.uint8)
         pieces = []
         offset = 0
         for place in places:
-            pieces.append(self._piece(place.pulled, place.begin, place.end, self._converted, offset))
+            pieces.append(self._encode_piece(place.pulled, place.begin, place.end, self._converted, offset))
             offset += len(pieces[-1]) if place.pulled != "F32" else 0
         return pieces
 
-    def _piece(self, dtype: str, begin: int, end: int, converted: Tensor, offset: int) -> memoryview:
-        """Bytes of the values [begin, end); those of another dtype are written to `converted`."""
+    def _encode_piece(self, dtype: str, begin: int, end: int, converted: Tensor, offset: int) -> memoryview:
+        """Return the bytes of the values [begin, end); another dtype than float32 is written to `converted`."""
         if dtype == "F32":
             return self._value_bytes[4 * begin : 4 * end]
         target = converted[offset : offset + DTYPE_BYTES[dtype] * (end - begin)]

@@ -1,6 +1,6 @@
-"""What a synchronous run does to its shard in a round, on the compute thread; `SyncRun` decides and waits.
+"""The tensor work of a synchronous round, on the compute thread; `SyncRun` decides and waits.
 
-clipped:    measure ──► the norm is told ──► clip ──► step
+clipped:    measure ──► the trainers agree on the norm ──► clip ──► step
 otherwise:  step, which aggregates
 """
 
@@ -30,9 +30,9 @@ from .tensors import StagedBlock
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A complete round, aggregated, and not stepped before somebody brings the global norm.
+    """A complete round, aggregated, that is stepped once the trainers send its global norm.
 
-    `gradient` is the shard's, flat float32, and holds until it aggregates again; `present` are blocks in it.
+    `gradient` is the shard's, flat float32, and is valid until the next aggregation; `present` are the blocks in it.
     """
 
     apply: Apply[StagedBlock]
@@ -42,48 +42,48 @@ class Measured:
 
 
 class RoundWork:
-    """Owns what belongs to rounds beside the shard: the captures, and the round in which each block changed last."""
+    """Aggregates, measures, logs, steps and encodes the rounds of one shard."""
 
     def __init__(self, shard: Shard, storage: RunStorage | None, identity: Mapping[str, str], *, borrows: bool) -> None:
-        """`identity` is in a reply's metadata; `lends`: a reply may consist of views of the values, which are called
-        back in time."""
+        """`identity` is in a reply's metadata. With `borrows` replies contain views of the values, and are revoked."""
         self.captures = Captures()
         self._shard = shard
         self._storage = storage
         self._identity = identity
         self._borrows = borrows
-        self._changed = dict.fromkeys(shard.layout.place, shard.version)  # in which round each block did last
+        self._changed = dict.fromkeys(shard.layout.place, shard.version)  # the round in which each block changed last
 
     def measure(self, apply: Apply[StagedBlock], controls: Controls) -> Measured:
-        """Aggregate in rank order, and take the norm of what will be stepped."""
+        """Aggregate in rank order, and compute the norm of the blocks that will be stepped."""
         gradient, present = self._aggregate(apply, controls)
-        norm = ShardNorm(_name_contributions(apply, controls), self._shard.sum_of_squares(present))
+        norm = ShardNorm(_name_contributions(apply, controls), self._shard.aggregator.sum_of_squares(present))
         return Measured(apply, gradient, present, norm)
 
     def clip(self, coefficient: float) -> None:
-        """Multiply what was measured, once."""
-        self._shard.scale_gradient(coefficient)
+        """Multiply the measured gradient, once."""
+        self._shard.aggregator.scale(coefficient)
 
     def step(
         self, apply: Apply[StagedBlock], controls: Controls, measured: Measured | None, outcome: Mapping[str, str]
     ) -> Reply:
-        """Aggregate in rank order unless that is done, log, step, and encode what everybody will get, with `outcome`.
+        """Aggregate in rank order unless that is done, log, step, and encode the reply, with `outcome`.
 
         Raises OSError before anything has changed.
         """
         gradient, present = (measured.gradient, measured.present) if measured else self._aggregate(apply, controls)
-        numbers = controls.override_rates(apply.hyper_parameters)
+        hyper_parameters = controls.override_rates(apply.hyper_parameters)
         loaded = find_loaded([one.slots for one in apply.contributions])
         if self._storage is not None:
             logged = None if len(present) == len(self._shard.layout.places) else present
             update = Update(
-                apply.round, apply.ranks, numbers, logged, apply.nonfinite,
+                apply.round, apply.ranks, hyper_parameters, logged, apply.nonfinite,
                 norm=measured.norm if measured else None, loaded=loaded.describe() if loaded else None,
             )  # fmt: skip
-            self._storage.append(update, [*self._shard.encode_gradient(logged), *(loaded.parts() if loaded else ())])
+            state = loaded.parts() if loaded else ()
+            self._storage.append(update, [*self._shard.aggregator.encode(logged), *state])
         reach_failpoint("apply.before")
         masters = self._shard.load_slots(loaded) if loaded else []
-        self._shard.apply(gradient, present, numbers)
+        self._shard.apply(gradient, present, hyper_parameters)
         self._shard.publish(present, masters)
         self._changed.update(dict.fromkeys((*present, *masters), apply.round))
         reach_failpoint("apply.after")
@@ -92,28 +92,28 @@ class RoundWork:
 
     def _aggregate(self, apply: Apply[StagedBlock], controls: Controls) -> tuple[Tensor, tuple[str, ...]]:
         """Return the gradient, and the blocks that are stepped with it: none of frozen parameters."""
-        taken = () if apply.nonfinite else apply.contributions
-        contributions = [{name: b.part() for name, b in c.blocks.items()} for c in taken]
-        gradient, present = self._shard.aggregate(contributions)
+        contributions = () if apply.nonfinite else apply.contributions
+        parts = [{name: block.part() for name, block in one.blocks.items()} for one in contributions]
+        gradient, present = self._shard.aggregator.aggregate(parts)
         if frozen := frozenset(controls.frozen):
             place = self._shard.layout.place
             present = tuple(name for name in present if place[name].block.parameter not in frozen)
         return gradient, present
 
     def encode(self, round_: Round, outcome: Mapping[str, str]) -> Reply:
-        """The version that the shard has, for everybody; `outcome` goes to the reply's metadata."""
+        """Return the shard's version as the reply for all trainers; `outcome` is added to its metadata."""
         blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self._shard.borrow()]
         if not self._borrows:
             blocks = [(tensor, bytes(data)) for tensor, data in blocks]
         metadata = {**self._identity, "round": str(round_), **outcome}
         versioned = VersionedBlocks(blocks, dict(self._changed), metadata, round_ - 1, self._shard.borrow_deltas())
-        versioned.parts(round_ - 1)  # what most will ask for, while we are on this thread
+        versioned.parts(round_ - 1)  # the frame for most trainers, made on this thread
         return Reply(round_, versioned.parts(), versioned)
 
 
 def _name_contributions(apply: Apply[StagedBlock], controls: Controls) -> str:
-    """A digest of whose gradients a norm is made of, and of which parameters: the same on every pserver.
+    """Return a digest of the contributions and parameters that a norm is made of: the same on every pserver.
 
-    Without the latter a trainer could add up norms from before and after a change that freezes a parameter.
+    The parameters keep a trainer from adding norms from before and after a change that freezes one of them.
     """
     return xxhash.xxh3_64_hexdigest(repr((apply.identity, sorted(controls.frozen))).encode())

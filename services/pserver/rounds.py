@@ -1,14 +1,14 @@
-"""The synchronous round as a pure state machine: it takes events and returns what must follow.
+"""The synchronous round as a pure state machine: it is given events and returns the orders that follow.
 
     pushes of round r ──► batch barriers of r = members ──► Apply(r) ──► gets of r ──► fetch barriers of r
                                        ▲                                                     │
                                        └───────────── r + 1 is applied only after ───────────┘
 
-Where gradients are clipped, Measure(r) comes before Apply(r), which then waits for a get that brings the global norm.
+Where gradients are clipped, Measure(r) comes before Apply(r), which then waits for a request with the global norm.
 
-Barriers are sets of ranks, so one that is sent twice counts once. While members change, between freeze and install,
-barriers are held back: they count, or not, once it is known who takes part. Nothing here waits, knows a clock or
-touches a tensor: a staged block is an opaque payload that can be compared with another.
+Barriers are sets of ranks, so a repeated one counts once. While members change, between freeze and install, barriers
+are held back: the new membership decides whether they count. Nothing here waits, knows a clock or touches a tensor: a
+staged block is an opaque payload that can be compared with another.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from .history import History
 
 @dataclass(frozen=True, slots=True)
 class Apply(Generic[Payload]):
-    """Order to aggregate these contributions, which stand in rank order, and step the optimizer once.
+    """An order to aggregate these contributions, given in rank order, and step the optimizer once.
 
-    Without any the round is passed over: its version is that of the round before.
+    A round without contributions is passed over: its version is that of the round before.
     """
 
     round: Round
     ranks: tuple[Rank, ...]
     contributions: tuple[Contribution[Payload], ...]
-    nonfinite: tuple[Rank, ...] = ()  # whose barriers said so: then the round steps nothing, on every pserver alike
+    nonfinite: tuple[Rank, ...] = ()  # their gradients: then the round steps nothing, on every pserver
 
     @property
     def identity(self) -> tuple[Round, tuple[tuple[Rank, Incarnation], ...], tuple[Rank, ...]]:
-        """Whose contributions these are, and for whom they are not stepped: the same on every pserver."""
-        lives = ((rank, one.incarnation) for rank, one in zip(self.ranks, self.contributions, strict=True))
-        return self.round, tuple(lives), self.nonfinite
+        """The round, the contributing incarnations, and the ranks with NaN or infinity: the same on every pserver."""
+        pairs = ((rank, one.incarnation) for rank, one in zip(self.ranks, self.contributions, strict=True))
+        return self.round, tuple(pairs), self.nonfinite
 
     @property
     def hyper_parameters(self) -> list[HyperParameters]:
-        """Those of the lowest rank: the same set on every pserver, so the same choice."""
+        """The hyper-parameters of the lowest rank, which is the same rank on every pserver."""
         if not self.contributions:
             return []
         chosen = self.contributions[0].hyper_parameters
@@ -60,16 +60,16 @@ class Apply(Generic[Payload]):
 
 @dataclass(frozen=True, slots=True)
 class Measure(Generic[Payload]):
-    """Order to aggregate what will be applied, and to tell its norm to those who ask; `accept_norm` follows."""
+    """An order to aggregate the next round and to answer requests for its norm; `accept_norm` follows."""
 
     apply: Apply[Payload]
 
 
 class Rounds(Generic[Payload]):
-    """Staging and barriers of one pserver. `applied` is the newest applied round, `open` the one after it.
+    """The staged contributions and barriers of one pserver. `applied` is the newest applied round, `open` the next one.
 
-    With `max_delay` = k the k rounds after the open one are staged, too, each with barriers of its own. Rounds are
-    applied strictly one after another.
+    With `max_delay` = k contributions are also staged for the k rounds after the open one, each with barriers of its
+    own. Rounds are applied strictly one after another.
     """
 
     def __init__(
@@ -81,23 +81,25 @@ class Rounds(Generic[Payload]):
         history: History | None = None,
         clips: bool = False,
     ) -> None:
-        """`clips`: no round is applied before its global norm is known."""
+        """With `clips` no round is applied before its global norm is known."""
         self.members = dict(members)
         self.max_delay = max_delay
         self.applied = applied
         self.history = history or History()  # of the newest k + 1 applied rounds
-        self.measuring: Apply[Payload] | None = None  # complete, and waits for the global norm
+        self.measuring: Apply[Payload] | None = None  # waits for the global norm
         self.applying: Apply[Payload] | None = None
         self.clips = clips
         self.is_frozen = False
-        self.paused_from: Round | None = None  # no such round is applied until somebody says so
-        self._starts: dict[Rank, Round] = {}  # of those who have not been here from round 1
-        self._sets: dict[Round, frozenset[Rank]] = {}  # of open rounds, where it was decided
-        self._held: dict[tuple[Rank, Round], tuple[Incarnation, bool]] = {}  # batch barriers that came while frozen
+        self.paused_from: Round | None = (
+            None  # the first round that is not applied until an administrator resumes the run
+        )
+        self._starts: dict[Rank, Round] = {}  # the first rounds of members that joined after round 1
+        self._sets: dict[Round, frozenset[Rank]] = {}  # the ranks of open rounds that the coordinator decided on
+        self._held: dict[tuple[Rank, Round], tuple[Incarnation, bool]] = {}  # batch barriers that arrived while frozen
         self._staged: dict[Round, dict[Rank, Contribution[Payload]]] = {}
         self._batch_barriers: dict[Round, set[Rank]] = {}
-        self._nonfinite: dict[Round, set[Rank]] = {}  # whose barriers of open rounds said so
-        self._fetched: dict[Rank, Round] = {}  # the newest version that a member is known to have read
+        self._nonfinite: dict[Round, set[Rank]] = {}  # ranks with NaN or infinity, by open round
+        self._fetched: dict[Rank, Round] = {}  # the newest version that each member is known to have read
 
     @property
     def open(self) -> Round:
@@ -106,53 +108,54 @@ class Rounds(Generic[Payload]):
 
     @property
     def contributions(self) -> dict[Rank, Contribution[Payload]]:
-        """What is staged for the open round."""
+        """The contributions staged for the open round."""
         return self._staged.get(self.open, {})
 
     @property
     def batch_barriers(self) -> set[Rank]:
-        """Whose batch barrier of the open round is in."""
+        """The ranks whose batch barrier of the open round has arrived."""
         return self._batch_barriers.get(self.open, set())
 
     @property
     def fetch_barriers(self) -> set[Rank]:
-        """Who is known to have read the applied round."""
+        """The ranks that are known to have read the applied round."""
         return {rank for rank, version in self._fetched.items() if version >= self.applied}
 
     @property
     def missing(self) -> list[Rank]:
-        """Whom the open batch barrier waits for."""
+        """The ranks whose batch barrier of the open round is missing."""
         held = {rank for rank, round_ in self._held if round_ == self.open}
         return sorted(self.required(self.open) - self.batch_barriers - held)
 
     def required(self, round_: Round) -> frozenset[Rank]:
-        """Whose contributions an open round takes: what was decided, or every member who has started by then."""
+        """Return the ranks whose contributions an open round needs: a decided set, or all started members."""
         if (decided := self._sets.get(round_)) is not None:
             return decided
         return frozenset(rank for rank in self.members if self._starts.get(rank, 1) <= round_)
 
     @property
     def is_paused(self) -> bool:
-        """Whether the open round is not to be applied."""
+        """True if an administrator has paused the run before the open round."""
         return self.paused_from is not None and self.open >= self.paused_from
 
     def __repr__(self) -> str:
         state = f"batch barriers: {len(self.batch_barriers)} of {len(self.required(self.open))}"
         state = "measuring" if self.measuring else state
         state = "applying" if self.applying else "frozen" if self.is_frozen else "paused" if self.is_paused else state
-        waiting = ", ".join(f"trainer {rank}" for rank in self.missing) or "nobody"
+        waiting = ", ".join(f"trainer {rank}" for rank in self.missing) or "no trainer"
         return f"<Round {self.open} [{state} | waiting for: {waiting}]>"
 
     def staged(self) -> Iterator[tuple[Round, Rank, Contribution[Payload]]]:
-        """Everything that is staged, in order."""
+        """Yield all staged contributions, in order."""
         for round_, contributions in sorted(self._staged.items()):
             for rank, contribution in sorted(contributions.items()):
                 yield round_, rank, contribution
 
     def admit(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Admission:
-        """Say where a message belongs, or raise Conflict (`stale_trainer`), StaleRound or FutureRound. Changes nothing.
+        """Return whether a message's round is open or already applied. Changes nothing.
 
-        Called at a request's headers and again after its last byte, because rounds go on meanwhile.
+        Called at a request's headers and again after its last byte, because rounds are applied meanwhile. Raises
+        Conflict (`stale_trainer`), StaleRound or FutureRound.
         """
         check_member(self.members, rank, incarnation)
         admission = admit(round_, self.open, self.open + self.max_delay)
@@ -162,7 +165,7 @@ class Rounds(Generic[Payload]):
         return admission
 
     def admit_get(self, rank: Rank, incarnation: Incarnation, round_: Round) -> None:
-        """Check a get of version `round_`; raises Conflict or FutureRound. Who joins may get what is open yet."""
+        """Check a pull of version `round_`. Raises Conflict or FutureRound. A joining trainer may pull open rounds."""
         check_member(self.members, rank, incarnation)
         admit(round_, self.open, max(self.open + self.max_delay, self._starts.get(rank, 1) - 1))
 
@@ -175,26 +178,30 @@ class Rounds(Generic[Payload]):
         round_: Round | None = None,
         num_slots: int = 0,
     ) -> int:
-        """Stage one admitted push of a round, the open one by default; returns how many blocks are new.
+        """Stage one admitted push of a round, the open one by default. Returns how many blocks are new.
 
-        All or nothing, see `Contribution.stage`. A push proves the fetch of what its gradient was computed on.
+        All or nothing, see `Contribution.stage`. A push proves the fetch of the version that its gradient was computed
+        on.
         """
         round_ = self.open if round_ is None else round_
-        contribution = self._staged.get(round_, {}).get(rank, Contribution(incarnation=self.members.get(rank, 0)))
+        contribution = self._find_contribution(rank, round_)
         num_new = contribution.stage(rank, round_, blocks, num_blocks, hyper_parameters, num_slots)
         self._staged.setdefault(round_, {})[rank] = contribution
         self._has_fetched(rank, round_ - 1 - self.max_delay)
         return num_new
 
     def stage_slots(self, rank: Rank, slots: Mapping[str, Payload | StepState], round_: Round) -> int:
-        """Stage slots that a trainer has loaded, with its contribution; returns how many are new."""
-        contribution = self._staged.get(round_, {}).get(rank, Contribution(incarnation=self.members.get(rank, 0)))
+        """Stage optimizer state that a trainer has loaded, with its contribution. Returns how many slots are new."""
+        contribution = self._find_contribution(rank, round_)
         num_new = contribution.stage_slots(rank, round_, slots)
         self._staged.setdefault(round_, {})[rank] = contribution
         return num_new
 
+    def _find_contribution(self, rank: Rank, round_: Round) -> Contribution[Payload]:
+        return self._staged.get(round_, {}).get(rank) or Contribution(incarnation=self.members.get(rank, 0))
+
     def is_complete(self, rank: Rank, round_: Round) -> bool:
-        """Whether a trainer's whole contribution of an open round is here."""
+        """Return whether a trainer's whole contribution of an open round is staged."""
         contribution = self._staged.get(round_, {}).get(rank)
         return contribution is not None and contribution.is_complete
 
@@ -204,7 +211,7 @@ class Rounds(Generic[Payload]):
     def count_batch_barrier(
         self, rank: Rank, incarnation: Incarnation, round_: Round, *, is_finite: bool = True
     ) -> Apply[Payload] | Measure[Payload] | None:
-        """Count a trainer's batch barrier and its verdict; returns the order that it completes, if any."""
+        """Count a trainer's batch barrier and its verdict. Returns the order that it completes, if any."""
         if self.admit(rank, incarnation, round_) == "already_applied":
             return None
         if not self.is_complete(rank, round_):
@@ -229,21 +236,19 @@ class Rounds(Generic[Payload]):
     def count_fetch_barrier(
         self, rank: Rank, incarnation: Incarnation, round_: Round
     ) -> Apply[Payload] | Measure[Payload] | None:
-        """Count a trainer's fetch barrier of an applied round."""
+        """Count a trainer's fetch barrier of an applied round. Returns the order that it completes, if any."""
         if self.admit(rank, incarnation, round_) == "open":
-            raise FutureRound(
-                f"round {round_} has not been applied, so nothing of it was fetched", current=self.applied
-            )
+            raise FutureRound(f"round {round_} has not been applied, so it was not fetched", current=self.applied)
         self._has_fetched(rank, round_)
         return self._start_apply()
 
     # ------------------------------------------------------------------ members
 
     def freeze(self) -> FrozenRounds:
-        """Hold back every barrier from now on, and say how far everybody is. No apply may be running."""
+        """Hold back every barrier from now on, and return the progress of all trainers. No apply may be running."""
         assert self.applying is None
         self.is_frozen = True
-        self.measuring = None  # who takes part may change
+        self.measuring = None  # the members may change
         complete: dict[Round, list[Rank]] = {}
         for round_, rank, contribution in self.staged():
             if contribution.is_complete:
@@ -257,9 +262,9 @@ class Rounds(Generic[Payload]):
         )
 
     def install_members(self, membership: Membership) -> Apply[Payload] | Measure[Payload] | None:
-        """Install a set of members, for each decided round those whose contributions it takes, and end the freeze.
+        """Install a set of members and end the freeze. Returns the order that follows.
 
-        What those who are gone have staged stays where it was decided that it counts, and is dropped elsewhere.
+        Contributions of trainers that left stay in the rounds that were decided with them, and are dropped elsewhere.
         """
         before, members = self.members, membership.members
         self.members, self._starts = dict(members), membership.starts
@@ -271,7 +276,7 @@ class Rounds(Generic[Payload]):
             if round_ > self.applied:
                 self._nonfinite.setdefault(round_, set()).update(ranks)
         staged = {rank for ranks in (*self._staged.values(), *self._batch_barriers.values()) for rank in ranks}
-        for rank in before.keys() | staged:  # the latter: gone long ago, with a part in a round that may have ended now
+        for rank in before.keys() | staged:  # the latter may have left long ago, with a part in a round
             if rank not in before or members.get(rank) != before[rank]:
                 self._remove(rank)
         held, self._held = self._held, {}
@@ -281,7 +286,7 @@ class Rounds(Generic[Payload]):
         return self._start_apply()
 
     def _remove(self, rank: Rank) -> None:
-        """A life of this rank has ended. Its successor, if there is one, answers for the rounds from its start on."""
+        """Remove an incarnation of this rank. A newer one contributes from its start on."""
         self._fetched.pop(rank, None)
         start = self._starts.get(rank, 1) if rank in self.members else None
         for round_ in {*self._staged, *self._batch_barriers, *self._sets}:
@@ -294,16 +299,16 @@ class Rounds(Generic[Payload]):
                 self._nonfinite.get(round_, set()).discard(rank)
 
     def accept_norm(self) -> Apply[Payload]:
-        """Somebody has brought the global norm of what is being measured."""
+        """Return the order to apply the measured round, whose global norm has arrived."""
         assert self.measuring is not None
         assert not self.is_frozen
         self.applying, self.measuring = self.measuring, None
         return self.applying
 
     def finish_apply(self, norm: ShardNorm | None = None) -> Apply[Payload] | Measure[Payload] | None:
-        """The apply is done: its round becomes readable. Returns the next one if it is complete already.
+        """Make the applied round readable. Returns the order for the next one if it is complete already.
 
-        `norm` is what was told of it, for those who have yet to ask.
+        `norm` is this shard's norm of the round, for trainers that ask again.
         """
         assert self.applying is not None
         self.applied = self.applying.round
@@ -314,7 +319,7 @@ class Rounds(Generic[Payload]):
         return self._start_apply()
 
     def history_after(self, apply: Apply[Payload], norm: ShardNorm | None) -> History:
-        """What will be remembered when this has been applied."""
+        """Return the history after this round."""
         history = self.history.copy()
         history.add_round(
             apply.round, apply.ranks, apply.nonfinite, norm, apply.hyper_parameters, keep=self.max_delay + 1
@@ -326,11 +331,11 @@ class Rounds(Generic[Payload]):
             return None
         ranks = tuple(sorted(self.required(self.open)))
         if not ranks and self.open not in self._sets:
-            return None  # nobody is here; an empty set that was decided is another thing
-        # What a round's gradients were computed on has been read by then, by everybody who is still here.
+            return None  # there are no members; an empty set that was decided is applied
+        # The remaining trainers have read the version that a round's gradients were computed on.
         needed = self.open - 1 - self.max_delay
-        here = [rank for rank in ranks if rank in self.members and self._starts.get(rank, 1) <= self.open]
-        if any(self._fetched.get(rank, -1) < needed for rank in here):
+        remaining = [rank for rank in ranks if rank in self.members and self._starts.get(rank, 1) <= self.open]
+        if any(self._fetched.get(rank, -1) < needed for rank in remaining):
             return None
         contributions = tuple(self.contributions[rank] for rank in ranks)
         apply = Apply(self.open, ranks, contributions, tuple(sorted(self._nonfinite.get(self.open, ()))))

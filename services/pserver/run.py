@@ -189,7 +189,7 @@ class PserverRun(ABC):
     @property
     @abstractmethod
     def is_idle(self) -> bool:
-        """Whether the shard contains everything that was acknowledged."""
+        """True if the shard contains everything that was acknowledged."""
 
     @abstractmethod
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
@@ -303,7 +303,8 @@ class PserverRun(ABC):
         """Write the initial values as checkpoint 0, before a trainer can read them."""
         if self.shard.version == 0 and 0 not in storage.checkpoints:
             try:
-                write = await self._compute.run(storage.snapshot_unchanging, self.shard, self._history())
+                snapshot = partial(storage.snapshot, self.shard, self._history(), copies=False)
+                write = await self._compute.run(snapshot)
                 await self.writer.write_and_wait(0, write)
             except OSError as error:
                 await self.fail(self.storage_failed("write checkpoint 0", error))
@@ -475,6 +476,15 @@ class PserverRun(ABC):
         """Return what `read` returns between two updates, on the compute thread; `extra` joins its metadata."""
         return await self._compute.run(lambda: read({**self._metadata(self.shard.version), **(extra or {})}))
 
+    def describe_amounts(self) -> dict[str, int]:
+        """Return the sizes that PserverLoad and PserverState have in common."""
+        return {
+            "num_blocks": len(self.plan.shards[self.index]),
+            "shard_bytes": self.plan.shard_bytes(self.index),
+            "pushed_bytes": self.pushed_bytes,
+            "pulled_bytes": self.pulled_bytes,
+        }
+
     def describe_load(self) -> PserverLoad:
         """Return the progress and the work so far, for the heartbeat."""
         trainers = self.describe_trainers()
@@ -482,10 +492,7 @@ class PserverRun(ABC):
             batch_barriers=trainers.get("batch_barriers", ()),
             participants=trainers.get("participants", ()),
             clocks=trainers.get("clocks", {}),
-            num_blocks=len(self.plan.shards[self.index]),
-            shard_bytes=self.plan.shard_bytes(self.index),
-            pushed_bytes=self.pushed_bytes,
-            pulled_bytes=self.pulled_bytes,
+            **self.describe_amounts(),
             num_queued=self.num_queued + self._meter.num_held,
             **self._meter.read(),
         )

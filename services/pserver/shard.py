@@ -1,11 +1,11 @@
-"""The shard: the values of one pserver's blocks, and everything that is done to them.
+"""The shard: the values of one pserver's blocks, and every operation on them.
 
-Synchronous and not thread-safe: one thread computes. What happens in a round:
+Synchronous and not thread-safe: one thread computes. A round takes these calls:
 
-    gradient, present = shard.aggregate(contributions)       # in rank order
+    gradient, present = shard.aggregator.aggregate(contributions)       # in rank order
     shard.apply(gradient, present, hyper_parameters)
-    shard.publish(present)                                   # if trainers pull differences
-    chunks = shard.encode(metadata={"round": "7"})           # the same bytes for everyone
+    shard.publish(present)                                              # if trainers pull deltas
+    chunks = shard.encode(metadata={"round": "7"})                      # the same bytes for all trainers
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import SLOT_NAMES_KEY, STATES_KEY, STEPS_KEY
-from ps_protocol.slots import FRESH, MASTER, split_key, write_states
-from ps_protocol.vocabulary import PserverIndex, Rank
+from ps_protocol.slots import FRESH, MASTER, StepState, split_key, write_states
+from ps_protocol.vocabulary import BufferSpec, PserverIndex, Rank
 
 from .aggregation import Aggregator
 from .captures import Probes
@@ -33,24 +33,23 @@ from .optimizer_blocks import LoadedState, OptimizerBlocks
 from .published import BorrowedTensor, Published
 from .reply_chunks import ChunkEncoder
 from .shard_state import ShardState
-from .tensors import TORCH_DTYPES, Part, view_bytes
+from .tensors import TORCH_DTYPES, view_bytes
 
 MASTER_BYTES = 4  # of an element
 
 
 class Shard:
-    """Masters are float32, whatever a parameter's dtype. Buffers are stored as they came and never stepped."""
+    """Blocks are float32 masters, whatever a parameter's dtype. Buffers are stored as they came and never stepped."""
 
     def __init__(self, plan: SlicePlan, pserver: PserverIndex) -> None:
         self.layout = ShardLayout(plan, pserver)
         self.values = torch.zeros(self.layout.num_elements)  # flat float32; blocks are views of it
-        self.version = 0  # rounds so far; in asynchronous modes contributions, which the run counts
-        self.versions = dict.fromkeys(self.layout.place, 0)  # the same of each block; an absent gradient adds none
+        self.version = 0  # applied rounds; in asynchronous modes applied contributions, which the run counts
+        self.versions = dict.fromkeys(self.layout.place, 0)  # updates of each block; an absent gradient is none
         self.optimizer = None if plan.optimizer is None else OptimizerBlocks(self.layout, plan.optimizer)
         self.probes = Probes()
-        # What trainers have, where that is not the values themselves.
         self.published = Published(self.layout, self.values) if plan.wire.pulls_deltas else None
-        self._aggregator = Aggregator(self.layout, self.values)
+        self.aggregator = Aggregator(self.layout, self.values)
         self._encoder = ChunkEncoder(self.values)
         self._pulled_encoder = self._encoder if self.published is None else ChunkEncoder(self.published.values)
         self._buffer_specs = {spec.name: spec for spec in plan.buffers if spec.pserver == pserver}
@@ -58,11 +57,18 @@ class Shard:
         self._initialised: set[str] = set()
 
     def block(self, name: str) -> Tensor:
-        """The master values of one block: a view of shape (num_elements,), float32. Raises BadInput."""
+        """Return the master values of one block: a view of shape (num_elements,), float32. Raises BadInput."""
         place = self.layout.place.get(name)
         if place is None:
             raise BadInput(f"block {name!r} is not in this shard", code="unknown_block")
         return self.values[place.begin : place.end]
+
+    def _require_optimizer(self) -> OptimizerBlocks:
+        if self.optimizer is None:
+            raise BadInput("this plan has no optimizer", code="unsupported_optimizer")
+        return self.optimizer
+
+    # ------------------------------------------------------------------ initial values
 
     def set_initial(self, name: str, source: Tensor) -> None:
         """Copy a block's first values from a tensor of shape (num_elements,) in the parameter's dtype.
@@ -77,7 +83,7 @@ class Shard:
             raise BadInput(f"block {name!r}", code="wrong_shape", expected=list(block.shape), actual=list(source.shape))
         block.copy_(source)
         if self.published is not None:
-            self.published.set(name)
+            self.published.publish_whole(name)
         self._initialised.add(name)
 
     def set_initial_buffer(self, name: str, data: bytes | bytearray | memoryview) -> None:
@@ -93,33 +99,32 @@ class Shard:
 
     @property
     def is_initialised(self) -> bool:
-        """Whether every block and buffer has had its first values; a shard without any has from the start."""
+        """True if every block and buffer has its first values."""
         return len(self._initialised) == len(self.layout.place) and len(self._buffers) == len(self._buffer_specs)
 
-    def aggregate(self, contributions: Sequence[Mapping[str, Part]]) -> tuple[Tensor, tuple[str, ...]]:
-        """Average contributions, which stand in rank order; see `Aggregator.aggregate`.
-
-        Returns the flat float32 gradient, which holds until the next call, and the names of the present blocks.
-        """
-        return self._aggregator.aggregate(contributions)
-
-    def sum_of_squares(self, present: Sequence[str]) -> float:
-        """Of these blocks of the newest aggregate, in float64."""
-        return self._aggregator.sum_of_squares(present)
-
-    def scale_gradient(self, coefficient: float) -> None:
-        """Multiply the newest aggregate, in place."""
-        self._aggregator.scale(coefficient)
+    # ------------------------------------------------------------------ updates
 
     def apply(self, gradient: Tensor, present: Collection[str], hyper_parameters: list[HyperParameters]) -> None:
-        """Step the present blocks once with a gradient of the layout. Raises BadInput if there is none.
+        """Step the present blocks once with a gradient of the layout. Raises BadInput if there is no optimizer.
 
         After any other exception the shard is in an unknown state.
         """
-        probed = self.probes.take(present, self.block)
+        probed = self.probes.copy_before(present, self.block)
         self._step(gradient, present, hyper_parameters)
         self.version += 1
-        self.probes.tell(probed, self.block, self.version)
+        self.probes.finish_probes(probed, self.block, self.version)
+
+    def apply_block(
+        self, name: str, gradient: Tensor, hyper_parameters: list[HyperParameters], *, counter: Rank | None = None
+    ) -> None:
+        """Step one block once with a gradient of shape (num_elements,) in any floating dtype, which is only read.
+
+        `counter`: see `OptimizerBlocks.apply`.
+        """
+        whole = self.aggregator.load_block(name, gradient)
+        probed = self.probes.copy_before((name,), self.block)
+        self._step(whole, (name,), hyper_parameters, counter=counter)
+        self.probes.finish_probes(probed, self.block, self.version)
 
     def _step(
         self,
@@ -129,49 +134,29 @@ class Shard:
         *,
         counter: Rank | None = None,
     ) -> None:
-        if self.optimizer is None:
-            raise BadInput("this plan has no optimizer", code="unsupported_optimizer")
-        self.optimizer.apply(self.values, gradient, present, hyper_parameters, counter=counter)
+        self._require_optimizer().apply(self.values, gradient, present, hyper_parameters, counter=counter)
         for name in present:
             self.versions[name] += 1
 
-    def apply_block(
-        self, name: str, gradient: Tensor, hyper_parameters: list[HyperParameters], *, counter: Rank | None = None
-    ) -> None:
-        """Step one block once with a gradient of shape (num_elements,) in any floating dtype, which is only read.
-
-        `counter`: see `OptimizerBlocks.apply`.
-        """
-        whole = self._aggregator.load_block(name, gradient)
-        probed = self.probes.take((name,), self.block)
-        self._step(whole, (name,), hyper_parameters, counter=counter)
-        self.probes.tell(probed, self.block, self.version)
-
-    def encode_gradient(self, present: Sequence[str] | None) -> list[memoryview]:
-        """The bytes of the newest aggregate, for the log; see `Aggregator.encode`."""
-        return self._aggregator.encode(present)
-
     def load_slots(self, loaded: LoadedState) -> list[str]:
-        """Give blocks the slots and the values that a trainer has loaded; return the blocks with other values.
+        """Replace optimizer state and masters by what a trainer has loaded. Return the blocks whose values changed.
 
         Raises BadInput if there is no optimizer.
         """
-        if self.optimizer is None:
-            raise BadInput("this plan has no optimizer", code="unsupported_optimizer")
         slots = dict(loaded.tensors)
         masters = {split_key(key)[1]: slots.pop(key) for key in loaded.tensors if split_key(key)[0] == MASTER}
-        self.optimizer.load_blocks(loaded.states, slots)
+        self._require_optimizer().load_blocks(loaded.states, slots)
         for name, values in masters.items():
             self.block(name).copy_(values)
         return list(masters)
 
     def publish(self, stepped: Collection[str], loaded: Collection[str] = ()) -> None:
-        """Bring the published values, if they are kept, close to what these blocks are after a round.
+        """After a round, bring the published values, if there are any, close to the values of these blocks.
 
         Blocks whose values were `loaded` in the round are published whole.
         """
         if self.published is not None:
-            self.published.follow(stepped, loaded)
+            self.published.publish_round(stepped, loaded)
 
     def replay(
         self,
@@ -180,17 +165,17 @@ class Shard:
         hyper_parameters: list[HyperParameters],
         loaded: str | None = None,
     ) -> None:
-        """Apply a logged gradient, and what is behind it, with the very same bits as the first time."""
+        """Apply a logged gradient, and the state logged behind it, with the same bits as the first time."""
         data, masters = self._replay_slots(data, loaded)
         names = tuple(place.name for place in self.layout.places) if present is None else present
-        self.apply(self._aggregator.decode(data, present), names, hyper_parameters)
+        self.apply(self.aggregator.decode(data, present), names, hyper_parameters)
         self.publish(names, masters)
         if self.published is not None:
             self.published.discard_deltas()
 
     def replay_blocks(
         self,
-        gradient: memoryview,
+        data: memoryview,
         present: Sequence[str],
         hyper_parameters: list[HyperParameters],
         *,
@@ -198,20 +183,28 @@ class Shard:
         loaded: str | None = None,
     ) -> None:
         """Step these blocks one by one, as asynchronous modes do, with the float32 gradient of one contribution."""
-        gradient, _ = self._replay_slots(gradient, loaded)
-        whole = self._aggregator.decode(gradient, present)
+        data, _ = self._replay_slots(data, loaded)
+        whole = self.aggregator.decode(data, present)
         for name in present:
             self._step(whole, (name,), hyper_parameters, counter=counter)
 
     def _replay_slots(self, data: memoryview, loaded: str | None) -> tuple[memoryview, list[str]]:
-        """Load the slots at the end of a record's data; return the data before them, and blocks with other values."""
+        """Load the state at the end of a record's data. Return the data before it, and the blocks with new values."""
         if loaded is None:
             return data, []
-        slots, data = LoadedState.from_log(loaded, data, self.layout)
-        return data, self.load_slots(slots)
+        state, data = LoadedState.from_log(loaded, data, self.layout)
+        return data, self.load_slots(state)
+
+    # ------------------------------------------------------------------ the whole state
+
+    def _slots(self) -> dict[str, Tensor]:
+        return self.optimizer.slots() if self.optimizer else {}
+
+    def _states(self, counter: Rank | None = None) -> dict[str, StepState]:
+        return self.optimizer.states(counter) if self.optimizer else {}
 
     def copy_state(self) -> ShardState:
-        """A copy of everything, for a checkpoint."""
+        """Return a copy of everything, for a checkpoint."""
         state = self.view_state()
         return replace(
             state,
@@ -221,21 +214,20 @@ class Shard:
         )
 
     def view_state(self) -> ShardState:
-        """The same with our own tensors, which holds until the next step."""
-        optimizer = self.optimizer
+        """Return everything with the shard's own tensors, which are valid until the next step."""
         return ShardState(
             version=self.version,
             values=self.values,
             published=None if self.published is None else self.published.values,
-            slots=optimizer.slots() if optimizer else {},
-            states=optimizer.states() if optimizer else {},
+            slots=self._slots(),
+            states=self._states(),
             versions=dict(self.versions),
-            counted=optimizer.counted() if optimizer else {},
+            counted=self.optimizer.counted() if self.optimizer else {},
             buffers=dict(self._buffers),
         )
 
     def load_state(self, state: ShardState) -> None:
-        """Become what a copy was of; its tensors are only read."""
+        """Replace everything by a state, whose tensors are only read."""
         self.values.copy_(state.values)
         if self.published is not None:
             self.published.load(state.published)
@@ -245,6 +237,27 @@ class Shard:
         self._buffers = dict(state.buffers)
         self._initialised = set(self.layout.place)
 
+    def digest(self) -> str:
+        """Return XXH3 of values, published values, optimizer state and buffers. Equal shards have equal digests."""
+        digest = xxhash.xxh3_128()
+        states = self._states()
+        flat = {"": view_bytes(self.values)} | {name: view_bytes(slot) for name, slot in sorted(self._slots().items())}
+        if self.published is not None:
+            flat["published"] = view_bytes(self.published.values)
+        for name, place in self.layout.place.items():
+            digest.update(repr((name, tuple(states.get(name, ())))).encode())
+            for slot_name, data in flat.items():
+                digest.update(slot_name.encode())
+                digest.update(data[4 * place.begin : 4 * place.end])
+        if self.optimizer is not None and (counted := self.optimizer.counted()):
+            digest.update(repr(sorted(map(repr, counted.items()))).encode())
+        for spec in self._stored_buffers():
+            digest.update(spec.name.encode())
+            digest.update(self._buffers[spec.name])
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------ frames
+
     def encode(
         self,
         blocks: Collection[str] | None = None,
@@ -253,10 +266,10 @@ class Shard:
         encoder: ChunkEncoder | None = None,
         pulled: bool = False,
     ) -> list[bytes]:
-        """A frame of these blocks (all by default) in plan order: the values, or as trainers pull them.
+        """Return a frame of these blocks (all by default) in plan order: the values, or as trainers pull them.
 
-        The header comes first, then chunks of about 1 MiB. The bytes are copies: they stay when the shard goes on.
-        Another `encoder` reads a copy of the values, or reads them on another thread.
+        The header comes first, then chunks of about 1 MiB. The bytes are copies, which later updates do not change.
+        Another `encoder` reads a copy of the values, or reads them on another thread. Raises BadInput.
         """
         for name in blocks or ():
             self.block(name)  # raises BadInput
@@ -267,88 +280,64 @@ class Shard:
         return [encode_header(entries, metadata), *encoder.encode(places, pulled=pulled)]
 
     def borrow(self) -> list[BorrowedTensor]:
-        """All blocks as trainers pull them, in plan order: views of the values, which hold until these change."""
+        """Return all blocks as trainers pull them, in plan order: views of the values, valid until these change."""
         places = list(self.layout.place.values())
         tensors = [(p.name, p.pulled, (p.block.num_elements,)) for p in places]
         return list(zip(tensors, self._pulled_encoder.borrow(places), strict=True))
 
     def borrow_deltas(self) -> dict[str, Sequence[BorrowedTensor]]:
-        """The same of blocks that need not be sent whole to who has them as they were one round before."""
+        """Return the delta of each block to the round before, where there is one; valid as `borrow`."""
         return {} if self.published is None else self.published.borrow_deltas()
 
+    def _stored_buffers(self) -> list[BufferSpec]:
+        return [spec for name, spec in self._buffer_specs.items() if name in self._buffers]
+
     def encode_buffers(self, metadata: Mapping[str, str] | None = None) -> list[bytes]:
-        """A frame of the buffers that were set, in plan order and with their shapes."""
-        specs = [spec for name, spec in self._buffer_specs.items() if name in self._buffers]
+        """Return a frame of the buffers that were set, in plan order and with their shapes."""
+        specs = self._stored_buffers()
         header = encode_header([(spec.name, spec.dtype, spec.shape) for spec in specs], metadata)
         return [header, *(self._buffers[spec.name] for spec in specs)]
 
     def encode_all(self, metadata: Mapping[str, str] | None = None) -> list[bytes]:
-        """A frame of everything that lives here: the blocks in plan order, then the buffers."""
-        places = list(self.layout.place.values())
-        specs = [spec for name, spec in self._buffer_specs.items() if name in self._buffers]
+        """Return a frame of the blocks in plan order, then the buffers."""
+        places, specs = list(self.layout.place.values()), self._stored_buffers()
         entries = [(place.name, place.dtype, (place.block.num_elements,)) for place in places]
         header = encode_header([*entries, *((spec.name, spec.dtype, spec.shape) for spec in specs)], metadata)
         return [header, *self._encoder.encode(places), *(self._buffers[spec.name] for spec in specs)]
 
     def encode_slots(self, names: Collection[str], metadata: Mapping[str, str] | None = None) -> list[bytes]:
-        """A frame of the optimizer's slots of these blocks, float32: `{slot}/{block}`, all blocks of a slot together.
+        """Return a frame of the slots of these blocks, float32: `{slot}/{block}`, all blocks of a slot together.
 
-        A slot that no update has needed yet is not in it. The metadata's `steps` counts each block's updates.
+        A slot that no update has needed yet is left out. The metadata's `steps` counts each block's updates.
         """
-        slots = self.optimizer.slots() if self.optimizer else {}
-        states = self.optimizer.states() if self.optimizer else {}
-        places = [self.layout.place[name] for name in dict.fromkeys(names)]
-        entries = [(f"{slot}/{p.name}", "F32", (p.block.num_elements,)) for slot in sorted(slots) for p in places]
-        steps = json.dumps({place.name: states[place.name].steps for place in places if place.name in states})
-        header = encode_header(entries, {**(metadata or {}), STEPS_KEY: steps})
-        data = [bytes(view_bytes(slots[slot][p.begin : p.end])) for slot in sorted(slots) for p in places]
-        return [header, *data]
+        slots, states = self._slots(), self._states()
+        steps = json.dumps({name: states[name].steps for name in dict.fromkeys(names) if name in states})
+        views = {f"{slot}/{name}": self._view_slot(slots, slot, name) for slot in sorted(slots) for name in names}
+        return _encode_views(views, {**(metadata or {}), STEPS_KEY: steps})
 
     def encode_state(self, keys: Collection[str], metadata: Mapping[str, str], counter: Rank) -> list[bytes]:
-        """A frame of these slots, called `{slot}/{block}`, for a trainer. Raises BadInput.
+        """Return a frame of these slots, called `{slot}/{block}`, for a trainer. Raises BadInput.
 
-        Without any its metadata says which slots there are, and the states of the blocks that have been stepped: by
-        this counter's own steps, where each counts for itself.
+        Without keys its metadata lists the slots that exist, and the states of the blocks that have been stepped: with
+        this counter's own steps, where each counter has its own.
         """
-        slots = self.optimizer.slots() if self.optimizer else {}
+        slots = self._slots()
         if any(place.has_master for place in self.layout.places):
             slots[MASTER] = self.values
         if not keys:
-            states = self.optimizer.states(counter) if self.optimizer else {}
-            stepped = {name: state for name, state in states.items() if state != FRESH}
-            return [
-                encode_header(
-                    [], {**metadata, STATES_KEY: write_states(stepped), SLOT_NAMES_KEY: json.dumps(sorted(slots))}
-                )
-            ]
-        views: dict[str, Tensor] = {}
-        for key in keys:
-            slot, name = split_key(key)
-            if slot not in slots:
-                raise BadInput(f"slot {key!r} is not in this shard", code="unknown_block")
-            self.block(name)  # raises BadInput
-            place = self.layout.place[name]
-            views[key] = slots[slot][place.begin : place.end]
-        header = encode_header([(key, "F32", (len(view),)) for key, view in views.items()], metadata)
-        return [header, *(bytes(view_bytes(view)) for view in views.values())]
+            stepped = {name: state for name, state in self._states(counter).items() if state != FRESH}
+            names = json.dumps(sorted(slots))
+            return _encode_views({}, {**metadata, STATES_KEY: write_states(stepped), SLOT_NAMES_KEY: names})
+        return _encode_views({key: self._view_slot(slots, *split_key(key)) for key in keys}, metadata)
 
-    def digest(self) -> str:
-        """XXH3 of values, published ones, slots, step states and buffers: equal exactly if two shards hold the same."""
-        digest = xxhash.xxh3_128()
-        slots = self.optimizer.slots() if self.optimizer else {}
-        states = self.optimizer.states() if self.optimizer else {}
-        flat = {"": view_bytes(self.values)} | {name: view_bytes(slot) for name, slot in sorted(slots.items())}
-        if self.published is not None:
-            flat["published"] = view_bytes(self.published.values)
-        for name, place in self.layout.place.items():
-            digest.update(repr((name, tuple(states.get(name, ())))).encode())
-            for slot_name, data in flat.items():
-                digest.update(slot_name.encode())
-                digest.update(data[4 * place.begin : 4 * place.end])
-        if self.optimizer is not None and (counted := self.optimizer.counted()):
-            digest.update(repr(sorted(map(repr, counted.items()))).encode())
-        for name in self._buffer_specs:
-            if name in self._buffers:
-                digest.update(name.encode())
-                digest.update(self._buffers[name])
-        return digest.hexdigest()
+    def _view_slot(self, slots: Mapping[str, Tensor], slot: str, name: str) -> Tensor:
+        if slot not in slots:
+            raise BadInput(f"slot '{slot}/{name}' is not in this shard", code="unknown_block")
+        self.block(name)  # raises BadInput
+        place = self.layout.place[name]
+        return slots[slot][place.begin : place.end]
+
+
+def _encode_views(views: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[bytes]:
+    header = encode_header([(key, "F32", (len(view),)) for key, view in views.items()], metadata)
+    return [header, *(bytes(view_bytes(view)) for view in views.values())]

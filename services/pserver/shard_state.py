@@ -1,7 +1,7 @@
-"""All that a shard is, apart from the shard: taken as a copy, written to a file, read back, cut anew.
+"""The state of a shard as a value: copied, written to a file, read, and resliced for another plan.
 
 The file is a safetensors stream: the flat float32 tensors of the shard's layout (`values`, `published` where trainers
-pull differences, `slot.exp_avg`, …), the buffers in their own dtypes, and in its metadata what is no tensor.
+pull deltas, `slot.exp_avg`, …), the buffers in their own dtypes, and the rest in its metadata.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tens
 
 @dataclass(slots=True)
 class ShardState:
-    """Tensors are flat float32 ones of the layout; mappings are by block name."""
+    """Tensors are flat float32 in the shard's layout; mappings are by block name."""
 
     version: Round
     values: Tensor
@@ -44,7 +44,7 @@ class ShardState:
     buffers: dict[str, bytes] = field(default_factory=dict)
 
     def encode(self, plan: SlicePlan, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
-        """Chunks of a file; views of the tensors, so that they must not change before it is written."""
+        """Return the chunks of a file. They are views of the tensors, which must not change before it is written."""
         flat = {VALUES: self.values}
         if self.published is not None:
             flat[PUBLISHED] = self.published
@@ -66,7 +66,7 @@ class ShardState:
 
     @classmethod
     def decode(cls, data: memoryview) -> tuple[ShardState, Mapping[str, str]]:
-        """State and metadata of a file; the tensors are views of `data`. Raises BadInput and others."""
+        """Return the state and the metadata of a file; the tensors are views of `data`. Raises BadInput and others."""
         frame = parse_frame(data, _LIMITS)
         metadata = frame.metadata
         state = cls(
@@ -97,10 +97,10 @@ class ShardState:
 def reslice(
     shards: Iterable[tuple[PserverIndex, ShardState]], old: SlicePlan, new: SlicePlan, index: PserverIndex
 ) -> ShardState:
-    """The state of shard `index` of a new plan from the shards of another plan of the same parameters.
+    """Return the state of shard `index` of a new plan, from the shards of another plan of the same parameters.
 
-    Takes the old shards one after another, so that no more than one of them need be in memory. Nothing is computed:
-    every element keeps its bits, and a block takes the counts of the block that its first element was in.
+    Reads the old shards one after another, so that only one of them has to be in memory. Every element keeps its bits,
+    and a block gets the counts of the block that its first element was in.
     """
     layout = ShardLayout(new, index)
     state = ShardState(0, torch.zeros(layout.num_elements))
@@ -142,7 +142,7 @@ def _copy(
 
 
 def concatenate(shards: Iterable[tuple[PserverIndex, ShardState]], plan: SlicePlan) -> dict[str, Tensor]:
-    """Whole parameters by name, float32 in their own shapes, from all shards of a plan, in any order."""
+    """Return whole parameters by name, float32 in their own shapes, from all shards of a plan, in any order."""
     whole: dict[str, Any] = {spec.name: torch.empty(spec.num_elements) for spec in plan.parameters}
     for index, shard in shards:
         for place in ShardLayout(plan, index).places:

@@ -1,4 +1,4 @@
-"""Statistics of one block: a few passes over its values, in pieces, so that little memory is taken."""
+"""Statistics of one block: a few passes over its values, in pieces, so that little memory is needed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MIN_EXPONENT = -149  # of the smallest float32 above zero
 
 
 def describe_values(values: Tensor, version: Round, before: Tensor | None = None) -> Statistics:
-    """Of a flat float32 tensor, which is only read; `before` is what it was before its newest update.
+    """Return statistics of a flat float32 tensor, which is only read; `before` is its value before its newest update.
 
-    Changes nothing and keeps nothing; takes about 4 ns an element, and 2 more with `before`.
+    Takes about 4 ns for each element, and 2 more with `before`.
     """
     total = Statistics(version=version, num_elements=0)
     for at in range(0, len(values), PIECE):
@@ -34,7 +34,7 @@ def describe_values(values: Tensor, version: Round, before: Tensor | None = None
 
 
 def _sum_finite_squares(piece: Tensor) -> float:
-    """JSON would make null of NaN, which says that no update was seen."""
+    """Return the sum of squares without NaN and infinity: in JSON, NaN would be null, which means no update."""
     total = _sum_squares(piece)  # of float64, which squares of float32 do not overflow
     return total if math.isfinite(total) else _sum_squares(piece.nan_to_num(0.0, 0.0, 0.0))
 
@@ -82,7 +82,7 @@ def _count(values: Tensor, low: float, high: float) -> Histogram:
 
 
 def choose_exponent(low: float, high: float) -> int:
-    """Of the narrowest bins of which `MAX_BINS` hold all values from `low` to `high`, and tell neighbours apart.
+    """Return the exponent of the narrowest bins of which `MAX_BINS` contain all values and tell neighbours apart.
 
     >>> choose_exponent(-1.0, 1.0), choose_exponent(3.0, 3.0), choose_exponent(0.0, 0.0)
     (-4, -5, -149)

@@ -292,7 +292,7 @@ class SyncRun(PserverRun):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no round is being applied. A round whose apply failed counts as being applied."""
+        """True if no round is being applied. A round whose apply failed counts as being applied."""
         return self.rounds.applying is None
 
     async def _finish_apply(self) -> None:

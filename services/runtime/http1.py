@@ -194,7 +194,7 @@ class GuardedProtocol(HttpToolsProtocol):
         )
         self.transport.set_protocol(successor)
         successor.connection_made(self.transport)
-        successor.take(rest)
+        successor.feed(rest)
 
     def _start_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.limits.header_timeout_seconds, self._headers_are_late)

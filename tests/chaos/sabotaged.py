@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ps_protocol.errors import Ended
 from ps_protocol.fence import Fence
@@ -82,11 +82,11 @@ def break_places() -> None:
 def break_pauses() -> None:
     """A freeze goes behind all contributions that are held."""
 
-    async def wait(self: Pauses, has_ready: Callable[[], bool]) -> None:
+    async def wait_for_turn(self: Pauses) -> None:
         while self._task is not None:
             await asyncio.wait([self._task])
 
-    Pauses.wait = wait  # type: ignore[method-assign]
+    Pauses.wait_for_turn = wait_for_turn  # type: ignore[method-assign]
 
 
 def break_pages() -> None:

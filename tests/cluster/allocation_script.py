@@ -1,8 +1,7 @@
 """Trains in several ways, one run after the other, and prints what memory the steps took.
 
 Fresh memory that the kernel gave the process in each step, in bytes; and the size of each tensor that torch made on the
-script's thread in two more. The former is of the whole process, but what somebody takes again and
-again while the allocator has it is not seen; the latter is exact.
+script's thread in two more steps. Memory that the allocator reuses is not in the former; the latter is exact.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ELEMENTS = 1024 * 64 * 4 * 4
 
 
 class Layer(nn.Module):
-    """Its gradient is made without any memory, so that all that is counted is ours."""
+    """A layer whose gradient is made without any memory, so that all memory that is counted is ours."""
 
     def __init__(self, *, channels_last: bool) -> None:
         super().__init__()
@@ -53,12 +52,12 @@ class Layer(nn.Module):
 
 
 def fresh_bytes() -> int:
-    """That the kernel has given this process so far: pages that were touched for the first time."""
+    """Return the bytes of pages that this process has touched for the first time so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * resource.getpagesize()
 
 
 def made_tensors(profiled: profile) -> list[int]:
-    """Bytes of each."""
+    """Return the bytes of each tensor."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiled.export_chrome_trace(str(path))
@@ -68,7 +67,7 @@ def made_tensors(profiled: profile) -> list[int]:
 
 
 def measure(arguments: dict[str, Any], *, channels_last: bool, passes: int) -> tuple[int, list[int], list[int]]:
-    """This trainer's rank, fresh memory, tensors."""
+    """Return this trainer's rank, the fresh memory and the tensors of its steps."""
     with connect() as session:
         model = nn.Sequential(*(Layer(channels_last=channels_last) for _ in range(4)))
         optimizer = RemoteOptimizer(

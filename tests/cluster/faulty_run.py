@@ -22,7 +22,7 @@ ROUND_SECONDS = 0.02
 
 
 class FaultyRun:
-    """Knows how far every trainer is, from what it prints."""
+    """A run whose script prints how far each trainer is."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class FaultyRun:
         self.wait_for(lambda: self._round[rank] >= round_, f"round {round_} of trainer {rank}: {self._round}")
 
     def wait_for_rounds_or_death(self, rounds: int, child: Child) -> None:
-        """Until trainer 0 has gone on for so many rounds, or a process that may die earlier has died."""
+        """Wait until trainer 0 has taken so many more rounds, or a process that may die earlier has died."""
         enough = self.round_of(0) + rounds
         self.wait_for(lambda: self._round[0] >= enough or not child.is_running, f"round {enough}: {self._round}")
 
     def wait_for_line(self, text: str, number: int = 1, *, of: str = "", seconds: float = 90) -> str:
-        """The line of this number with the text, among those that this process (`trainer 0`) has printed, or all."""
+        """Return the line of this number with the text, among those of one process (`trainer 0`) or of all."""
 
         def found() -> list[str]:
             return [line for line in self.lines if text in line and line.startswith(f"[{of}")]
@@ -102,7 +102,7 @@ class FaultyRun:
     # ------------------------------------------------------------ what an administrator does
 
     def make_checkpoint(self) -> int:
-        """Its round. Asked for again where the answer allows it: rounds may go by while pservers agree on one."""
+        """Return its round. Rounds may go by while pservers agree on one: the answer may allow another request."""
         for _ in range(20):
             answer = httpx.post(f"{self.cluster.address}/v1/checkpoints", timeout=30).json()
             if "round" in answer:
@@ -117,17 +117,14 @@ class FaultyRun:
         child.wait(10)
 
     def restart_pserver(self, index: int, **environment: str) -> None:
-        """Kill it and start it again."""
         self.kill(self.cluster.pservers[index])
         self.cluster.start_pserver(index, **environment)
 
     def restart_trainer(self, rank: int) -> None:
-        """Kill it and start it again."""
         self.kill(self.cluster.trainers[rank])
         self.start_trainer(rank)
 
     def restart_coordinator(self, **environment: str) -> None:
-        """Kill it and start it again."""
         self.kill(self.cluster.coordinator)
         self.cluster.restart_coordinator(**environment)
 
@@ -136,7 +133,7 @@ class FaultyRun:
         assert answer.is_success, answer.text
 
     def restart_gracefully(self, pserver: int) -> None:
-        """SIGTERM, which it obeys with exit code 0, and another life."""
+        """Send SIGTERM, which the pserver obeys with exit code 0, and start it again."""
         child = self.cluster.pservers[pserver]
         child.signal(SIGTERM)
         assert child.wait(20) == 0
@@ -153,7 +150,7 @@ class FaultyRun:
         self.cluster.start_pserver(1)
 
     def results(self, seconds: float = 60) -> list[str]:
-        """What each trainer has got in the end: `DIGEST ROUND`."""
+        """Return the result of each trainer: `DIGEST ROUND`."""
         for child in self.cluster.trainers:
             assert child.wait(seconds) == 0, f"{child.name} failed"
         found = {}

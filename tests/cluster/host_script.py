@@ -2,7 +2,7 @@
 
     torchrun … host_script.py FOLDER NAME…
 
-Each NAME is a function below. What it returns is saved as FOLDER/NAME-RANK.pt.
+Each NAME is in `WORK` below. What it returns is saved as FOLDER/NAME-RANK.pt.
 """
 
 from __future__ import annotations
@@ -49,12 +49,8 @@ def late(session: Session, **arguments: Any) -> dict[str, Tensor]:
     return found
 
 
-def early(session: Session) -> dict[str, Tensor]:
-    return late(session, overlap=True)
-
-
 def streaming(session: Session) -> dict[str, Tensor]:
-    """The first layer's backward waits for a bucket of the others, which then goes on to the pservers at once."""
+    """Wait in the first layer's backward for a bucket of the others, which goes on to the pservers at once."""
     model = nn.ModuleList([nn.Linear(30, 30) for _ in range(4)])
     optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, overlap=True)
     assert session.host
@@ -72,7 +68,7 @@ def streaming(session: Session) -> dict[str, Tensor]:
 
 
 def clipped(session: Session) -> dict[str, Tensor]:
-    """The norm is that of the aggregated gradient, and every process knows it."""
+    """Return the norm of the aggregated gradient, which every process knows."""
     parameters = make_parameters()
     optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), max_grad_norm=1e9)
     norms = []
@@ -98,7 +94,7 @@ def drop_gradients(step: int, parameters: Parameters, rank: int) -> None:
 
 
 def overflowed(session: Session) -> dict[str, Tensor]:
-    """In one step of one process, whose GradScaler notices."""
+    """Train with torch's GradScaler; one step of one process overflows."""
     model = nn.Linear(4, 2)
     optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.5), nonfinite="skip_round")
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -115,7 +111,7 @@ def overflowed(session: Session) -> dict[str, Tensor]:
 
 
 def scaled(session: Session, **arguments: Any) -> dict[str, Tensor]:
-    """The same with our GradScaler, whose scale is that of all processes."""
+    """Train with our GradScaler, whose scale is that of all processes."""
     model = nn.Linear(4, 2)
     optimizer = RemoteOptimizer(
         torch.optim.SGD(model.named_parameters(), lr=0.5), nonfinite="skip_round", bucket_bytes=4, **arguments
@@ -133,12 +129,8 @@ def scaled(session: Session, **arguments: Any) -> dict[str, Tensor]:
     return {"biases": torch.stack(biases), "scales": torch.tensor(scales)}
 
 
-def scaled_early(session: Session) -> dict[str, Tensor]:
-    return scaled(session, overlap=True)
-
-
 def kept(session: Session) -> dict[str, Tensor]:
-    """Every process saves and loads as libraries do; only one of a host has slots."""
+    """Save and load in every process, as libraries do; only one of a host has slots."""
     weight = nn.Parameter(torch.zeros(3))
     optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.5))
     optimizer.load_state_dict(optimizer.state_dict())
@@ -154,7 +146,7 @@ def kept(session: Session) -> dict[str, Tensor]:
 
 
 def sharing(session: Session) -> dict[str, Tensor]:
-    """The script has a process group of its own, of all processes."""
+    """Train beside a process group of the script, of all processes."""
     dist.init_process_group("gloo")
     weight = nn.Parameter(torch.zeros(3))
     optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
@@ -166,12 +158,8 @@ def sharing(session: Session) -> dict[str, Tensor]:
     return {"weight": weight.detach(), "total": total}
 
 
-def start(session: Session) -> dict[str, Tensor]:
-    return start_everywhere(session)
-
-
 def local(session: Session) -> dict[str, Tensor]:
-    """Each process steps by itself, and what is pushed is the mean of what they have come to."""
+    """Take local steps in each process; the mean of their results is pushed."""
     model = Net(seed=session.rank)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = RemoteOptimizer(inner, model=model, local_steps=LOCAL_STEPS)
@@ -184,7 +172,7 @@ def local(session: Session) -> dict[str, Tensor]:
 
 
 def refused(session: Session) -> dict[str, Tensor]:
-    """Under `reject`, by all processes of the host whose gradient it is; mended, it may be tried again."""
+    """Push a NaN, which is refused for all processes of the host; corrected, it may be tried again."""
     weight = nn.Parameter(torch.zeros(4))
     optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
     told = 0
@@ -204,7 +192,7 @@ def refused(session: Session) -> dict[str, Tensor]:
 
 
 def broken_off(session: Session) -> dict[str, Tensor]:
-    """A step of the second host fails after its push; then another gradient is refused, and the same one is not."""
+    """Fail a step of the second host after its push; then another gradient is refused, and the same one is not."""
     weight = nn.Parameter(torch.zeros(4))
     optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
     pull, errors = session.client.pull, []
@@ -261,13 +249,22 @@ def delayed(session: Session) -> dict[str, Tensor]:
     return train_remotely("AdamW", session, contributor=session.rank, steps=6)
 
 
+FUNCTIONS = (late, streaming, clipped, unequal, overflowed, scaled, kept, sharing, local, refused, broken_off, pulling)
+WORK = {
+    **{function.__name__: function for function in (*FUNCTIONS, averaging, different, delayed)},
+    "early": partial(late, overlap=True),
+    "scaled_early": partial(scaled, overlap=True),
+    "start": start_everywhere,
+}
+
+
 def play(environment: Mapping[str, str], folder: Path, names: Sequence[str]) -> None:
-    """All of these in this process, one after the other."""
+    """Run all of these in this process, one after the other."""
     os.environ.update(environment)
     torch.set_num_threads(1)
     for name in names:
         with connect(bucket_bytes=2000) as session:
-            torch.save(globals()[name](session), folder / f"{name}-{session.rank}.pt")
+            torch.save(WORK[name](session), folder / f"{name}-{session.rank}.pt")
 
 
 if __name__ == "__main__":

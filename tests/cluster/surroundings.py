@@ -23,19 +23,13 @@ import pytest
 # The rules and the link last as long as a process in the namespace, which is not long even if the test is killed.
 
 HOST = "10.213.77.1"  # of the machine, for the namespace
-
-
 _INSIDE = "10.213.77.2"
-
-
 Direction = Literal["out", "in", "both"]
-
-
 _TABLE = "add table inet cut; add chain inet cut {0} {{ type filter hook {0} priority 0 ; }}"
 
 
 class Namespace:
-    """What `prefix` starts runs in it."""
+    """A network namespace; a command behind `prefix` runs in it."""
 
     def __init__(self, pid: int) -> None:
         self.prefix = ["nsenter", f"--net=/proc/{pid}/ns/net"]
@@ -49,14 +43,14 @@ class Namespace:
             self._nft(_TABLE.format(hook))
 
     def cut(self, port: int, direction: Direction) -> None:
-        """From now on packets to (out) and from (in) this port of the machine are lost without a word."""
+        """Drop packets to (out) and from (in) this port of the machine."""
         if direction in ("out", "both"):
             self._nft(f"add rule inet cut output ip daddr {HOST} tcp dport {port} drop")
         if direction in ("in", "both"):
             self._nft(f"add rule inet cut input ip saddr {HOST} tcp sport {port} drop")
 
     def heal(self) -> None:
-        """Everything passes again."""
+        """Let everything pass again."""
         self._nft("flush table inet cut")
 
     def _nft(self, commands: str) -> None:
@@ -65,7 +59,7 @@ class Namespace:
 
 @contextmanager
 def namespace() -> Iterator[Namespace]:
-    """Gone at the end of the block, whatever happens in it. Skips where there can be none."""
+    """Make a namespace for the length of the block. Skips the test where there can be none."""
     if os.geteuid() != 0:
         pytest.skip("a network namespace needs root")
     if missing := [tool for tool in ("ip", "nft", "nsenter", "unshare") if shutil.which(tool) is None]:
@@ -82,7 +76,7 @@ def namespace() -> Iterator[Namespace]:
 
 
 def run(*command: str) -> None:
-    """Raises OSError with what it said."""
+    """Run a command. Raises OSError with its stderr."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -94,7 +88,7 @@ FORWARDED = ("authorization", "content-type")
 
 
 class Gateway(ThreadingHTTPServer):
-    """Forwards to `target`. While no service listens there it answers with a page of this status, and counts it."""
+    """A server that forwards to `target`. While no service listens there it answers and counts pages of this status."""
 
     def __init__(self, status: int) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -166,7 +160,7 @@ def serve_gateway(status: int) -> Iterator[Gateway]:
 
 
 class SmallDisk:
-    """A few MiB; `fill` leaves not one page."""
+    """A file system of a few MiB; `fill` leaves not one page."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -185,7 +179,7 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(folder: Path, size: str = "4m") -> Iterator[SmallDisk]:
-    """Mounted at `folder` until the end of the block, whatever happens in it. Skips where that is not permitted."""
+    """Mount a small disk at `folder` for the length of the block. Skips the test where that is not permitted."""
     folder.mkdir()
     if os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")

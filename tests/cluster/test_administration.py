@@ -16,7 +16,6 @@ from .faulty_run import FaultyRun
 from .training import Oracle
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
-
 ROUNDS = 160
 
 
@@ -140,7 +139,7 @@ def test_a_trainer_that_is_evicted_is_refused_and_may_come_again(carrier: Carrie
 
 @pytest.fixture(scope="module")
 def still(carrier: Carrier) -> Iterator[FaultyRun]:
-    """One that trains for long."""
+    """A run that trains for long."""
     with FaultyRun(100_000, **carrier, pservers=1) as run:
         run.wait_for_round(2)
         yield run
@@ -154,7 +153,7 @@ def still(carrier: Carrier) -> Iterator[FaultyRun]:
         ("PUT", "/v1/controls/rate", {"json": {"rate": -1}}, (422, "invalid_message")),
         ("PUT", "/v1/controls/rate", {"json": {"rate": 0.1, "group": 7}}, (422, "invalid_message")),
         ("PUT", "/v1/controls/rate", {"content": b'{"rate": NaN}'}, (422, "invalid_message")),
-        ("PUT", "/v1/controls/frozen/nobody", {}, (404, "not_found")),
+        ("PUT", "/v1/controls/frozen/absent", {}, (404, "not_found")),
         ("POST", "/v1/trainers/9/evict", {}, (404, "not_found")),
         ("POST", "/v1/rollback", {"json": {"round": 3}}, (404, "not_found")),
     ],

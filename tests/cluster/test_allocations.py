@@ -19,22 +19,19 @@ import pytest
 from trainer_client.testing import LocalCluster
 
 from .allocation_script import ELEMENTS
-from .torchrun import start_hosts
+from .trainer_processes import start_hosts
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.extended,
     pytest.mark.skipif(sys.platform != "linux", reason="counts the page faults of allocations by glibc"),
 ]
-
 ALLOCATION_SCRIPT = Path(__file__).with_name("allocation_script.py")
 
 
-# From here on glibc takes every piece from the kernel anew, unless it has as much, and gives it back when it is freed;
+# From here on glibc takes every piece from the kernel again, unless it has as much, and gives it back when it is freed;
 # smaller ones, such as those in which gradients are quantised, it keeps.
 LARGE_BYTES = 4 * ELEMENTS // 2 - 4096
-
-
 KINDS: list[dict[str, Any]] = [
     {},
     {"overlap": True},
@@ -48,8 +45,6 @@ KINDS: list[dict[str, Any]] = [
     {"channels_last": True, "overlap": True, "overlap_pulls": True},
     {"channels_last": True, "local_steps": 2},
 ]
-
-
 IN_A_RING: list[dict[str, Any]] = [
     {},
     {"overlap": True, "accumulate_steps": 2},
@@ -109,9 +104,6 @@ def test_no_step_makes_a_large_buffer(
             assert tensors  # the profiler sees the script's own
             assert max(tensors) < LARGE_BYTES, (kind, rank, tensors)
             assert has_gloo or per_pair(fresh) < LARGE_BYTES, (kind, rank, fresh)
-
-
-# ---------------------------------------------------------------------- the coordinator
 
 
 def resident_bytes(pid: int) -> int:

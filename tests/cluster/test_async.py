@@ -67,14 +67,10 @@ async def test_many_trainers_push_to_the_same_block(shared_cluster: StartCluster
     assert torch.equal(min(results, key=lambda values: values.sum().item()), expected)  # the last one saw everything
 
 
-# ---------------------------------------------------------------------- what a get may see
-
-
 async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int, int, int]:
-    """One trainer adds the same number to every element, over and over; the other looks, and counts what is torn.
+    """Let one trainer add the same number to every element, while the other reads.
 
-    It looks for so long, and until it has seen three versions and, if that is wanted, something torn.
-    Returns the number of different versions seen, and of looks in which one block, and the shard, were not uniform.
+    Return the number of versions seen, and of reads in which one block, and the shard, were not uniform.
     """
     size = 4_000_000
     specs = [ParameterSpec("a", (size,)), ParameterSpec("b", (size,))]
@@ -123,13 +119,10 @@ async def test_torn_reads(shared_cluster: StartCluster, consistency: str) -> Non
     assert torn_shards == 0 or consistency != "shard"
 
 
-# ---------------------------------------------------------------------- the bounds hold, and are reached
-
-
 def play(address: str, num_trainers: int, steps: int, seed: int) -> list[list[list[int]]]:
-    """Trainers that are slow at random. For each trainer and step: how many steps of everybody its parameters hold.
+    """Train with trainers that are slow at random. Return for each trainer and step how many steps of each it has.
 
-    Each trainer has elements of its own in every block and counts in them, so that it is the values that tell.
+    Each trainer has elements of its own in every block and counts in them.
     """
 
     def train(session: Session) -> list[list[int]]:
@@ -155,16 +148,15 @@ def play(address: str, num_trainers: int, steps: int, seed: int) -> list[list[li
     [pytest.param(0, 0, marks=pytest.mark.soak), (2, 0), pytest.param(2, 3, marks=pytest.mark.extended)],
 )
 def test_max_staleness_is_never_exceeded_and_is_reached(shared_cluster: StartCluster, bound: int, delay: int) -> None:
-    steps = 40
     settings = {"mode": "ssp", "max_staleness": bound, "max_delay": delay, "min_block_size": 10}
-    played = play(shared_cluster(trainers=3, **settings).address, 3, steps, seed=bound)
+    played = play(shared_cluster(trainers=3, **settings).address, 3, 40, seed=bound)
     leads = [step - min(held) for trainer in played for step, held in enumerate(trainer)]
     if delay:
         assert bound < max(leads) <= bound + delay  # a step may begin so much ahead of the get that it starts on
     else:
         assert max(leads) == bound
     if bound:
-        assert sum(lead > 0 for lead in leads) > steps / 10  # it is not accidentally synchronous
+        assert sum(lead > 0 for lead in leads) > 4  # it is not accidentally synchronous
 
 
 @parametrize_sampled(("delay", "mode"), product((0, 1, 3), ("sync", "async")), [(1, "sync"), (3, "async")])
@@ -176,20 +168,6 @@ def test_max_delay_is_never_exceeded_and_is_reached(shared_cluster: StartCluster
         own = [held[rank] for held in trainer]
         assert max(step - count for step, count in enumerate(own)) == delay
         assert all(new >= old for old, new in pairwise(own))
-
-
-def test_a_run_with_delay_takes_every_step(shared_cluster: StartCluster) -> None:
-    def train(session: Session) -> float:
-        weight, optimizer = wrap_weight(session, 100)
-        for _ in range(10):
-            step_with(optimizer, weight)
-        optimizer.synchronize()
-        return weight[0].item()
-
-    assert run_all(shared_cluster(max_delay=3, min_block_size=10), train) == [-10.0, -10.0]
-
-
-# ---------------------------------------------------------------------- looking inside
 
 
 @pytest.mark.extended
@@ -217,9 +195,6 @@ def test_live_parameters_are_served_although_pservers_have_no_version_in_common(
         run_all(cluster, train)
         seen = looking.result(30)
     assert seen == sorted(seen, reverse=True)
-
-
-# ---------------------------------------------------------------------- refusals and failures
 
 
 @pytest.mark.parametrize(
@@ -310,8 +285,6 @@ async def test_a_change_does_not_wait_until_no_push_waits_for_the_log(shared_clu
         await asyncio.gather(*trainers)
 
 
-# ---------------------------------------------------------------------- processes that die
-
 ROUNDS = 150
 
 
@@ -323,9 +296,9 @@ def counting(rounds: int = ROUNDS, **settings: Any) -> FaultyRun:
 
 
 def assert_all_applied(run: FaultyRun) -> None:
-    """Each trainer has seen all of its own contributions; and who was last, those of everybody.
+    """Check that each trainer has seen all of its own contributions, and the last one those of all.
 
-    The first to end may see the others' steps half, or not all.
+    The first to end may see a part of the others' steps.
     """
     seen, steps = zip(*(result.split() for result in run.results(90)), strict=True)
     assert min(map(int, steps)) >= ROUNDS
@@ -335,7 +308,7 @@ def assert_all_applied(run: FaultyRun) -> None:
 
 
 def kill_between_checkpoints(run: FaultyRun, state: Path) -> None:
-    """Some steps after the first checkpoint pserver 1 dies; the next one would have been far away."""
+    """Kill pserver 1 some steps after the first checkpoint, long before the next one."""
     run.wait_for(lambda: any(state.glob("checkpoints/*/*/manifest.json")), "a checkpoint")
     run.wait_for_round(run.round_of(0) + 5)
     run.kill(run.cluster.pservers[1])
@@ -468,7 +441,7 @@ def test_who_comes_back_under_continue_need_not_catch_up() -> None:
     with counting(1000, mode="ssp", max_staleness=3, on_trainer_loss="continue", lease_seconds=1) as run:
         run.wait_for_round(10, rank=1)
         run.kill(run.cluster.trainers[1])
-        run.wait_for_round(run.round_of(1) + 40)  # beyond the bound: nobody waits for it any more
+        run.wait_for_round(run.round_of(1) + 40)  # beyond the bound: it is not waited for any more
         run.start_trainer(1)
         run.wait_for_line("[trainer 1] begin", 2)
         before = run.round_of(0)

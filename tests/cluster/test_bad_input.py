@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request: one shape of answer, a stable code, and nothing has changed."""
+"""A bad request gets one shape of answer, with a stable code, and changes nothing; nor does one too many."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import pytest_asyncio
+import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from ps_config.certificates import TlsFiles
 from ps_protocol.errors import ERRORS, PROBLEM_CONTENT_TYPE, PROBLEM_TYPE_PREFIX, error_from_problem
-from ps_protocol.routes import BARRIER, BARRIER_HEADER, SEND
+from ps_protocol.routes import BARRIER, BARRIER_HEADER, METRICS, SEND
+from ps_protocol.vocabulary import ParameterSpec
 from services.pserver.bodies import PAGE_BYTES
+from trainer_client import ParameterClient
 from trainer_client.testing import LocalCluster
 from trainer_client.transport.exchange import make_bulk_transport
 
-from .bad_requests import CASES, LIMITS, MIB, Bad, World
+from .bad_requests import CASES, LIMITS, MIB, Bad
 from .conftest import Carrier
-from .wire import completion, encode_blocks
+from .training import NUMBERS, SGD
+from .wire import WireTrainer, World, completion, encode_blocks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
@@ -37,9 +42,6 @@ async def world(carrier: Carrier) -> AsyncIterator[World]:
         bulk = httpx.AsyncClient(transport=make_bulk_transport(TlsFiles(), http2=True), timeout=None)
         await stack.enter_async_context(bulk)
         yield World(cluster, http, bulk)
-
-
-# ---------------------------------------------------------------- the one test over all of them
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name[:80]) for case in CASES])
@@ -76,11 +78,8 @@ async def send_bad_input(world: World, case: Bad, client: httpx.AsyncClient) -> 
     assert (type(rebuilt), rebuilt.code, rebuilt.detail) == (error.family, error.code, problem["detail"])
 
 
-# ---------------------------------------------------------------- what gets no answer, or a good one
-
-
 def head(w: World, num_bytes: int, rank: int = 1) -> bytes:
-    """Headers of a push over HTTP/1.1 that announces a body."""
+    """Return the headers of a push over HTTP/1.1 that announces a body."""
     lines = {**w.trainers[rank].fence(2), "host": "localhost", "content-length": str(num_bytes)}
     return "\r\n".join([f"POST {SEND} HTTP/1.1", *(f"{k}: {v}" for k, v in lines.items()), "", ""]).encode()
 
@@ -105,7 +104,6 @@ async def test_a_body_that_breaks_off_changes_nothing_and_returns_its_buffer(wor
 
 
 async def test_who_closes_one_direction_too_early_is_told(world: World) -> None:
-    """Saying nothing would be the server's own 500."""
     await world.enter("training")
     address = world.addresses[0].removeprefix("http://")
     reader, writer = await asyncio.open_connection(*address.split(":"))
@@ -145,7 +143,6 @@ def remove_counters(look: Any) -> Any:
 
 
 async def test_announcements_of_large_bodies_take_no_memory(world: World) -> None:
-    """Nobody may make a pserver allocate what it never sends."""
     await world.enter("training")
     address, num_bytes = world.addresses[0], LIMITS["max_header_bytes"]
     resident = await world.metric(address, "process_resident_memory_bytes")
@@ -185,3 +182,93 @@ async def test_an_honest_request_is_let_in(world: World) -> None:
     for trainer in world.trainers:
         await trainer.barrier(2)
     assert await world.trainers[0].get(2) == await world.trainers[1].get(2)
+
+
+SPECS = [ParameterSpec("w", (1000,))]
+
+
+async def count_refused(address: str) -> float:
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(address + METRICS)).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return sum(
+        sample.value
+        for sample in samples
+        if sample.name == "gradpost_http_requests_total" and sample.labels["route"] == SEND
+        and sample.labels["code"] == "5xx"
+    )  # fmt: skip
+
+
+async def crawl(begun: asyncio.Event, may_end: asyncio.Event, body: bytes) -> AsyncIterator[bytes]:
+    """Yield all but the last byte of a body, and that one when it may come."""
+    yield body[:-1]
+    begun.set()
+    await may_end.wait()
+    yield body[-1:]
+
+
+async def train(address: str, rank: int, share_is_taken: bool) -> dict[str, torch.Tensor]:
+    async with ParameterClient(coordinator=address, rank=rank) as client, httpx.AsyncClient() as other:
+        await client.declare(SPECS, SGD)
+        if client.joined.rank == client.uploader:
+            await client.send_initial({spec.name: torch.zeros(spec.shape) for spec in SPECS})
+        await client.get(0)
+        pserver = client.pservers[0]
+        begun, may_end = asyncio.Event(), asyncio.Event()
+        if share_is_taken:
+            headers = {**pserver.connection.fence.at_round(1).to_headers(), "content-length": "100"}
+            body = crawl(begun, may_end, bytes(100))
+            taking = asyncio.create_task(
+                other.post(pserver.connection.info.address + SEND, headers=headers, content=body)
+            )
+            await begun.wait()
+        gradients = {spec.name: torch.full(spec.shape, rank + 1.0) for spec in SPECS}
+        sending = asyncio.create_task(client.send(1, gradients, NUMBERS))
+        if share_is_taken:
+            while not await count_refused(pserver.connection.info.address):
+                assert not sending.done()
+                await asyncio.sleep(0.01)
+            may_end.set()
+            assert (await taking).status_code == 400
+        await sending
+        await client.batch_barrier(1)
+        return {name: value.clone() for name, value in (await client.get(1)).items()}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("http2", [True, False])
+async def test_a_refused_push_comes_again_and_the_round_is_completed(http2: bool, carrier: Carrier) -> None:
+    """One body of a trainer fits, and another request sends one; the other trainer does not notice."""
+    with LocalCluster(pservers=1, trainers=2, **carrier, http2=http2, max_inflight_bytes=1) as cluster:
+        async with asyncio.timeout(60):
+            results = await asyncio.gather(*(train(cluster.address, rank, rank == 0) for rank in range(2)))
+    for result in results:
+        assert all(torch.equal(value, torch.full_like(value, -1.5)) for value in result.values())
+
+
+@pytest.mark.extended
+async def test_it_is_decided_before_the_body_is_sent(carrier: Carrier) -> None:
+    """A body that was announced and is on its way takes up the trainer's share."""
+    with LocalCluster(pservers=1, trainers=1, **carrier, max_inflight_bytes=1, lease_seconds=60) as cluster:
+        async with httpx.AsyncClient(timeout=30) as http:
+            trainer = WireTrainer(http, cluster.address)
+            await trainer.join("a", 0)
+            await trainer.declare()
+            await trainer.wait_for_plan()
+            await trainer.upload_initial()
+            await trainer.get(0)
+            body = encode_blocks(trainer.plan, trainer.plan.shards[0], completion(len(trainer.plan.shards[0])))
+            send = trainer.ready.pservers[0].address + SEND
+            begun, may_end = asyncio.Event(), asyncio.Event()
+
+            headers = {**trainer.fence(1), "content-length": str(len(body))}
+            first = asyncio.create_task(http.post(send, headers=headers, content=crawl(begun, may_end, body)))
+            await begun.wait()
+            for transport in (httpx.AsyncHTTPTransport(), make_bulk_transport(TlsFiles(), http2=True)):
+                async with httpx.AsyncClient(transport=transport, timeout=30) as other:
+                    response = await other.post(send, headers=trainer.fence(1), content=body)
+                    assert (response.status_code, response.json()["code"]) == (503, "overloaded")
+                    assert response.headers["content-type"] == PROBLEM_CONTENT_TYPE
+                    assert response.headers["retry-after"] == "1"
+            may_end.set()
+            assert (await first).json()["complete"] is True

@@ -21,7 +21,6 @@ from ..soaking import parametrize_sampled
 from .up_support import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
-
 TOLERANCE = 0.05  # of bytes on an interface, relative to the formulas of docs
 
 
@@ -48,9 +47,6 @@ def can_have_machines() -> None:
         pytest.skip("network namespaces need root")
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         pytest.skip(f"{' and '.join(missing)} are not installed (Debian packages iproute2, util-linux)")
-
-
-# ---------------------------------------------------------------------- benchmarks/wire
 
 
 @pytest.mark.soak
@@ -144,9 +140,6 @@ def test_bytes_of_a_step(trainers: int, pservers: int) -> None:
         assert node.error < TOLERANCE, node
 
 
-# ---------------------------------------------------------------------- benchmarks/faults
-
-
 @pytest.mark.soak
 def test_recovery() -> None:
     report = run("faults.recovery", "--trainer-kills", "1", "--pserver-kills", "1", "--megabytes", "1")
@@ -173,8 +166,6 @@ def test_durability() -> None:
     [ratio] = re.findall(r"\| log \|[^|]*\|[^|]*\| ([\d.]+) \|", report)
     assert 0 < float(ratio) < 100
 
-
-# ---------------------------------------------------------------------- benchmarks/comparison
 
 PEERS = ["raw_sockets", "torch_rpc_tcp", "gloo"]
 

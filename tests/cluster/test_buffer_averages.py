@@ -18,7 +18,6 @@ from .conftest import StartCluster
 from .training import assert_close, run_all, seeded
 
 pytestmark = pytest.mark.cluster
-
 STEPS = 4
 ROUNDING = 1e-6
 LOCAL = "1.num_batches_tracked"

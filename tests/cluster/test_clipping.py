@@ -26,8 +26,6 @@ from .training import (
     SMALL,
     assert_close,
     assert_identical,
-    average,
-    gradients_of,
     run_all,
     seeded,
     set_average,
@@ -37,11 +35,9 @@ from .training import (
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.clip]
-
 STEPS = 20
 MAX_NORM = 0.5
 BUCKETS = {"bucket_bytes": 2000}
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "AdamW": partial(torch.optim.AdamW, lr=0.01),
@@ -158,69 +154,12 @@ def test_a_limit_that_is_never_reached_changes_no_bit(cluster: LocalCluster) -> 
     assert set(norms) == {None}
 
 
-def test_a_trainer_may_clip_its_own_gradient(cluster: LocalCluster) -> None:
-    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM)
-
-    def work(session: Session) -> dict[str, Tensor]:
-        model = make_model()
-        optimizer = RemoteOptimizer(OPTIMIZERS["momentum"](model.named_parameters()), session=session)
-        for step in range(STEPS):
-            gradients_of(optimizer, partial(loss_of, model, step, session.rank))
-            clip(optimizer)
-            optimizer.step()
-        return values(model)
-
-    model = make_model()
-    optimizer = OPTIMIZERS["momentum"](model.named_parameters())
-    for step in range(STEPS):
-        gradients = []
-        for rank in range(2):
-            gradients_of(optimizer, partial(loss_of, model, step, rank))
-            clip(optimizer)
-            gradients.append([parameter.grad for parameter in model.parameters()])
-        for parameter, mean in zip(model.parameters(), average(gradients), strict=True):
-            parameter.grad = mean
-        optimizer.step()
-    for actual in run_all(cluster, work, **SMALL):
-        assert_close(actual, values(model), rtol=1e-4, atol=1e-5)
-
-
 def test_only_one_gradient_of_all_can_be_clipped(shared_cluster: StartCluster) -> None:
     def work(session: Session) -> None:
-        with pytest.raises(BadModel, match="max_grad_norm belongs to the synchronous mode"):
+        with pytest.raises(BadModel, match="max_grad_norm needs the synchronous mode"):
             wrap_weight(session, 4, max_grad_norm=1.0)
 
     run_all(shared_cluster(pservers=1, trainers=1, mode="async"), work)
-
-
-@pytest.mark.extended
-def test_delayed_steps_are_clipped_too(shared_cluster: StartCluster) -> None:
-    def gradient(parameter: Tensor, step: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(parameter.numel() + 100 * step + rank)
-        return 0.02 * (step % 3) * torch.randn(parameter.shape, generator=generator)
-
-    def work(session: Session) -> dict[str, Tensor]:
-        model = make_model()
-        local = OPTIMIZERS["AdamW"](model.named_parameters())
-        optimizer = RemoteOptimizer(local, session=session, max_grad_norm=MAX_NORM)
-        for step in range(STEPS):
-            for parameter in model.parameters():
-                parameter.grad = gradient(parameter, step, session.rank)
-            optimizer.step()
-        optimizer.synchronize()
-        return values(model)
-
-    one, other = run_all(shared_cluster(max_delay=1, on_trainer_loss="fail"), work, **SMALL)
-    assert_identical(one, other)
-    model = make_model()
-    optimizer = OPTIMIZERS["AdamW"](model.named_parameters())
-    for step in range(STEPS):
-        for parameter in model.parameters():
-            parameter.grad = (gradient(parameter, step, 0) + gradient(parameter, step, 1)) / 2
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-    assert_close(one, values(model), rtol=1e-4, atol=1e-5)
 
 
 def test_who_comes_later_ends_a_round_that_only_some_pservers_have_stepped(carrier: Carrier) -> None:

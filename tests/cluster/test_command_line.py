@@ -25,7 +25,6 @@ from .faulty_run import FaultyRun
 from .training_script import make_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
-
 Gradpost = Callable[..., Outcome]
 
 
@@ -95,7 +94,7 @@ def test_checkpoints(run: FaultyRun, gradpost: Gradpost, tmp_path: Path) -> None
     assert "cannot be written" in said
     assert said.count("\n") == 1
     said = gradpost("checkpoint", "restore", "--round", 3, exit_code=2).stderr
-    assert "gradpost checkpoint list says which there are" in said
+    assert "gradpost checkpoint list prints the complete ones" in said
     said = gradpost("checkpoint", "restore", "--round", created["round"]).stdout
     assert f"goes on from round {created['round'] + 1:,} (attempt 1)" in said
     run.wait_for_line(f"the next one is {created['round'] + 1}", of="trainer 0")
@@ -117,15 +116,13 @@ def test_events_are_followed_over_a_restart_of_the_coordinator(run: FaultyRun, g
             if json.loads(line)["id"] == newest:
                 break
         run.cluster.coordinator.signal(SIGKILL)
-        assert "is gone; waiting for it, until Ctrl-C" in follow.stderr.readline()
+        assert "is unreachable; trying again until Ctrl-C" in follow.stderr.readline()
         run.cluster.restart_coordinator()
         assert json.loads(follow.stdout.readline())["id"] > newest  # by the next life of the coordinator
         follow.send_signal(SIGINT)
         assert follow.wait(30) == 0
         assert follow.stderr.read() == ""
 
-
-# ---------------------------------------------------------------------- gradpost tensorboard
 
 TENSORBOARD = "tensorboard.backend.event_processing.event_accumulator"
 NUM_STEPS = 20

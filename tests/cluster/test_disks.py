@@ -31,7 +31,6 @@ def train(folder: Path, rounds: int = 60, **settings: Any) -> FaultyRun:
     return FaultyRun(rounds, state_dir=folder, **{"lease_seconds": 5, **settings})
 
 
-# ---------------------------------------------------------------------- damaged files
 # What a damaged log or checkpoint costs is in tests/unit/pserver/durable and, for a whole cluster, in test_faults.py.
 
 
@@ -117,9 +116,6 @@ def test_others_do_not_go_on_from_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert "there is no run to resume" in start_refused(tmp_path, pservers=3)
 
 
-# ---------------------------------------------------------------------- full disks
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     with small_disk(tmp_path / "disk") as disk:
@@ -175,14 +171,8 @@ def test_a_disk_that_stays_full_ends_the_run_for_everybody(disk: SmallDisk) -> N
         assert not [line for line in run.lines if "Traceback" in line and "[trainer" not in line]
 
 
-# ---------------------------------------------------------------------- slow places of checkpoints
-
 LOG_BYTES = 64 * 1024
-
-
 KEEP = 2
-
-
 TROUBLE = """
 import os, time
 if os.environ.get("GRADPOST_PSERVER_INDEX") == "1":
@@ -210,7 +200,7 @@ def complete(run: FaultyRun) -> list[int]:
 
 
 def shards_of(state: Path, pserver: int) -> dict[int, int]:
-    """Sizes of the shards in the place, by round."""
+    """Return the sizes of the shards in the place, by round."""
     found = state.glob(f"checkpoints/*/*/pserver-{pserver}-of-2.safetensors")
     return {int(path.parent.name): size_of(path) for path in found}
 
@@ -223,7 +213,7 @@ def size_of(path: Path) -> int:
 
 
 class DiskUse:
-    """The most that the log of a pserver, and all of its checkpoints, have taken."""
+    """The largest sizes of the log of a pserver, and of all of its checkpoints."""
 
     def __init__(self, state: Path) -> None:
         self.log, self.checkpoints, self.largest = 0, 0, 0

@@ -27,12 +27,11 @@ from .faulty_run import SCRIPT, FaultyRun
 from .training import expected_result
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(180)]
-
 FIRST_ROUNDS = 20
 
 
 def lose_the_log_after(round_: int, state_dir: Path) -> None:
-    """As after a power loss under `log`: whole records are missing, so that nothing looks torn."""
+    """Remove whole records, as after a power loss under `log`: the rest does not look torn."""
     for segment in list_segments(state_dir / "pserver-0" / "log"):
         if segment.base >= round_:
             segment.path.unlink()
@@ -117,9 +116,6 @@ def test_after_a_refused_gradient_only_the_same_one_corrected_can_follow(shared_
             step(3.0, 2.0)
 
 
-# ---------------------------------------------------------------------- runs that are resumed
-
-
 def begin(folder: Path, **settings: Any) -> None:
     with FaultyRun(FIRST_ROUNDS, pservers=1, state_dir=str(folder), **settings) as run:
         run.results()
@@ -127,7 +123,7 @@ def begin(folder: Path, **settings: Any) -> None:
 
 
 def resumed(folder: Path, rounds: int = 60, pservers: int = 2, **settings: Any) -> FaultyRun:
-    """It cannot take over the disks of one pserver, and begins with the checkpoint."""
+    """Resume the run; it cannot take over the disks of one pserver, and begins with the checkpoint."""
     return FaultyRun(rounds, pservers=pservers, state_dir=str(folder), resume=True, **settings)
 
 
@@ -192,7 +188,7 @@ def test_a_run_without_anything_to_go_back_to_ends(tmp_path: Path) -> None:
 
 
 def start_stranger(run: FaultyRun, rounds: int) -> subprocess.Popen[str]:
-    """A script that does not say which rank it has."""
+    """Start a script without a rank."""
     return subprocess.Popen(
         [sys.executable, "-u", str(SCRIPT), str(rounds)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=find_our_packages(run.cluster.environment(), first=False),
@@ -210,7 +206,6 @@ def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
 
 
 def test_a_script_that_waits_for_the_next_run_takes_nobodys_place(tmp_path: Path) -> None:
-    """It asks four times a second, and whoever trains says once a second that it lives."""
     with FaultyRun(300, trainers=1, pservers=1, state_dir=str(tmp_path), lease_seconds=4) as run:
         run.wait_for_round(5)
         with start_stranger(run, 5) as stranger:
@@ -225,12 +220,12 @@ def test_a_script_that_waits_for_the_next_run_takes_nobodys_place(tmp_path: Path
 
 
 def rounds_of(folder: Path) -> list[int]:
-    """Checkpoints that are whole."""
+    """Return the rounds of complete checkpoints."""
     return sorted(int(manifest.parent.name) for manifest in folder.glob("checkpoints/*/*/manifest.json"))
 
 
 def test_the_result_of_a_run_is_kept_though_its_pservers_die_while_they_write_it(tmp_path: Path) -> None:
-    """The scripts have been told that all is well, and the next run would begin by deleting the log."""
+    """The scripts have ended without an error, and the next run would begin by deleting the log."""
     with FaultyRun(20, state_dir=str(tmp_path), failpoints="checkpoint.shard=kill@2") as run:
         assert run.results() == [expected_result(20)] * 2
         for index, pserver in enumerate(list(run.cluster.pservers)):

@@ -12,6 +12,7 @@ from signal import SIGCONT, SIGSTOP
 from typing import Any
 
 import httpx
+import numpy as np  # noqa: F401 - DRAW and SEED use it
 import pytest
 import torch
 
@@ -21,7 +22,6 @@ from .faulty_run import FaultyRun
 from .training import expected_result
 
 LEASE = 1.5
-
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
@@ -103,11 +103,7 @@ for round_ in range(1, int(sys.argv[1]) + 1):
     time.sleep(0.02)
 print(f"result {{parameter.tolist()}}", flush=True)
 """
-
-
 SEED = "random.seed(0); np.random.seed(0); torch.manual_seed(0)"
-
-
 DRAW = "torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])"
 
 
@@ -229,7 +225,7 @@ def test_a_log_that_was_damaged_takes_everybody_back(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_a_lost_end_of_a_log_takes_everybody_back(tmp_path: Path) -> None:
-    """As after a power failure: the pserver cannot know of the rounds that its log lacks, the trainers report them."""
+    """As after a power failure: the trainers report the rounds that the log lacks."""
     with FaultyRun(100, pservers=1, state_dir=tmp_path, checkpoint_rounds=1000) as run:
         run.wait_for_round(30)
         run.kill(run.cluster.pservers[0])
@@ -316,9 +312,6 @@ def test_a_paused_pserver_and_a_paused_trainer_go_on_where_they_were() -> None:
         assert run.results() == [expected_result(80)] * 2
 
 
-# ---------------------------------------------------------------------- NaN and infinity
-
-
 @pytest.mark.extended
 def test_a_round_is_skipped_by_all_pservers_alike(carrier: Carrier) -> None:
     with FaultyRun(40, **carrier, nonfinite="skip_round", trouble="1:20:nan", min_block_size=64) as run:
@@ -341,9 +334,6 @@ def test_under_reject_the_trainer_fails_and_may_come_back(carrier: Carrier) -> N
         run.trouble = ""
         run.start_trainer(1)
         assert run.results() == [expected_result(30)] * 2
-
-
-# ---------------------------------------------------------------------- two processes of one pserver
 
 
 @pytest.mark.extended

@@ -114,7 +114,6 @@ def test_adagrad_starts_all_groups_from_its_own_argument(alone: LocalCluster) ->
 
 @pytest.fixture
 def bfloat16_default() -> Iterator[None]:
-    """A script that sets the default dtype to make its model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     yield
@@ -122,7 +121,7 @@ def bfloat16_default() -> Iterator[None]:
 
 
 def train_with_defaults(session: Session) -> tuple[list[float], dict[str, Tensor]]:
-    """Two steps of Adam on gradients that bfloat16 cannot add up; the default device has no memory."""
+    """Take two steps of Adam on gradients that bfloat16 cannot add up; the default device has no memory."""
     start = torch.linspace(-1, 1, 300, dtype=torch.float32)
     gradients = [torch.full((300,), 256.0 - 255 * session.rank, dtype=torch.float32) * (start + k) for k in (1, 2)]
     weight = nn.Parameter(start)
@@ -248,11 +247,7 @@ session = connect()
 RemoteOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=1.0)).step()
 {end}
 """
-
-
 RICH = "import rich.traceback; rich.traceback.install()"  # it does not call the hook that was there
-
-
 ON_A_TERMINAL = "import pty, sys; pty.spawn([sys.executable, '-q'])"
 
 
@@ -328,8 +323,6 @@ if __name__ == "__main__":
     child.join()
     sys.exit(child.exitcode)
 """
-
-
 OF_A_PARENT = """
 import multiprocessing, sys
 import torch

@@ -20,7 +20,7 @@ from trainer_client.testing import LocalCluster
 from ..soaking import parametrize_sampled
 from .faulty_run import FaultyRun
 from .host_script import LOCAL_STEPS, drop_gradients, play
-from .torchrun import NUM_HOSTS, PROCESSES, WORLD, fork_hosts, free_port, start_hosts, torchrun
+from .trainer_processes import NUM_HOSTS, PROCESSES, WORLD, fork_hosts, free_port, start_hosts, torchrun
 from .training import (
     Net,
     Oracle,
@@ -38,14 +38,11 @@ from .training import (
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.hosts, pytest.mark.timeout(240)]
-
 HOST_SCRIPT = str(Path(__file__).with_name("host_script.py"))
 IN_SYNC = (
     *("late", "early", "streaming", "clipped", "unequal", "start", "local", "refused", "overflowed", "sharing"),
     *("pulling", "averaging", "different", "scaled", "scaled_early", "kept", "broken_off"),
 )
-
-
 ROUNDING = 1e-5
 CUT = {"min_block_size": 100}  # parameters that are cut
 OWN_GROUPS = {"GLOO_SOCKET_IFNAME": "lo"}  # of the script, on any machine
@@ -230,8 +227,6 @@ def test_other_modes(tmp_path: Path, settings: dict[str, Any]) -> None:
     if "mode" not in settings:
         assert_identical(found[0], found[2])
 
-
-# ---------------------------------------------------------------------- processes that die, stop or fail
 
 ROUNDS, FOREVER = 60, 1_000_000
 PATIENT = "--monitor-interval=3"  # an agent that lets the others of its host print what has ended them

@@ -23,7 +23,6 @@ from .training import Oracle, assert_identical
 from .training_script import make_scored_model, score
 
 pytestmark = pytest.mark.cluster
-
 ROUNDS = 400
 WEIGHT = "0.weight"  # in two blocks, one on each pserver
 BIAS = "0.bias"
@@ -86,7 +85,7 @@ def test_every_format_has_the_values(http: httpx.Client, oracle: Oracle, name: s
 @pytest.mark.parametrize(
     ("path", "query", "status", "code"),
     [
-        ("nobody", {}, 404, "not_found"),
+        ("absent", {}, 404, "not_found"),
         (WEIGHT, {"format": "pickle"}, 422, "invalid_message"),
         (WEIGHT, {"after_version": "x"}, 422, "invalid_message"),
         (WEIGHT, {"after_version": 0, "wait_seconds": 31}, 422, "invalid_message"),
@@ -219,7 +218,7 @@ def test_a_model_downloaded_in_the_middle_scores_what_the_trainers_report(carrie
 
 @pytest.mark.extended
 def test_an_asynchronous_model_is_a_cut_of_each_pserver(carrier: Carrier) -> None:
-    """Of whose steps it says that they are in it, they are in all blocks of that pserver, and no later one."""
+    """All blocks of a pserver have exactly the steps that the metadata name."""
     settings = {"mode": "async", "min_block_size": 16, **carrier}
     with FaultyRun(300, pservers=2, kind="counting", **settings) as run, httpx.Client(timeout=60) as http:
         run.wait_for_round(10)

@@ -17,7 +17,6 @@ from .conftest import StartCluster
 from .training import run_all, step_with, wrap_weight
 
 pytestmark = pytest.mark.cluster
-
 STEPS = 6
 
 
@@ -35,7 +34,7 @@ def make_inner(weight: nn.Parameter) -> torch.optim.Optimizer:
 
 
 def oracle(local_steps: int, outer: Callable[[nn.Parameter], torch.optim.Optimizer]) -> Tensor:
-    """The same in one process: every trainer's own copy, and one outer optimizer on the mean of the differences."""
+    """Train in one process: every trainer's own copy, and one outer optimizer on the mean of the differences."""
     center = nn.Parameter(torch.zeros(20))
     outer_optimizer = outer(center)
     copies = [nn.Parameter(torch.zeros(20)) for _ in range(2)]

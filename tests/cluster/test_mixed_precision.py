@@ -34,8 +34,7 @@ from .training import (
 )
 from .training_script import GROWTH_INTERVAL, INIT_SCALE, overflows
 
-pytestmark = [pytest.mark.cluster, pytest.mark.amp]
-
+pytestmark = [pytest.mark.cluster, pytest.mark.amp, pytest.mark.timeout(300)]
 STEPS = 16
 BAD = {
     (1, 9),
@@ -71,7 +70,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss_of(model: nn.Module, step: int, rank: int, part: int = 0) -> Tensor:
-    """In the first layer it is computed in half precision, where gradients above 65504 are infinite."""
+    """Compute the loss in half precision, where gradients above 65504 are infinite."""
     generator = torch.Generator().manual_seed(10_000 * part + 100 * step + rank)
     inputs = torch.randn(8, 20, generator=generator)
     with torch.autocast("cpu", dtype=torch.float16):
@@ -101,7 +100,6 @@ def train(session: Session, *, clips: bool = False, num_parts: int = 1, **argume
 
 
 def train_locally(*, clips: bool = False, num_parts: int = 1) -> Result:
-    """Train with torch's optimizer and GradScaler in one process, which averages the trainers' gradients."""
     model = make_model()
     optimizer = make_optimizer(model)
     optimizer.param_groups[0]["fused"] = True
@@ -127,7 +125,6 @@ def train_locally(*, clips: bool = False, num_parts: int = 1) -> Result:
 
 
 def assert_eventful(scales: list[float]) -> None:
-    """The scale was too large at first, has grown, and has backed off."""
     assert scales[0] < SCALING["init_scale"]
     steps = list(itertools.pairwise(scales))
     assert any(after > before for before, after in steps)
@@ -260,7 +257,6 @@ def test_a_ring_refuses_scales_that_differ(ring: LocalCluster) -> None:
 def take_scaled_steps(
     session: Session, scaler_of: Callable[[RemoteOptimizer], Any], infinite: tuple[int, int], num_steps: int
 ) -> tuple[list[float], list[float]]:
-    """Train with a loss that is infinite on one trainer in one step; return the scales and the weight."""
     weight, optimizer = wrap_weight(session, 4)
     scaler, scales = scaler_of(optimizer), []
     for step in range(num_steps):
@@ -273,17 +269,15 @@ def take_scaled_steps(
     return scales, weight.tolist()
 
 
+def torch_scaler(optimizer: RemoteOptimizer) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=64.0)
+
+
 @pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
 def test_torchs_own_scaler_goes_by_its_own_gradients(
     cluster: LocalCluster, ring: LocalCluster, strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The round is skipped by all, and only the trainer that has overflowed goes on with a smaller scale."""
-    work = partial(
-        take_scaled_steps,
-        scaler_of=lambda _: torch.amp.GradScaler("cpu", init_scale=64.0),
-        infinite=(1, 1),
-        num_steps=3,
-    )
+    work = partial(take_scaled_steps, scaler_of=torch_scaler, infinite=(1, 1), num_steps=3)
     one, other = run_all(ring if strategy == "ring" else cluster, work)
     assert (one, other) == (([64.0] * 3, [-2.0] * 4), ([64.0, 32.0, 32.0], [-2.0] * 4))
     said = capsys.readouterr().err
@@ -295,12 +289,7 @@ def test_torchs_own_scaler_goes_by_its_own_gradients(
 def test_an_overflow_that_skips_no_round_is_an_error_that_says_what_to_do(
     shared_cluster: StartCluster, policy: str
 ) -> None:
-    work = partial(
-        take_scaled_steps,
-        scaler_of=lambda _: torch.amp.GradScaler("cpu", init_scale=64.0),
-        infinite=(0, 1),
-        num_steps=3,
-    )
+    work = partial(take_scaled_steps, scaler_of=torch_scaler, infinite=(0, 1), num_steps=3)
     with raises_code("non_finite_gradient", match="it has to be skip_round"):
         run_all(shared_cluster(trainers=1, on_trainer_loss="fail", nonfinite=policy), work)
 
@@ -367,15 +356,12 @@ def test_a_closure_is_refused(cluster: LocalCluster, overlap: bool) -> None:
     run_all(cluster, work)
 
 
-# ---------------------------------------------------------------------- processes that die
-
-
 def is_skipped(round_: int) -> bool:
     return overflows(0, round_) or overflows(1, round_)
 
 
 def expected_scales(rounds: int, max_delay: int = 0) -> dict[int, float]:
-    """By round, of torch's own GradScaler; the outcome of a round counts `max_delay` rounds later."""
+    """Return the scales of torch's own GradScaler; the outcome of a round counts `max_delay` rounds later."""
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
@@ -412,7 +398,6 @@ OVERLAP = [{}, {"GRADPOST_OVERLAP": "true", "GRADPOST_OVERLAP_PULLS": "true", "G
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(300)
 @parametrize_sampled(("rank", "max_delay"), [(0, 0), (0, 2), (1, 0), (1, 2)], [(0, 2)])
 def test_a_restarted_trainer_gets_the_scale_of_the_others(carrier: Carrier, rank: int, max_delay: int) -> None:
     with FaultyRun(60, **carrier, kind="scaling", nonfinite="skip_round", max_delay=max_delay) as run:
@@ -425,7 +410,6 @@ def test_a_restarted_trainer_gets_the_scale_of_the_others(carrier: Carrier, rank
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(300)
 @parametrize_sampled("environment", OVERLAP, OVERLAP[:1], ids=len)
 def test_restarted_pservers_know_the_scale(carrier: Carrier, environment: dict[str, str]) -> None:
     settings = {"nonfinite": "skip_round", "checkpoint_rounds": 10, **carrier}
@@ -440,7 +424,6 @@ def test_restarted_pservers_know_the_scale(carrier: Carrier, environment: dict[s
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(300)
 @parametrize_sampled("environment", OVERLAP, OVERLAP[1:], ids=len)
 def test_a_run_that_goes_back_has_the_same_scales_again(carrier: Carrier, environment: dict[str, str]) -> None:
     with FaultyRun(150, **carrier, kind="scaling", nonfinite="skip_round", environment=environment) as run:
@@ -454,7 +437,6 @@ def test_a_run_that_goes_back_has_the_same_scales_again(carrier: Carrier, enviro
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(300)
 def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
     """The run stops after a round that was skipped, whose outcome is in no scale yet, and has other pservers then."""
     assert is_skipped(26)

@@ -28,13 +28,10 @@ from trainer_client.testing import LocalCluster
 from ..docs.markdown import code_blocks, read, section
 from .faulty_run import FaultyRun
 from .surroundings import HOST, Direction, Namespace, namespace, serve_gateway
-from .torchrun import free_port
+from .trainer_processes import free_port
 from .training import expected_result, step_with
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
-
-# ---------------------------------------------------------------------- partitions
-
 LEASE = 3
 
 
@@ -45,7 +42,7 @@ def apart() -> Iterator[Namespace]:
 
 
 def start(rounds: int, apart: Namespace, **settings: object) -> FaultyRun:
-    """Trainer 1 lives apart."""
+    """Begin a run whose trainer 1 is in the namespace."""
     run = FaultyRun(
         rounds, host=HOST, insecure=True, lease_seconds=LEASE, round_timeout_seconds=4, **settings
     )  # fmt: skip
@@ -97,9 +94,6 @@ def test_the_others_go_on_without_who_stays_cut_off(apart: Namespace, direction:
         assert "trainer 1 did not reach" in run.wait_for_line("[trainer 1] ps_protocol.errors.Conflict")
 
 
-# ---------------------------------------------------------------------- gateways that answer pages of their own
-
-
 @pytest.mark.parametrize("status", [404, pytest.param(500, marks=pytest.mark.extended)])
 def test_training_goes_on_while_a_gateway_answers_for_the_coordinator(status: int) -> None:
     with serve_gateway(status) as gateway, FaultyRun(80, environment={"GRADPOST_COORDINATOR": gateway.address}) as run:
@@ -129,8 +123,6 @@ def test_a_pserver_is_waited_for_while_a_gateway_answers_for_it() -> None:
             assert run.results() == [expected_result(80)] * 2
 
 
-# ---------------------------------------------------------------------- proxies
-
 # As ingress-nginx writes it: connections to the service are kept, and clients may ask for an upgrade.
 NGINX = """
 user root; worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log stderr;
@@ -153,8 +145,6 @@ http {{
     }}
 }}
 """
-
-
 HAPROXY = """
 defaults
     mode http
@@ -168,14 +158,8 @@ frontend front
 backend service
     server one 127.0.0.1:{service}
 """
-
-
 CONFIGURATIONS = {"nginx": NGINX, "haproxy": HAPROXY}
-
-
 ARGUMENTS = {"nginx": ["-e", "stderr", "-c"], "haproxy": ["-db", "-f"]}
-
-
 DOCUMENTED = section(read("deploy.md"), "Behind proxies")
 
 
@@ -186,8 +170,6 @@ AROUND = {
     "fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;\n{shown} }}",
     "haproxy": "{shown}",
 }
-
-
 ATTEMPTS = 10
 
 
@@ -279,9 +261,6 @@ def test_nothing_is_paused_by_a_request_that_is_smuggled_through_a_proxy(name: s
         assert http.get(cluster.address + AUDIT).json() == []
 
 
-# ---------------------------------------------------------------------- clocks
-
-
 def find_libfaketime() -> str:
     found = sorted(Path("/usr/lib").glob("**/faketime/libfaketimeMT.so.1"))
     if not found:
@@ -290,7 +269,7 @@ def find_libfaketime() -> str:
 
 
 def days_ahead(run: FaultyRun, checkpoints: Path) -> int:
-    """The clock of the coordinator, compared with ours, when it completed its newest checkpoint."""
+    """Return how far the coordinator's clock was ahead of ours when it completed its newest checkpoint."""
     newest = complete_checkpoints(open_checkpoint_storage(str(checkpoints)), run.cluster.status().run)[0]
     return round((datetime.fromisoformat(newest.created) - datetime.now(UTC)) / timedelta(days=1))
 

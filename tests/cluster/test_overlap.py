@@ -35,7 +35,6 @@ from .training import (
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.overlap]
-
 BOTH = {"overlap": True, "overlap_pulls": True}
 
 
@@ -62,7 +61,7 @@ def test_fewer_bytes_are_the_same_ones(pair: LocalCluster, wire: dict[str, str],
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """All parameters are treated as if they were in a device's own memory; returns how many copies were made."""
+    """Treat all parameters as if they were in a device's own memory; return how many copies were made."""
     counts = {"out": 0, "in": 0}
     begin, copy = GradientCopies.begin, ParameterCopies.copy
 
@@ -92,7 +91,6 @@ def test_copies_from_and_to_a_device_change_no_bit(
     assert counts["in"] > 0
 
 
-@pytest.mark.extended
 def test_delayed_steps_have_copies_of_their_own(shared_cluster: StartCluster, counts: dict[str, int]) -> None:
     def train(session: Session) -> list[float]:
         weight, optimizer = wrap_weight(session, 40_000)
@@ -280,7 +278,7 @@ def test_a_model_goes_on_when_the_session_is_closed(session: Session) -> None:
 
 # The gradients do not depend on the parameters, which with `max_delay` are of one round or of another.
 def push_given_gradients(session: Session, **arguments: Any) -> dict[str, Tensor]:
-    """Their gradients do not depend on the parameters, which with `max_delay` are of one round or of another."""
+    """Push gradients that do not depend on the parameters, which with `max_delay` are of one round or of another."""
     model = Net()
     optimizer = RemoteOptimizer(NET_OPTIMIZERS["AdamW"](model.parameters()), model=model, session=session, **arguments)
     generator = torch.Generator().manual_seed(session.rank)

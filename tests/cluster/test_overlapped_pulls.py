@@ -31,7 +31,6 @@ from .training import (
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.overlap]
-
 BOTH = {"overlap": True, "overlap_pulls": True}
 
 
@@ -244,7 +243,7 @@ def test_the_newest_values_are_in_the_model_when_the_session_has_ended(
 
 @pytest.mark.extended
 def test_the_run_may_go_back_while_later_layers_are_waited_for(carrier: Carrier) -> None:
-    """Those that have computed are given other values under a graph whose backward pass is still to come."""
+    """Layers that have computed get other values under a graph whose backward pass is still to come."""
     with LocalCluster(pservers=2, trainers=1, **carrier, lease_seconds=2) as cluster:
 
         def work(session: Session) -> None:

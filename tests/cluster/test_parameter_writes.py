@@ -20,7 +20,6 @@ from .conftest import StartCluster
 from .training import assert_identical, run_all, seeded, values
 
 pytestmark = pytest.mark.cluster
-
 STEPS = 6
 
 

@@ -36,7 +36,6 @@ from .training import (
 from .up_support import ROOT
 
 pytestmark = pytest.mark.cluster
-
 CUTS = (1, 100, 8192)  # min_block_size, in elements
 MOST_IN_LR = 0.05  # difference to a step on the joined batch, in learning rates
 
@@ -101,9 +100,6 @@ def test_arrival_order_changes_no_bit(cluster: LocalCluster) -> None:
     assert_identical(one[0], other[0])
 
 
-# ---------------------------------------------------------------------- against the joined batch
-
-
 def make_net() -> nn.Sequential:
     return seeded(nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5)))
 
@@ -150,8 +146,6 @@ def test_averaged_parts_give_the_joined_batch(
         assert_identical(other, results[0])
 
 
-# ---------------------------------------------------------------------- in fresh processes
-
 FRESH_TRAINER = """
 import sys, torch
 from safetensors.torch import save_file
@@ -176,8 +170,6 @@ def test_fresh_processes_give_the_bits_of_one_process(name: str, carrier: Carrie
     for rank in range(2):
         assert_identical(load_file(tmp_path / f"{rank}.safetensors"), expected)
 
-
-# ---------------------------------------------------------------------- what does not change does not travel
 
 LARGE, FEW = 200_000, 1000
 

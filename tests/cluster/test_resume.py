@@ -20,7 +20,6 @@ from .training_script import digest_of, make_model
 from .up_support import ROOT, RunningUp, clean_environment
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(300)]
-
 ROUNDS = 60
 
 

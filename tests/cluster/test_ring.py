@@ -43,7 +43,6 @@ from .training import (
 from .up_support import ROOT, RunningUp
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ring]
-
 SMALL = {"bucket_bytes": 2000}  # many buckets
 ROUNDING = 2e-6  # of values around 1
 
@@ -245,9 +244,6 @@ def test_a_trainer_that_expects_pservers_is_refused(ring: LocalCluster) -> None:
         Session(coordinator=ring.address, strategy="ps")
 
 
-# ---------------------------------------------------------------------- NaN and infinity
-
-
 def nan_in_round_2(session: Session, *, overlap: bool = False) -> list[float]:
     """Train with a gradient of trainer 1 that is not finite, which it corrects when it gets the error."""
     weight, optimizer = wrap_weight(session, 4, overlap=overlap)
@@ -276,9 +272,6 @@ def test_under_skip_round_no_trainer_steps(skipping: LocalCluster, capsys: pytes
     assert run_all(skipping, nan_in_round_2) == [[-8.0] * 4] * 2
     said = "round 2 was skipped by all trainers: NaN or infinity in gradients of trainer 1"
     assert capsys.readouterr().err.count(said) == 2
-
-
-# ---------------------------------------------------------------------- the coordinator
 
 
 def test_the_coordinator_shows_the_run(ring: LocalCluster) -> None:
@@ -357,8 +350,6 @@ def test_training_outlives_the_coordinator() -> None:
         assert rounds == [6, 6]
         assert cluster.status().state == "finished"
 
-
-# ---------------------------------------------------------------------- gradpost up
 
 UP = ["--strategy", "ring", "--trainers", "2", "--", "python", "examples/digits.py"]
 

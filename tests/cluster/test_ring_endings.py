@@ -17,7 +17,6 @@ from .trainer_processes import Plot, Trainer
 from .up_support import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ring]
-
 LEASE = 1.0
 LONG_LEASE = 20.0
 ROUND_TIMEOUT = 2.0
@@ -69,7 +68,6 @@ UNEVEN = {0: Plot(steps=4), 1: Plot(steps=9), 2: Plot(steps=14, hangs_after=14)}
 
 @pytest.mark.parametrize("trainers", [UNEVEN], indirect=True, ids=["4, 9 and 14 batches"])
 def test_who_has_fewer_batches_accompanies_the_others(cluster: LocalCluster, trainers: list[Trainer]) -> None:
-    """Also while one of them does something else after its last batch, for longer than the round time-out."""
     trainers[2].wait_for("hanging")
     with pytest.raises(AssertionError, match="waits for ever"):
         trainers[0].wait_for_end(ROUND_TIMEOUT + LEASE)
@@ -123,7 +121,6 @@ def write_script(folder: Path, *, rounds: int | str, in_each_round: str = "", **
 
 
 def is_waiting(cluster: LocalCluster, rank: int, round_: int) -> bool:
-    """As of its newest heartbeat."""
     found = [trainer for trainer in cluster.status().trainers if trainer.rank == rank]
     return any(trainer.round == round_ and trainer.waiting_seconds > 0 for trainer in found)
 
@@ -177,7 +174,7 @@ def test_an_interrupt_of_who_is_done_is_heard_at_once(cluster: LocalCluster, tmp
 def test_who_catches_what_ends_a_round_has_left_it(
     cluster: LocalCluster, tmp_path: Path, how: str, elements: int
 ) -> None:
-    """It ends as if nothing were the matter; collectives of another round must not meet those of this one."""
+    """Collectives of another round must not meet those of this one."""
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent(f"""

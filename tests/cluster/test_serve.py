@@ -23,14 +23,11 @@ from trainer_client.testing.local_cluster import find_our_packages
 
 from ..soaking import parametrize_sampled
 from .conftest import Carrier
-from .torchrun import free_port
+from .trainer_processes import free_port
 from .up_support import ROOT, clean_environment, wait_until
 
 pytestmark = pytest.mark.cluster
-
 GRADPOST = [sys.executable, "-P", "-m", "gradpost"]
-
-
 TRAIN = """
 import torch
 from trainer_client import RemoteOptimizer
@@ -79,7 +76,7 @@ def port() -> int:
 
 
 def test_a_cluster_by_hand(port: int) -> None:
-    """A script outside of `gradpost up` finds it by GRADPOST_COORDINATOR, and all exit when the run is over."""
+    """A script finds the cluster by GRADPOST_COORDINATOR, and all services exit when the run is over."""
     url = f"http://127.0.0.1:{port}"
     with (
         running("serve", "coordinator", "--port", str(port), "--lease-seconds", "3", "--exit-when-done") as coordinator,
@@ -143,8 +140,6 @@ def test_processes_start_in_any_order_and_know_one_address(order: list[str], por
         assert [trainer.wait(90) for trainer in trainers] == [0, 0]
 
 
-# ---------------------------------------------------------------------- the wheel
-
 INSTALLED = """
 import torch, trainer_client, ps_protocol, sys
 from trainer_client import RemoteOptimizer
@@ -157,8 +152,6 @@ for _ in range(3):
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
 """
-
-
 PAGE = """
 import sys
 from services.coordinator.dashboard import routes
@@ -196,9 +189,7 @@ def test_the_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("trained: mode=sync transport=HTTP/2 rounds=3 ")
 
 
-# ---------------------------------------------------------------------- nothing is unpickled
-
-# torch imports the module pickle; what counts is that nobody looks up a class that a pickle names.
+# torch imports the module pickle; what counts is that no process looks up a class that a pickle names.
 WATCH = """
 import os, sys
 
@@ -211,8 +202,6 @@ sys.addaudithook(watch)
 with open(os.path.join(os.environ["WATCHED"], str(os.getpid())), "w") as file:
     file.write(" ".join(sys.orig_argv))
 """
-
-
 WATCHED_SCRIPT = """
 import torch
 from trainer_client import RemoteOptimizer, connect

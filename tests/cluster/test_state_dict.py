@@ -1,4 +1,4 @@
-"""Optimizer state in `state_dict`: a cluster's checkpoint goes on in one process with the same bits, and the reverse."""
+"""Optimizer state in `state_dict`: a cluster's checkpoint continues in one process bit by bit, and the reverse."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ from .training import (
 )
 
 pytestmark = [pytest.mark.cluster]
-
 BEFORE, AFTER = 5, 4
 SMALL = {"bucket_bytes": 20_000, "min_block_size": 1000}  # several frames, and parameters that are cut
-
 every_kind = parametrize_sampled("kind", OPTIMIZERS, ["SGD-momentum", "AdamW"])
 
 
@@ -79,7 +77,7 @@ def save(parameters: Parameters, optimizer: torch.optim.Optimizer) -> bytes:
 
 
 def load(checkpoint: bytes, parameters: Parameters) -> dict[str, Any]:
-    """The optimizer's part; the parameters take the rest."""
+    """Load the parameters and return the optimizer's state."""
     read = torch.load(io.BytesIO(checkpoint), weights_only=True)
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -95,7 +93,7 @@ def test_one_process_goes_on_with_what_a_cluster_saved(cluster: LocalCluster, ki
         optimizer = RemoteOptimizer(make_optimizer(kind, parameters, local=False), session=session)
         gradients = partial(set_gradients, contributor=session.rank)
         take_steps(optimizer, parameters, range(BEFORE), gradients)
-        checkpoint = save(parameters, optimizer) if session.rank == 0 else b""  # nobody else takes part in that
+        checkpoint = save(parameters, optimizer) if session.rank == 0 else b""  # no other takes part in that
         take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), gradients)
         return checkpoint, values(parameters)
 
@@ -115,7 +113,7 @@ def test_one_process_goes_on_with_what_a_cluster_saved(cluster: LocalCluster, ki
 
 
 def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Indices, slots, dtypes, shapes and bits."""
+    """Compare indices, slots, dtypes, shapes and bits."""
     assert actual["state"].keys() == expected["state"].keys()
     for index, slots in expected["state"].items():
         found = actual["state"][index]
@@ -157,7 +155,7 @@ def test_a_cluster_goes_on_with_what_one_process_saved(other_cluster: LocalClust
 
 
 def saved_locally(kind: str) -> tuple[bytes, dict[str, Tensor]]:
-    """A checkpoint of one process, and what it has some steps later."""
+    """Return a checkpoint of one process, and its parameters some steps later."""
     parameters = make_parameters()
     optimizer = make_optimizer(kind, parameters, local=True)
     take_steps(optimizer, parameters, range(BEFORE), set_gradients)

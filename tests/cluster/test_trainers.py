@@ -36,7 +36,6 @@ from .training import (
 from .up_support import wait_until
 
 pytestmark = pytest.mark.cluster
-
 SPECS = [ParameterSpec("w", (4, 3)), ParameterSpec("b", (5,)), ParameterSpec("s", ())]
 
 
@@ -53,9 +52,6 @@ async def start(client: ParameterClient) -> None:
     await client.declare(SPECS, SGD)
     if client.joined.rank == client.uploader:
         await client.send_initial(tensors(10.0))
-
-
-# ---------------------------------------------------------------------- ParameterClient
 
 
 @pytest.mark.asyncio
@@ -115,9 +111,6 @@ async def test_leaving_in_the_middle_of_a_round_is_failing(cluster: LocalCluster
     await asyncio.gather(leave_early(), wait_for_it())
 
 
-# ---------------------------------------------------------------------- RemoteOptimizer
-
-
 def test_all_trainers_start_from_the_values_and_buffers_of_rank_0(cluster: LocalCluster) -> None:
     one, other = run_all(cluster, start_everywhere)
     assert_identical(one, other)
@@ -130,7 +123,7 @@ def test_low_precision_parameters_have_float32_masters(cluster: LocalCluster, dt
         weight = nn.Parameter(torch.ones(300, dtype=dtype))
         optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
         for _ in range(8):
-            step_with(optimizer, weight, value=2.0**-10, dtype=dtype)
+            step_with(optimizer, weight, value=2.0**-10)
         return weight.detach().clone()
 
     for weight in run_all(cluster, train):
@@ -175,7 +168,7 @@ def test_trainers_with_different_models_are_told_the_difference(cluster: LocalCl
         with ThreadPoolExecutor(1) as thread:
             made = thread.submit(RemoteOptimizer, torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
             made.add_done_callback(tell)
-            # Whoever declares second is refused; the other waits until it leaves.
+            # The trainer that declares second is refused; the other waits until it leaves.
             refusal.result(timeout=60)
             session.close("failed", "enough")
             assert made.exception(timeout=30) is not None
@@ -282,12 +275,9 @@ def test_no_gradient_is_read_after_its_step_has_failed(carrier: Carrier) -> None
         finally:
             cluster.pservers[0].signal(SIGCONT)
         for parameter in parameters.values():
-            parameter.grad = torch.full((NUM_ELEMENTS,), 2.0)  # nothing of the other was staged where nobody read
+            parameter.grad = torch.full((NUM_ELEMENTS,), 2.0)  # nothing of the other was staged where nothing was read
         optimizer.step()
         assert all(bool((parameter == -2.0).all()) for parameter in parameters.values())
-
-
-# ---------------------------------------------------------------------- looking inside
 
 
 def test_live_parameters_are_served_as_safetensors(cluster: LocalCluster) -> None:

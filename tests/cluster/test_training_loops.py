@@ -21,7 +21,6 @@ from .training import assert_close, assert_identical, run_all, run_trainers, see
 from .training_script import load_images
 
 pytestmark = pytest.mark.cluster
-
 STEPS = 12
 RATE = 0.02
 
@@ -36,7 +35,6 @@ def make_model() -> nn.Module:
 
 
 def adamw(model: nn.Module) -> Optimizer:
-    """As the pservers step it."""
     return torch.optim.AdamW(model.named_parameters(), lr=RATE, fused=True)
 
 
@@ -50,8 +48,6 @@ def loss_of(model: nn.Module, step: int, part: int = 0) -> Tensor:
     loss: Tensor = (model(inputs) - inputs.flip(1)).square().mean()
     return loss
 
-
-# ---------------------------------------------------------------------- loops
 
 Loop = Callable[[nn.Module, Optimizer], None]
 
@@ -108,7 +104,7 @@ def in_bfloat16(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def in_float16(model: nn.Module, optimizer: Optimizer) -> None:
-    """With torch's own GradScaler. After an overflow in the first step torch's fused SGD has an undefined momentum."""
+    """Train with torch's own GradScaler. An overflow in the first step would leave torch's fused SGD no momentum."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=3)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -141,8 +137,6 @@ LOOPS: dict[str, Any] = {
         marks=[pytest.mark.soak, pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")],
     ),
 }
-
-
 OPTIMIZERS = [adamw, pytest.param(momentum, marks=pytest.mark.soak)]
 
 
@@ -179,9 +173,6 @@ def test_accumulated_gradients_of_two_trainers_are_their_mean(shared_cluster: St
         set_average(optimizer, [partial(loss, step, rank) for rank in range(2)])
         optimizer.step()
     assert_identical(one, values(model))
-
-
-# ---------------------------------------------------------------------- schedules
 
 
 def warm_up_then_cosine(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
@@ -223,9 +214,6 @@ def test_schedules_change_the_rates_of_the_pservers(
     assert_identical(actual, train(loop, make_optimizer, None))
     assert rates[0] == rates[1]
     assert len(set(rates[0])) > 2
-
-
-# ---------------------------------------------------------------------- an ordinary script
 
 
 def test_an_ordinary_script_trains_as_it_does_alone(shared_cluster: StartCluster) -> None:

@@ -20,11 +20,8 @@ from .conftest import StartCluster
 from .training import Parameters, assert_identical, run_all, step_with, train_locally, train_remotely, wrap_weight
 
 pytestmark = pytest.mark.cluster
-
 OPTIMIZER = "Adam"
 LOOK_AT = 5  # in the middle
-
-# ---------------------------------------------------------------------- HTTP/1.1
 
 
 @pytest.mark.parametrize(
@@ -64,18 +61,15 @@ def test_tls_on_every_link(http2: bool, tmp_path: Path, shared_cluster: StartClu
     assert run_all(cluster, train, tls_ca=issued.ca) == [-100_000.0] * 2
 
 
-# ---------------------------------------------------------------------- Unix sockets
-
-
 def count_connections(session: Session, tcp: list[int]) -> None:
-    """To the ports of the pservers, of this process, in which the trainers are threads."""
+    """Count the TCP connections of this process, in which the trainers are threads, to the pservers."""
     ports = {int(pserver.connection.info.address.rpartition(":")[2]) for pserver in session.client.pservers}
     connections = psutil.Process().net_connections("tcp")
     tcp.append(sum(bool(one.raddr) and one.raddr.port in ports for one in connections))
 
 
 def local_connections(names: set[str]) -> int:
-    """That pservers have accepted."""
+    """Count the local connections that pservers have accepted."""
     lines = Path("/proc/net/unix").read_text().splitlines()
     return sum(line.split()[5] == "03" and line.rpartition("@")[2] in names for line in lines)
 

@@ -21,10 +21,7 @@ from ..soaking import parametrize_sampled
 from .training import run_all, run_trainers, wrap_weight
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
-
 NUM_BATCHES = [3, 0, 5, 9]
-
-
 MAX_NORM = 400.0  # below the norms of the first rounds, above those of the last
 
 
@@ -53,8 +50,6 @@ KINDS = {
         {"overlap": True, "max_grad_norm": MAX_NORM}, scaled=True, strategy="ring"
     ),
 }
-
-
 SAMPLE = (
     "overlap of both, clipping",
     "overlap, accumulation",
@@ -65,7 +60,7 @@ SAMPLE = (
 
 
 class Model(nn.Module):
-    """Its gradients do not depend on its values: a delay changes nothing."""
+    """A model whose gradients do not depend on its values, so that a delay changes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +79,7 @@ def gradient(rank: int, step: int) -> float:
 
 
 def expected(kind: Kind) -> list[float]:
-    """The value that each trainer leaves with."""
+    """Return the value that each trainer leaves with."""
     value, values = 0.0, [0.0]
     for step in range(max(NUM_BATCHES)):
         present = [rank for rank, number in enumerate(NUM_BATCHES) if number > step]
@@ -113,7 +108,7 @@ def train(session: Session, kind: Kind) -> float:
 
 
 class Layers(nn.Module):
-    """Of 10 elements each; two of them fit a bucket."""
+    """Three parameters of 10 elements each, of which two fit a bucket."""
 
     def __init__(self) -> None:
         super().__init__()

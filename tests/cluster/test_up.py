@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc"),
 ]
-
 CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 
 
@@ -29,9 +28,6 @@ def run_up(*arguments: object, folder: Path, cold: bool = False, **environ: str)
         outcome = up.finish()
         assert up.has_left_nothing(), up.left()
     return outcome
-
-
-# ---------------------------------------------------------------------- training
 
 
 def test_it_trains_and_ends_with_the_numbers(tmp_path: Path) -> None:
@@ -80,15 +76,12 @@ def read_terminal(fd: int) -> str:
     while True:
         try:
             chunk = os.read(fd, 65536)
-        except OSError:  # so a terminal says that nobody has it open any more
+        except OSError:  # so a terminal reports that no process has it open any more
             chunk = b""
         if not chunk:
             os.close(fd)
             return shown.decode()
         shown += chunk
-
-
-# ---------------------------------------------------------------------- a script fails
 
 
 @pytest.mark.extended
@@ -119,7 +112,6 @@ def test_a_script_that_trains_to_the_end_and_exits_with_a_code_has_failed(tmp_pa
 
 @pytest.mark.extended
 def test_a_script_that_exits_with_a_code_is_started_again_and_goes_on(tmp_path: Path) -> None:
-    """The other one waits for that, or the run might be over before."""
     script = train_script(
         tmp_path,
         in_each_round="""
@@ -140,7 +132,6 @@ def test_a_script_that_exits_with_a_code_is_started_again_and_goes_on(tmp_path: 
 
 @pytest.mark.extended
 def test_a_killed_script_is_noticed_at_once(tmp_path: Path) -> None:
-    """Long before its lease ends."""
     script = train_script(tmp_path, in_each_round="if session.rank == 1 and step == 2: os.kill(os.getpid(), 9)")
     code, stdout, stderr = run_up("--lease-seconds", 1000, "--pservers", 1, "--", "python", script, folder=tmp_path)
     assert code == 128 + 9, stderr
@@ -151,8 +142,6 @@ def test_a_killed_script_is_noticed_at_once(tmp_path: Path) -> None:
 
 
 LOST = "trainer 1 was lost: its process was ended by SIGKILL (out of memory?)"
-
-
 KILL = "if step == 2 and {who}: os.kill(os.getpid(), 9)"
 
 
@@ -218,9 +207,6 @@ def test_a_failure_before_joining_ends_the_others(tmp_path: Path) -> None:
     code, _, stderr = run_up("--", "python", "-c", script, folder=tmp_path)
     assert code == 3
     assert stderr.endswith("gradpost: trainer 1 failed with exit code 3\n")
-
-
-# ---------------------------------------------------------------------- it is ended
 
 
 @pytest.mark.parametrize(
@@ -293,9 +279,6 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
     assert stderr.endswith("gradpost: coordinator did not start\n")
 
 
-# ---------------------------------------------------------------------- nothing is started
-
-
 @pytest.mark.parametrize(
     ("arguments", "environ", "code", "message"),
     [
@@ -304,7 +287,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         ("-- python", {"GRADPOST_THREADS": "many"}, 2, "GRADPOST_THREADS: input should be a valid integer"),
         ("-- python", {"GRADPOST_PSERVER": "1"}, 2, "unknown environment variable GRADPOST_PSERVER"),
         ("--strategy ring --pservers 2 -- true", {}, 2, "num_pservers would have no effect with strategy ring"),
-        ("--strategy ring --max-restarts 1 -- true", {}, 2, "a ring cannot go on without a trainer"),
+        ("--strategy ring --max-restarts 1 -- true", {}, 2, "--max-restarts: a ring cannot continue without a trainer"),
         ("--resume -- python", {}, 2, "there is no run to resume in .gradpost (--state-dir)"),
     ],
 )
@@ -320,8 +303,6 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(
     assert (outcome.exit_code, outcome.stdout) == (code, "")
     assert outcome.stderr.startswith(f"gradpost: error: {message}"), outcome.stderr
 
-
-# ---------------------------------------------------------------------- trainers that are killed continue in their data
 
 RESTARTED = """
 import os, pathlib, signal, torch

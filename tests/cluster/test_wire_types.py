@@ -25,7 +25,6 @@ from .training import STEPS, assert_identical, average, make_optimizer, make_par
 from .training_script import digest_of, loss_of, make_model
 
 pytestmark = pytest.mark.cluster
-
 TOPK = 0.05
 OPTIMIZER = "Adam"
 
@@ -36,7 +35,7 @@ def cluster(shared_cluster: StartCluster) -> LocalCluster:
 
 
 def round_gradient(push: str, gradient: Tensor, remainder: Remainder) -> Tensor:
-    """What a pserver makes of a gradient, by the definition of the type."""
+    """Round a gradient as a push of this type does, by the definition of the type."""
     flat = gradient.reshape(-1)
     tensors = WireTypes(push=push, topk=TOPK).pushed("w", "F32", len(flat))
     sent = [torch.empty(count, dtype=TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]
@@ -52,20 +51,20 @@ def round_gradient(push: str, gradient: Tensor, remainder: Remainder) -> Tensor:
 
 
 class OnePublisher:
-    """What trainers have when they pull differences, by the definition of the type: no code of ours."""
+    """The parameters of trainers that pull deltas, by the definition of the type: no code of ours."""
 
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        self.published = values(values)
+    def __init__(self, exact: dict[str, Tensor]) -> None:
+        self.published = values(exact)
 
-    def follow(self, values: dict[str, Tensor], stepped: Collection[str]) -> dict[str, Tensor]:
+    def follow(self, exact: dict[str, Tensor], stepped: Collection[str]) -> dict[str, Tensor]:
         for name in stepped:
-            flat = (values[name].detach() - self.published[name]).reshape(-1)
+            flat = (exact[name].detach() - self.published[name]).reshape(-1)
             groups = nn.functional.pad(flat, (0, -len(flat) % GROUP)).view(-1, GROUP)
             scales = groups.abs().amax(dim=1, keepdim=True) / 127
             integers = (groups * torch.where(scales > 0, 1 / scales, 0.0)).round()
             difference = (integers * scales).view(-1)[: len(flat)]
-            self.published[name] += difference.view(values[name].shape)
-        return {name: value.clone() for name, value in self.published.items()}
+            self.published[name] += difference.view(exact[name].shape)
+        return values(self.published)
 
 
 def train_in_one_process(push: str, pull: str) -> list[dict[str, Tensor]]:
@@ -127,9 +126,6 @@ def test_training_gives_the_bits_of_one_process_that_rounds_alike(cluster: Local
             assert_identical(actual[step], expected[step])
 
 
-# ---------------------------------------------------------------------- pushes that are not applied
-
-
 def train_with_troubles(
     session: Session, push: str, troubles: list[bool], is_left_out: bool = False
 ) -> dict[str, Tensor]:
@@ -173,9 +169,6 @@ def test_a_push_that_is_not_applied_leaves_no_trace(shared_cluster: StartCluster
     one, other = run_all(shared_cluster(nonfinite=policy), troubled)
     assert_identical(one, other)
     assert_identical(one, run_all(shared_cluster(nonfinite="reject"), untroubled)[0])
-
-
-# ---------------------------------------------------------------------- differences, and processes that die
 
 
 def expected_of_differences(rounds: int) -> str:

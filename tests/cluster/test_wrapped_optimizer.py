@@ -21,7 +21,6 @@ from .conftest import StartCluster
 from .training import run_all
 
 pytestmark = pytest.mark.cluster
-
 Wrap = Callable[[Optimizer], Optimizer]
 Train = Callable[[Wrap], Any]
 

@@ -8,16 +8,23 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
+import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 
 from ps_protocol.errors import GradpostError
 from trainer_client import RemoteOptimizer, Session, connect
+from trainer_client.testing import LocalCluster
+from trainer_client.testing.processes import Child
 from trainer_client.wrapped_optimizer import describe_optimizer
 
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # the first one imports for seconds
@@ -29,7 +36,7 @@ FOREVER = 1_000_000_000
 
 @dataclass(frozen=True)
 class Plot:
-    """What a trainer does: so many steps, then it hangs (its heartbeats live) until it is told to go on."""
+    """The steps of a trainer, after which it may hang with living heartbeats until `wake`."""
 
     steps: int = FOREVER
     hangs_after: int | None = None  # this step; 0: after it declared its model, before it uploads any value
@@ -48,7 +55,7 @@ class Event:
 
 
 class Trainer:
-    """A trainer process and its story so far."""
+    """A trainer process and the events that it has reported."""
 
     def __init__(self, address: str, rank: int, plot: Plot) -> None:
         self.rank = rank
@@ -59,7 +66,7 @@ class Trainer:
         theirs.close()
 
     def wait_for(self, what: str, round_: int = 0, *, timeout: float = 30) -> Event:
-        """Wait until this is reported; fails if the trainer ends with anything else."""
+        """Wait for this event; fails if the trainer ends with anything else."""
         deadline = time.monotonic() + timeout
         while True:
             if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -71,7 +78,7 @@ class Trainer:
             assert event.what in ("round", "hanging"), f"trainer {self.rank}: {event}"
 
     def wait_for_end(self, timeout: float = 30) -> Event:
-        """Wait for its last word: "done" or an exception."""
+        """Wait for its last event: "done" or an exception."""
         deadline = time.monotonic() + timeout
         while self._pipe.poll(max(0.0, deadline - time.monotonic())):
             event = self._pipe.recv()
@@ -81,14 +88,14 @@ class Trainer:
         raise AssertionError(f"trainer {self.rank} waits for ever; its last events are {self.events[-3:]}")
 
     def drain(self) -> int:
-        """The newest round that it has reported; fails if it has ended."""
+        """Return the newest round that it has reported; fails if it has ended."""
         while self._pipe.poll():
             self.events.append(self._pipe.recv())
         assert self.events[-1].what == "round", f"trainer {self.rank}: {self.events[-1]}"
         return self.events[-1].round
 
     def wake(self) -> None:
-        """Let one that hangs go on."""
+        """Let a trainer that hangs go on."""
         self._pipe.send("wake")
 
     def signal(self, number: signal.Signals) -> float:
@@ -98,7 +105,7 @@ class Trainer:
         return time.monotonic()
 
     def end(self) -> None:
-        """Whatever it does, it is gone afterwards."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
         self._process.close()
@@ -142,8 +149,66 @@ def _play(pipe: Connection, address: str, rank: int, plot: Plot) -> None:
 
 
 def _declare(session: Session, optimizer: torch.optim.Optimizer) -> None:
-    """The first half of what RemoteOptimizer does when it is made."""
+    """Do the first half of making a RemoteOptimizer."""
     from ps_protocol.vocabulary import ParameterSpec
 
     parameters = [ParameterSpec("weight", (2, 4)), ParameterSpec("bias", (2,))]
     session.io.run(session.client.declare(parameters, describe_optimizer(optimizer)))
+
+
+NUM_HOSTS = 2
+PROCESSES = 2  # of each
+WORLD = NUM_HOSTS * PROCESSES
+ROOT = str(Path(__file__).parents[2])
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def torchrun(host: int, port: int, *options: str) -> list[str]:
+    """Return the command of `torchrun`. The first host has the store of all, on this port."""
+    of_all = [f"--nnodes={NUM_HOSTS}", f"--nproc-per-node={PROCESSES}", "--no-python"]
+    where = [f"--node-rank={host}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    return [sys.executable, "-m", "torch.distributed.run", *of_all, *where, *options]
+
+
+def start_hosts(cluster: LocalCluster, command: list[str], **more: str) -> list[Child]:
+    port = free_port()
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, **more}
+    return [cluster.start_trainer(host, [*torchrun(host, port), *command], env) for host in range(NUM_HOSTS)]
+
+
+def torchrun_environment(rank: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for one process; the first host's agent has a store on this port."""
+    host, process = divmod(rank, PROCESSES)
+    return {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(WORLD),
+        "LOCAL_RANK": str(process),
+        "LOCAL_WORLD_SIZE": str(PROCESSES),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(NUM_HOSTS),
+    }
+
+
+def fork_hosts(work: Callable[..., None], of_all: Mapping[str, str], *arguments: object) -> list[int | None]:
+    """Call `work(environment, *arguments)` in processes that have imported torch already; returns their exit codes."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of the first host's agent
+    processes = []
+    for rank in range(WORLD):
+        environment = {**of_all, **torchrun_environment(rank, store.port)}
+        processes.append(forkserver.Process(target=work, args=(environment, *arguments), daemon=True))
+        processes[-1].start()
+    for process in processes:
+        process.join(40)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    return [process.exitcode for process in processes]

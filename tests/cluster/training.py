@@ -76,7 +76,7 @@ def seeded(model: T, seed: int = 3, bound: float = 0.2) -> T:
 
 
 class Wait(torch.autograd.Function):
-    """In backward, wait until the condition holds."""
+    """The identity, times 2; backward waits until the condition holds."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, condition: Callable[[], bool]) -> Tensor:
@@ -157,7 +157,6 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "RAdam": (torch.optim.RAdam, {"weight_decay": 0.01}),
 }
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-
 Parameters = dict[str, nn.Parameter]
 
 
@@ -167,7 +166,7 @@ def make_parameters(seed: int = 0) -> Parameters:
 
 
 def make_optimizer(name: str, parameters: Parameters, *, local: bool) -> Optimizer:
-    """Two groups with rates of their own; `local` picks the implementation that the pservers run."""
+    """Make two groups with rates of their own; `local` picks the implementation that the pservers run."""
     cls, options = OPTIMIZERS[name]
     if local:
         options = {**options, "fused": True} if cls in FUSED else {**options, "foreach": False}
@@ -177,7 +176,7 @@ def make_optimizer(name: str, parameters: Parameters, *, local: bool) -> Optimiz
 
 
 def set_gradients(parameters: Parameters, step: int, contributor: int = 0) -> None:
-    """Gradients that are a function of (step, contributor); one parameter has none in some steps."""
+    """Set gradients that are a function of (step, contributor); one parameter has none in some steps."""
     generator = torch.Generator().manual_seed(1000 * step + contributor)
     for name, parameter in parameters.items():
         parameter.grad = torch.randn(parameter.shape, generator=generator)

@@ -73,7 +73,7 @@ def overflows(rank: int, round_: int) -> bool:
 
 
 class Scaling(Regression):
-    """The same with a GradScaler; some losses are infinite. Prints `scale ROUND SCALE` for each loss."""
+    """Regression with a GradScaler; some losses are infinite. Prints `scale ROUND SCALE` for each loss."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -171,8 +171,10 @@ def train(session: Session, rounds: int, pause: float, trouble: str, kind: str) 
         if is_troubled and optimizer.round == int(at):
             if what == "stop":
                 break
-            if what == "raise" or (what == "raise-once" and not Path("raised").exists()):
+            if what == "raise-once" and not Path("raised").exists():
                 Path("raised").touch()
+                what = "raise"
+            if what == "raise":
                 raise ValueError("no data")
         time.sleep(pause)  # stands for computation
     say(f"result {training.result()} {optimizer.round}")

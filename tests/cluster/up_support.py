@@ -56,7 +56,7 @@ def train_script(folder: Path, *, rounds: int = 5, in_each_round: str = "pass") 
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's, without settings of another cluster."""
+    """Return this process's environment without settings of another cluster."""
     return {k: v for k, v in os.environ.items() if not k.startswith("GRADPOST_")}
 
 
@@ -113,7 +113,7 @@ class RunningUp:
         self.process.send_signal(number)
 
     def left(self) -> dict[int, str]:
-        """Command lines of all living processes that were started by it, directly or not, by process id."""
+        """Return the command lines of all living processes that it has started, directly or not, by process id."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -125,11 +125,11 @@ class RunningUp:
         return found
 
     def has_left_nothing(self, seconds: float = 2) -> bool:
-        """Whether all of these are gone; a killed process needs a moment to die."""
+        """Return whether all of these are gone; a killed process needs a moment to die."""
         return wait_until(lambda: not self.left(), seconds)
 
     def pid_of(self, part: str) -> int:
-        """The process whose command line holds this."""
+        """Return the process whose command line holds this part."""
         [pid] = (pid for pid, command in self.left().items() if part in command)
         return pid
 

@@ -6,9 +6,11 @@ import asyncio
 import json
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from ps_protocol.fence import Fence
 from ps_protocol.frames import DTYPE_BYTES, encode_header
@@ -24,12 +26,16 @@ from ps_protocol.routes import (
     INITIAL,
     JOIN_TRAINER,
     LEAVE,
+    METRICS,
     NUM_BLOCKS_KEY,
     PLAN,
     SEND,
+    STATE,
+    STATUS,
     WAIT_HEADER,
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Block
+from trainer_client.testing import LocalCluster
 
 PARAMETERS: tuple[tuple[str, tuple[int, ...], str, int], ...] = (
     ("w", (3, 100), "F32", 0),
@@ -44,7 +50,7 @@ def join_message(instance: str, rank: int | None, **changes: Any) -> dict[str, A
 
 
 def model_message(joined: TrainerJoined, **changes: Any) -> dict[str, Any]:
-    """SGD on a few parameters, in blocks of at least 100 elements."""
+    """Declare SGD on a few parameters, in blocks of at least 100 elements."""
     return {
         "run": joined.run,
         "incarnation": joined.incarnation,
@@ -59,7 +65,7 @@ def model_message(joined: TrainerJoined, **changes: Any) -> dict[str, Any]:
 def encode_blocks(
     plan: SlicePlan, blocks: tuple[Block, ...], metadata: Mapping[str, str] | None = None, value: float = 1.0
 ) -> bytes:
-    """A frame of these blocks; every element has the same value, which bfloat16 can hold."""
+    """Encode a frame of these blocks; every element has the same value, which bfloat16 can hold."""
     tensors = [(b.name, plan.parameter[b.parameter].dtype, (b.num_elements,)) for b in blocks]
     element = struct.pack("<f", value)
     data = b"".join(element[-DTYPE_BYTES[dtype] :] * shape[0] for _, dtype, shape in tensors)  # bfloat16: upper half
@@ -67,7 +73,7 @@ def encode_blocks(
 
 
 def completion(num_blocks: int, numbers: Any = NUMBERS) -> dict[str, str]:
-    """Metadata of a contribution's last push."""
+    """Return the metadata of a contribution's last push."""
     return {NUM_BLOCKS_KEY: str(num_blocks), HYPER_PARAMETERS_KEY: json.dumps(numbers)}
 
 
@@ -131,7 +137,7 @@ class WireTrainer:
             await self._post(info.address + INITIAL, headers=self.fence(0, info.index), content=body)
 
     async def push(self, round_: int, value: float = 1.0) -> None:
-        """The whole contribution to every pserver."""
+        """Push the whole contribution to every pserver."""
         for info, shard in zip(self.ready.pservers, self.plan.shards, strict=True):
             body = encode_blocks(self.plan, shard, completion(len(shard)), value)
             await self._post(info.address + SEND, headers=self.fence(round_, info.index), content=body)
@@ -142,7 +148,7 @@ class WireTrainer:
             await self._post(info.address + BARRIER, headers=headers)
 
     async def get(self, round_: int) -> list[bytes]:
-        """The shard of every pserver."""
+        """Get the shard of every pserver."""
         bodies = []
         for info in self.ready.pservers:
             headers = {**self.fence(round_, info.index), WAIT_HEADER: "20"}
@@ -151,3 +157,92 @@ class WireTrainer:
 
     async def _post(self, url: str, **arguments: Any) -> httpx.Response:
         return (await self.http.post(url, **arguments)).raise_for_status()
+
+
+@dataclass
+class World:
+    """A cluster with a run that is gathering or training, and what must not change in it.
+
+    While it trains: round 1 is applied; trainer 0 has pushed all of round 2 without its barrier, trainer 1 nothing.
+    """
+
+    cluster: LocalCluster
+    http: httpx.AsyncClient  # HTTP/1.1
+    bulk: httpx.AsyncClient  # HTTP/2, as trainers send tensors
+    phase: str = ""
+    num_phases: int = 0
+    trainers: list[WireTrainer] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)
+    before: Any = None
+
+    async def enter(self, phase: str, **model: Any) -> None:
+        """Begin a new run, unless this one is in that phase."""
+        if self.phase == phase:
+            return
+        for trainer in self.trainers:
+            await trainer.leave()
+        self.phase, self.num_phases = phase, self.num_phases + 1
+        self.trainers = [WireTrainer(self.http, self.cluster.address) for _ in range(2)]
+        for rank, trainer in enumerate(self.trainers):
+            await trainer.join(f"{self.num_phases}.{rank}", rank)
+        await self.trainers[0].declare(**model)
+        if phase != "gathering":
+            await self.trainers[1].declare(**model)
+            await self._train()
+        async with asyncio.timeout(30):
+            while len(self.addresses) < self.cluster.num_pservers:
+                # What a pserver is it says with its first heartbeat.
+                self.addresses = [p.address for p in self.cluster.status().pservers if p.software is not None]
+                await asyncio.sleep(0.01)
+        self.before = await self.look()
+
+    async def _train(self) -> None:
+        for trainer in self.trainers:
+            await trainer.wait_for_plan()
+        await self.trainers[0].upload_initial()
+        for trainer in self.trainers:
+            await trainer.get(0)
+            await trainer.push(1)
+        for trainer in self.trainers:
+            await trainer.barrier(1)
+        for trainer in self.trainers:
+            await trainer.get(1)
+        await self.trainers[0].push(2)
+
+    async def look(self) -> Any:
+        """Return everything that a bad request could have changed."""
+        status = (await self.http.get(self.cluster.address + STATUS)).json()
+        for member in (*status["pservers"], *status["trainers"]):
+            del member["heartbeat_age_seconds"]
+        for pserver in status["pservers"]:
+            del pserver["round"], pserver["waiting_seconds"]  # as of its last heartbeat
+        del status["round"]
+        states = []
+        for address in self.addresses:
+            state = (await self.http.get(address + STATE, params={"digest": True})).json()
+            assert self.phase == "gathering" or state["digest"]
+            del state["transports"], state["waiting_seconds"]
+            states.append(state)
+        return status, states
+
+    @property
+    def trainer(self) -> WireTrainer:
+        return self.trainers[0]
+
+    def own_blocks(self) -> Any:
+        """Return the blocks of pserver 0."""
+        return self.trainer.plan.shards[0]
+
+    async def metric(self, address: str, name: str) -> float:
+        text = (await self.http.get(address + METRICS)).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name:
+                    return sample.value
+        raise KeyError(name)
+
+    async def wait_for_used_bytes(self, expected: float) -> None:
+        """Wait until the receive buffers of pserver 0 that are in use have so many bytes."""
+        async with asyncio.timeout(10):
+            while await self.metric(self.addresses[0], "gradpost_staged_bytes") != expected:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)

@@ -1,9 +1,10 @@
-"""The applications of both services, in this process and without a cluster."""
+"""The applications of both services without a cluster, and plain HTTP requests to running ones."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 from fastapi import FastAPI
@@ -21,7 +22,7 @@ from services.runtime.metrics import ServiceMetrics
 
 @asynccontextmanager
 async def run_pserver() -> AsyncIterator[tuple[Pserver, FastAPI]]:
-    """A pserver that nobody has registered yet, and its application."""
+    """Yield a pserver that is not registered yet, and its application."""
     compute = ComputeExecutor()
     metrics = ServiceMetrics("pserver")
     pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), DEFAULT_LIMITS)
@@ -33,13 +34,21 @@ async def run_pserver() -> AsyncIterator[tuple[Pserver, FastAPI]]:
 
 @asynccontextmanager
 async def run_coordinator() -> AsyncIterator[FastAPI]:
-    """The application of a coordinator whose background task does not run."""
+    """Yield the application of a coordinator whose background task does not run."""
     async with httpx.AsyncClient() as http:
         yield make_coordinator_app(Coordinator(CoordinatorSettings(), http), ServiceMetrics("coordinator"))
 
 
 @asynccontextmanager
 async def call(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an application, without a network."""
+    """Yield a client of an application, without a network."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://service") as http:
         yield http
+
+
+def read_bytes(url: str) -> bytes:
+    return httpx.get(url, trust_env=False, timeout=30).raise_for_status().content
+
+
+def read_json(url: str) -> Any:
+    return httpx.get(url, trust_env=False, timeout=30).raise_for_status().json()

@@ -1,4 +1,4 @@
-"""Reading what the documents say, as far as tests need it: sections, tables, code blocks, links."""
+"""The parser of documents: sections, tables, code blocks, links."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(name: str) -> str:
 
 
 def section(text: str, heading: str) -> str:
-    """What stands under a heading, its subsections included."""
+    """Return the text under a heading, its subsections included."""
     match = re.search(rf"^(#+) {re.escape(heading)}$", text, re.MULTILINE)
     assert match, f"there is no section {heading!r}"
     rest = text[match.end() :]
@@ -38,7 +38,7 @@ def section(text: str, heading: str) -> str:
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
-    """All tables, each a list of rows (column -> cell)."""
+    """Return all tables, each a list of rows (column -> cell)."""
     found: list[list[dict[str, str]]] = []
     columns: list[str] | None = None
     for line in without_code(text).splitlines():
@@ -57,33 +57,30 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 
 def table(text: str, column: str) -> list[dict[str, str]]:
-    """The first table that has this column."""
+    """Return the first table that has this column."""
     return next(rows for rows in tables(text) if rows and column in rows[0])
 
 
 def code_blocks(text: str, language: str | None = None) -> list[CodeBlock]:
-    """All fenced blocks, or those of one language."""
+    """Return all fenced blocks, or those of one language."""
     blocks = [CodeBlock(match[2], match[3]) for match in _FENCED.finditer(text)]
     return [block for block in blocks if language in (None, block.language)]
 
 
 def examples(text: str, language: str) -> list[CodeBlock]:
-    """All blocks of one language, for a module whose tests run all of them: test_examples.py finds what nobody takes.
-
-    Taken when the module is imported; so a block that is added later comes to the test that runs its like, or to none.
-    """
+    """Return all blocks of one language, for tests that run all of them. test_pages.py finds blocks without a test."""
     blocks = code_blocks(text, language)
     TAKEN.update(blocks)
     return blocks
 
 
 def without_code(text: str) -> str:
-    """The text with its fenced blocks blanked out, of the same length."""
+    """Return the text with its fenced blocks blanked out, of the same length."""
     return _FENCED.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
 
 
 def codes(cell: str) -> list[str]:
-    """What stands in backticks."""
+    """Return the words in backticks."""
     return re.findall(r"`([^`]+)`", cell)
 
 
@@ -92,6 +89,6 @@ def links(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of all headings, as GitHub makes them."""
+    """Return the anchors of all headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""A real cluster on which something goes wrong on purpose, and what everybody says then."""
+"""A real cluster for the failures and the commands of documents, and the output of all processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from torch import nn
 
@@ -25,6 +27,7 @@ from trainer_client.testing import LocalCluster
 from ..cluster.trainer_processes import Plot, Trainer
 from .markdown import ROOT
 
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl (apt-get install curl)")
 GRADPOST = [sys.executable, "-P", "-m", "gradpost"]
 FUNCTIONS = f"""
 curl() {{ command curl --fail-with-body "$@"; }}
@@ -34,7 +37,7 @@ python3() {{ {sys.executable} "$@"; }}
 
 
 class Stage:
-    """One cluster of a pserver and two trainers, with tokens in `folder`/tokens and short patience."""
+    """A cluster of a pserver and two trainers, with tokens in `folder`/tokens and short time-outs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,7 +50,7 @@ class Stage:
         self._trainers: list[Trainer] = []
 
     def environment(self, **more: str) -> dict[str, str]:
-        """What somebody's shell has who works with this cluster."""
+        """Return the variables of a shell for this cluster."""
         return {
             "URL": self.cluster.address,
             "ADMIN": (self.tokens / "admin").read_text().strip(),
@@ -57,15 +60,15 @@ class Stage:
         }
 
     def run(self, *command: str, **more: str) -> str:
-        """What a command of ours prints."""
+        """Return the output of a gradpost command."""
         return run_gradpost(*command, **self.environment(**more))
 
     def shell(self, *scripts: str, **more: str) -> str:
-        """What the commands of a document print in a shell of this cluster's folder; each has to work."""
+        """Return the output of a document's commands in a shell of this cluster's folder; each has to succeed."""
         return run_shell(self.folder, *scripts, **self.environment(**more))
 
     def status_with(self, text: str) -> str:
-        """What `gradpost status` prints at the first moment when this is in it: a process of its own may be late."""
+        """Wait until `gradpost status` would print this text, and return its output."""
         printed = ""
 
         def is_there() -> bool:
@@ -79,7 +82,7 @@ class Stage:
         return printed
 
     def ask(self, method: str, path: str, scope: str = "admin", **headers: str) -> str:
-        """The body of an answer of the coordinator."""
+        """Return the body of the coordinator's answer."""
         token = (self.tokens / scope).read_text().strip()
         headers = {"authorization": f"Bearer {token}", **headers}
         return httpx.request(method, self.cluster.address + path, headers=headers).text
@@ -87,18 +90,25 @@ class Stage:
     # ------------------------------------------------------------ trainers
 
     def play(self, *plots: Plot) -> list[Trainer]:
-        """Trainers as processes of their own, in the order of ranks."""
+        """Start trainers as processes, in the order of ranks."""
         settings = {"token_file": self.tokens / "train"}
         plots = tuple(Plot(plot.steps, plot.hangs_after, settings) for plot in plots)
         played = [Trainer(self.cluster.address, rank, plot) for rank, plot in enumerate(plots)]
         self._trainers += played
         return played
 
+    def begin_run(self) -> list[Trainer]:
+        """Start both trainers, and wait until they have completed a round."""
+        trainers = self.play(Plot(), Plot())
+        for trainer in trainers:
+            trainer.wait_for("round", 1)
+        return trainers
+
     def train(
         self, rank: int, coordinator: str | None = None, *, size: int = 2, nan_at: int = 0,
         kind: Any = torch.optim.SGD, retry_seconds: float = 12, **settings: Any,
     ) -> str:  # fmt: skip
-        """A trainer in this thread; with what it ends, as its traceback would."""
+        """Train in this thread, and return the error that ends it as a traceback shows it."""
         settings |= {"rank": rank, "retry_seconds": retry_seconds, "token_file": self.tokens / "train"}
         try:
             with connect(coordinator or self.cluster.address, **settings) as session:
@@ -114,13 +124,18 @@ class Stage:
             return f"{type(error).__name__}: {error}"
 
     def clear(self) -> None:
-        """Everybody goes, so that the next run can begin."""
+        """End all trainers, and wait until their run has ended, so that the next trainers begin another one."""
         while self._trainers:
             self._trainers.pop().end()
-        self.wait_for(lambda: len(self.cluster.status().pservers) == 1)
+        self.wait_for(self._is_clear)
+
+    def _is_clear(self) -> bool:
+        status = self.cluster.status()
+        is_left = all(trainer.state in ("done", "failed", "lost") for trainer in status.trainers)
+        return status.state != "training" and is_left and len(status.pservers) == 1
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 30) -> None:
-        """The coordinator is asked again and again: it tells nobody by itself."""
+        """Poll until the condition is true."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.cluster.status()
@@ -128,13 +143,13 @@ class Stage:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's without settings of ours; modules are found in any folder."""
+    """Return this process's variables without settings; modules are found in any folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GRADPOST_")}
     return {**kept, "PYTHONPATH": str(ROOT), **more}
 
 
 def run_gradpost(*command: str, cwd: Path | None = None, **more: str) -> str:
-    """What a command of ours prints on both streams, however it ends."""
+    """Return the output of a gradpost command on both streams, whatever its exit code is."""
     done = subprocess.run(
         [*GRADPOST, *command], env=environment(more), cwd=cwd, text=True, timeout=120,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -143,7 +158,7 @@ def run_gradpost(*command: str, cwd: Path | None = None, **more: str) -> str:
 
 
 def run_shell(folder: Path, *scripts: str, **more: str) -> str:
-    """What the commands of a document print in a folder; each has to work."""
+    """Return the output of a document's commands in a folder; each has to succeed."""
     done = subprocess.run(
         ["bash", "-e"], input=FUNCTIONS + "".join(scripts), env=environment(more), text=True, cwd=folder,
         capture_output=True, timeout=300,

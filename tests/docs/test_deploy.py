@@ -1,4 +1,4 @@
-"""docs/deploy.md: what is typed for Kubernetes makes what the pods want; tests/containers runs the rest."""
+"""`docs/deploy.md`: the commands for Kubernetes create all that pods refer to; tests/containers runs the rest."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .stage import run_shell
 [SCRIPT] = examples(section(read("deploy.md"), "Kubernetes"), "sh")
 PROXIES = section(read("deploy.md"), "Behind proxies")
 YAML = examples(PROXIES, "yaml")
-for language in ("nginx", "haproxy"):  # tests/cluster/test_proxies.py runs them
+for language in ("nginx", "haproxy"):  # tests/cluster/test_network.py runs them
     examples(PROXIES, language)
-examples(PROXIES, "caddy")  # which no test runs, nor Envoy and Traefik
+examples(PROXIES, "caddy")  # no test runs it, nor Envoy and Traefik
 
-# Without a cluster it prints what it would send there.
+# Print the objects instead of sending them to a cluster.
 KUBECTL = """
 kubectl() {
   case "$*" in
@@ -35,7 +35,7 @@ kubectl() {
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, to render manifests")
-def test_the_commands_for_kubernetes(tmp_path: Path) -> None:
+def test_the_commands_for_kubernetes_create_the_secret_of_the_pods(tmp_path: Path) -> None:
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     printed = run_shell(tmp_path, KUBECTL, SCRIPT.text).partition("apiVersion")
     objects: list[dict[str, Any]] = [one for one in yaml.safe_load_all(printed[1] + printed[2]) if one]

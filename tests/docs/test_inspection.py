@@ -1,11 +1,10 @@
-"""The commands of docs/inspection.md against a cluster that trains, and the command that shows the dashboard."""
+"""`docs/inspection.md`: its commands run against a cluster that trains, and one of them serves the dashboard."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,14 +20,14 @@ from safetensors.torch import load_file
 from ..cluster.faulty_run import ROUND_SECONDS, FaultyRun
 from ..cluster.training_script import make_model
 from ..cluster.up_support import RunningUp, wait_until
+from .apps import read_json
 from .markdown import ROOT, examples, read
-from .reading import read_json
-from .stage import Stage
+from .stage import Stage, needs_curl
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.extended,
-    pytest.mark.skipif(shutil.which("curl") is None, reason="the examples want curl (apt-get install curl)"),
+    needs_curl,
 ]
 
 TEXT = read("inspection.md")
@@ -88,21 +87,18 @@ def test_every_command_works(run: FaultyRun, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_model_is_loaded_as_it_says(run: FaultyRun, tmp_path: Path) -> None:
+def test_the_exported_model_is_loaded(run: FaultyRun, tmp_path: Path) -> None:
     code = f"{PYTHON}\nimport torch\ntorch.save(state, {str(tmp_path / 'state.pt')!r})\n"
     subprocess.run([sys.executable, "-c", code], env=environment(run), check=True, timeout=60)
     make_model().load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), strict=True)
 
 
-def test_activity_is_what_heartbeats_have_brought(run: FaultyRun) -> None:
+def test_activity_is_that_of_the_heartbeats(run: FaultyRun) -> None:
     for _ in range(60):
         run.wait_for_round(run.round_of(0) + 5)
         activity = read_json(f"{run.cluster.address}/v1/activity")
-        if (
-            activity["rounds_per_second"]
-            and activity["steps_per_second"]
-            and all(p["apply_seconds"] for p in activity["pservers"])
-        ):
+        applies = [pserver["apply_seconds"] for pserver in activity["pservers"]]
+        if all([activity["rounds_per_second"], activity["steps_per_second"], *applies]):
             break
     assert activity["participants"] == [0, 1]
     assert 0 < activity["round"] <= run.round_of(0) + 2

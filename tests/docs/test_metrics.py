@@ -1,26 +1,31 @@
-"""docs/metrics.md lists what each role of a running cluster shows on /metrics, no more and no less."""
+"""`docs/metrics.md` lists exactly the metrics of a running cluster; its configurations of Prometheus are valid."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 import torch
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from .markdown import codes, read, section, tables
-from .reading import read_bytes, read_json
-
-pytestmark = pytest.mark.cluster
+from ..unit.protocol.test_certificates import Authority
+from .apps import read_bytes, read_json
+from .markdown import codes, examples, read, section, tables
+from .stage import run_gradpost
 
 TEXT = read("metrics.md")
+OPEN, CLOSED = (block.text for block in examples(TEXT, "yaml"))
 ROUNDS = 3
 ELEMENTS = 10_000
 
@@ -28,7 +33,7 @@ Described: TypeAlias = dict[str, tuple[str, tuple[str, ...]]]  # name -> its typ
 
 
 class Page:
-    """What one process shows."""
+    """The metrics of one process."""
 
     def __init__(self, text: str) -> None:
         self.described: Described = {}
@@ -51,7 +56,7 @@ class Page:
 
 @pytest.fixture(scope="module")
 def pages(cluster: LocalCluster) -> Iterator[dict[str, Page]]:
-    """The pages of the coordinator and, found by its targets, of a pserver and a trainer in the middle of a run."""
+    """Yield the pages of the coordinator and, by its targets, of a pserver and a trainer in the middle of a run."""
 
     def train(session: Session, started: threading.Barrier) -> None:
         parameter = torch.nn.Parameter(torch.zeros(ELEMENTS))
@@ -83,6 +88,7 @@ def documented(heading: str) -> Described:
     return {codes(row["metric"])[0]: (row["type"], tuple(sorted(codes(row["labels"])))) for row in rows}
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     ("role", "headings"),
     [
@@ -97,25 +103,25 @@ def test_names_types_and_labels(pages: dict[str, Page], role: str, headings: lis
     if sys.platform != "linux":
         expected = {name: what for name, what in expected.items() if not name.startswith("process_")}
     assert actual.keys() == expected.keys()
-    # A metric that has counted nothing yet does not tell its labels.
+    # A metric without samples shows no labels.
     sampled = pages[role].sampled
     assert {n: w for n, w in actual.items() if n in sampled} == {n: w for n, w in expected.items() if n in sampled}
     assert {kind for kind, _ in actual.values()} == {kind for kind, _ in expected.values()}
 
 
-def test_they_count(pages: dict[str, Page]) -> None:
-    pserver, trainer = pages["pserver"], pages["trainer"]
+@pytest.mark.cluster
+def test_a_run_is_counted_by_each_role(pages: dict[str, Page]) -> None:
+    coordinator, pserver, trainer = pages["coordinator"], pages["pserver"], pages["trainer"]
     assert pserver.value("gradpost_service_info", role="pserver") == 1
     assert pserver.value("gradpost_rounds_applied_total") >= ROUNDS
     assert pserver.value("gradpost_http_requests_total", route="/v1/send", method="POST", code="2xx") >= 2 * ROUNDS
+    assert pserver.value("gradpost_round") == ROUNDS
+    assert pserver.value("gradpost_barrier_missing") == 0
+    assert pserver.value("gradpost_pooled_bytes") > 0  # two contributions were staged and applied
     assert trainer.value("gradpost_trainer_rounds_total") == trainer.value("gradpost_trainer_round") == ROUNDS
     assert trainer.value("gradpost_trainer_step_seconds_count") == ROUNDS
     assert trainer.value("gradpost_trainer_pulled_bytes_total") > (1 + ROUNDS) * 4 * ELEMENTS
     assert trainer.value("gradpost_trainer_reported", name="loss") == 0.25
-
-
-def test_the_coordinator_knows_who_is_here(pages: dict[str, Page]) -> None:
-    coordinator = pages["coordinator"]
     assert coordinator.value("gradpost_members", kind="pserver") == 2
     assert coordinator.value("gradpost_members", kind="trainer") == 2
     assert coordinator.value("gradpost_members_missing") == 0
@@ -123,8 +129,19 @@ def test_the_coordinator_knows_who_is_here(pages: dict[str, Page]) -> None:
         assert coordinator.value("gradpost_run_state", state=state) == (state == "training")
 
 
-def test_the_pservers_gauges_are_up_to_date(pages: dict[str, Page]) -> None:
-    pserver = pages["pserver"]
-    assert pserver.value("gradpost_round") == ROUNDS
-    assert pserver.value("gradpost_barrier_missing") == 0
-    assert pserver.value("gradpost_pooled_bytes") > 0  # two contributions have been staged, and are no more
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's package prometheus)")
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_the_configuration_of_prometheus_is_valid(with_tokens: bool, tmp_path: Path) -> None:
+    configuration = yaml.safe_load(OPEN)
+    if with_tokens:
+        run_gradpost("token", "create", "--dir", str(tmp_path / "tokens"))
+        Authority(tmp_path)  # the named files have to exist
+        added = yaml.safe_load(CLOSED.replace("/run/gradpost", str(tmp_path)))
+        for job in configuration["scrape_configs"]:
+            job.update(added)
+            for discovery in job.get("http_sd_configs", []):
+                discovery.update(added)
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(configuration) if with_tokens else OPEN)
+    command = ["promtool", "check", "config", "prometheus.yml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr

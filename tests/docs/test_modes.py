@@ -1,34 +1,89 @@
-"""docs/modes.md: its examples run, its commands are those of their programs, its figures are those of the code."""
+"""`docs/modes.md` and `docs/overview.md`: their examples run, and the costs of a step are measured."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import Counter
 from safetensors.torch import save_file
-from torch.distributed.run import get_args_parser
 
 import gradpost
-from services.pserver.async_run import HOLD_SECONDS
+from ps_protocol.plan import make_plan
+from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import RemoteOptimizer, Session, connect
 from trainer_client.testing import LocalCluster
 
+from ..cluster.training import run_trainers
 from ..cluster.up_support import ROOT, RunningUp
-from .markdown import examples, read, section
+from .conftest import NUM_PSERVERS, NUM_TRAINERS
+from .markdown import codes, examples, read, section, tables
 from .stage import run_shell
 
-TEXT = read("modes.md")
-DILOCO, SCHEDULE, SCALER = (block.text for block in examples(TEXT, "python"))
-ON_HOST, PLAN = (block.text for block in examples(TEXT, "sh"))
-[MACHINES] = (block.text for block in examples(TEXT, "console"))
+OVERVIEW, MODES = read("overview.md"), read("modes.md")
+DILOCO, SCHEDULE, SCALER = (block.text for block in examples(MODES, "python"))
+ON_HOST, PLAN = (block.text for block in examples(MODES, "sh"))
+examples(MODES, "console")  # test_commands.py checks torchrun's options
 
 
-def test_how_long_a_push_waits_for_room_in_a_queue() -> None:
-    assert f"delays the push for up to {HOLD_SECONDS:g} seconds" in section(TEXT, "Which mode and strategy")
+def test_the_example_of_slicing() -> None:
+    slicing = section(OVERVIEW, "Slicing and placement")
+    [command] = [code for code in codes(slicing) if code.startswith("gradpost plan")]
+    parameters = [
+        ParameterSpec(name, tuple(int(size) for size in shape.split("x")))
+        for name, shape in re.findall(r"--param (\w+):(\w+)", command)
+    ]
+    num_pservers = re.search(r"--pservers (\d+)", command)
+    assert num_pservers
+    plan = make_plan(parameters, int(num_pservers[1]))
+    assert [list(row.values()) for row in tables(slicing)[0]] == [
+        [f"`{block.name}`", f"{block.begin} to {block.end}", str(block.pserver)] for block in plan.blocks
+    ]
+
+
+def test_the_named_files_exist() -> None:
+    named = [code for code in codes(section(OVERVIEW, "Where the code is")) if "/" in code]
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.cluster
+def test_a_step_costs_the_documented_requests_and_bytes(cluster: LocalCluster) -> None:
+    measured = re.search(
+        r"with (\d) trainers, (\d) pservers, SGD and the one parameter `w1` \((\d+) bytes\), a step takes each trainer "
+        r"(\d+) requests, (\d+) bytes out and (\d+) bytes in",
+        section(OVERVIEW, "What a step costs"),
+    )
+    assert measured
+    trainers, pservers, parameter_bytes, *costs = map(int, measured.groups())
+    assert (trainers, pservers) == (NUM_TRAINERS, NUM_PSERVERS)
+
+    def train(session: Session) -> list[float]:
+        parameter = torch.nn.Parameter(torch.zeros(10, 1000))
+        assert parameter.nbytes == parameter_bytes
+        parameter.grad = torch.ones(10, 1000)
+        optimizer = RemoteOptimizer(torch.optim.SGD([("w1", parameter)], lr=0.1), session=session)
+        before = count(session)
+        optimizer.step()
+        return [after - before for before, after in zip(before, count(session), strict=True)]
+
+    assert run_trainers(cluster.address, [train] * NUM_TRAINERS) == [costs, costs]
+
+
+def count(session: Session) -> list[float]:
+    """Return requests without retries, which only wait for other trainers, and bytes pushed and pulled."""
+
+    def total(counter: Counter) -> float:
+        samples = [sample for family in counter.collect() for sample in family.samples]
+        return sum(sample.value for sample in samples if sample.name.endswith("_total"))
+
+    metrics = session.client.metrics
+    return [total(metrics.requests) - total(metrics.retries), total(metrics.pushed_bytes), total(metrics.pulled_bytes)]
 
 
 @pytest.mark.cluster
@@ -82,17 +137,6 @@ def test_the_processes_of_a_host_train(tmp_path: Path) -> None:
     assert summary["state"] == "finished"
     assert summary["rounds"] == 8 * 23
     assert summary["results"]["accuracy"] >= 0.97
-
-
-@pytest.mark.hosts
-def test_torchrun_knows_the_options() -> None:
-    hosts = []
-    for line in MACHINES.splitlines():
-        if line.startswith("$ torchrun "):
-            options = get_args_parser().parse_args(shlex.split(line)[2:])
-            hosts.append(options.node_rank)
-            assert (options.nnodes, options.nproc_per_node, options.training_script) == ("2", "8", "train.py")
-    assert hosts == [0, 1]
 
 
 def test_the_plans(tmp_path: Path) -> None:

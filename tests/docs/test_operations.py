@@ -1,33 +1,34 @@
-"""docs/operations.md: its commands run, and every alert has its place."""
+"""`docs/operations.md` and `SECURITY.md`: their commands run."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ps_config.tokens import SCOPES
 from trainer_client.testing import LocalCluster
 
 from ..cluster.trainer_processes import Plot, Trainer
-from .markdown import ROOT, examples, read, section
-from .stage import Stage, environment, run_gradpost
+from ..unit.protocol.test_certificates import Authority
+from .markdown import ROOT, codes, examples, read, section, tables
+from .stage import Stage, environment, needs_curl, run_gradpost, run_shell
 
 TEXT = read("operations.md")
 SCRIPTS = [block.text for block in examples(TEXT, "sh")]
 [UP] = [script for script in SCRIPTS if "gradpost up" in script]
 SHELL = "".join(script for script in SCRIPTS if script != UP)
 [MACHINES] = examples(TEXT, "console")
-
-needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="wants curl (apt-get install curl)")
+SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -43,8 +44,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 @pytest.mark.timeout(400)
 @needs_curl
 def test_the_commands_work(stage: Stage) -> None:
-    for trainer in stage.play(Plot(), Plot()):
-        trainer.wait_for("round", 1)
+    stage.begin_run()
     (stage.folder / "backup").mkdir()
     pserver = stage.cluster.status().pservers[0].address
     more = {"PSERVER": pserver, "BACKUP": str(stage.folder / "backup")}
@@ -54,12 +54,12 @@ def test_the_commands_work(stage: Stage) -> None:
     assert "tokens/admin: replaced" in printed
     [run] = (stage.folder / "backup" / "checkpoints").iterdir()
     assert printed.count(run.name) > 4
-    moved_round = goes_on_elsewhere(stage.folder / "backup" / "checkpoints")
+    moved_round = resume_elsewhere(stage.folder / "backup" / "checkpoints")
     assert f"checkpoint of round {moved_round:,} of run {run.name}" in printed
 
 
-def goes_on_elsewhere(checkpoints: Path) -> int:
-    """After which round another cluster goes on that is given nothing but this place, and has other pservers."""
+def resume_elsewhere(checkpoints: Path) -> int:
+    """Resume in another cluster with other pservers and only these checkpoints, and return the checkpoint's round."""
     with LocalCluster(pservers=2, trainers=1, checkpoints=checkpoints, resume=True) as cluster:
         trainer = Trainer(cluster.address, 0, Plot())
         try:
@@ -72,8 +72,8 @@ def goes_on_elsewhere(checkpoints: Path) -> int:
 @pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_another_number_of_pservers(tmp_path: Path, stage: Stage) -> None:
-    script = (ROOT / "tests" / "cluster" / "fault_script.py").read_text()
-    (tmp_path / "train.py").write_text(script.replace("int(sys.argv[1])", "20"))
+    script = (ROOT / "tests" / "cluster" / "training_script.py").read_text()
+    (tmp_path / "train.py").write_text(script.replace("sys.argv[1:]", '["20"]'))
     printed = stage.shell(UP)
     digests = re.findall(r"result (\w+ 20)", printed)
     assert len(digests) == 4, printed
@@ -84,10 +84,10 @@ def test_another_number_of_pservers(tmp_path: Path, stage: Stage) -> None:
 @pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_several_machines(tmp_path: Path) -> None:
-    """All of them are this one: each has an address of its own on loopback, and the folder of tokens is copied."""
+    """Each machine is an address on loopback; all share the folder of tokens."""
     run_gradpost("token", "create", "--dir", str(tmp_path / "tokens"))
-    script = (ROOT / "tests" / "cluster" / "fault_script.py").read_text()
-    (tmp_path / "train.py").write_text(script.replace("int(sys.argv[1])", "20"))
+    script = (ROOT / "tests" / "cluster" / "training_script.py").read_text()
+    (tmp_path / "train.py").write_text(script.replace("sys.argv[1:]", '["20"]'))
     with socket.create_server(("127.0.0.5", 0)) as taken:
         port = str(taken.getsockname()[1])
     text = MACHINES.text.replace("10.0.0.", "127.0.0.").replace("7070", port).replace("/var/lib", str(tmp_path))
@@ -114,9 +114,46 @@ def test_several_machines(tmp_path: Path) -> None:
             process.communicate()
 
 
-def test_every_alert_has_its_place() -> None:
-    found = set()
-    for file in ("prometheus/rules.yml", "kubernetes/components/monitoring/rules.yaml"):
-        found |= set(re.findall(r"alert: (\w+)", (ROOT / "deploy" / file).read_text()))
-    described = re.findall(r"^- `(Gradpost\w+)`:", section(TEXT, "Alerts"), re.MULTILINE)
-    assert sorted(found) == sorted(described)
+# ---------------------------------------------------------------- SECURITY.md
+
+
+def test_the_commands_create_and_replace_tokens(tmp_path: Path) -> None:
+    create, rotate = (code for code in codes(section(SECURITY, "Tokens")) if code.startswith("gradpost token create"))
+    folder = tmp_path / "DIR"
+    run_shell(tmp_path, create)
+    first = {path.name: path.read_text() for path in folder.iterdir()}
+    assert first.keys() == set(SCOPES)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o400}
+    run_shell(tmp_path, create)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == first  # existing files stay
+    run_shell(tmp_path, rotate, GRADPOST_TOKENS_DIR=str(folder))
+    assert (folder / "train.previous").read_text() == first["train"] != (folder / "train").read_text()
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@needs_curl
+def test_curl_sends_a_token(tmp_path: Path) -> None:
+    [row] = [row for row in tables(section(SECURITY, "Tokens"))[0] if row["who"] == "curl"]
+    [header] = codes(row["setting"])
+    stage = Stage(tmp_path)
+    with stage.cluster:
+        assert '"state"' in stage.shell(f"curl -s {header} $URL/v1/status")
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+def test_the_probe_under_mutual_tls(tmp_path: Path) -> None:
+    [probe] = [code for code in codes(section(SECURITY, "Certificates")) if ".probe " in code]
+    files = Authority(tmp_path / "authority").issue("all")
+    own = {"tls_ca": files.ca, "tls_client_cert": files.cert, "tls_client_key": files.key}
+    shown = {f"GRADPOST_{name.upper()}": str(path) for name, path in own.items()}
+    with LocalCluster(
+        pservers=1, trainers=1, tls_cert=files.cert, tls_key=files.key, tls_client_ca=files.ca, **own
+    ) as cluster:
+        while not cluster.status().pservers:
+            time.sleep(0.1)
+        command = probe.replace("https://localhost:7071", cluster.status().pservers[0].address)
+        run_shell(tmp_path, command, **shown)
+        with pytest.raises(AssertionError, match="certificate"):
+            run_shell(tmp_path, command, GRADPOST_TLS_CA=shown["GRADPOST_TLS_CA"])

@@ -1,4 +1,4 @@
-"""docs/reliability.md: its examples run, and its errors, limits and measured numbers match the code."""
+"""`docs/reliability.md`: its examples run."""
 
 from __future__ import annotations
 
@@ -16,25 +16,20 @@ import pytest
 import safetensors.torch
 import torch
 
-from ps_protocol.errors import ERRORS
-from services.coordinator.administration import CHECKPOINT_SECONDS
-from services.coordinator.installer import RESTORE_TIMEOUT_SECONDS
-from services.pserver.registration import LAST_CHECKPOINT_SECONDS
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from ..cluster.test_parity import MOST_IN_LR
-from ..cluster.training import STEPS, assert_identical, run_trainers
+from ..cluster.training import assert_identical, run_trainers
 from ..cluster.up_support import RunningUp, wait_until
 from .conftest import NUM_TRAINERS
-from .markdown import codes, examples, read, section, table
+from .markdown import examples, read, section
 from .stage import run_shell
 
 TEXT = read("reliability.md")
 [LOOP] = examples(section(TEXT, "A loop that continues"), "python")
 [SHELL] = examples(section(TEXT, "Restart, resume, roll back, export"), "sh")
 [LOAD] = examples(section(TEXT, "Restart, resume, roll back, export"), "python")
-SAVE, GO_ON = examples(section(TEXT, "A script's own checkpoints"), "python")
+SAVE, LOAD_OWN = examples(section(TEXT, "A script's own checkpoints"), "python")
 
 BEFORE = """
 import os, pathlib, time, gradpost, torch
@@ -67,7 +62,7 @@ def test_one_machine(tmp_path: Path) -> None:
     up, resume, *look = SHELL.text.replace("7070", port).splitlines(keepends=True)
 
     with RunningUp(*arguments(up), folder=tmp_path) as running:
-        running.wait_for("[trainer 1] computes round 5")  # there its first life ends
+        running.wait_for("[trainer 1] computes round 5")  # where it is killed once
         running.wait_for("[trainer 1] computes round 10")
         running.signal(SIGINT)
         _, first, _ = running.finish()
@@ -76,7 +71,7 @@ def test_one_machine(tmp_path: Path) -> None:
         printed = run_shell(tmp_path, *look)
         running.signal(SIGINT)
         _, second, _ = running.finish()
-    assert computed(second)[0] - max([10, *computed(first)]) in (0, 1)  # the round that was under way is done again
+    assert computed(second)[0] - max([10, *computed(first)]) in (0, 1)  # an unfinished round is repeated
     assert "checkpoint of round" in printed
 
     names = {"safetensors": safetensors, "model": torch.nn.Linear(8, 3)}
@@ -102,40 +97,19 @@ def test_a_checkpoint_of_the_script(cluster: LocalCluster, tmp_path: Path, monke
             exec(SAVE.text, {"torch": torch, "model": model, "optimizer": optimizer})
         return take_steps(optimizer, model, session.rank)
 
-    def go_on(session: Session) -> dict[str, torch.Tensor]:
+    def resume(session: Session) -> dict[str, torch.Tensor]:
         model = torch.nn.Linear(8, 3)
         names: dict[str, Any] = {
             "torch": torch,
             "model": model,
             "gradpost": SimpleNamespace(RemoteOptimizer=partial(RemoteOptimizer, session=session)),
         }
-        exec(GO_ON.text, names)
+        exec(LOAD_OWN.text, names)
         return take_steps(names["optimizer"], model, session.rank)
 
     expected, *_ = run_trainers(cluster.address, [train] * NUM_TRAINERS)
-    for actual in run_trainers(cluster.address, [go_on] * NUM_TRAINERS):
+    for actual in run_trainers(cluster.address, [resume] * NUM_TRAINERS):
         assert_identical(actual, expected)
-
-
-def test_the_errors_exist() -> None:
-    rows = table(section(TEXT, "What happens on each fault"), "fault")
-    named = {code for row in rows for code in codes(row["error if the run fails"])}
-    assert named <= ERRORS.keys()
-    assert "trainer_lost" in named
-
-
-def test_the_fixed_timeouts_are_those_of_the_code() -> None:
-    faults = section(TEXT, "What happens on each fault")
-    assert f"at most {LAST_CHECKPOINT_SECONDS:.0f} s for its last checkpoint" in faults
-    assert f"has {RESTORE_TIMEOUT_SECONDS:.0f} s to restore" in faults
-    assert f"`gradpost checkpoint create` waits at most {CHECKPOINT_SECONDS:.0f} s" in faults
-
-
-def test_the_measured_difference_is_within_what_is_tested() -> None:
-    found = re.search(r"After ten steps .* was ([\d.]+) times the learning rate .* allow ([\d.]+) times", TEXT)
-    assert found
-    assert float(found[1]) <= float(found[2]) == MOST_IN_LR
-    assert STEPS == 10
 
 
 def arguments(line: str) -> list[str]:

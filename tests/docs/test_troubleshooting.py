@@ -1,10 +1,9 @@
-"""docs/troubleshooting.md: each symptom is provoked, and the cluster says what stands there."""
+"""`docs/troubleshooting.md`: each symptom is provoked, and the cluster prints the documented lines."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -20,10 +19,10 @@ from trainer_client.testing import LocalCluster
 from ..cluster.trainer_processes import Plot, Trainer
 from ..unit.protocol.test_certificates import Authority
 from .markdown import codes, examples, read, section, without_code
-from .stage import Stage, run_gradpost
+from .stage import Stage, needs_curl, run_gradpost
 
 TEXT = read("troubleshooting.md")
-SAID = {
+DOCUMENTED = {
     heading: [line for block in blocks for line in block.text.splitlines()]
     for heading in re.findall(r"^### (.+)$", TEXT, re.MULTILINE)
     if (blocks := examples(section(TEXT, heading), "text"))
@@ -31,15 +30,13 @@ SAID = {
 [FIRST_LOOK] = examples(TEXT[: TEXT.index("\n## ")], "sh")
 [GO_ON] = examples(section(TEXT, "It was paused"), "sh")
 
-played = pytest.mark.extended  # minutes on a busy machine: some symptoms are what nobody does for seconds
-needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="wants curl (apt-get install curl)")
 
 Symptom = Callable[[Stage], str]
 SYMPTOMS: dict[str, Symptom] = {}
 
 
 def symptom(heading: str) -> Callable[[Symptom], Symptom]:
-    """Say under which heading what it provokes is described."""
+    """Register a function that provokes the symptom of a heading, and returns the output."""
 
     def register(provoke: Symptom) -> Symptom:
         SYMPTOMS[heading] = provoke
@@ -49,7 +46,7 @@ def symptom(heading: str) -> Callable[[Symptom], Symptom]:
 
 
 def alike(text: str) -> str:
-    """Without what differs from run to run: numbers, names of runs, and how a log line is wrapped."""
+    """Return the text without numbers, names of runs and line wrapping, which differ from run to run."""
     text = text.replace('\\"', '"').replace("\\\\", "\\")
     text = re.sub(r"\b(?=\w*\d)[0-9a-f]{12}\b", "RUN", text)
     return re.sub(r"\d+(\.\d+)?", "0", " ".join(text.split()))
@@ -63,30 +60,30 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield stage
 
 
-def test_every_symptom_is_provoked() -> None:
-    assert SYMPTOMS.keys() == SAID.keys()
+def test_every_symptom_is_provoked_and_every_code_is_listed() -> None:
+    assert SYMPTOMS.keys() == DOCUMENTED.keys()
+    assert set(ERRORS) <= set(codes(without_code(TEXT)))
 
 
 @pytest.mark.cluster
-@played
+@pytest.mark.extended
 @needs_curl
-@pytest.mark.parametrize("heading", SAID)
-def test_a_symptom_is_as_it_says(heading: str, stage: Stage) -> None:
+@pytest.mark.parametrize("heading", DOCUMENTED)
+def test_a_symptom_has_the_documented_output(heading: str, stage: Stage) -> None:
     try:
-        said = SYMPTOMS[heading](stage)
+        output = SYMPTOMS[heading](stage)
     finally:
         stage.clear()
-    for line in SAID[heading]:
-        assert alike(line) in alike(said), f"nobody said {line!r}, but\n{said}"
+    for line in DOCUMENTED[heading]:
+        assert alike(line) in alike(output), f"nothing printed {line!r}; the output is\n{output}"
 
 
 @pytest.mark.cluster
-@played
+@pytest.mark.extended
 @needs_curl
 def test_the_first_look(stage: Stage) -> None:
     try:
-        stage.play(Plot(), Plot())
-        stage.wait_for(lambda: stage.cluster.status().round > 0)
+        stage.begin_run()
         assert "is training" in stage.shell(FIRST_LOOK.text)
     finally:
         stage.clear()
@@ -135,7 +132,7 @@ def _(stage: Stage) -> str:
 
 
 def gather(stage: Stage) -> None:
-    """A run that waits for trainer 1."""
+    """Begin a run that waits for trainer 1."""
     stage.play(Plot())
     stage.wait_for(lambda: [trainer.state for trainer in stage.cluster.status().trainers] == ["declared"])
 
@@ -148,8 +145,8 @@ def _(stage: Stage) -> str:
 
 @symptom("The coordinator does not answer")
 def _(stage: Stage) -> str:
-    nobody = "http://127.0.0.1:9"
-    return stage.run("status", GRADPOST_COORDINATOR=nobody) + stage.train(0, nobody, retry_seconds=1)
+    unused = "http://127.0.0.1:9"
+    return stage.run("status", GRADPOST_COORDINATOR=unused) + stage.train(0, unused, retry_seconds=1)
 
 
 @symptom("The rank is taken")
@@ -179,19 +176,22 @@ def _(stage: Stage) -> str:
 # ---------------------------------------------------------------- the run stands still
 
 
+def describe_end(trainer: Trainer) -> str:
+    end = trainer.wait_for_end()
+    return f"{end.what}: {end.text}"
+
+
 @symptom("It hangs at a barrier")
 def _(stage: Stage) -> str:
     survivor, hanging = stage.play(Plot(), Plot(hangs_after=3))
     hanging.wait_for("hanging")
     status = stage.status_with("trainer 1 (")
-    end = survivor.wait_for_end()
-    return f"{status}\n{end.what}: {end.text}"
+    return f"{status}\n{describe_end(survivor)}"
 
 
 @symptom("It was paused")
 def _(stage: Stage) -> str:
-    for trainer in stage.play(Plot(), Plot()):
-        trainer.wait_for("round", 1)
+    stage.begin_run()
     stage.ask("POST", "/v1/controls/pause")
     status = stage.status_with("paused")
     stage.shell(GO_ON.text)
@@ -205,22 +205,18 @@ def _(stage: Stage) -> str:
     victim.wait_for("round", 1)
     victim.signal(signal.SIGKILL)
     status = stage.status_with("was lost")
-    end = survivor.wait_for_end()
-    return f"{status}\n{end.what}: {end.text}"
+    return f"{status}\n{describe_end(survivor)}"
 
 
 @symptom("A pserver is silent")
 def _(stage: Stage) -> str:
-    trainers = stage.play(Plot(), Plot())
-    for trainer in trainers:
-        trainer.wait_for("round", 1)
+    trainers = stage.begin_run()
     stage.cluster.pservers[0].signal(signal.SIGKILL)
     try:
         status = stage.status_with("is silent")
-        ends = [trainer.wait_for_end() for trainer in trainers]
+        return status + "\n".join(map(describe_end, trainers))
     finally:
         stage.cluster.start_pserver(0)
-    return status + "\n".join(f"{end.what}: {end.text}" for end in ends)
 
 
 @symptom("The disk is full")
@@ -239,8 +235,7 @@ def _(stage: Stage) -> str:
 def _(stage: Stage) -> str:
     [survivor] = stage.play(Plot())
     blamed = stage.train(1, nan_at=4)
-    end = survivor.wait_for_end()
-    return f"{blamed}\n{end.what}: {end.text}"
+    return f"{blamed}\n{describe_end(survivor)}"
 
 
 @symptom("409: stale")
@@ -248,15 +243,14 @@ def _(stage: Stage) -> str:
     survivor, evicted = stage.play(Plot(), Plot(hangs_after=1))
     evicted.wait_for("hanging")
     stage.ask("POST", "/v1/trainers/1/evict")
-    survivor.wait_for("round", 100)  # meanwhile the other one has sent a heartbeat
+    survivor.wait_for("round", 100)  # the coordinator has had a heartbeat of the other one
     evicted.wake()
-    stale = [evicted.wait_for_end()]
+    stale = describe_end(evicted)
     stage.cluster.coordinator.signal(signal.SIGKILL)
     stage.cluster.coordinator.wait()
     (stage.folder / "state" / "coordinator.json").unlink()
     stage.cluster.restart_coordinator()
-    stale.append(survivor.wait_for_end())
-    return "\n".join(f"{end.what}: {end.text}" for end in stale)
+    return f"{stale}\n{describe_end(survivor)}"
 
 
 @symptom("401 and 403")
@@ -297,9 +291,8 @@ def _(stage: Stage) -> str:
 
 
 def train_until_checkpoint(stage: Stage) -> None:
-    """A run of which there is checkpoint 0."""
-    for trainer in stage.play(Plot(), Plot()):
-        trainer.wait_for("round", 1)
+    """Begin a run, and wait for its checkpoint 0."""
+    stage.begin_run()
     stage.wait_for(lambda: [one["round"] for one in json.loads(stage.ask("GET", "/v1/checkpoints"))] == [0])
 
 
@@ -307,10 +300,3 @@ def train_until_checkpoint(stage: Stage) -> None:
 def _(stage: Stage) -> str:
     train_until_checkpoint(stage)
     return stage.run("checkpoint", "restore", "--round", "0") + stage.run("events")
-
-
-# ---------------------------------------------------------------- codes
-
-
-def test_every_code_is_there() -> None:
-    assert set(ERRORS) <= set(codes(without_code(TEXT)))

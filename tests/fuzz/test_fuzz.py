@@ -32,8 +32,9 @@ from ps_protocol.routes import (
 )
 from trainer_client.testing import LocalCluster
 
-from ..cluster.bad_requests import LIMITS, MIB, World
+from ..cluster.bad_requests import LIMITS, MIB
 from ..cluster.conftest import Carrier
+from ..cluster.wire import World
 from ..soaking import examples
 from .recorded import Recorder, Sent, send_raw, spoil, spoil_bytes
 

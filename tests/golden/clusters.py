@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from tests.cluster.torchrun import WORLD, torchrun_environment
+from tests.cluster.trainer_processes import WORLD, torchrun_environment
 from tests.warm.processes import WarmServers
 from trainer_client.testing import Child, LocalCluster, processes
 

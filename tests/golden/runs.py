@@ -17,6 +17,7 @@ class Run:
 
     optimizer: str = "AdamW"  # a name in `tests.cluster.training.OPTIMIZERS`
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainers
+    outer: str = ""  # the optimizer on the pservers of a run with local steps
     parameter_dtype: str = "float32"
     has_scaler: bool = False  # trainer_client.GradScaler, and an overflow in trainer 1
     has_batch_norm: bool = False
@@ -53,42 +54,82 @@ _SYNC = {
     "push topk": _wire("topk", "float32"),
     "bfloat16 parameters": Run(parameter_dtype="bfloat16"),
     "clipping": Run(settings={"max_grad_norm": 1.0}),
+    "clipping whole parameters": Run(
+        settings={"max_grad_norm": 1.0, "placement": "hash", "slice_parameters": False, "bucket_bytes": 2000}
+    ),
     "batch norm": Run(has_batch_norm=True),
     "GradScaler": Run(settings={"nonfinite": "skip_round"}, has_scaler=True),
     "overlap": Run(settings={"overlap": True, "bucket_bytes": 2000}),
     "overlap_pulls": Run(settings={"overlap": True, "overlap_pulls": True, "bucket_bytes": 2000}),
+    "accumulate_steps": Run(settings={"overlap": True, "accumulate_steps": 2, "bucket_bytes": 2000}),
     "local_steps": Run(settings={"local_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}),
+    "local_steps with the mean": Run(settings={"local_steps": 2}),
+    "local_steps with an outer optimizer": Run(settings={"local_steps": 2}, outer="Adam-amsgrad"),
+    **{name: Run(name) for name in ("SGD", "SGD-nesterov", "Adam")},
 }
 
 # Either one trainer takes all steps of an asynchronous run, or the trainers take turns, so that their order is fixed.
 SETUPS: dict[str, Setup] = {
     "sync": Setup(_SYNC, trainers=3),
     "sync with max_delay": Setup(
-        {"AdamW": Run(), "push int8": _wire("int8", "float32")}, pservers=3, settings={"max_delay": 2}
+        {
+            "AdamW": Run(),
+            "push int8": _wire("int8", "float32"),
+            "clipping and overlap": Run(settings={"max_grad_norm": 1.0, "overlap": True}),
+        },
+        pservers=3,
+        settings={"max_delay": 2},
+    ),
+    "sync over HTTP/1.1 with threads": Setup(
+        {"AdamW": Run(), "push and pull int8": _wire("int8", "int8")},
+        pservers=3,
+        settings={"http2": False, "local_transport": False, "threads": 2, "placement": "round_robin"},
     ),
     "async": Setup(
         {
             "AdamW": Run(),
             "push int8, pull bfloat16": _wire("int8", "bfloat16"),
             "local_steps": Run(settings={"local_steps": 2}),
+            "push topk": _wire("topk", "float16"),
+            "overlap_pulls": Run(settings={"overlap": True, "overlap_pulls": True}),
         },
         trainers=1,
         settings={"mode": "async"},
     ),
     "async with max_delay": Setup({"AdamW": Run()}, pservers=1, trainers=1, settings={"mode": "async", "max_delay": 2}),
     "async in turns": Setup({"SGD-momentum": Run("SGD-momentum")}, settings={"mode": "async"}, takes_turns=True),
+    "async with divided rates in turns": Setup(
+        {"AdamW": Run()},
+        settings={"mode": "async", "compensation": "divide", "read_consistency": "shard"},
+        takes_turns=True,
+    ),
     "ssp in turns": Setup(
         {"SGD-momentum": Run("SGD-momentum")},
         settings={"mode": "ssp", "max_staleness": 2, "compensation": "dc"},
         takes_turns=True,
     ),
     "ring": Setup(
-        {"AdamW": Run(), "overlap and clipping": Run(settings={"overlap": True, "max_grad_norm": 1.0})},
+        {
+            "AdamW": Run(),
+            "overlap and clipping": Run(settings={"overlap": True, "max_grad_norm": 1.0}),
+            "bfloat16 parameters": Run(parameter_dtype="bfloat16"),
+            "batch norm": Run(has_batch_norm=True),
+            "GradScaler": Run(settings={"nonfinite": "skip_round"}, has_scaler=True),
+        },
         pservers=0,
         trainers=3,
         settings={"strategy": "ring"},
     ),
-    "hosts": Setup({"AdamW": Run(), "overlap": Run(settings={"overlap": True})}, are_hosts=True),
+    "hosts": Setup(
+        {
+            "AdamW": Run(),
+            "overlap": Run(settings={"overlap": True}),
+            "clipping": Run(settings={"max_grad_norm": 1.0}),
+            "GradScaler": Run(settings={"nonfinite": "skip_round"}, has_scaler=True),
+            "local_steps": Run(settings={"local_steps": 2, "outer_lr": 0.7}),
+        },
+        are_hosts=True,
+    ),
     "sync with faults": Setup(
         {"a pserver is killed": Run(fault="kill a pserver"), "stopped and resumed": Run(fault="stop and resume")}
     ),

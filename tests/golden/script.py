@@ -98,7 +98,8 @@ def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, A
     rank, dtype = session.rank, getattr(torch, run.parameter_dtype)
     model = make_model(rank, dtype, run.has_batch_norm)  # the lowest rank's values count
     local = make_optimizer(run.optimizer, dict(model.named_parameters()), local=False)
-    optimizer = RemoteOptimizer(local, model=model)
+    outer = make_optimizer(run.outer, dict(model.named_parameters()), local=False) if run.outer else None
+    optimizer = RemoteOptimizer(local, model=model, outer=outer)
     scaler = GradScaler(optimizer, "cpu", init_scale=1024.0, growth_interval=2) if run.has_scaler else None
     if setup.takes_turns and rank == 0:  # it has pulled the initial values, which another trainer's step would replace
         turns.pass_to(setup.trainers - 1)
@@ -118,6 +119,8 @@ def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, A
         optimizer.zero_grad()
         loss = loss_of(model, step, rank, dtype, takes_snapshot)
         if scaler is None:
+            for part in range(1, run.settings.get("accumulate_steps", 1)):
+                (loss_of(model, step, rank, dtype, takes_snapshot) * 0.5**part).backward()
             loss.backward()
             optimizer.step()
         else:

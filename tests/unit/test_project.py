@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
 import io
 import json
 import os
@@ -227,6 +229,23 @@ def test_unpickling_would_be_noticed(line: str) -> None:
     assert find_unpickling(line)
 
 
+# ---------------------------------------------------------------- doctests
+
+DOCTESTS = [
+    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    for folder in [*PACKAGES, "benchmarks"]
+    for file in python_files(folder)
+    if re.search(r"^ +>>> ", file.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("module", DOCTESTS)
+def test_examples_in_docstrings_are_true(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted
+    assert not result.failed
+
+
 # ---------------------------------------------------------------- the Makefile
 
 
@@ -273,7 +292,17 @@ def test_soak_runs_what_test_all_leaves_out_and_ends_within_an_hour() -> None:
 # ---------------------------------------------------------------- language
 
 # Folders whose docstrings, comments and strings follow the rules below.
-PLAIN = ["examples", "ps_config", "tests/unit/up"]
+PLAIN = [
+    "examples",
+    "gradpost",
+    "ps_config",
+    "ps_http2",
+    "services/pserver",
+    "tests/unit/cli",
+    "tests/unit/coordinator",
+    "tests/unit/protocol",
+    "tests/unit/up",
+]
 
 FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Whoever|Those|What|Whether|The same)\b")
 # Spelt so that this file contains none of the words.

@@ -1,4 +1,4 @@
-"""Requests of httpx, given straight to a transport: httpx's own client would take longer than a small request does."""
+"""Requests without httpx's client, whose overhead exceeds the time of a small request."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .http1 import Http1Transport
 
 
 def make_bulk_transport(tls: TlsFiles, *, http2: bool, local: str | None = None) -> httpx.AsyncBaseTransport:
-    """Return the transport for tensors; `local` is the Unix socket of one pserver, for HTTP/2."""
+    """Return a transport for tensors; with `local` (HTTP/2 only) for the pserver that listens on this Unix socket."""
     return Http2Transport(tls, local) if http2 else Http1Transport(tls)
 
 
 def make_bulk_client(tls: TlsFiles, auth: httpx.Auth | None, *, http2: bool) -> httpx.AsyncClient:
-    """httpx over it, for those to whom its time does not matter."""
+    """Return an httpx client over such a transport, where its overhead does not matter."""
     transport = make_bulk_transport(tls, http2=http2)
     return httpx.AsyncClient(transport=transport, auth=auth, timeout=None, trust_env=False)
 
 
 class Exchange:
-    """Sends a token with every request; if that is refused, the one that it replaced (as `BearerAuth`).
+    """A transport with a bearer token. If the token is refused, its predecessor is sent (as `BearerAuth` does).
 
-    One with `local` is for the pserver of that Unix socket alone.
+    With `local`, requests go to the pserver that listens on this Unix socket.
     """
 
     def __init__(self, tls: TlsFiles, tokens: TokenPair | None, *, http2: bool, local: str | None = None) -> None:
@@ -44,22 +44,22 @@ class Exchange:
         body: Sequence[memoryview] = (),
         sink: Sink | None = None,
     ) -> httpx.Response:
-        """Send a request; the answer's body is still to come, and the answer has to be closed.
+        """Send a request and return its response, which the caller has to close.
 
-        Neither the body nor what a good answer lands in may be touched until then. Raises httpx.TransportError.
+        Until then neither `body` nor the memory of `sink` may be touched. Raises httpx.TransportError.
         """
         extensions = {BODY_EXTENSION: body, SINK_EXTENSION: sink}
         response: httpx.Response | None = None
         for token in [None] if self._tokens is None else self._tokens.read():
             if response is not None:
-                await response.aclose()  # that request would go on to read the body
+                await response.aclose()  # or that request would still read the body
             authorization = {} if token is None else {"authorization": f"Bearer {token}"}
             request = httpx.Request(method, url, headers={**headers, **authorization}, extensions=extensions)
             response = await self._transport.handle_async_request(request)
             response.request = request
             if response.status_code != httpx.codes.UNAUTHORIZED:
                 break
-        assert response is not None  # there is a token, or reading it has raised
+        assert response is not None  # TokenPair.read returns a token or raises
         return response
 
     async def send(
@@ -70,7 +70,7 @@ class Exchange:
         *,
         body: Sequence[memoryview] = (),
     ) -> httpx.Response:
-        """Send a request, and return its small answer with the whole body."""
+        """Send a request and return its response with the whole body, which is small. Raises httpx.TransportError."""
         response = await self.begin(method, url, headers, body=body)
         try:
             await response.aread()

@@ -1,4 +1,4 @@
-"""A parser of replies that writes each tensor from the network's chunk straight to its destination."""
+"""Decoding of a reply whose tensors are received straight into their destinations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NO_DELTAS: Mapping[str, memoryview] = {}
 
 
 class FrameSink:
-    """Incremental reader of one frame. Writes to `destinations` (tensor name -> its writable bytes) as chunks come.
+    """An incremental decoder of one frame, which writes to `destinations` (tensor name -> its writable bytes).
 
-    A frame that breaks off leaves them half written; the same version read again repairs that. What is no value but
-    the quantised difference to one, and its scales, goes to `deltas`. `on_block` is told of each tensor that is
-    complete, and of destinations that a frame leaves out because they hold its values already.
+    An interrupted frame leaves them partly written; reading the same version again repairs that. Quantised deltas and
+    their scales are written to `deltas`. `on_block` is called with the name of each complete tensor, and of each
+    destination that the frame omits because it holds its values already.
     """
 
     def __init__(
@@ -26,51 +26,51 @@ class FrameSink:
         deltas: Mapping[str, memoryview] = NO_DELTAS,
         on_block: Callable[[str], None] | None = None,
     ) -> None:
-        self._on_landed = on_block
+        self._on_block = on_block
         self._destinations = destinations
         self._deltas = deltas
         self._limits = limits
-        self._places: dict[str, memoryview] = {}  # where the tensors of this frame go
-        self.delta_names: list[str] = []  # those of them that are for `deltas`
+        self._places: dict[str, memoryview] = {}  # of the tensors of this frame
+        self.delta_names: list[str] = []  # tensors of this frame that are written to `deltas`
         self._start = bytearray()  # length and header, until they are complete
         self._frame: Frame | None = None
-        self.num_bytes = 0  # that have come
-        self._index = 0  # the tensor that is being filled
+        self.num_bytes = 0  # received
+        self._index = 0  # of the current tensor
         self._filled = 0  # bytes of it
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Take the next bytes of the frame, in any portions."""
+        """See Sink."""
         rest = memoryview(data)
         if self._frame is None:
             rest = self._feed_start(rest)
         while len(rest) and self._frame is not None:
-            room = self.room()[: len(rest)]
+            room = self.get_buffer()[: len(rest)]
             if not len(room):
                 raise BadInput("the frame is longer than its header says", code="malformed_frame")
             room[:] = rest[: len(room)]
             rest = rest[len(room) :]
-            self.landed(len(room))
+            self.buffer_updated(len(room))
 
-    def room(self) -> memoryview:
-        """Where the next bytes belong: the rest of a tensor, or nothing before the header is complete."""
+    def get_buffer(self) -> memoryview:
+        """See Sink; empty until the header is complete."""
         if self._frame is None:
-            return _NOTHING
+            return _EMPTY
         tensors = self._frame.tensors
         while self._index < len(tensors):
             entry = tensors[self._index]
             if self._filled < entry.end - entry.begin:
                 return self._places[entry.name][self._filled :]
             self._index, self._filled = self._index + 1, 0
-        return _NOTHING
+        return _EMPTY
 
-    def landed(self, num_bytes: int) -> None:
-        """So many have been written at the beginning of `room()`."""
+    def buffer_updated(self, num_bytes: int) -> None:
+        """See Sink."""
         self._filled += num_bytes
         self.num_bytes += num_bytes
-        if self._on_landed is not None and self._frame is not None:
+        if self._on_block is not None and self._frame is not None:
             entry = self._frame.tensors[self._index]
             if self._filled == entry.end - entry.begin:
-                self._on_landed(entry.name)
+                self._on_block(entry.name)
 
     def _feed_start(self, rest: memoryview) -> memoryview:
         rest = self._fill_start(rest, LENGTH_BYTES)
@@ -95,9 +95,9 @@ class FrameSink:
                 )
             self._places[entry.name] = destination
         self._frame = frame
-        if self._on_landed is not None and SINCE_KEY in frame.metadata:
+        if self._on_block is not None and SINCE_KEY in frame.metadata:
             for name in self._destinations.keys() - self._places.keys():
-                self._on_landed(name)
+                self._on_block(name)
         return rest
 
     def _fill_start(self, rest: memoryview, wanted: int) -> memoryview:
@@ -107,13 +107,13 @@ class FrameSink:
         return rest[count:]
 
     def finish(self) -> Mapping[str, str]:
-        """Check that every destination was filled and return the frame's metadata."""
-        if self._frame is None or len(self.room()):
+        """Return the frame's metadata. Raises BadInput unless every destination is complete."""
+        if self._frame is None or len(self.get_buffer()):
             raise BadInput("the reply ended early", code="malformed_frame")
         missing = self._destinations.keys() - {entry.name for entry in self._frame.tensors}
-        if missing and SINCE_KEY not in self._frame.metadata:  # else they have not changed
+        if missing and SINCE_KEY not in self._frame.metadata:  # they have not changed
             raise BadInput(f"the reply lacks {sorted(missing)[0]!r}", code="malformed_frame")
         return self._frame.metadata
 
 
-_NOTHING = memoryview(bytearray())
+_EMPTY = memoryview(bytearray())

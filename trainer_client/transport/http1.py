@@ -1,4 +1,4 @@
-"""httpx's own transport over HTTP/1.1, for tensors where HTTP/2 is switched off."""
+"""An httpx transport over HTTP/1.1, for tensors if HTTP/2 is disabled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ps_http2.client import BODY_EXTENSION
 
 CHUNK_BYTES = 1024 * 1024
 CONNECT_SECONDS = 5.0
-PROBE_SECONDS = 5  # between TCP's own probes of a connection that is silent
+PROBE_SECONDS = 5  # between TCP's own probes of a silent connection
 KEEP_SECONDS = 60.0  # services close a connection after 75 s without a request
 
 _INTERVALS = [getattr(socket, name) for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL") if hasattr(socket, name)]
@@ -24,10 +24,9 @@ _KEEP_ALIVE = [
 
 
 class Http1Transport(ControlTransport):
-    """A connection for each request to an origin that is under way; they are kept.
+    """A connection for each concurrent request to an origin; connections are kept alive.
 
-    Ignores httpx's timeouts: a bulk request is bounded by its caller. When a file of `tls` has changed, new connections
-    use it.
+    httpx's timeouts are ignored: the caller bounds a request. When a file of `tls` has changed, new connections use it.
     """
 
     def __init__(self, tls: TlsFiles = TlsFiles()) -> None:  # noqa: B008 - frozen
@@ -38,7 +37,7 @@ class Http1Transport(ControlTransport):
         )
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send one request; the reply's body is streamed. Raises httpx.TransportError and its children."""
+        """Send a request; the response's body is streamed. Raises httpx.TransportError and its children."""
         request.extensions = {**request.extensions, "timeout": {"connect": CONNECT_SECONDS}}
         if parts := request.extensions.get(BODY_EXTENSION):
             request.headers["content-length"] = str(sum(map(len, parts)))
@@ -47,7 +46,7 @@ class Http1Transport(ControlTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    """Memoryviews, piece by piece: httpcore copies what it sends, and asyncio what the kernel does not take at once."""
+    """A body in parts, because httpcore copies each, and asyncio copies what the kernel does not take at once."""
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self._parts = parts

@@ -94,7 +94,7 @@ def describe_activity(coordinator: Coordinator, wall: float) -> Activity:
     furthest = max(newest.values(), key=lambda heard: heard.round, default=None)
     participants = furthest.load.participants if furthest else ()
     round_, barrier = furthest.round if furthest else 0, _barrier(newest)
-    if run.defaults.consistency.is_ring:
+    if run.settings.consistency.is_ring:
         round_ = run.newest_round
         with_batches = (rank for rank, trainer in sorted(run.trainers.items()) if not trainer.is_done)
         participants = tuple(rank for rank in with_batches if rank in run.membership.members) if round_ else ()
@@ -184,7 +184,7 @@ def _trainers(
     coordinator: Coordinator, newest: dict[PserverIndex, PserverReport], participants: Sequence[Rank]
 ) -> tuple[TrainerActivity, ...]:
     run, log = coordinator.cluster.run, coordinator.activity
-    is_async = run.defaults.consistency.is_async
+    is_async = run.settings.consistency.is_async
     steps = {rank: trainer.round for rank, trainer in sorted(run.trainers.items())}
     for heard in newest.values():  # a pserver may know a step before the trainer's next heartbeat
         for rank, clock in heard.load.clocks.items():

@@ -97,7 +97,7 @@ async def read_same_version(
                 raise error
         found = [answer for answer in answers if not isinstance(answer, BaseException)]
         versions = {(answer.run, answer.attempt, answer.version) for answer in found}
-        if not late and (len(versions) <= 1 or not coordinator.cluster.run.defaults.consistency.has_common_versions):
+        if not late and (len(versions) <= 1 or not coordinator.cluster.run.settings.consistency.has_common_versions):
             return found
         rounds = [version for _, _, version in versions]
         newest = max([*rounds, *(int(error.facts.get("current") or 0) for error in late)])

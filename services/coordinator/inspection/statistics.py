@@ -110,7 +110,7 @@ class StatisticsCache:
             described = {name: one for answer in answers for name, one in answer.items()}
             for spec in missing:
                 parts = [described[block.name] for block in plan.blocks_of[spec.name]]
-                if _are_alike(parts) or not run.defaults.consistency.has_common_versions:
+                if _are_alike(parts) or not run.settings.consistency.has_common_versions:
                     found[spec.name] = (
                         _merge(run.name, spec, parts, round_everywhere(coordinator)).model_dump_json().encode()
                     )

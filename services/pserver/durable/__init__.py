@@ -1,1 +1,1 @@
-"""What outlives a pserver's process: the log of updates, checkpoints, and the folder that holds them."""
+"""The durable state of a pserver: the log of updates, checkpoints, and the folder that contains them."""

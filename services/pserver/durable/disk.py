@@ -1,8 +1,12 @@
-"""What a pserver process finds and keeps on its disk: its folder, and the state of the run that it serves.
+"""The disk of a pserver process: its folder, which one process at a time locks, and the state of its run.
 
-At the start, before it registers:  open()      takes the folder, restores the run that was served there
-Once it is registered:              write_incarnation()  writes the new incarnation down, which fences off the old life
-For every installation:             open_run()  begins a run's state anew, or goes on at the round that is asked for
+{state_dir}/pserver-0/lock             locked while the process lives
+                      identity.json    incarnation, and the run that it serves
+                      log/             of that run
+
+At the start, before it registers:  open()                locks the folder and restores the run in it
+Once it is registered:              write_incarnation()   fences off the earlier incarnation
+For every installation:             open_run()            begins a run's state, or resumes at the requested round
 """
 
 from __future__ import annotations
@@ -30,15 +34,17 @@ from ..shard import Shard
 from ..shard_state import ShardState, reslice
 from .storage import Restored, RunStorage
 
+log = get_logger()
+
 IDENTITY = "identity.json"
 
 
 class FolderTaken(GradpostError):  # noqa: N818 - as all of its kind
-    """Another process holds this folder."""
+    """Another process has locked this folder."""
 
 
 class Identity(Message):
-    """Which life of the pserver wrote this, and what it served."""
+    """The incarnation of the pserver that wrote this, and its run."""
 
     incarnation: Incarnation = 0
     run: InstallRun | None = None
@@ -48,14 +54,14 @@ class Identity(Message):
     def _accept_earlier(cls, run: Any) -> Any:
         match run:
             case {"consistency": {"step_count": "trainer"}}:
-                raise ValueError("step_count is trainer, and its log does not say whose steps it counts")
+                raise ValueError("step_count is trainer, and its log does not name the trainers whose steps it counts")
             case {"consistency": consistency}:
                 return {**run, "consistency": leave_out_removed(consistency)}
         return run
 
 
 class StateFolder:
-    """Locked as long as this object is open. Raises FolderTaken, and OSError if the disk cannot be used."""
+    """A folder that is locked while this object is open. Raises FolderTaken, and OSError if the disk cannot be used."""
 
     def __init__(self, state_dir: Path, index: PserverIndex) -> None:
         self.index = index
@@ -79,7 +85,7 @@ class StateFolder:
 
     @property
     def log_path(self) -> Path:
-        """Where the log of the run lies."""
+        """The folder of the run's log."""
         return self.path / "log"
 
     def _read_identity(self) -> Identity:
@@ -92,26 +98,26 @@ class StateFolder:
             raise DamagedFile(f"{error}; delete it, and the run goes back to the newest checkpoint") from None
 
     def write_identity(self, incarnation: Incarnation, run: InstallRun | None) -> None:
-        """Remember who this process is now. Raises FolderTaken if a later life has written there (the lock is lost)."""
+        """Persist the identity of this process. Raises FolderTaken if a later incarnation has taken the folder."""
         if self._read_identity().incarnation > incarnation:
-            raise FolderTaken(f"{self.path} belongs to a later life of pserver {self.index}")
+            raise FolderTaken(f"{self.path} belongs to a later incarnation of pserver {self.index}")
         self.identity = Identity(incarnation=incarnation, run=run)
         write_file(self.path / IDENTITY, [seal(self.identity)])
 
     def delete_log(self) -> None:
-        """Delete the log of a run that is no more. Raises OSError: what is left would be taken for the next run's."""
+        """Delete the log of an ended run. Raises OSError, since remaining files would be read as the next run's."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.log_path)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Unlock the folder."""
         os.close(self._lock)
 
 
 def open_folder(state_dir: Path, index: PserverIndex | None) -> StateFolder | None:
-    """The folder of this index or, without one, of any pserver here that nobody holds; None if there is none.
+    """Return the folder of this index or, without one, the first that is not locked; None if there is none.
 
-    Raises FolderTaken if the index is given and another process holds its folder.
+    Raises FolderTaken if the index is given and another process has locked its folder.
     """
     if index is not None:
         return StateFolder(state_dir, index)
@@ -125,18 +131,15 @@ def open_folder(state_dir: Path, index: PserverIndex | None) -> StateFolder | No
     return None
 
 
-log = get_logger()
-
-
 class DiskUsage(NamedTuple):
-    """In bytes."""
+    """The size and the free space of a file system, in bytes."""
 
     total: int
     free: int
 
 
 class Disk:
-    """Every method blocks on the disk and is called by one thread at a time. Raises OSError if it cannot be used."""
+    """The disk of one pserver process. One thread at a time calls its methods, which block and may raise OSError."""
 
     def __init__(self, state_dir: Path, checkpoints: str | None = None) -> None:
         self.folder: StateFolder | None = None
@@ -147,7 +150,7 @@ class Disk:
         self._restored: Restored | None = None
 
     def measure_usage(self) -> DiskUsage:
-        """Bytes of the file system, in all and free; zeros if it cannot be asked."""
+        """Return the size and the free space of the file system; zeros if it cannot be measured."""
         folder = self._state_dir if self._state_dir.exists() else self._state_dir.parent
         try:
             total, _, free = shutil.disk_usage(folder)
@@ -157,18 +160,18 @@ class Disk:
 
     @property
     def index(self) -> PserverIndex | None:
-        """Whose folder it is."""
+        """The index that the folder belongs to."""
         return None if self.folder is None else self.folder.index
 
     @property
     def previous_incarnation(self) -> Incarnation:
-        """The newest life that has written there; 0 if none has."""
+        """The newest incarnation that has written to the folder; 0 if none has."""
         return 0 if self.folder is None else self.folder.identity.incarnation
 
     def open(self, index: PserverIndex | None) -> None:
-        """Take the folder of this index, or any that is free, and restore what it holds. Raises FolderTaken.
+        """Lock the folder of this index, or any free one, and restore the run in it. Raises FolderTaken.
 
-        Called again, it restores anew; nothing else may use the disk then.
+        Called again, it restores again; nothing else may use the disk then.
         """
         if self.folder is None:
             self.folder = open_folder(self._state_dir, index)
@@ -177,10 +180,10 @@ class Disk:
             return
         storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
         storage.find_checkpoints()
-        self._restored = None  # one shard at a time
+        self._restored = None  # frees its shard before the next one is allocated
         self._restored = storage.restore()
         if self._restored is None:
-            log.warning("nothing of the run can be restored here", run=install.run)
+            log.warning("no checkpoint of the run can be restored", run=install.run)
             return
         self._storage = storage
         history = self._restored.history
@@ -200,11 +203,11 @@ class Disk:
         )
 
     def find_restorable(self, newest: Round | None) -> list[tuple[Round, Round]]:
-        """The ranges of rounds to which the run that is held can go back: see `RunStorage.restorable`."""
+        """Return the ranges of rounds to which the held run can go back: see `RunStorage.find_restorable`."""
         return [] if self._storage is None else self._storage.find_restorable(newest)
 
     def find_checkpoints(self, run: str, index: PserverIndex) -> list[tuple[Round, Round]]:
-        """The rounds of a run, of which nothing is held, that this pserver can go back to: complete checkpoints."""
+        """Return the rounds of a run that is not held to which this pserver can go back: complete checkpoints."""
         found = []
         for manifest in complete_checkpoints(self._place, run):
             try:
@@ -217,64 +220,70 @@ class Disk:
         return found
 
     def write_incarnation(self, index: PserverIndex, incarnation: Incarnation) -> None:
-        """Write down who this process is now; takes the folder of this index if it is another."""
+        """Persist the identity of this process, in the folder of this index."""
         if self.folder is None or self.folder.index != index:
             if self.folder is not None:
-                self._close_folder()
+                if self._storage is not None:
+                    self._storage.close()
+                self._drop_held()
+                self.folder.close()
             self.folder = StateFolder(self._state_dir, index)
         self.folder.write_identity(incarnation, self.folder.identity.run)
 
-    def open_run(self, install: InstallRun) -> tuple[RunStorage, Restored | None]:
-        """Begin a run with nothing, or go on after round `install.restore`. Raises StorageFailed if that is lost.
+    def _drop_held(self) -> None:
+        self.held = self._storage = self._restored = None
 
-        After an OSError what was held of this run is still held, so that it may be tried again.
+    def open_run(self, install: InstallRun) -> tuple[RunStorage, Restored | None]:
+        """Begin a run, or resume after round `install.restore`. Raises StorageFailed if that round is lost.
+
+        After an OSError the run is still held, so that opening it can be tried again.
         """
         assert self.folder is not None
         if self._storage is not None:
             self._storage.close()
         if self.held is None or self.held.run != install.run:
-            self.held = self._storage = self._restored = None
+            self._drop_held()
         known = self.folder.identity.run
-        taken = None
+        imported = None
         if install.source is not None:
-            self._restored = None  # one shard at a time
-            taken = self._restore_from(install, install.source)  # or nothing changes
+            self._restored = None  # frees its shard before the next one is allocated
+            imported = self._restore_from(install, install.source)  # an error changes nothing
         if install.restore is None or install.source is not None or known is None or known.run != install.run:
-            self.folder.delete_log()  # it is another run's
+            self.folder.delete_log()  # of another run
         storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
         try:
-            restored = self._resume_storage(storage, install, taken)
+            restored = self._resume_storage(storage, install, imported)
             self.folder.write_identity(self.folder.identity.incarnation, install)
         except BaseException:
-            storage.close()  # it may be tried again and again
+            storage.close()  # it may be opened again many times
             raise
-        self.held = self._storage = self._restored = None
+        self._drop_held()
         return storage, restored
 
-    def _resume_storage(self, storage: RunStorage, install: InstallRun, taken: Restored | None) -> Restored | None:
-        """Bring storage to where the run begins, and give its shard, if it does not begin with initial values."""
+    def _resume_storage(self, storage: RunStorage, install: InstallRun, imported: Restored | None) -> Restored | None:
+        """Bring the storage to the round that the run begins with. Returns the restored shard, if there is one."""
         before, restored = self._storage, self._restored
         if install.restore is None:
-            storage.delete_checkpoints()  # other initial values, of an attempt that was given up
+            storage.delete_checkpoints()  # of an abandoned attempt, with other initial values
             return None
-        if taken is not None:
-            restored = taken
+        if imported is not None:
+            restored = imported
         elif before is not None and restored is not None and restored.round == install.restore:
             storage.checkpoints, storage.undone = dict(before.checkpoints), list(before.undone)
         else:
-            restored = self._restored = None  # one shard at a time
+            restored = self._restored = None  # frees its shard before the next one is allocated
             storage.find_checkpoints()
             restored = storage.restore(install.restore)
             if restored is None:
-                raise StorageFailed(f"round {install.restore} of run {install.run} cannot be restored here")
-            restored.is_short = True  # it is not all that was here once
+                raise StorageFailed(f"round {install.restore} of run {install.run} cannot be restored on this pserver")
+            restored.is_short = True  # there were later rounds
         storage.resume(restored.round, install)
-        if taken is not None:
+        if imported is not None:
             storage.snapshot(restored.shard, restored.history)()
         return restored
 
     def _restore_from(self, install: InstallRun, source: str) -> Restored:
-        """This pserver's part of another run's checkpoint, whatever plan it was made with."""
+        """Return this pserver's part of another run's checkpoint, whose plan may differ."""
         assert self.folder is not None
         assert install.restore is not None
         manifest = read_manifest(self._place, source, install.restore)
@@ -293,10 +302,3 @@ class Disk:
         shard = Shard(plan, self.folder.index)
         shard.load_state(state)
         return Restored(shard, history)
-
-    def _close_folder(self) -> None:
-        assert self.folder is not None
-        if self._storage is not None:
-            self._storage.close()
-        self.held = self._storage = self._restored = None
-        self.folder.close()

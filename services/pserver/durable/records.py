@@ -1,14 +1,13 @@
-"""Records of a log file: each proves by itself that it is whole.
+"""Records of a log file, each with its own proof of integrity.
 
     8 bytes    mark of the file
     8 bytes    length of the frame, little endian
     16 bytes   XXH3-128 of the mark and the frame
     frame      a safetensors stream, like every body on the wire
 
-A process that dies while it writes leaves a **torn** tail: a last record that is not whole. It was never acknowledged,
-so it is cut off. A record that is not whole while others stand behind it is **damage**: those behind it must not be
-applied without it. Behind the last record the file may hold anything that does not begin with its mark: what is left of
-a former use.
+A process that dies while it writes leaves a **torn** tail: an incomplete last record. It was never acknowledged, so it
+is cut off. An incomplete record before others is **damage**: the later ones must not be applied without it. After the
+last record the file may contain anything that does not begin with its mark, such as the content of a former use.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ Buffer: TypeAlias = bytes | memoryview
 MARK_BYTES = 8
 _PREFIX = struct.Struct("<8sQ16s")
 _MAX_VECTORS = 512  # of one writev; the kernel takes 1,024
-_WINDOW_BYTES = 1 << 20  # in which a mark is looked for
+_WINDOW_BYTES = 1 << 20  # that are searched for a mark at once
 _LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)  # our own files
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One whole record: where it stands in the file, and its parsed frame."""
+    """One complete record: its position in the file, and its parsed frame."""
 
     begin: int
     end: int
@@ -50,16 +49,16 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What follows the last record that can be used: nothing of this file, a torn tail, or damage, and where."""
+    """The content after the last usable record: nothing of this file, a torn tail, or damage, and its position."""
 
     kind: Literal["clean", "torn", "damaged"]
     at: int
 
 
 def append_record(fd: int, at: int, mark: bytes, frame: Sequence[Buffer]) -> int:
-    """Write a record behind the last one, which ends `at`; returns where it ends itself.
+    """Write a record after the last one, which ends `at`. Returns where the record ends.
 
-    All or nothing as long as the process lives: on an OSError (the disk is full) the file ends where it began.
+    All or nothing while the process lives: on an OSError (such as a full disk) the file ends where it ended before.
     """
     prefix = _PREFIX.pack(mark, sum(map(len, frame)), _digest(mark, frame))
     try:
@@ -84,7 +83,7 @@ def _write_all(fd: int, at: int, chunks: Sequence[Buffer]) -> int:
 def read_records(fd: int, mark: bytes) -> Iterator[Record | Ending]:
     """Yield the records of an open file in order, and last its ending. Raises OSError.
 
-    A record's body holds until the next record is asked for: its memory is used again. Every byte is read once.
+    A record's body is valid until the next record is read: its memory is reused. Every byte is read once.
     """
     file, at = _File(fd), 0
     while (record := _read_record(file, at, mark)) is not None:
@@ -97,9 +96,9 @@ def read_records(fd: int, mark: bytes) -> Iterator[Record | Ending]:
 
 
 class _File:
-    """Reads of a file at given places, into memory that is kept.
+    """Reads of a file at given positions, into memory that is reused.
 
-    Unlike in a mapping an unreadable sector is an OSError, and a file that is cut meanwhile ends there.
+    Unlike in a mapping, an unreadable sector is an OSError, and a file that is truncated meanwhile ends there.
     """
 
     def __init__(self, fd: int) -> None:
@@ -107,7 +106,7 @@ class _File:
         self._memory = bytearray()
 
     def read(self, at: int, count: int) -> memoryview | None:
-        """Return so many bytes, which hold until the next call; None if the file ends before."""
+        """Return `count` bytes, valid until the next call, or None if the file ends before."""
         if at + count > os.fstat(self.fd).st_size:
             return None
         if count > len(self._memory):
@@ -138,7 +137,7 @@ def _read_record(file: _File, begin: int, mark: bytes) -> Record | None:
 
 
 def _digest(mark: bytes, frame: Sequence[Buffer]) -> bytes:
-    """With the mark, so that a new one before an old record is not enough to revive it."""
+    """Return the digest of the mark and the frame: so a new mark before an old record does not revive it."""
     digest = xxhash.xxh3_128(mark)
     for chunk in frame:
         digest.update(chunk)

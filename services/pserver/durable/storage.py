@@ -2,8 +2,10 @@
 
 restore(r):   newest whole checkpoint c <= r ──► updates c + 1 … r from the log ──► the shard after round r
 
-A checkpoint of its own lies beside the log and serves this pserver alone: it keeps the log short while the coordinator
+An own checkpoint is stored beside the log and serves this pserver alone: it keeps the log short while the coordinator
 names no round (ADR 22).
+
+log/000000000128.checkpoint    16 bytes XXH3-128 of the rest, and the shard after round 128
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _NAME = re.compile(r"(\d{12})\.checkpoint")
 
 
 class OwnCheckpoints:
-    """The checkpoints in one pserver's folder. Every method but `rounds` blocks on the disk and may raise OSError."""
+    """The own checkpoints in one pserver's folder. Every method blocks on the disk and may raise OSError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -54,7 +56,7 @@ class OwnCheckpoints:
 
     @property
     def rounds(self) -> Collection[Round]:
-        """The rounds of the checkpoints that are whole, as far as is known."""
+        """The rounds of the complete checkpoints, as far as is known."""
         return tuple(self._rounds)
 
     def write(self, round_: Round, chunks: Sequence[Buffer]) -> None:
@@ -74,17 +76,17 @@ class OwnCheckpoints:
         return data[_DIGEST_BYTES:]
 
     def discard(self, round_: Round) -> None:
-        """Do not use this one any more: it is damaged."""
+        """Stop using a damaged checkpoint."""
         self._rounds.discard(round_)
 
     def delete_others(self, rounds: Collection[Round]) -> None:
-        """Delete all others."""
+        """Delete all other checkpoints."""
         for round_ in self._rounds - set(rounds):
             self._path(round_).unlink(missing_ok=True)
             self._rounds.discard(round_)
 
     def resume(self, round_: Round) -> None:
-        """Delete those behind this round, and what an earlier life of this pserver had begun to write."""
+        """Delete the checkpoints after this round, and those that an earlier incarnation had begun to write."""
         self.delete_others([own for own in self._rounds if own <= round_])
         for path in self._folder.glob(".*.checkpoint.*"):
             path.unlink(missing_ok=True)
@@ -95,12 +97,10 @@ class OwnCheckpoints:
 
 log = get_logger()
 
-_LOCAL_MANIFEST = re.compile(r"pserver-(\d+)-of-(\d+)\.json")
-
 
 @dataclass(slots=True)
 class Restored:
-    """A shard as it was after a round, and what the newest rounds were made of."""
+    """A shard as it was after a round, and the history of the newest rounds."""
 
     shard: Shard
     history: History
@@ -109,27 +109,27 @@ class Restored:
 
     @property
     def round(self) -> Round:
-        """The newest applied one."""
+        """The newest applied round."""
         return self.shard.version
 
 
 class RunStorage:
-    """Synchronous. `append` and `snapshot` are called one at a time; what `snapshot` returns may run beside them."""
+    """The storage of one run. Synchronous; the writers that `snapshot` returns may run beside other calls."""
 
     def __init__(self, install: InstallRun, index: PserverIndex, log_path: Path, place: CheckpointStorage) -> None:
         self.plan = SlicePlan.from_json(install.plan)
-        self.checkpoints: dict[Round, ShardFile] = {}  # those of ours that are whole, as far as we know
-        self.undone: list[Round] = []  # of those that were found, by a later attempt than theirs
+        self.checkpoints: dict[Round, ShardFile] = {}  # complete ones of this shard, as far as is known
+        self.undone: list[Round] = []  # rounds of checkpoints that a later attempt has rolled back
         self.own_checkpoints = OwnCheckpoints(log_path)
-        self.is_over = False  # the run is finished: its last checkpoint is all that will be needed
+        self.is_over = False  # the run is finished, and needs its last checkpoint only
         self._install = install
         self._index = index
         self._place = place
-        self._keep = install.keep_checkpoints
+        self._num_kept = install.keep_checkpoints
         self._name = shard_name(index, self.plan.num_pservers)
         self._log = UpdateLog(log_path, install.durability)
         self._pruning = threading.Lock()
-        self._is_promised = False  # what `restorable` has named: nothing of it is deleted before the next checkpoint
+        self._is_promised = False  # `find_restorable` was called: nothing is deleted before the next checkpoint
 
     @property
     def rounds(self) -> list[Round]:
@@ -143,30 +143,29 @@ class RunStorage:
 
     @property
     def is_async(self) -> bool:
-        """Whether rounds are numbers of this pserver's own contributions."""
+        """True if rounds are numbers of this pserver's own contributions."""
         return self._install.consistency.is_async
 
     @property
     def has_log(self) -> bool:
-        """Whether updates are logged."""
+        """True if updates are logged."""
         return self._install.durability != "none"
 
     # ------------------------------------------------------------------ writing
 
     def append(self, update: Update, gradient: Sequence[Buffer]) -> None:
-        """Log an update, if the run has a log. Raises OSError, and then nothing was written."""
+        """Log an update, if the run has a log. On an OSError nothing was written."""
         if self.has_log:
             self._log.append(update, gradient)
 
-    def snapshot(self, shard: Shard, history: History, *, is_own: bool = False) -> Callable[[], object]:
-        """Copy the shard between two updates; the result writes the copy, on any thread, and may raise OSError."""
-        return self._snapshot(shard.copy_state(), history, is_own=is_own)
+    def snapshot(
+        self, shard: Shard, history: History, *, is_own: bool = False, copies: bool = True
+    ) -> Callable[[], object]:
+        """Copy the shard between two updates. The result writes the copy, on any thread, and may raise OSError.
 
-    def snapshot_unchanging(self, shard: Shard, history: History) -> Callable[[], object]:
-        """The same without a copy, of a shard that does not change before it is written."""
-        return self._snapshot(shard.view_state(), history, is_own=False)
-
-    def _snapshot(self, state: ShardState, history: History, *, is_own: bool) -> Callable[[], object]:
+        `copies` is false for a shard that does not change before it is written.
+        """
+        state = shard.copy_state() if copies else shard.view_state()
         self._is_promised = False
         if self.has_log:
             self._log.begin_segment(state.version)
@@ -205,24 +204,24 @@ class RunStorage:
         try:
             self._place.write(f"{folder}/{self._name}.json", [seal(file)])
         except OSError:
-            self._place.delete(f"{folder}/{file.name}")  # nobody would, and it may be what fills the disk
+            self._place.delete(f"{folder}/{file.name}")  # else it would stay, on a disk that may be full
             raise
         self.checkpoints[state.version] = file
         return file
 
     def prune_place(self, complete: Sequence[Round] | None, reported: Sequence[Round] = ()) -> None:
-        """Delete the shards that are older than the newest complete checkpoint, and not of the complete ones that stay.
+        """Delete shards that are older than the newest complete checkpoint, and part of no complete one that is kept.
 
-        Of the shards that the coordinator knew of when it said what is complete, the newest are kept too, as many
-        as complete checkpoints. It has named a later round only because an earlier one did not come about, and
-        completes none before the newest of them. Those to which the log reaches back stay, complete or not. Nothing is
-        deleted while it is not known which checkpoints are complete. Raises OSError.
+        Of the shards that the coordinator knew of when it reported the complete checkpoints, the newest are kept too,
+        as many as complete checkpoints. It names a later round only after an earlier checkpoint failed, and completes
+        none before the newest of them. Shards that the log begins with are kept, complete or not. Nothing is deleted
+        while the complete checkpoints are unknown. Raises OSError.
         """
         if not complete or self._is_promised:
             return
-        newest = sorted(reported)[-self._keep :]
-        needed = self.rounds[: self._keep]  # see `prune_folder`
-        oldest = max(*complete, newest[0] if len(newest) == self._keep else 0)
+        newest = sorted(reported)[-self._num_kept :]
+        needed = self.rounds[: self._num_kept]  # see `prune_folder`
+        oldest = max(*complete, newest[0] if len(newest) == self._num_kept else 0)
         for round_ in tuple(self.checkpoints):  # another one may be written meanwhile
             if round_ < oldest and round_ not in complete and round_ not in needed:
                 with self._pruning:
@@ -231,12 +230,12 @@ class RunStorage:
                     self._try_delete(file)
 
     def prune_folder(self, complete: Sequence[Round] | None) -> None:
-        """Delete what no restart needs: the log reaches back over as many checkpoints as are kept, own ones included.
+        """Delete files that no restart needs. The log reaches back over as many checkpoints as are kept.
 
-        A run that is over needs its last checkpoint only, once that is complete. Raises OSError.
+        A finished run needs its last checkpoint only, once that is complete. Raises OSError.
         """
         with self._pruning:
-            rounds = self.rounds[: self._keep]
+            rounds = self.rounds[: self._num_kept]
             if not rounds or self._is_promised:
                 return
             is_over = self.is_over and (rounds[0] in (complete or ()) or self._has_manifest(rounds[0]))
@@ -253,7 +252,7 @@ class RunStorage:
         try:
             self._delete(file.round)
         except OSError:
-            self.checkpoints[file.round] = file  # it is tried again
+            self.checkpoints[file.round] = file  # so that it is tried again
             raise
 
     def _delete(self, round_: Round) -> None:
@@ -264,9 +263,9 @@ class RunStorage:
     # ------------------------------------------------------------------ reading
 
     def find_checkpoints(self) -> None:
-        """Look which checkpoints of this shard are there; their contents are checked when they are read.
+        """Find the checkpoints of this shard, without those that a later attempt has rolled back.
 
-        Those of rounds that a later attempt has undone are none. Raises OSError if it cannot be known which are there.
+        Their contents are checked when they are read. Raises OSError if the place cannot be read.
         """
         self.checkpoints.clear()
         self.undone.clear()
@@ -285,29 +284,26 @@ class RunStorage:
                 self.checkpoints[round_] = file
 
     def delete_checkpoints(self) -> None:
-        """Delete those of this shard: the run begins anew."""
+        """Delete the checkpoints of this shard, since the run begins again."""
         self.find_checkpoints()
         for round_ in [*self.checkpoints, *self.undone]:
             self._delete(round_)
         self.checkpoints.clear()
 
     def _delete_leftovers(self) -> None:
-        """Delete what an earlier life of this pserver had begun to write, and checkpoints that were undone."""
+        """Delete checkpoints that were rolled back, and those that an earlier incarnation had begun to write."""
         for round_ in self.undone:
             self._delete(round_)
         for round_ in list_rounds(self._place, self._install.run):
             folder = round_folder(self._install.run, round_)
             names = self._place.list(folder)
             for name in names:
-                is_half = name == f"{self._name}.safetensors" and f"{self._name}.json" not in names
-                if is_half or name.startswith(f".{self._name}."):
+                is_incomplete = name == f"{self._name}.safetensors" and f"{self._name}.json" not in names
+                if is_incomplete or name.startswith(f".{self._name}."):
                     self._place.delete(f"{folder}/{name}")
 
     def restore(self, newest: Round | None = None) -> Restored | None:
-        """The shard after round `newest`, or the newest that can be had; None if there is none at all.
-
-        With `newest` it is that round or None.
-        """
+        """Return the shard after round `newest`, by default the newest that can be restored, or None."""
         for round_ in self.rounds:
             if newest is not None and round_ > newest:
                 continue
@@ -327,7 +323,7 @@ class RunStorage:
         return None
 
     def _read(self, round_: Round) -> tuple[ShardState, History, int] | None:
-        """A checkpoint's shard, its history and its bytes; None, and it is not tried again, if it is damaged."""
+        """Return a checkpoint's shard, history and bytes. Return None, and use it no more, if it is damaged."""
         try:
             if round_ in self.own_checkpoints.rounds:
                 data = self.own_checkpoints.read(round_)
@@ -370,11 +366,10 @@ class RunStorage:
         restored.is_short = self.has_log and newest is None and self._log.is_short
 
     def find_restorable(self, newest: Round | None = None) -> list[tuple[Round, Round]]:
-        """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first.
+        """Return the ranges of rounds, first and last, that the log's digests allow to restore, newest first.
 
-        With `newest` the checkpoint that leads to that round is read first, and left out if it is damaged.
-
-        The run may go back to any of them, so none is deleted before the run goes on and makes another checkpoint.
+        With `newest` the checkpoint that leads to that round is read, and left out if it is damaged. The run may go
+        back to any of these rounds, so none is deleted before the run goes on and makes another checkpoint.
         """
         ranges: list[tuple[Round, Round]] = []
         with self._pruning:
@@ -393,9 +388,9 @@ class RunStorage:
         return ranges
 
     def resume(self, round_: Round, install: InstallRun) -> None:
-        """Write on after this round; what lies behind it, of an attempt that was rolled back, is deleted.
+        """Continue after this round, and delete later checkpoints, of an attempt that was rolled back.
 
-        A place that does not delete now holds nothing up: later lives know by their attempt what was undone.
+        A place that cannot delete now delays nothing: later incarnations recognise such checkpoints by their attempt.
         """
         self._install = install
         for later in [later for later in self.checkpoints if later > round_]:
@@ -407,7 +402,7 @@ class RunStorage:
         try:
             self._delete_leftovers()
         except OSError as error:
-            log.warning("what is left of checkpoints could not be deleted", error=str(error))
+            log.warning("incomplete checkpoints could not be deleted", error=str(error))
 
     def close(self) -> None:
         """Close the log."""

@@ -1,8 +1,14 @@
-"""The log: every update of a shard, written before it is applied.
+"""The log: every update of a shard, written before it is applied, in files that are reused.
 
-A segment holds the updates after a round, one record each, in the order of rounds; a new one begins with every
-checkpoint. A shard is restored from a checkpoint and the updates behind it. In asynchronous modes the round of an
-update is its number: how many contributions this pserver has taken with it.
+    000000000128-9f3c5e2a7b1d4c60.log    a segment: the updates after round 128, one record each, in order
+    spare                                a segment that is not needed any more, and becomes the next one
+
+Every checkpoint begins a new segment. A shard is restored from a checkpoint and the later updates. In asynchronous
+modes the round of an update is its number among the contributions committed on this pserver.
+
+Overwriting a file takes a fraction of the time of writing a new one: the kernel has its pages already, and the disk its
+blocks. Its old records do not count, since every record begins with its segment's **mark**, a random number in the
+file's name: the new name makes them void.
 """
 
 from __future__ import annotations
@@ -39,19 +45,19 @@ class Segment:
 
     @property
     def mark(self) -> bytes:
-        """With which its records begin."""
+        """The bytes that its records begin with."""
         return bytes.fromhex(self.path.stem.partition("-")[2])
 
 
 def list_segments(folder: Path) -> list[Segment]:
-    """Those that are there, by their bases."""
+    """Return the segments in a folder, ordered by base."""
     return sorted(Segment(int(path.stem.partition("-")[0]), path) for path in folder.glob("*-*.log"))
 
 
 def create_segment(folder: Path, base: Round) -> tuple[Segment, int]:
-    """A segment without records, out of the spare one if there is one, and its open file. Raises OSError.
+    """Return a segment without records, made of the spare one if there is one, and its open file. Raises OSError.
 
-    The name is on the disk when this returns; if it does not get there, there is no such segment.
+    The name is on the disk when this returns; after an error there is no such segment.
     """
     segment = Segment(base, folder / f"{base:012}-{secrets.token_hex(MARK_BYTES)}.log")
     with contextlib.suppress(FileNotFoundError):
@@ -63,18 +69,18 @@ def create_segment(folder: Path, base: Round) -> tuple[Segment, int]:
     except OSError:
         if fd >= 0:
             os.close(fd)
-        segment.path.unlink(missing_ok=True)  # what stands behind its base would be looked for in it
+        segment.path.unlink(missing_ok=True)  # later updates would be expected in it
         raise
     return segment, fd
 
 
 def retire_segment(segment: Segment) -> None:
-    """It is not needed any more. The file may be a later segment; of several the last one is kept."""
+    """Make a segment the spare one, of which there is one at most."""
     segment.path.replace(segment.path.with_name(_SPARE))
 
 
 def delete_spare(folder: Path) -> None:
-    """Delete the spare file: no further segment is needed."""
+    """Delete the spare segment, since no further segment is needed."""
     (folder / _SPARE).unlink(missing_ok=True)
 
 
@@ -83,23 +89,23 @@ log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One update without its gradient. `present` names the blocks that it steps, None all of them.
+    """One update without its gradient. `present` names the blocks that it steps; None is all of them.
 
-    An asynchronous one is one trainer's contribution: `origin` is the life that took the step, and the step.
+    An asynchronous update is one trainer's contribution: `origin` is the trainer's incarnation and step.
     """
 
     round: Round
     ranks: tuple[Rank, ...]
     hyper_parameters: list[HyperParameters]
     present: tuple[str, ...] | None
-    nonfinite: tuple[Rank, ...] = ()  # for whose gradients the round stepped nothing
+    nonfinite: tuple[Rank, ...] = ()  # the ranks because of which the round stepped nothing
     origin: tuple[Incarnation, Round] | None = None
-    counter: Rank | None = None  # whose steps the optimizer counts; None: everybody's, also in logs of earlier versions
-    norm: ShardNorm | None = None  # that was told of it before it was clipped
-    loaded: str | None = None  # describes the slots that came with it, which stand behind all else
+    counter: Rank | None = None  # the trainer whose steps the optimizer counts; None: all, also in earlier logs
+    norm: ShardNorm | None = None  # before clipping
+    loaded: str | None = None  # describes the loaded optimizer state, which is the end of the data
 
     def to_metadata(self) -> dict[str, str]:
-        """As it stands in a record."""
+        """Return the metadata of a record."""
         return {
             "round": str(self.round),
             "ranks": json.dumps(self.ranks),
@@ -114,7 +120,7 @@ class Update:
 
     @classmethod
     def from_record(cls, record: Record) -> Update:
-        """The same back."""
+        """Return the update in a record."""
         values = record.frame.metadata
         present, origin = json.loads(values["present"]), json.loads(values["origin"])
         norm = json.loads(values.get("norm", "null"))
@@ -136,8 +142,8 @@ class UpdateLog:
     """One pserver's log of one run. Synchronous; used by one thread at a time. Every method may raise OSError."""
 
     def __init__(self, folder: Path, durability: Durability) -> None:
-        self.num_bytes = 0  # of the newest segment's records: its file may be longer
-        self.is_short = False  # whether what was read last ends before the log did
+        self.num_bytes = 0  # of the newest segment's records; its file may be longer
+        self.is_short = False  # whether the updates that were read last end before the log did
         self._folder = folder
         self._durability = durability
         self._newest: tuple[Segment, int] | None = None  # and its descriptor
@@ -146,8 +152,8 @@ class UpdateLog:
     def append(self, update: Update, gradient: Sequence[Buffer]) -> None:
         """Write an update; `gradient` are the float32 elements of the present blocks, in the order of the layout.
 
-        With durability `fsync` it is on the disk when this returns, with `log` in the kernel's memory, which
-        outlives the process. On an OSError nothing of it was written.
+        With durability `fsync` it is on the disk when this returns, with `log` in the kernel's memory, which outlives
+        the process. On an OSError nothing of it was written.
         """
         assert self._newest is not None
         segment, fd = self._newest
@@ -164,22 +170,22 @@ class UpdateLog:
         try:
             os.fdatasync(fd)
         except OSError:
-            # The kernel may have dropped what it could not write, and say nothing of it the next time.
+            # The kernel may have dropped these pages, and would report no error the next time.
             os.ftruncate(fd, self.num_bytes)
             raise
 
     def begin_segment(self, round_: Round) -> None:
-        """Write what comes after this round into a file of its own; if there can be none, go on with the one before."""
+        """Write the updates after this round to a new file, or go on with the old one if there can be none."""
         if self._newest is not None and self._newest[0].base == round_:
             return  # nothing was applied since it was begun
         try:
             if self._newest is not None:
-                os.ftruncate(self._newest[1], self.num_bytes)  # no file stays longer than its newest life was
+                os.ftruncate(self._newest[1], self.num_bytes)  # no file stays longer than its records
             segment, fd = create_segment(self._folder, round_)
         except OSError as error:
             if self._newest is None:
                 raise
-            log.warning("the log gets no new file and goes on in the old one", round=round_, error=str(error))
+            log.warning("the log cannot begin a new file and goes on in the old one", round=round_, error=str(error))
             return
         self._open(segment, fd, 0)
 
@@ -188,7 +194,7 @@ class UpdateLog:
         self._newest, self.num_bytes = (segment, fd), num_bytes
 
     def resume(self, round_: Round) -> None:
-        """Go on after this round: cut off whatever stands behind it, such as a torn tail."""
+        """Continue after this round, and cut off later records, such as a torn tail."""
         self.close()
         segments = list_segments(self._folder)
         while segments and segments[-1].base > round_:
@@ -210,10 +216,10 @@ class UpdateLog:
         os.fsync(fd)
 
     def read_after(self, round_: Round) -> Iterator[tuple[Update, memoryview]]:
-        """The updates behind a round with their gradients, without a gap; ends where the log does, or is damaged.
+        """Yield the updates after a round with their gradients, without a gap, up to the end of the log or to damage.
 
-        Damage, or that there is no file where one must be, sets `is_short`. A torn tail was never acknowledged. A
-        gradient holds until the next update is asked for.
+        Damage, and a missing file, set `is_short`; a torn tail, which was never acknowledged, does not. A gradient is
+        valid until the next update is read.
         """
         segments = list_segments(self._folder)
         newest_start = max((segment.base for segment in segments if segment.base <= round_), default=None)
@@ -239,35 +245,35 @@ class UpdateLog:
                     return
 
     def prune(self, oldest: Round) -> None:
-        """Give up the segments that only reach back to before the checkpoint of this round."""
+        """Retire the segments that only contain updates before the checkpoint of this round."""
         for segment, following in itertools.pairwise(list_segments(self._folder)):
             if following.base <= oldest:
                 retire_segment(segment)
 
     def shrink(self) -> None:
-        """Delete what holds no records, since none will be written any more."""
+        """Delete unused space, since no more records will be written."""
         delete_spare(self._folder)
         if self._newest is not None:
             os.ftruncate(self._newest[1], self.num_bytes)
 
     def close(self) -> None:
-        """Close the file; what was appended stays. An error is only logged, since the file is closed all the same."""
+        """Close the file; appended updates stay. An error is only logged, since the file is closed all the same."""
         if self._newest is None:
             return
         (segment, fd), self._newest = self._newest, None
         try:
             os.close(fd)
-        except OSError as error:  # of a network file system: the next reader finds what is missing
+        except OSError as error:  # of a network file system: the next reader finds the missing records
             log.warning("the end of a log file may be lost", file=segment.path.name, error=str(error))
 
 
 def _read_segment(segment: Segment) -> Iterator[Record | Ending]:
-    """The records of a segment and its ending; a record that this version cannot replay counts as damage."""
+    """Yield the records of a segment and its ending. A record that this version cannot replay counts as damage."""
     with segment.path.open("rb", buffering=0) as file:
         for item in read_records(file.fileno(), segment.mark):
             if isinstance(item, Record) and item.frame.metadata.get("replaced", "[]") != "[]":
                 log.warning(
-                    "the log ends where an earlier version has set a parameter's values; this one cannot repeat that",
+                    "the log ends where an earlier version set values of a parameter, which this one cannot replay",
                     file=segment.path.name, at=item.begin,
                 )  # fmt: skip
                 yield Ending("damaged", item.begin)

@@ -1,15 +1,19 @@
-"""What `make bench` compares, and what it calls met."""
+"""The cases and targets of `make bench`, and its check that each system has done exactly its rounds."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from benchmarks.comparison.cases import CASES
 from benchmarks.comparison.contestant import Repetition
 from benchmarks.comparison.results import OURS, CaseResult, judge
+from benchmarks.comparison.work import LEARNING_RATE, Work
 
 
-def test_quick_leaves_out_what_takes_long() -> None:
+def test_quick_leaves_out_long_cases_and_peers() -> None:
     quick = {case.name: set(case.quick_peers) for case in CASES if case.quick_peers is not None}
     assert quick == {
         "sync_100mb_fp32": {"raw_sockets", "torch_rpc_tcp", "torch_rpc", "gloo", "ray"},
@@ -33,3 +37,33 @@ def test_a_target_is_met_when_the_lower_end_of_the_interval_is(ours: list[float]
     assert line.startswith("| sync_100mb_fp32 / torch_rpc_tcp | 0.75 | 0.6 | ")
     assert line.endswith(f" {verdict} |")
     assert "| MB of a pserver above idle, sync_100mb_fp32 | 264 | | 200 | met |" in lines
+
+
+SGD = Work((1000, 24))
+
+
+def train(work: Work, num_rounds: int) -> list[torch.Tensor]:
+    """Return the values after these rounds in one process."""
+    contributions = [work.make_gradients(rank) for rank in range(work.num_trainers)]
+    parameters = [torch.nn.Parameter(torch.zeros(count)) for count in work.elements]
+    kind = torch.optim.Adam if work.optimizer == "adam" else torch.optim.SGD
+    optimizer = kind(parameters, lr=LEARNING_RATE)
+    for _ in range(num_rounds):
+        for parameter, *gradients in zip(parameters, *contributions, strict=True):
+            parameter.grad = torch.stack(gradients).mean(0)
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("work", [SGD, replace(SGD, num_trainers=4), replace(SGD, optimizer="adam")])
+@pytest.mark.parametrize("num_rounds", [10, 100, 700])
+def test_a_round_too_many_or_too_few_is_noticed(work: Work, num_rounds: int) -> None:
+    values = train(work, num_rounds)
+    work.check(values, num_rounds)
+    for wrong in (num_rounds - 1, num_rounds + 1):
+        with pytest.raises(AssertionError):
+            work.check(values, wrong)
+
+
+def test_inexact_work_is_not_checked() -> None:
+    replace(SGD, is_exact=False).check(train(SGD, 3), 5)

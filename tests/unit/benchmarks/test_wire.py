@@ -1,4 +1,4 @@
-"""The arithmetic of `benchmarks/wire`: links, intervals, batches, what is said of targets."""
+"""The arithmetic of `benchmarks/wire`: links, intervals, batches, and verdicts on targets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from benchmarks.wire.digits import BATCH_SIZE, TRAINERS, load_folds, make_batche
 from benchmarks.wire.emulated import GRADIENT, make_model
 from benchmarks.wire.machines import MIN_BURST_BYTES, check_requirements, token_bucket
 from benchmarks.wire.overlap import Point
-from benchmarks.wire.paired import Difference
-from benchmarks.wire.pairs import EIGHT_BITS, FLOAT32
+from benchmarks.wire.pairs import EIGHT_BITS, FLOAT32, Difference
 from benchmarks.wire.results import Rate, Run, judge, make_table
 from benchmarks.wire.trainer import LEARNING_RATE, make_parameters, relative_error
 from ps_protocol.vocabulary import ParameterSpec
 
 
-@pytest.mark.parametrize("name", ["machines", "paired", "pairs"])
+@pytest.mark.parametrize("name", ["machines", "pairs", "strategies"])
 def test_doctests(name: str) -> None:
     done = doctest.testmod(importlib.import_module(f"benchmarks.wire.{name}"))
     assert done.attempted > 0
@@ -38,7 +37,7 @@ def test_a_packet_of_tcp_fits_into_the_bucket_and_several_into_the_queue(megabit
     assert limit - burst >= 4 * MIN_BURST_BYTES
 
 
-def test_what_is_missing_for_machines_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_of_machines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(OSError, match="need root"):
         check_requirements()
@@ -48,13 +47,13 @@ def test_what_is_missing_for_machines_is_named(monkeypatch: pytest.MonkeyPatch) 
         check_requirements()
 
 
-def test_pairs_that_all_differ_alike_leave_no_doubt() -> None:
+def test_equal_differences_have_an_interval_without_width() -> None:
     baseline = [97.0, 95.5, 98.25]
     assert str(Difference.between([value - 0.5 for value in baseline], baseline)) == "-0.50 [-0.50, -0.50]"
     assert str(Difference.between(baseline, baseline)) == "+0.00 [+0.00, +0.00]"
 
 
-def test_an_interval_is_as_wide_as_that_of_a_normal_mean() -> None:
+def test_an_interval_has_the_width_of_that_of_a_normal_mean() -> None:
     values = torch.randn(400, generator=torch.Generator().manual_seed(0)).tolist()
     difference = Difference.between(values, [0.0] * 400)
     assert difference.low < difference.mean < difference.high
@@ -79,7 +78,7 @@ def test_trainers_share_each_epoch() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_where_steps_lead_is_known(rank: int) -> None:
+def test_the_result_of_steps_is_known(rank: int) -> None:
     (_, frozen), (_, trained) = make_parameters(1001, rank, is_half_frozen=True)
     assert (frozen.grad, len(frozen), len(trained)) == (None, 500, 501)
     parameters = [torch.nn.Parameter(torch.zeros(501)) for _ in range(2)]
@@ -93,7 +92,7 @@ def test_where_steps_lead_is_known(rank: int) -> None:
 
 
 def run(seconds: float, moved_bytes: int) -> Run:
-    return Run([seconds] * 3, [moved_bytes] * 3, [moved_bytes] * 3, 0.0)
+    return Run([seconds] * 3, [moved_bytes] * 3, [moved_bytes] * 3, 0.0, 0.0)
 
 
 def test_a_target_is_judged_where_it_was_measured() -> None:
@@ -109,14 +108,14 @@ def test_a_target_is_judged_where_it_was_measured() -> None:
     assert "| int8 / int8 | 4.750 | 4.500 – 5.000 | 4.211 | 3.70 | 25.00 | 25.00 |" in make_table(rate)
 
 
-def test_what_is_hidden_is_a_share_of_what_can_be() -> None:
+def test_hidden_time_is_a_share_of_the_time_that_can_be_hidden() -> None:
     steps = {"none": 3.0, "pushes": 2.4, "both": 1.8}
     point = Point(forward=0.4, backward=0.8, steps=steps, push=0.9, pull=0.3)
     assert point.hideable == pytest.approx(0.8 + 0.3)
     assert point.hidden("both") == pytest.approx(1.2 / 1.1)
 
 
-def test_an_emulated_model_waits_as_long_as_it_is_told_and_has_known_gradients() -> None:
+def test_an_emulated_model_sleeps_for_its_time_and_has_known_gradients() -> None:
     parameters = [
         ParameterSpec("a.weight", (3, 2)),
         ParameterSpec("norm.weight", (2,)),

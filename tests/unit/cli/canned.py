@@ -1,4 +1,4 @@
-"""A web server that answers with what it is given, so that a command meets a coordinator in any state."""
+"""A web server with fixed responses, such as those of a coordinator in any state."""
 
 from __future__ import annotations
 

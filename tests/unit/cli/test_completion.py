@@ -42,7 +42,7 @@ NAMED = {"bash": "bash", "zsh": "apt-get install zsh", "fish": "apt-get install 
 
 
 def complete(shell: str, folder: Path, line: str, last: str = "", **environment: str) -> list[str]:
-    """What the shell offers for the last word of a line, without the help."""
+    """Return the completions of the last word of a line, without their help."""
     program = folder / "gradpost"
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m gradpost "$@"\n')
     program.chmod(0o755)

@@ -9,6 +9,7 @@ import pytest
 
 from gradpost import doctor, status
 from gradpost.doctor import (
+    Finding,
     Reached,
     check_addresses,
     check_clocks,
@@ -21,7 +22,6 @@ from gradpost.doctor import (
     check_tokens,
     check_versions,
 )
-from gradpost.finding import Finding
 from ps_config.environment import PREFIX
 from ps_config.versions import installed_versions
 from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus, Software, TrainerStatus
@@ -62,7 +62,7 @@ def run_doctor(
     return outcome.exit_code, outcome.stdout
 
 
-def test_this_machine_is_well(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_faults_passes(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "DEFAULT_COORDINATOR", "http://127.0.0.1:1")
     monkeypatch.setattr(doctor, "MIN_FREE_SHARE", 0.0)
     outcome = run_command("doctor", "--json")
@@ -73,7 +73,7 @@ def test_this_machine_is_well(run_command: RunCommand, monkeypatch: pytest.Monke
     assert (answer["ok"], outcome.exit_code) == (True, 0)
 
 
-def test_warnings_are_no_failure_unless_strict(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_are_failures_only_if_strict(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     findings = (
         Finding("a", "ok", "fine"),
         Finding("longer", "warning", "few\x1b", "do [this]", "or that"),
@@ -107,7 +107,9 @@ def test_a_broken_check_is_a_failure(run_command: RunCommand, monkeypatch: pytes
     assert answer["checks"][0] == {"check": "a", "level": "broken", "detail": "gone", "advice": "", "why": ""}
 
 
-def test_a_check_that_fails_itself_hides_no_other(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_check_does_not_hide_other_findings(
+    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def check_disk() -> Finding:
         raise ZeroDivisionError("x")
 
@@ -115,7 +117,7 @@ def test_a_check_that_fails_itself_hides_no_other(run_command: RunCommand, monke
     monkeypatch.setattr(doctor, "check_disk", check_disk)
     outcome = run_command("doctor")
     assert outcome.exit_code == 1
-    assert "BROKEN  disk         this check failed itself: ZeroDivisionError('x')\n" in outcome.stdout
+    assert "BROKEN  disk         the check raised ZeroDivisionError('x')\n" in outcome.stdout
     assert "\nok      tokens " in outcome.stdout
 
 
@@ -167,7 +169,7 @@ def test_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (finding.level, found) == ("skipped", None)
     monkeypatch.setenv("GRADPOST_COORDINATOR", "http://127.0.0.1:1")
     finding, found = check_coordinator()
-    assert (finding.level, "nobody answers at http://127.0.0.1:1" in finding.detail, found) == ("broken", True, None)
+    assert (finding.level, "no answer from http://127.0.0.1:1" in finding.detail, found) == ("broken", True, None)
     for version, level in ((PROTOCOL_VERSION, "ok"), (PROTOCOL_VERSION + 1, "broken")):
         openapi = json.dumps({"info": {"version": str(version)}})
         with serving({STATUS: STATE.model_dump_json(), "/openapi.json": openapi}) as url:

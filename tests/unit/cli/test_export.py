@@ -1,4 +1,4 @@
-"""What `gradpost checkpoint export` writes of a run that has stopped: the newest round that all pservers have."""
+"""`gradpost checkpoint export` of a run that has stopped: the newest round that all pservers have."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stop_at(
     for index, last in enumerate(rounds):
         disk = Disk(folder)
         disk.open(index)
-        disk.register(index, 1)
+        disk.write_incarnation(index, 1)
         storage, _ = disk.open_run(install_for(PLAN, attempt=attempts[index], **settings))
         shard = new_shard(PLAN, index)
         for round_ in range(last + 1):
@@ -92,7 +92,7 @@ def assert_is_round(tensors: dict[str, torch.Tensor], round_: int) -> None:
         assert torch.equal(tensors[name], value.to(tensors[name].dtype)), name
 
 
-def test_it_is_the_newest_round_that_the_logs_give(tmp_path, capsys):
+def test_the_newest_round_of_the_logs_is_exported(tmp_path, capsys):
     stop_at(tmp_path, 7, 6)
     assert_is_round(export(tmp_path), 6)
     said = capsys.readouterr().out
@@ -100,7 +100,7 @@ def test_it_is_the_newest_round_that_the_logs_give(tmp_path, capsys):
     assert "round 7 is newer, but not all pservers have it" in said
 
 
-def test_of_an_asynchronous_run_each_pserver_gives_its_newest_values(tmp_path, capsys):
+def test_an_asynchronous_run_is_exported_with_the_newest_values_of_each_pserver(tmp_path, capsys):
     stop_at(tmp_path, 7, 6, consistency=Consistency(mode="async"))
     export(tmp_path)
     said = capsys.readouterr().out
@@ -108,7 +108,7 @@ def test_of_an_asynchronous_run_each_pserver_gives_its_newest_values(tmp_path, c
     assert "these are the newest values of each pserver; one of them has 7 contributions" in said
 
 
-def test_without_a_log_it_is_the_last_checkpoint_that_all_pservers_have(tmp_path, capsys):
+def test_without_a_log_the_newest_common_checkpoint_is_exported(tmp_path, capsys):
     stop_at(tmp_path, 7, 6, durability="none")
     assert_is_round(export(tmp_path), 4)
     said = capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_without_a_log_it_is_the_last_checkpoint_that_all_pservers_have(tmp_path
     assert_is_round(export(tmp_path), 7)
 
 
-def test_any_round_that_the_logs_give_can_be_asked_for(tmp_path):
+def test_any_round_of_the_logs_can_be_exported(tmp_path):
     stop_at(tmp_path, 7, 6)
     assert_is_round(export(tmp_path, 5), 5)
     assert_is_round(export(tmp_path, 4), 4)
@@ -127,21 +127,21 @@ def test_any_round_that_the_logs_give_can_be_asked_for(tmp_path):
         export(tmp_path, 7)
 
 
-def test_of_a_run_that_is_under_way_it_is_the_newest_complete_checkpoint(tmp_path, capsys):
+def test_the_newest_complete_checkpoint_of_a_running_run_is_exported(tmp_path, capsys):
     stop_at(tmp_path, 7, 6)
     assert lock_folder(tmp_path / "pserver-1") is not None
     assert_is_round(export(tmp_path), 4)
-    assert "only complete checkpoints are looked at, and no logs: pserver 1 is running" in capsys.readouterr().out
+    assert "exporting complete checkpoints only, without the logs: pserver 1 is running" in capsys.readouterr().out
 
 
-def test_rounds_that_were_undone_while_a_pserver_was_away_do_not_count(tmp_path):
-    """Pserver 1 had died before it heard that all went back to round 5; pserver 0 has made rounds 6 and 7 again."""
+def test_rounds_that_were_undone_while_a_pserver_was_down_are_not_exported(tmp_path):
+    """Pserver 1 died before a rollback to round 5; pserver 0 has applied rounds 6 and 7 again."""
     stop_at(tmp_path, 7, 7, attempts=(1, 0), began={1: 5})
     assert_is_round(export(tmp_path), 5)
 
 
-def test_a_checkpoint_that_was_undone_and_not_deleted_does_not_count(tmp_path):
-    """The coordinator has decided that all go back to round 2, and everything has stopped."""
+def test_a_checkpoint_that_was_undone_and_not_deleted_is_not_exported(tmp_path):
+    """The coordinator has decided on a rollback to round 2, and all processes have stopped."""
     stop_at(tmp_path, 7, 7, began={1: 2})
     assert_is_round(export(tmp_path), 2)
     for index in (0, 1):
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_was_undone_and_not_deleted_does_not_count(tmp_path):
     assert_is_round(export(tmp_path), 0)
 
 
-def test_without_the_folders_it_is_the_newest_complete_checkpoint(tmp_path):
+def test_without_folders_the_newest_complete_checkpoint_is_exported(tmp_path):
     stop_at(tmp_path, 7, 6)
     export_model(tmp_path / "model.safetensors", str(tmp_path / "checkpoints"), None, None)
     assert_is_round(load_file(tmp_path / "model.safetensors"), 4)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from gradpost import main, output
-from gradpost.output import CommandError
+from gradpost.output import CommandError, whole_file
 from gradpost.settings import make_options
 from ps_config.environment import SettingsError
 from ps_protocol.consistency import Consistency
@@ -112,7 +114,7 @@ def test_json_is_ascii_and_strict(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ctrl_c_is_130() -> None:
-    """While a coordinator is asked that does not answer; without a traceback."""
+    """A coordinator that does not answer is waited for; there is no traceback."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         with Terminal("events", "--coordinator", url) as terminal:
@@ -123,3 +125,23 @@ def test_ctrl_c_is_130() -> None:
                 assert terminal.wait() == 130
             terminal.wait_for("^C")
             assert "Traceback" not in terminal.shown
+
+
+def test_a_file_is_replaced_when_it_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with whole_file(target) as partial:
+        partial.write_text("old")
+        assert not target.exists()
+    with suppress(KeyboardInterrupt), whole_file(target) as partial:
+        partial.write_text("ne")
+        raise KeyboardInterrupt
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+    assert target.read_text() == "old"
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CommandError, match="model cannot be written: No such file or directory"),
+        whole_file(tmp_path / "nowhere" / "model") as partial,
+    ):
+        partial.write_text("")

@@ -21,7 +21,7 @@ SEED = ["--param", "w1:10x1000", "--param", "w2:1x10", "--pservers", "3"]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A file with parameters of two dtypes, an empty one, a scalar, a buffer, and names to stumble over."""
+    """Write a file with parameters of two dtypes, an empty one, a scalar, a buffer and unusual names."""
     path = tmp_path / "model.safetensors"
     tensors = {
         "fc.weight": np.ones((100, 300), "f4"),
@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> Path:
 # ---------------------------------------------------------------- JSON
 
 
-def test_the_seeds_example_in_a_process() -> None:
+def test_a_plan_as_json_in_a_process() -> None:
     outcome = run_process("-m", "gradpost", "plan", *SEED, "--json")
     assert (outcome.exit_code, outcome.stderr) == (0, "")
     parameters = [ParameterSpec("w1", (10, 1000)), ParameterSpec("w2", (1, 10))]
@@ -58,22 +58,6 @@ def test_the_seeds_example_in_a_process() -> None:
     }
 
 
-def test_the_schema(run_command: RunCommand, model: Path) -> None:
-    """Exactly these members, in this order, of these types."""
-    outcome = run_command("plan", model, "--param", "s:", "--pservers", 4, "--json")
-    answer = json.loads(outcome.stdout)
-    assert list(answer) == ["digest", "blocks", "pservers"]
-    assert isinstance(answer["digest"], str)
-    types: dict[str, Any] = {"name": str, "begin": int, "end": int, "pserver": int, "bytes": int, "share": float}
-    for member, keys in [("blocks", ["name", "begin", "end", "pserver"]), ("pservers", ["pserver", "bytes", "share"])]:
-        for row in answer[member]:
-            assert list(row) == keys
-            assert all(type(row[key]) is types[key] for key in keys)
-    assert [row["pserver"] for row in answer["pservers"]] == [0, 1, 2, 3]
-    assert sum(row["share"] for row in answer["pservers"]) == pytest.approx(1)
-    assert sum(row["bytes"] for row in answer["pservers"]) == 4 * (30_000 + 100 + 1 + 3 + 1) + 2 * 15 + 8
-
-
 def test_the_options_reach_the_plan(run_command: RunCommand) -> None:
     def blocks(*options: object) -> Any:
         return json.loads(run_command("plan", *SEED, "--json", *options).stdout)["blocks"]
@@ -84,15 +68,7 @@ def test_the_options_reach_the_plan(run_command: RunCommand) -> None:
     assert len({json.dumps(blocks("--placement", p)) for p in ("hash", "round_robin")}) == 2
 
 
-def test_another_plan_has_another_digest(run_command: RunCommand) -> None:
-    changes: list[list[object]] = [
-        [], ["--min-block-size", 100], ["--whole"], ["--pservers", 4], ["--param", "s:"], ["--placement", "hash"]
-    ]  # fmt: skip
-    digests = [json.loads(run_command("plan", *SEED, "--json", *change).stdout)["digest"] for change in changes]
-    assert len(set(digests)) == len(changes)
-
-
-def test_a_model_of_nothing_has_no_shares(run_command: RunCommand) -> None:
+def test_a_model_without_elements_has_no_shares(run_command: RunCommand) -> None:
     answer = json.loads(run_command("plan", "--param", "e:0x3", "--pservers", 2, "--json").stdout)
     assert answer["blocks"] == []
     assert answer["pservers"] == [{"pserver": i, "bytes": 0, "share": 0.0} for i in range(2)]
@@ -117,7 +93,7 @@ pserver  blocks   bytes  share  of the mean
 
 
 @pytest.mark.parametrize("columns", ["20", "200"])
-def test_in_a_pipe_it_is_plain_and_always_the_same(
+def test_a_pipe_gets_plain_tables_of_any_width(
     run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -126,7 +102,7 @@ def test_in_a_pipe_it_is_plain_and_always_the_same(
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_in_a_terminal_it_fits_and_shows_every_name_whole(
+def test_a_terminal_gets_tables_of_its_width_with_whole_names(
     run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -143,7 +119,7 @@ def test_in_a_terminal_it_fits_and_shows_every_name_whole(
     assert folded.startswith(f"{name}.block0{name}.block1")
 
 
-def test_names_can_neither_break_a_line_nor_command_the_terminal(
+def test_control_characters_in_names_are_escaped(
     run_command: RunCommand, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for terminal in (False, True):
@@ -157,7 +133,9 @@ def test_names_can_neither_break_a_line_nor_command_the_terminal(
 
 def test_a_file_is_read_by_its_header(model: Path, run_command: RunCommand) -> None:
     outcome = run_command("plan", model, "--pservers", 2, "--json")
-    blocks = json.loads(outcome.stdout)["blocks"]
+    answer = json.loads(outcome.stdout)
+    blocks = answer["blocks"]
+    assert sum(row["bytes"] for row in answer["pservers"]) == 4 * (30_000 + 100 + 1 + 3) + 2 * 15 + 8
     assert {block["name"]: (block["begin"], block["end"]) for block in blocks} == {
         "fc.weight.block0": (0, 15_000),
         "fc.weight.block1": (15_000, 30_000),
@@ -209,7 +187,7 @@ def test_a_pipe_can_be_read(model: Path) -> None:
         (["--param", "e:0", "--pservers", "3"], ""),
     ],
 )  # fmt: skip
-def test_an_uneven_plan_is_warned_of(run_command: RunCommand, options: list[str], warning: str) -> None:
+def test_an_uneven_plan_causes_a_warning(run_command: RunCommand, options: list[str], warning: str) -> None:
     outcome = run_command("plan", *options)
     assert outcome.exit_code == 0
     if warning:
@@ -234,17 +212,11 @@ def test_many_buffers_are_one_line(tmp_path: Path, run_command: RunCommand) -> N
         (["--param", "w"], "--param w is not NAME:SHAPE"),
         (["--param", ":3"], "--param :3 is not NAME:SHAPE"),
         (["--param", "w:3,4"], "--param w:3,4 is not NAME:SHAPE"),
-        (["--param", "w:3x"], "--param w:3x is not NAME:SHAPE"),
-        (["--param", "w:-3"], "--param w:-3 is not NAME:SHAPE"),
         (["--param", "w:٣"], "--param w:٣ is not NAME:SHAPE"),
         (["--param", "w:" + "9" * 5000], "is too large"),
-        (["--param", "w:" + "x".join(["999999999"] * 3)], "parameter 'w' has an impossible shape"),
         (["--param", "w:3:I64"], "parameter 'w' has a wrong dtype (expected F32, BF16, F16; actual 'I64')"),
-        (["--param", "w:3:f32"], "parameter 'w' has a wrong dtype (expected F32, BF16, F16; actual 'f32')"),
-        (["--param", "__metadata__:3"], "a parameter cannot be called '__metadata__'"),
         (["--param", "w:3", "--param", "w:4"], "two tensors are called 'w'; each needs a name of its own"),
         (["--param", "w:3", "--pservers", "0"], "the number of pservers is out of range"),
-        (["--param", "w:3", "--pservers", "1000000000"], "the number of pservers is out of range"),
         (["--param", "w:3", "--min-block-size", "0"], "min_block_size is too small (expected at least 1 "),
         (["/no/such/file"], "cannot read /no/such/file: No such file or directory"),
         (["/"], "cannot read /: Is a directory"),
@@ -259,24 +231,7 @@ def test_errors_are_one_line(run_command: RunCommand, options: list[str], messag
     assert len(outcome.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"import torch\n" * 10, "is not a safetensors file: the frame's header is too large"),
-        (b"\x80\x02\x00\x00\x00\x00\x00\x00pickled", "is not a safetensors file: the frame's header must begin with {"),
-        ((1000).to_bytes(8, "little") + b'{"w":', "is not a safetensors file: the frame's header is not JSON"),
-    ],
-)
-def test_what_is_no_safetensors_file(run_command: RunCommand, tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(content)
-    outcome = run_command("plan", path, "--pservers", 2)
-    assert outcome.exit_code == 2
-    assert message in outcome.stderr
-    assert len(outcome.stderr.splitlines()) == 1
-
-
-def test_a_file_that_was_cut_short(run_command: RunCommand, model: Path) -> None:
+def test_a_truncated_file_is_refused(run_command: RunCommand, model: Path) -> None:
     size = model.stat().st_size
     os.truncate(model, size - 1)
     outcome = run_command("plan", model, "--pservers", 2)
@@ -284,19 +239,13 @@ def test_a_file_that_was_cut_short(run_command: RunCommand, model: Path) -> None
     assert outcome.stderr == f"gradpost: error: {model} is damaged: expected {size} bytes, found {size - 1}\n"
 
 
-def test_a_tensor_of_a_dtype_that_nobody_knows_is_named(run_command: RunCommand, tmp_path: Path) -> None:
+def test_a_tensor_of_an_unknown_dtype_is_named(run_command: RunCommand, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     header = json.dumps({"w8": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
     outcome = run_command("plan", path, "--pservers", 2)
     assert outcome.exit_code == 2
     assert "tensor 'w8' has an unknown dtype" in outcome.stderr
-
-
-def test_a_parameter_of_the_file_cannot_be_given_again(run_command: RunCommand, model: Path) -> None:
-    outcome = run_command("plan", model, "--param", "fc.bias:3", "--pservers", 2)
-    assert outcome.exit_code == 2
-    assert outcome.stderr == "gradpost: error: two tensors are called 'fc.bias'; each needs a name of its own\n"
 
 
 @pytest.mark.parametrize(

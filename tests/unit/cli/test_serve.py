@@ -161,8 +161,8 @@ def test_the_roles_are_named(run_command: RunCommand, arguments: list[str]) -> N
     assert "Usage: gradpost serve [OPTIONS] COMMAND" in said
 
 
-def test_a_folder_called_services_is_no_obstacle(tmp_path: Path) -> None:
-    """Not even with `python -m`, which looks in the current folder first."""
+def test_a_folder_called_services_does_not_shadow_the_package(tmp_path: Path) -> None:
+    """`python -m` searches the current folder first."""
     (tmp_path / "services").mkdir()
     (tmp_path / "services" / "__init__.py").write_text("raise ImportError('not yours')")
     process = subprocess.run(

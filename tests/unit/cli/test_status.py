@@ -41,7 +41,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_status_for_a_person(run_command: RunCommand) -> None:
+def test_status_as_tables(run_command: RunCommand) -> None:
     with serving(ANSWERS) as url:
         outcome = run_command("status", "--coordinator", url)
     assert (outcome.exit_code, outcome.stderr) == (0, "")
@@ -86,7 +86,7 @@ def test_status_of_a_ring(run_command: RunCommand) -> None:
     )
 
 
-def test_status_for_a_program(run_command: RunCommand) -> None:
+def test_status_as_json(run_command: RunCommand) -> None:
     with serving(ANSWERS) as url:
         outcome = run_command("status", "--json", "--coordinator", url + "/")
     answer = json.loads(outcome.stdout)
@@ -94,7 +94,9 @@ def test_status_for_a_program(run_command: RunCommand) -> None:
     assert answer["trainers"][0]["results"] == {"loss": "NaN", "accuracy": 0.98333}
 
 
-def test_where_the_coordinator_is(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_coordinator_is_named_by_option_variable_or_file(
+    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Flag over environment over file."""
     with serving(ANSWERS) as url:
         file = tmp_path / "gradpost.toml"
@@ -106,13 +108,13 @@ def test_where_the_coordinator_is(run_command: RunCommand, monkeypatch: pytest.M
         assert run_command("status", "--coordinator", url).exit_code == 0
 
 
-def test_nobody_answers(run_command: RunCommand) -> None:
+def test_a_coordinator_that_does_not_answer_is_named(run_command: RunCommand) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     outcome = run_command("status", "--coordinator", f"http://127.0.0.1:{port}")
     assert (outcome.exit_code, outcome.stdout) == (1, "")
     assert outcome.stderr == (
-        f"gradpost: error: no coordinator: nobody answers at http://127.0.0.1:{port}: [Errno 111] Connection refused "
+        f"gradpost: error: no coordinator: no answer from http://127.0.0.1:{port}: [Errno 111] Connection refused "
         "(its address is --coordinator or GRADPOST_COORDINATOR)\n"
     )
 
@@ -133,7 +135,9 @@ def test_a_port_that_closes_the_connection_may_serve_tls(run_command: RunCommand
         ({STATUS: '{"run": "5f0c"}'}, 200, "answered something else; is it Gradpost, and of this version?"),
     ],
 )
-def test_somebody_else_answers(run_command: RunCommand, answers: dict[str, str], status: int, message: str) -> None:
+def test_another_server_is_recognized(
+    run_command: RunCommand, answers: dict[str, str], status: int, message: str
+) -> None:
     with serving(answers, status) as url:
         outcome = run_command("status", "--coordinator", url)
     assert (outcome.exit_code, outcome.stdout) == (1, "")
@@ -142,7 +146,7 @@ def test_somebody_else_answers(run_command: RunCommand, answers: dict[str, str],
 
 
 @pytest.mark.parametrize("url", ["localhost:7070", "ftp://127.0.0.1", "7070"])
-def test_what_is_no_address(run_command: RunCommand, url: str) -> None:
+def test_an_invalid_address_is_refused(run_command: RunCommand, url: str) -> None:
     outcome = run_command("status", "--coordinator", url)
     assert outcome.exit_code == 2
     assert "expected the coordinator's base URL, such as http://127.0.0.1:7070" in outcome.stderr

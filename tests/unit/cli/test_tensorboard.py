@@ -1,4 +1,4 @@
-"""What is written for TensorBoard when a run goes back, and when the package is missing."""
+"""Event files for TensorBoard after a rollback, and without the package."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def test_parameters_that_go_back(accumulator: Any, tmp_path: Path) -> None:
     files.add_parameters([statistics("b", 6), statistics("a", 6)])
     files.close()
     place = tmp_path / "5f0c" / "parameters"
-    assert written(accumulator, place, "norm/a") == [(6, 6.0)]  # that of the round to which the run went back
+    assert written(accumulator, place, "norm/a") == [(6, 6.0)]  # of the round of the rollback
     assert written(accumulator, place, "norm/b") == [(5, 5.0), (6, 6.0)]

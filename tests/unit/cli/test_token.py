@@ -33,8 +33,8 @@ def test_tokens_are_created_and_shown(run_command: RunCommand, tmp_path: Path, m
         assert accepted.scope_of(tokens[scope]) == scope
 
 
-def test_what_is_there_stays(run_command: RunCommand, tmp_path: Path) -> None:
-    """So that a container that writes them may run again."""
+def test_existing_tokens_are_kept(run_command: RunCommand, tmp_path: Path) -> None:
+    """The container that writes them may run again."""
     assert run_command("token", "create", "--dir", tmp_path, "--scope", "train").exit_code == 0
     before = read(tmp_path)
     assert before.keys() == {"train"}
@@ -47,7 +47,7 @@ def test_what_is_there_stays(run_command: RunCommand, tmp_path: Path) -> None:
     assert read(tmp_path)["train"] == before["train"]
 
 
-def test_a_rotation_keeps_the_one_before(run_command: RunCommand, tmp_path: Path) -> None:
+def test_a_rotation_keeps_the_previous_token_valid(run_command: RunCommand, tmp_path: Path) -> None:
     create = ("token", "create", "--dir", tmp_path)
     run_command(*create)
     first = read(tmp_path)
@@ -64,7 +64,7 @@ def test_a_rotation_keeps_the_one_before(run_command: RunCommand, tmp_path: Path
     assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o400}
 
 
-def test_what_cannot_be_done(run_command: RunCommand, tmp_path: Path) -> None:
+def test_missing_tokens_and_folders_are_errors(run_command: RunCommand, tmp_path: Path) -> None:
     outcome = run_command("token", "show")
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert outcome.stderr == "gradpost: error: which folder? Give --dir, or set GRADPOST_TOKENS_DIR\n"
@@ -76,7 +76,7 @@ def test_what_cannot_be_done(run_command: RunCommand, tmp_path: Path) -> None:
     assert (outcome.exit_code, outcome.stderr) == (1, f"gradpost: error: {tmp_path}/file: {os.strerror(17)}\n")
 
 
-def test_listening_beyond_loopback_says_what_to_do(run_command: RunCommand) -> None:
+def test_listening_beyond_loopback_without_tokens_is_refused_with_advice(run_command: RunCommand) -> None:
     outcome = run_command("serve", "coordinator", "--host", "0.0.0.0")
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     [line] = outcome.stderr.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from ps_protocol.consistency import Consistency
@@ -17,24 +18,23 @@ from ps_protocol.messages import (
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator.cluster import Cluster
-from services.coordinator.defaults import RunDefaults
 from services.coordinator.run import Run
+from services.coordinator.run_settings import RunSettings
 
 LEASE = 10.0
 SGD_FLAGS = {"nesterov": False, "maximize": False}
 
 
-def defaults(num_trainers: int = 2, **changes: Any) -> RunDefaults:
+def defaults(num_trainers: int = 2, *, consistency: Consistency | None = None, **changes: Any) -> RunSettings:
     values: dict[str, Any] = {
+        **asdict(consistency or Consistency()),
         "num_trainers": num_trainers,
-        "consistency": Consistency(),
-        "min_block_size": 8192,
-        "placement": "balanced",
-        "slice_parameters": True,
-        "nonfinite": "reject",
         "round_timeout_seconds": 60.0,
+        "on_trainer_loss": "fail",
+        "durability": "none",
+        "last_call_seconds": 0.0,
     }
-    return RunDefaults(**{**values, **changes})
+    return RunSettings(**{**values, **changes})
 
 
 def make_run(num_trainers: int = 2) -> Run:
@@ -97,7 +97,7 @@ def leaving(outcome: Any = "done", incarnation: int = 1, run: str = "run1", **ch
 def join_all(cluster: Cluster, now: float = 0.0, life: str = "") -> list[TrainerJoined]:
     """All trainers join and declare."""
     joined = [
-        cluster.join_trainer(joining(f"{life}{i}", rank=i), now) for i in range(cluster.run.defaults.num_trainers)
+        cluster.join_trainer(joining(f"{life}{i}", rank=i), now) for i in range(cluster.run.settings.num_trainers)
     ]
     for answer in joined:
         cluster.run.declare(answer.rank, model(answer.incarnation, answer.run))

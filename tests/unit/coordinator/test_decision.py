@@ -1,4 +1,4 @@
-"""Where another life of a trainer begins, and what its former one has left."""
+"""Decisions on members and rollbacks: the rounds in which incarnations of a trainer begin."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from services.coordinator.decision import Rollback, decide, decide_steps
 TWO = Membership({0: 1, 1: 1})
 
 
-def test_another_life_goes_on_with_the_oldest_step_that_is_open_to_its_rank():
-    """However many contributions of all trainers the pservers have applied."""
+def test_another_incarnation_begins_with_the_oldest_open_step_of_its_rank():
+    """The contributions of other trainers do not matter."""
     answers = [FrozenRounds(applied=22, opens={0: 7, 1: 17}), FrozenRounds(applied=30, opens={0: 8, 1: 24})]
     assert decide_steps(TWO, {0: 2, 1: 1}, answers, take_over=[0]) == Membership({0: 2, 1: 1}, starts={0: 7})
 
 
-def test_nobody_has_to_wait_for_one_who_comes_in_besides():
+def test_a_new_trainer_begins_with_the_newest_open_step():
     answers = [FrozenRounds(applied=22, opens={0: 7, 1: 17}), FrozenRounds(applied=30, opens={0: 8, 1: 18})]
     assert decide_steps(TWO, {0: 2, 1: 1}, answers).starts == {0: 17}
     assert decide_steps(TWO, {0: 1, 1: 2}, answers).starts == {1: 17}  # its own is later
 
 
-def test_what_a_pserver_has_lost_is_not_taken_again():
+def test_steps_that_a_pserver_has_lost_are_not_repeated():
     answers = [FrozenRounds(applied=60, opens={0: 31, 1: 30}), FrozenRounds(applied=4, opens={0: 3})]
     assert decide_steps(TWO, {0: 2, 1: 2}, answers, take_over=[0, 1]).starts == {0: 30, 1: 29}
     assert decide_steps(TWO, {0: 2}, answers, take_over=[0], max_delay=2).starts == {0: 28}
 
 
-def test_who_goes_leaves_no_step_behind():
+def test_a_trainer_that_leaves_has_no_open_step():
     answers = [FrozenRounds(applied=22, opens={0: 7, 1: 17})]
     assert decide_steps(TWO, {1: 1}, answers) == Membership({1: 1})
 
 
-def test_a_start_is_remembered_for_pservers_that_come_back():
+def test_a_start_is_kept_for_pservers_that_are_restored():
     answers = [FrozenRounds(applied=22, opens={0: 7, 1: 17})]
     resumed = Membership({0: 1, 1: 1}, starts={0: 5, 1: 9})
     assert decide_steps(resumed, {0: 1, 1: 2}, answers, take_over=[1]).starts == {0: 5, 1: 17}
@@ -40,8 +40,8 @@ def test_a_start_is_remembered_for_pservers_that_come_back():
     assert decide_steps(resumed, {0: 1, 1: 2}, nothing, take_over=[1]).starts == {0: 5, 1: 9}
 
 
-def test_what_a_former_life_has_put_into_an_open_round_is_not_forgotten_at_the_next_change():
-    """Else the round would be made without its rank, which begins with the round after it."""
+def test_contributions_of_an_earlier_incarnation_to_an_open_round_are_kept_at_the_next_change():
+    """Otherwise the round would lack its rank, which begins with the round after it."""
     holds = FrozenRounds(applied=60, complete={61: (0, 1)}, counted={61: (1,)})
     first = decide(Membership({0: 2, 1: 1}), {0: 2, 1: 2}, [holds, holds], take_over=[1])
     assert isinstance(first, Membership)
@@ -53,8 +53,8 @@ def test_what_a_former_life_has_put_into_an_open_round_is_not_forgotten_at_the_n
     assert decide(first, {0: 2, 1: 2}, [holds, lost]) == Rollback(60)
 
 
-def test_nobody_takes_over_a_round_that_was_applied_without_its_rank():
-    """Its former life had come in besides, and was to begin with the round after."""
+def test_a_round_that_was_applied_without_a_rank_is_not_taken_over_by_it():
+    """Its earlier incarnation was new in the run, and would have begun with the round after."""
     before = Membership({0: 1, 1: 1, 2: 1}, starts={2: 8}, sets={7: (0, 1)})
     answers = [FrozenRounds(applied=7, participants={7: (0, 1)}), FrozenRounds(applied=6, complete={7: (0, 1)})]
     decided = decide(before, {0: 1, 1: 1, 2: 2}, answers, take_over=[2])
@@ -62,8 +62,8 @@ def test_nobody_takes_over_a_round_that_was_applied_without_its_rank():
     assert (decided.starts, decided.sets) == ({2: 8}, {7: (0, 1), 8: (0, 1, 2)})
 
 
-def test_when_nobody_is_left_all_pservers_still_end_at_the_same_round():
-    """A pserver has applied round 7 with both, another holds it: whoever joins next must find the same on both."""
+def test_without_trainers_all_pservers_end_at_the_same_round():
+    """One pserver has applied round 7 with both trainers, and another one has staged it."""
     applied = FrozenRounds(applied=7, participants={7: (0, 1)})
     holds = FrozenRounds(applied=6, complete={7: (0, 1)}, counted={7: (1,)})
     assert decide(TWO, {}, [applied, holds]) == Membership({}, sets={7: (0, 1)})
@@ -73,8 +73,8 @@ def test_when_nobody_is_left_all_pservers_still_end_at_the_same_round():
     assert decide(TWO, {}, [counted, counted]) == Membership({}, sets={7: (0,)})
 
 
-def test_who_waits_is_told_its_first_round_though_the_change_was_made_again():
-    """Its round is the open one by then, but that it does not know."""
+def test_a_waiting_trainer_keeps_its_first_round_when_the_change_is_repeated():
+    """Its first round is open by then, which the trainer does not know yet."""
     open_ = FrozenRounds(applied=25, participants={25: (0, 1)})
     waits = Membership({0: 1, 1: 2}, {1: 26}, {26: (0, 1)})
     assert decide(waits, {0: 1, 1: 2}, [open_, open_]) == Membership({0: 1, 1: 2}, {1: 26}, {26: (0, 1)})

@@ -1,9 +1,15 @@
-"""What has happened is noticed once, in words, and nothing is forgotten that fits."""
+"""Events, curves of results, and the audit log."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
+
 from ps_protocol.errors import TrainerLost
 from services.coordinator.activity import MAX_ANSWERED, MAX_CURVES, MAX_POINTS, Curves
+from services.coordinator.audit import FILE, MAX_LISTED, AuditLog
 from services.coordinator.events import MAX_EVENTS, Events
 
 from .support import LEASE, beat, joining, leaving, make_cluster, registration, train
@@ -13,7 +19,7 @@ def texts(events: Events, after: int = 0) -> list[str]:
     return [event.text for event in events.after(after)]
 
 
-def test_a_run_in_words():
+def test_changes_of_the_cluster_become_events():
     cluster, events = make_cluster(on_trainer_loss="wait", durability="log"), Events()
     events.detect_changes(cluster)
     assert texts(events) == []
@@ -65,7 +71,7 @@ def test_ids_go_up_and_the_newest_are_kept():
     assert events.after(ids[-2]) == events.after(0)[-1:]
 
 
-def test_a_curve_is_thinned_out_and_follows_a_run_that_goes_back():
+def test_a_curve_is_thinned_out_and_follows_a_rollback():
     curves = Curves()
     for round_ in range(3 * MAX_POINTS):
         curves.add("run1", 0, round_, {"loss": float(round_)})
@@ -92,7 +98,7 @@ def test_curves_are_thinned_out_evenly_on_request():
     assert len(curves.describe(101)["curves"]["loss"][0]["round"]) == 101
 
 
-def test_an_answer_with_many_curves_is_bounded():
+def test_a_response_with_many_curves_is_bounded():
     curves = Curves()
     for rank in range(MAX_CURVES):
         for round_ in range(1, MAX_ANSWERED // MAX_CURVES + 11):
@@ -105,3 +111,51 @@ def test_an_answer_with_many_curves_is_bounded():
     found = curves.describe()["curves"]
     assert list(found) == ["loss"]
     assert (len(found["loss"]), found["loss"][0]["value"][-1]) == (MAX_CURVES, 2.0)
+
+
+# ---------------------------------------------------------------- the audit log
+
+
+def add(log: AuditLog, action: str = "pause") -> int:
+    return log.add(by="me", run="r", action=action, outcome="requested", attempt=0).number
+
+
+def read(folder: Path) -> AuditLog:
+    log = AuditLog(folder)
+    log.read()
+    return log
+
+
+def test_a_restarted_coordinator_continues_the_numbers_after_foreign_lines(tmp_path: Path) -> None:
+    assert [add(read(tmp_path)), add(read(tmp_path))] == [1, 2]
+    with (tmp_path / FILE).open("a") as file:
+        file.write('a foreign line\n{"number": 9, "torn')
+    log = read(tmp_path)
+    assert [entry.number for entry in log.entries()] == [1, 2]
+    assert add(log, "resume") == 3
+    assert [(entry.number, entry.action) for entry in read(tmp_path).entries()][1:] == [(2, "pause"), (3, "resume")]
+
+
+def test_an_entry_that_is_written_in_part_is_an_error_and_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, real = read(tmp_path), os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: real(fd, data[: len(data) // 2]))
+        with pytest.raises(OSError, match="did not take a whole line"):
+            add(log)
+    assert add(log, "resume") == 1
+    for each in (log, read(tmp_path)):
+        assert [(entry.number, entry.action) for entry in each.entries()] == [(1, "resume")]
+
+
+def test_the_newest_entries_are_listed(tmp_path: Path) -> None:
+    first = read(tmp_path)
+    for _ in range(3):
+        add(first)
+    line = (tmp_path / FILE).read_text().splitlines()[-1]
+    (tmp_path / FILE).write_text("\n".join(line.replace('"number":3', f'"number":{i}') for i in range(1, 2001)) + "\n")
+    log = read(tmp_path)
+    assert [entry.number for entry in log.entries()] == list(range(2001 - MAX_LISTED, 2001))
+    assert add(log) == 2001
+    assert len(log.entries()) == MAX_LISTED

@@ -64,13 +64,13 @@ def write_and_read(cluster: Cluster, folder: Path) -> ClusterRecord:
 
 
 def restarted(before: Cluster, folder: Path) -> Cluster:
-    after = make(before.run.defaults.num_trainers)
+    after = make(before.run.settings.num_trainers)
     restore_cluster(after, write_and_read(before, folder), RESTART)
     return after
 
 
 def resumed(before: Cluster, folder: Path, beginning: Manifest | None = None, **changes: Any) -> Cluster:
-    after = make(before.run.defaults.num_trainers, **changes)
+    after = make(before.run.settings.num_trainers, **changes)
     record = write_and_read(before, folder)
     restore_incarnations(after, record)
     resume_run(after, record, RESTART, beginning=beginning)

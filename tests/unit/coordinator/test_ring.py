@@ -33,7 +33,7 @@ def declare(cluster: Cluster, rank: int, **changes: Any) -> None:
 
 
 def begin(cluster: Cluster, now: float = 0.0) -> None:
-    for rank in range(cluster.run.defaults.num_trainers):
+    for rank in range(cluster.run.settings.num_trainers):
         declare(cluster, rank, rendezvous="10.0.0.5:4711" if rank == 0 else None, optimizer="Muon")
     assert cluster.start_run_if_complete(now)
     cluster.run.begin_training(now)
@@ -198,7 +198,7 @@ def test_controls_are_refused() -> None:
         ({"num_pservers": 1}, "num_pservers would have no effect with strategy ring"),
         ({"durability": "log"}, "durability would have no effect"),
         ({"push_type": "int8", "resume": True}, "push_type, resume would have no effect"),
-        ({"on_trainer_loss": "continue"}, "a ring cannot go on without a trainer"),
+        ({"on_trainer_loss": "continue"}, "a ring cannot continue without a trainer"),
         ({"mode": "async"}, "mode async needs pservers"),
         ({"max_delay": 1}, "max_delay would have no effect with strategy ring"),
     ],
@@ -211,6 +211,6 @@ def test_settings_of_pservers_are_refused(settings: dict[str, Any], said: str) -
 
 def test_what_says_the_same_as_the_ring_is_taken() -> None:
     settings = CoordinatorSettings(strategy="ring", on_trainer_loss="fail", durability="none", push_type="float32")
-    assert (settings.wanted_pservers, settings.run_defaults.on_trainer_loss) == (0, "fail")
+    assert (settings.wanted_pservers, settings.loss_policy) == (0, "fail")
     settings = CoordinatorSettings(strategy="ring")
-    assert (settings.run_defaults.durability, settings.run_defaults.on_trainer_loss) == ("none", "fail")
+    assert (settings.log_durability, settings.loss_policy) == ("none", "fail")

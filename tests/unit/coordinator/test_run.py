@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ def training(num_trainers: int = 2, **changes: Any) -> Run:
         run.declare(rank, model())
     run.start(2)
     run.begin_training(0)
-    run.defaults = replace(run.defaults, **changes)
+    run.settings = run.settings.model_copy(update=changes)
     return run
 
 
@@ -382,7 +381,7 @@ def test_another_incarnation_that_was_silent_is_back_though_the_run_continued_wi
 
 def test_another_incarnation_that_declares_late_is_lost_and_may_still_take_over():
     run = with_another_incarnation()
-    limit = run.defaults.round_timeout_seconds
+    limit = run.settings.round_timeout_seconds
     run.expire(3, 10 * limit)
     run.expire(4 + limit, 10 * limit)
     assert not run.is_over
@@ -397,7 +396,7 @@ def test_another_incarnation_that_declares_late_is_lost_and_may_still_take_over(
 def test_another_incarnation_that_never_declares_is_given_up(policy: LossPolicy):
     """The pservers do not count on it, and trainers that are done are not missing: nothing else waits for it."""
     run = training(3, on_trainer_loss=policy, min_trainers=2)
-    round_timeout, rejoin_timeout = run.defaults.round_timeout_seconds, run.defaults.rejoin_timeout_seconds
+    round_timeout, rejoin_timeout = run.settings.round_timeout_seconds, run.settings.rejoin_timeout_seconds
     run.leave(2, leaving(), 1)
     run.leave(1, leaving("failed"), 1)
     run.join(joining("another process", 1), 2)

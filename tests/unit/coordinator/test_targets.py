@@ -1,4 +1,4 @@
-"""What Prometheus' service discovery is told of each member."""
+"""The targets of Prometheus' service discovery."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_pserver_and_trainer_is_a_target_with_its_role_and_number():
     ]
 
 
-def test_an_address_is_told_as_prometheus_wants_it():
+def test_an_address_is_split_for_prometheus():
     path = {"__metrics_path__": "/metrics", "role": "pserver", "pserver": "0"}
     assert labels("https://ps.example:7071") == {"target": ["ps.example:7071"], "__scheme__": "https", **path}
     assert labels("http://[::1]:7071") == {"target": ["[::1]:7071"], "__scheme__": "http", **path}
@@ -97,7 +97,7 @@ async def targets_after_join(client: str, metrics_address: str) -> list[str]:
     return addresses(coordinator.cluster)
 
 
-def test_who_is_gone_is_no_target_any_more():
+def test_a_member_that_is_gone_is_no_target():
     cluster = cluster_of(["http://a:1", "http://b:1"], ["http://c:1", "http://d:1", "http://e:1"])
     assert addresses(cluster) == ["a:1", "b:1", "c:1", "d:1", "e:1"]
     cluster.run.leave(0, leaving(), 1)

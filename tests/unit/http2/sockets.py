@@ -15,7 +15,7 @@ from h2.connection import H2Connection
 from h2.events import ConnectionTerminated, DataReceived, Event, ResponseReceived, StreamEnded, StreamReset
 
 from ps_http2 import frames
-from ps_http2.frames import Code
+from ps_http2.frames import ErrorCode
 from ps_http2.stream import Headers
 
 E = TypeVar("E", bound=Event)
@@ -79,15 +79,15 @@ class Talker:
                         return event
                 assert await self.hear(), f"no {kind.__name__} before the end; {self.events}"
 
-    async def end(self, *, seconds: float = 10) -> Code | None:
+    async def end(self, *, seconds: float = 10) -> ErrorCode | None:
         """Wait until the other end has closed the connection; the code that it named, if it did."""
         async with asyncio.timeout(seconds):
             while await self.hear():
                 pass
         codes = [event.error_code for event in self.events if isinstance(event, ConnectionTerminated)]
-        return Code(codes[0]) if codes else None
+        return ErrorCode(codes[0]) if codes else None
 
-    async def raw_end(self, *, seconds: float = 10) -> Code | None:
+    async def raw_end(self, *, seconds: float = 10) -> ErrorCode | None:
         """The same where h2 has not heard anything yet, and knows nothing of what was said."""
         data = bytearray()
         async with asyncio.timeout(seconds):
@@ -95,18 +95,18 @@ class Talker:
                 while part := await self.reader.read(1 << 20):
                     data += part
         at = 0
-        while at + frames.HEAD_BYTES + 8 <= len(data):
-            length, kind, _, _ = frames.unpack_head(bytes(data[at : at + frames.HEAD_BYTES]))
+        while at + frames.FRAME_HEADER_BYTES + 8 <= len(data):
+            length, kind, _, _ = frames.unpack_frame_header(bytes(data[at : at + frames.FRAME_HEADER_BYTES]))
             if kind == frames.GOAWAY:
-                return Code(int.from_bytes(data[at + 13 : at + 17], "big"))
-            at += frames.HEAD_BYTES + length
+                return ErrorCode(int.from_bytes(data[at + 13 : at + 17], "big"))
+            at += frames.FRAME_HEADER_BYTES + length
         return None
 
     def of(self, kind: type[E], number: int | None = None) -> list[E]:
         return [e for e in self.events if isinstance(e, kind) and number in (None, getattr(e, "stream_id", None))]
 
-    async def reset_of(self, number: int) -> Code:
-        return Code((await self.until(StreamReset, number)).error_code)
+    async def reset_of(self, number: int) -> ErrorCode:
+        return ErrorCode((await self.until(StreamReset, number)).error_code)
 
     async def body(self, number: int) -> bytes:
         await self.until(StreamEnded, number)

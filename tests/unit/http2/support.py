@@ -14,7 +14,7 @@ from hyperframe.frame import Frame
 
 from ps_http2 import frames
 from ps_http2.connection import Connection
-from ps_http2.frames import PREFACE, Code
+from ps_http2.frames import PREFACE, ErrorCode
 from ps_http2.stream import Headers, Stream, StreamResetError, content_length
 
 REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/"), (b":authority", b"here")]
@@ -67,10 +67,10 @@ class Collector:
     def body(self) -> bytes:
         return bytes(self.memory[: self.num_landed] + self.fed)
 
-    def room(self) -> memoryview:
+    def get_buffer(self) -> memoryview:
         return memoryview(self.memory)[self.num_landed :]
 
-    def landed(self, num_bytes: int) -> None:
+    def buffer_updated(self, num_bytes: int) -> None:
         self.num_landed += num_bytes
 
     def feed(self, data: memoryview) -> None:
@@ -84,7 +84,7 @@ class End(Connection):
     """The least that a child says; remembers what it was told."""
 
     preface = b""
-    tops_up = True
+    keeps_windows_full = True
 
     def __init__(self, stream_window: int = frames.DEFAULT_WINDOW, **settings: int) -> None:
         super().__init__({getattr(frames, name): value for name, value in settings.items()}, stream_window)
@@ -100,14 +100,14 @@ class End(Connection):
         return transport
 
     def begin(self, stream: Stream) -> Stream:
-        self.sinks[stream.number] = Collector(self.landing_bytes)
-        stream.sink = self.sinks[stream.number]
-        self.all_streams[stream.number] = stream
+        self.sinks[stream.stream_id] = Collector(self.landing_bytes)
+        stream.sink = self.sinks[stream.stream_id]
+        self.all_streams[stream.stream_id] = stream
         return stream
 
-    def open_stream(self, number: int) -> Stream | None:
+    def stream_requested(self, number: int) -> Stream | None:
         if number <= self.highest_stream:
-            self.useless()
+            self.count_unproductive_frame()
             return None
         return self.begin(self.new_stream(number))
 
@@ -116,9 +116,9 @@ class End(Connection):
         try:
             stream.expected_bytes = content_length(headers)
         except ValueError as error:
-            self.violated(stream, Code.PROTOCOL_ERROR, str(error))
+            self.stream_error(stream, ErrorCode.PROTOCOL_ERROR, str(error))
 
-    def stream_reset(self, stream: Stream) -> None:
+    def stream_aborted(self, stream: Stream) -> None:
         self.num_resets += 1
 
 
@@ -127,14 +127,14 @@ class ClientEnd(End):
 
     preface = PREFACE
 
-    def ask(self, headers: Headers | None = None, *, is_last: bool = False) -> Stream:
+    def ask(self, headers: Headers | None = None, *, end_stream: bool = False) -> Stream:
         stream = self.begin(self.new_stream(self.highest_stream + 2 if self.highest_stream else 1))
-        self.streams[stream.number] = stream
-        stream.send_headers(headers or REQUEST, is_last=is_last)
+        self.streams[stream.stream_id] = stream
+        stream.send_headers(headers or REQUEST, end_stream=end_stream)
         self.pump()
         return stream
 
-    def open_stream(self, number: int) -> Stream | None:
+    def stream_requested(self, number: int) -> Stream | None:
         self.check_not_idle(number)
         return None
 

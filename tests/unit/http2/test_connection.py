@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from ps_http2 import connection as connection_module
 from ps_http2 import frames
 from ps_http2 import writer as writer_module
-from ps_http2.frames import Code
+from ps_http2.frames import ErrorCode
 
 from .support import ANSWER, REQUEST, End, Peer, call, error_of, feed, parse, serve
 
@@ -35,7 +35,7 @@ from .support import ANSWER, REQUEST, End, Peer, call, error_of, feed, parse, se
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a frame takes several writes."""
-    monkeypatch.setattr(writer_module, "PIECE_BYTES", 256 * 1024)
+    monkeypatch.setattr(writer_module, "PART_BYTES", 256 * 1024)
 
 
 SETTINGS = frames.pack_settings({})
@@ -93,7 +93,7 @@ def test_portions_mean_nothing(portions: list[int], landing_bytes: int) -> None:
     transport = ours.connect()
     transport.take()
     feed(ours, RECORDED, cycle(portions))
-    assert [stream.is_remote_over for stream in ours.all_streams.values()] == [True, True]
+    assert [stream.is_remote_closed for stream in ours.all_streams.values()] == [True, True]
     assert ours.sinks[1].body == body_of(50_000, 1)
     assert ours.sinks[3].body == body_of(5, 3) * 2
     assert ours.all_streams[1].headers == [*REQUEST, (b"x-long", b"x" * 3000)]
@@ -127,7 +127,7 @@ def test_bodies_that_are_received(
                 del left[number]
         peer.run(cycle(portions))
     assert {number: sink.body for number, sink in ours.sinks.items()} == wanted
-    assert all(stream.is_remote_over for stream in ours.all_streams.values())
+    assert all(stream.is_remote_closed for stream in ours.all_streams.values())
 
 
 @given(
@@ -156,12 +156,12 @@ def test_bodies_that_are_sent(lengths: list[int], pauses: bool, window: int, fra
             stream.send_headers(ANSWER)
     for number, body in wanted.items():
         half = len(body) // 3
-        streams[number].lend(memoryview(body)[:half], is_last=False)
-        streams[number].lend(memoryview(body)[half:])
+        streams[number].send_nowait(memoryview(body)[:half], end_stream=False)
+        streams[number].send_nowait(memoryview(body)[half:])
     peer.run()
     assert {number: peer.body(number) for number in wanted} == wanted
     assert {event.stream_id for event in peer.of(StreamEnded)} == set(wanted)
-    assert all(stream.is_local_over for stream in streams.values())
+    assert all(stream.is_local_closed for stream in streams.values())
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 255), st.integers(0, 5), st.binary(max_size=40))), sizes)
@@ -197,7 +197,7 @@ def test_headers_of_several_frames_both_ways() -> None:
     peer.h2.send_headers(1, REQUEST + long, end_stream=True)
     peer.run()
     assert ours.all_streams[1].headers == REQUEST + long
-    ours.all_streams[1].send_headers(ANSWER + long, is_last=True)
+    ours.all_streams[1].send_headers(ANSWER + long, end_stream=True)
     ours.pump()
     sent = bytes(peer.transport.written)
     assert [type(frame).__name__ for frame in parse(sent)] == ["HeadersFrame", "ContinuationFrame", "ContinuationFrame"]
@@ -216,7 +216,7 @@ def test_flags_of_continuation_that_mean_nothing_there() -> None:
     head = frames.pack(frames.HEADERS, 0, 1, block[:3])
     feed(ours, SETTINGS + head + frames.pack(frames.CONTINUATION, every_flag, 1, block[3:]))
     assert ours.all_streams[1].headers == REQUEST
-    assert not ours.all_streams[1].is_remote_over
+    assert not ours.all_streams[1].is_remote_closed
 
 
 def test_trailers_end_a_body() -> None:
@@ -225,7 +225,7 @@ def test_trailers_end_a_body() -> None:
     peer.h2.send_data(1, b"12345")
     peer.h2.send_headers(1, [(b"x-sum", b"6")], end_stream=True)
     peer.run()
-    assert (ours.sinks[1].body, ours.all_streams[1].is_remote_over) == (b"12345", True)
+    assert (ours.sinks[1].body, ours.all_streams[1].is_remote_closed) == (b"12345", True)
 
 
 # ---------------------------------------------------------------------- windows
@@ -235,13 +235,13 @@ def test_windows_of_a_body_that_is_larger_than_they_can_be(monkeypatch: pytest.M
     monkeypatch.setattr(frames, "MAX_WINDOW", 2**17 - 1)
     monkeypatch.setattr(connection_module, "CONNECTION_WINDOW", 200_000)
     ours = End(stream_window=20_000)
-    ours.tops_up = False  # type: ignore[misc]
+    ours.keeps_windows_full = False  # type: ignore[misc]
     ours.landing_bytes = 1_000_000
     peer = Peer(ours, ours.connect())
     peer.run()
     peer.h2.send_headers(1, REQUEST)
     peer.run()
-    ours.all_streams[1].grant(1_000_000)
+    ours.all_streams[1].raise_window(1_000_000)
     peer.run()
     assert peer.h2.local_flow_control_window(1) == 2**17 - 1
     rest = PATTERN[:1_000_000]
@@ -264,7 +264,7 @@ def test_our_view_of_the_windows_is_theirs() -> None:
     stream = ours.all_streams[1]
     assert peer.h2.local_flow_control_window(1) == min(stream.receive_window, ours._receive_window)
     stream.send_headers(ANSWER)
-    stream.lend(b"x" * 30_000, is_last=False)
+    stream.send_nowait(b"x" * 30_000, end_stream=False)
     peer.run()
     assert peer.h2.remote_flow_control_window(1) == stream.send_window == ours._writer.window
     peer.h2.increment_flow_control_window(500, 1)
@@ -280,7 +280,7 @@ def test_a_smaller_window_in_the_middle_and_a_larger_one() -> None:
     peer.run()
     stream = ours.all_streams[1]
     stream.send_headers(ANSWER)
-    stream.lend(PATTERN[:100_000])
+    stream.send_nowait(PATTERN[:100_000])
     peer.run()
     assert len(peer.body(1)) == 65_535
     peer.h2.increment_flow_control_window(100_000)
@@ -304,7 +304,7 @@ def test_a_stream_without_a_window_does_not_hold_up_the_others() -> None:
     peer.h2.increment_flow_control_window(100_000)
     for stream in ours.all_streams.values():
         stream.send_headers(ANSWER)
-        stream.lend(PATTERN[: 70_000 if stream.number == 1 else 1000])
+        stream.send_nowait(PATTERN[: 70_000 if stream.stream_id == 1 else 1000])
     peer.run()
     assert (len(peer.body(1)), len(peer.body(3))) == (65_535, 1000)
     assert [event.stream_id for event in peer.of(StreamEnded)] == [3]
@@ -321,12 +321,12 @@ def test_frames_are_as_large_as_the_other_end_takes_now() -> None:
         peer.h2.send_headers(number, REQUEST, end_stream=True)
     peer.run()
     ours.all_streams[1].send_headers(ANSWER)
-    ours.all_streams[1].lend(PATTERN[:50_000])
+    ours.all_streams[1].send_nowait(PATTERN[:50_000])
     peer.run()
     peer.h2.update_settings({SettingCodes.MAX_FRAME_SIZE: 16_384})
     peer.run()
     ours.all_streams[3].send_headers(ANSWER)
-    ours.all_streams[3].lend(PATTERN[:20_000])
+    ours.all_streams[3].send_nowait(PATTERN[:20_000])
     peer.run()
     received = [len(event.data) for event in peer.of(DataReceived)]
     assert received == [40_000, 10_000, 16_384, 3616]
@@ -342,7 +342,7 @@ def test_a_header_table_of_any_size(size: int) -> None:
         if number == 5:
             peer.h2.update_settings({SettingCodes.HEADER_TABLE_SIZE: 0})
             peer.run()
-        ours.all_streams[number].send_headers(headers, is_last=True)
+        ours.all_streams[number].send_headers(headers, end_stream=True)
         ours.pump()
         peer.run()
     assert [event.headers for event in peer.of(ResponseReceived)] == [headers] * 3
@@ -386,7 +386,7 @@ def test_a_body_that_is_given_up_is_not_read_any_more(num_written: int) -> None:
     body = bytearray(PATTERN[:1_000_000])
     stream = ours.all_streams[1]
     stream.send_headers(ANSWER)
-    stream.lend(memoryview(body))
+    stream.send_nowait(memoryview(body))
     for _ in range(num_written):
         ours.resume_writing()
     stream.close()
@@ -395,9 +395,9 @@ def test_a_body_that_is_given_up_is_not_read_any_more(num_written: int) -> None:
     peer.run()
     assert peer.body(1) == PATTERN[:600_000]
     [reset] = peer.of(StreamReset)
-    assert (reset.stream_id, reset.error_code) == (1, Code.CANCEL)
+    assert (reset.stream_id, reset.error_code) == (1, ErrorCode.CANCEL)
     ours.all_streams[3].send_headers(ANSWER)
-    ours.all_streams[3].lend(b"12345")
+    ours.all_streams[3].send_nowait(b"12345")
     peer.run()
     assert peer.body(3) == b"12345"
     assert not ours.streams
@@ -436,7 +436,7 @@ def test_a_sink_that_refuses_ends_its_stream_alone() -> None:
         peer.h2.send_data(number, b"12345", end_stream=True)
     peer.run()
     error = error_of(ours.all_streams[1])
-    assert (error.code, str(error.__cause__)) == (Code.CANCEL, "not this")
+    assert (error.code, str(error.__cause__)) == (ErrorCode.CANCEL, "not this")
     assert [event.stream_id for event in peer.of(StreamReset)] == [1]
     assert ours.sinks[3].body == b"12345"
 
@@ -447,10 +447,10 @@ def test_a_stream_that_the_other_end_resets() -> None:
     peer.run()
     stream = ours.all_streams[1]
     stream.send_headers(ANSWER)
-    stream.lend(PATTERN)
-    peer.h2.reset_stream(1, Code.CANCEL)
+    stream.send_nowait(PATTERN)
+    peer.h2.reset_stream(1, ErrorCode.CANCEL)
     feed(ours, peer.h2.data_to_send())
-    assert (error_of(stream).code, ours.num_resets, ours.streams) == (Code.CANCEL, 1, {})
+    assert (error_of(stream).code, ours.num_resets, ours.streams) == (ErrorCode.CANCEL, 1, {})
     assert not stream.outgoing
 
 
@@ -458,22 +458,22 @@ def test_a_client_cannot_end_a_stream_as_if_it_had_been_answered() -> None:
     """NO_ERROR is for servers that need no more of a body; from a client it is a reset like others."""
     ours, peer = serve()
     peer.h2.send_headers(1, REQUEST, end_stream=True)
-    peer.h2.reset_stream(1, Code.NO_ERROR)
+    peer.h2.reset_stream(1, ErrorCode.NO_ERROR)
     peer.run()
-    assert (error_of(ours.all_streams[1]).code, ours.num_resets) == (Code.NO_ERROR, 1)
+    assert (error_of(ours.all_streams[1]).code, ours.num_resets) == (ErrorCode.NO_ERROR, 1)
 
 
 def test_an_answer_before_the_body_was_sent() -> None:
     ours, peer = call()
     peer.acknowledges = False
     stream = ours.ask()
-    stream.lend(PATTERN)
+    stream.send_nowait(PATTERN)
     peer.run()
     peer.h2.send_headers(1, ANSWER)
     peer.h2.send_data(1, b"enough", end_stream=True)
-    peer.h2.reset_stream(1, Code.NO_ERROR)
+    peer.h2.reset_stream(1, ErrorCode.NO_ERROR)
     peer.run()
-    assert (stream.headers, ours.sinks[1].body, stream.is_remote_over) == (ANSWER, b"enough", True)
+    assert (stream.headers, ours.sinks[1].body, stream.is_remote_closed) == (ANSWER, b"enough", True)
     assert not stream.outgoing
     assert not ours.streams
 
@@ -484,7 +484,7 @@ def test_the_connection_is_lost(is_lost: bool) -> None:
     peer.h2.send_headers(1, REQUEST)
     peer.run()
     ours.connection_lost(OSError("cable") if is_lost else None)
-    assert error_of(ours.all_streams[1]).code == Code.CONNECT_ERROR
+    assert error_of(ours.all_streams[1]).code == ErrorCode.CONNECT_ERROR
     assert ("cable" in str(error_of(ours.all_streams[1]))) == is_lost
     assert (ours.streams, ours.is_closing) == ({}, True)
 
@@ -501,12 +501,12 @@ def test_going_away_when_all_is_answered(num_bytes: int) -> None:
     stream = ours.all_streams[1]
     stream.send_headers(ANSWER)
     # h2 says nothing any more after a GOAWAY, so that there are no windows to wait for.
-    stream.lend(body_of(min(num_bytes, 60_000), 1))
+    stream.send_nowait(body_of(min(num_bytes, 60_000), 1))
     while not peer.transport.is_closed:
         ours.resume_writing()
     said = parse(peer.transport.take())
     [goaway] = [frame for frame in said if type(frame).__name__ == "GoAwayFrame"]
-    assert (goaway.last_stream_id, goaway.error_code) == (1, Code.NO_ERROR)
+    assert (goaway.last_stream_id, goaway.error_code) == (1, ErrorCode.NO_ERROR)
     assert b"".join(frame.data for frame in said if isinstance(frame, DataFrame)) == body_of(min(num_bytes, 60_000), 1)
     assert "END_STREAM" in said[-1].flags
 
@@ -516,12 +516,12 @@ def test_going_away_with_nothing_to_do() -> None:
     ours.go_away()
     peer.run()
     [end] = peer.of(ConnectionTerminated)
-    assert (end.error_code, end.last_stream_id, peer.transport.is_closed) == (Code.NO_ERROR, 0, True)
+    assert (end.error_code, end.last_stream_id, peer.transport.is_closed) == (ErrorCode.NO_ERROR, 0, True)
 
 
 def test_a_client_that_goes_away_has_looked_at_none_of_our_streams() -> None:
     ours, peer = call()
-    ours.ask(is_last=True)
+    ours.ask(end_stream=True)
     peer.run()
     ours.go_away()
     peer.run()
@@ -537,7 +537,7 @@ def test_the_other_end_goes_away() -> None:
     feed(ours, peer.h2.data_to_send())
     assert (ours.is_closing, peer.transport.is_closed) == (True, False)
     ours.all_streams[1].send_headers(ANSWER)
-    ours.all_streams[1].lend(b"12345")
+    ours.all_streams[1].send_nowait(b"12345")
     said = parse(peer.transport.take())
     assert said[-1].data == b"12345"
     assert peer.transport.is_closed
@@ -554,11 +554,11 @@ async def test_why_it_ends_is_never_said_within_a_frame(is_given_up: bool) -> No
     peer.run()
     stream = ours.all_streams[1]
     stream.send_headers(ANSWER)
-    stream.lend(PATTERN[:1_000_000])
+    stream.send_nowait(PATTERN[:1_000_000])
     ours.resume_writing()
     if is_given_up:
         stream.close()
-    ours.abort(Code.ENHANCE_YOUR_CALM, "enough")
+    ours.abort(ErrorCode.ENHANCE_YOUR_CALM, "enough")
     sent = peer.transport.take()
     begin = sent.index(PATTERN[:1000])
     assert PATTERN.startswith(sent[begin:])
@@ -572,5 +572,5 @@ def test_it_says_who_it_is() -> None:
     peer.h2.send_headers(3, REQUEST)
     peer.run()
     assert repr(ours) == f"<End [2 streams | {ours.received_bytes} bytes received]>"
-    assert repr(ours.all_streams[1]) == "<Stream 1 [over, open | 0 bytes received]>"
+    assert repr(ours.all_streams[1]) == "<Stream 1 [closed, open | 0 bytes received]>"
     assert not peer.of(RequestReceived)

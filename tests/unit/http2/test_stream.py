@@ -11,8 +11,8 @@ from h2.events import DataReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
 from ps_http2 import writer as writer_module
-from ps_http2.frames import Code
-from ps_http2.stream import MIN_GRANT_BYTES, Inbox, Stream, StreamResetError
+from ps_http2.frames import ErrorCode
+from ps_http2.stream import MIN_WINDOW_BYTES, BodyReader, Stream, StreamResetError
 
 from .support import ANSWER, REQUEST, End, FakeTransport, Peer, call, serve
 
@@ -21,22 +21,22 @@ pytestmark = pytest.mark.asyncio
 WIDE: dict[int, int] = {SettingCodes.INITIAL_WINDOW_SIZE: 1 << 20, SettingCodes.MAX_FRAME_SIZE: 1 << 20}
 
 
-def asked(*, pauses: bool = False, settings: dict[int, int] | None = None) -> tuple[Stream, Inbox, Peer]:
+def asked(*, pauses: bool = False, settings: dict[int, int] | None = None) -> tuple[Stream, BodyReader, Peer]:
     """A request whose body is still to come, and whoever wants it."""
     ours, peer = serve(pauses=pauses, settings=settings)
-    ours.tops_up = False  # type: ignore[misc]
+    ours.keeps_windows_full = False  # type: ignore[misc]
     peer.h2.increment_flow_control_window(1 << 20)
     peer.h2.send_headers(1, REQUEST)
     peer.run()
     stream = ours.all_streams[1]
-    stream.sink = inbox = Inbox(stream)
+    stream.sink = inbox = BodyReader(stream)
     return stream, inbox, peer
 
 
 async def test_a_body_lands_in_a_buffer() -> None:
     _, inbox, peer = asked()
     buffer = bytearray(300_000)
-    filling = asyncio.create_task(inbox.fill(memoryview(buffer), 5))
+    filling = asyncio.create_task(inbox.read_into(memoryview(buffer), 5))
     await asyncio.sleep(0)
     peer.run()
     assert peer.h2.local_flow_control_window(1) == 300_000
@@ -55,11 +55,11 @@ async def test_what_came_before_it_was_asked_for_is_there_too() -> None:
     peer.h2.send_data(1, b"678")
     peer.run()
     buffer = bytearray(4)
-    assert await inbox.fill(memoryview(buffer), 5) == (4, True)
-    assert await inbox.next() == (b"5678", True)
+    assert await inbox.read_into(memoryview(buffer), 5) == (4, True)
+    assert await inbox.read() == (b"5678", True)
     peer.h2.send_data(1, b"9", end_stream=True)
     peer.run()
-    assert (buffer, await inbox.next(), await inbox.next()) == (b"1234", (b"9", False), (b"", False))
+    assert (buffer, await inbox.read(), await inbox.read()) == (b"1234", (b"9", False), (b"", False))
 
 
 async def test_a_part_of_it_after_some_time() -> None:
@@ -67,7 +67,7 @@ async def test_a_part_of_it_after_some_time() -> None:
     buffer = bytearray(10)
     peer.h2.send_data(1, b"123")
     peer.run()
-    assert await asyncio.wait_for(inbox.fill(memoryview(buffer), 0.01), 5) == (3, True)
+    assert await asyncio.wait_for(inbox.read_into(memoryview(buffer), 0.01), 5) == (3, True)
     assert buffer[:3] == b"123"
 
 
@@ -75,7 +75,7 @@ async def test_a_part_of_it_even_if_nothing_came_at_first() -> None:
     """Or whoever begins late would seem to stand still until all is here."""
     _, inbox, peer = asked()
     buffer = bytearray(10)
-    filling = asyncio.create_task(inbox.fill(memoryview(buffer), 0.02))
+    filling = asyncio.create_task(inbox.read_into(memoryview(buffer), 0.02))
     await asyncio.sleep(0.05)
     assert not filling.done()
     peer.h2.send_data(1, b"123")
@@ -86,25 +86,25 @@ async def test_a_part_of_it_even_if_nothing_came_at_first() -> None:
 async def test_a_fill_that_is_cancelled_gives_the_buffer_back() -> None:
     _, inbox, peer = asked()
     buffer = bytearray(10)
-    filling = asyncio.create_task(inbox.fill(memoryview(buffer), 5))
+    filling = asyncio.create_task(inbox.read_into(memoryview(buffer), 5))
     await asyncio.sleep(0)
     filling.cancel()
     await asyncio.gather(filling, return_exceptions=True)
     peer.h2.send_data(1, b"12345", end_stream=True)
     peer.run()
     assert buffer == bytes(10)
-    assert await inbox.next() == (b"12345", False)
+    assert await inbox.read() == (b"12345", False)
 
 
 async def test_who_asks_for_pieces_gets_a_window_for_some_of_them() -> None:
     stream, inbox, peer = asked()
     peer.h2.send_data(1, bytes(10_000))
     peer.run()
-    assert await inbox.next() == (bytes(10_000), True)
-    asking = asyncio.create_task(inbox.next())
+    assert await inbox.read() == (bytes(10_000), True)
+    asking = asyncio.create_task(inbox.read())
     await asyncio.sleep(0)
     peer.run()
-    assert peer.h2.local_flow_control_window(1) == stream.receive_window == MIN_GRANT_BYTES
+    assert peer.h2.local_flow_control_window(1) == stream.receive_window == MIN_WINDOW_BYTES
     peer.h2.end_stream(1)
     peer.run()
     assert await asking == (b"", False)
@@ -112,9 +112,9 @@ async def test_who_asks_for_pieces_gets_a_window_for_some_of_them() -> None:
 
 async def test_who_waits_hears_of_a_reset() -> None:
     _, inbox, peer = asked()
-    waiting = [asyncio.create_task(each) for each in (inbox.next(), inbox.fill(memoryview(bytearray(5)), 5))]
+    waiting = [asyncio.create_task(each) for each in (inbox.read(), inbox.read_into(memoryview(bytearray(5)), 5))]
     await asyncio.sleep(0)
-    peer.h2.reset_stream(1, Code.INTERNAL_ERROR)
+    peer.h2.reset_stream(1, ErrorCode.INTERNAL_ERROR)
     peer.run()
     for each in waiting:
         with pytest.raises(StreamResetError, match="INTERNAL_ERROR"):
@@ -131,7 +131,7 @@ async def test_sending_returns_when_all_is_taken() -> None:
     peer.run()
     await sending
     body[:] = bytes(len(body))
-    await stream.send(b"", is_last=True)
+    await stream.send(b"", end_stream=True)
     peer.run()
     assert peer.body(1) == b"0123456789" * 60_000
     assert peer.of(StreamEnded)
@@ -148,15 +148,15 @@ async def test_sending_that_is_cancelled_gives_the_body_back() -> None:
     body[:] = bytes(len(body))
     peer.run()
     assert b"".join(event.data for event in peer.of(DataReceived)) == b"0123456789" * 60_000
-    assert [event.error_code for event in peer.of(StreamReset)] == [Code.CANCEL]
+    assert [event.error_code for event in peer.of(StreamReset)] == [ErrorCode.CANCEL]
 
 
 async def test_sending_to_one_who_has_gone() -> None:
     stream, _, peer = asked(pauses=True, settings=WIDE)
     stream.send_headers(ANSWER)
-    sending = asyncio.create_task(stream.send(bytes(600_000), is_last=True))
+    sending = asyncio.create_task(stream.send(bytes(600_000), end_stream=True))
     await asyncio.sleep(0)
-    peer.h2.reset_stream(1, Code.CANCEL)
+    peer.h2.reset_stream(1, ErrorCode.CANCEL)
     peer.run()
     with pytest.raises(StreamResetError, match="CANCEL"):
         await sending
@@ -173,8 +173,8 @@ async def test_a_stream_that_is_over_takes_nothing() -> None:
     peer.run()
     stream = ours.all_streams[1]
     stream.send_headers(ANSWER)
-    await stream.send(b"12345", is_last=True)
-    with pytest.raises(StreamResetError, match="over"):
+    await stream.send(b"12345", end_stream=True)
+    with pytest.raises(StreamResetError, match="ended"):
         await asyncio.wait_for(stream.send(b"more"), 5)
 
 
@@ -216,7 +216,7 @@ async def test_a_transport_that_keeps_views(is_given_up: bool, monkeypatch: pyte
     stream = ours.all_streams[1]
     stream.send_headers(ANSWER)
     body = bytearray(b"0123456789" * 60_000)
-    sending = asyncio.create_task(stream.send(memoryview(body), is_last=not is_given_up))
+    sending = asyncio.create_task(stream.send(memoryview(body), end_stream=not is_given_up))
     await asyncio.sleep(0)
     if is_given_up:
         sending.cancel()
@@ -239,9 +239,9 @@ async def test_a_client_whose_body_is_lent() -> None:
     ours, peer = call(pauses=True, settings=WIDE)
     stream = ours.ask()
     body = bytearray(b"0123456789" * 60_000)
-    stream.lend(memoryview(body))
+    stream.send_nowait(memoryview(body))
     stream.close()
     body.clear()  # which nobody may who has lent it
     peer.run()
-    assert [event.error_code for event in peer.of(StreamReset)] in ([Code.CANCEL], [])
+    assert [event.error_code for event in peer.of(StreamReset)] in ([ErrorCode.CANCEL], [])
     assert not ours.streams

@@ -12,13 +12,19 @@ from hyperframe.frame import GoAwayFrame, RstStreamFrame
 from ps_http2 import connection as connection_module
 from ps_http2 import frames
 from ps_http2.connection import CONNECTION_WINDOW
-from ps_http2.frames import Code, pack, pack_number, pack_settings
+from ps_http2.frames import ErrorCode, pack, pack_number, pack_settings
 from ps_http2.reader import MAX_FRAME_BYTES
 
 from .support import ANSWER, REQUEST, ClientEnd, End, FakeTransport, feed, parse
 
 pytestmark = pytest.mark.asyncio
 
+COMPRESSION_ERROR = ErrorCode.COMPRESSION_ERROR
+ENHANCE_YOUR_CALM = ErrorCode.ENHANCE_YOUR_CALM
+FLOW_CONTROL_ERROR = ErrorCode.FLOW_CONTROL_ERROR
+FRAME_SIZE_ERROR = ErrorCode.FRAME_SIZE_ERROR
+PROTOCOL_ERROR = ErrorCode.PROTOCOL_ERROR
+STREAM_CLOSED = ErrorCode.STREAM_CLOSED
 END = frames.END_STREAM
 WHOLE = frames.END_HEADERS
 SETTINGS = pack_settings({})
@@ -29,89 +35,101 @@ OVER = pack(frames.HEADERS, WHOLE | END, 1, BLOCK)
 LARGEST = frames.MAX_WINDOW
 
 OF_THE_CONNECTION = {
-    "no settings at first": (HEADERS, Code.PROTOCOL_ERROR),
-    "data of an idle stream": (SETTINGS + pack(frames.DATA, 0, 1, b"x"), Code.PROTOCOL_ERROR),
-    "data of stream 0": (SETTINGS + pack(frames.DATA, 0, 0, b"x"), Code.PROTOCOL_ERROR),
-    "reset of an idle stream": (SETTINGS + pack_number(frames.RST_STREAM, 1, 8), Code.PROTOCOL_ERROR),
-    "reset of stream 0": (SETTINGS + pack_number(frames.RST_STREAM, 0, 8), Code.PROTOCOL_ERROR),
-    "reset of 3 bytes": (SETTINGS + HEADERS + pack(frames.RST_STREAM, 0, 1, b"123"), Code.FRAME_SIZE_ERROR),
-    "window of an idle stream": (SETTINGS + pack_number(frames.WINDOW_UPDATE, 1, 8), Code.PROTOCOL_ERROR),
-    "window that does not grow": (SETTINGS + pack_number(frames.WINDOW_UPDATE, 0, 0), Code.PROTOCOL_ERROR),
-    "window of 5 bytes": (SETTINGS + pack(frames.WINDOW_UPDATE, 0, 0, b"12345"), Code.FRAME_SIZE_ERROR),
-    "window that is too large": (SETTINGS + pack_number(frames.WINDOW_UPDATE, 0, LARGEST), Code.FLOW_CONTROL_ERROR),
-    "initial window that is too large": (pack_settings({4: LARGEST + 1}), Code.FLOW_CONTROL_ERROR),
+    "no settings at first": (HEADERS, PROTOCOL_ERROR),
+    "data of an idle stream": (SETTINGS + pack(frames.DATA, 0, 1, b"x"), PROTOCOL_ERROR),
+    "data of stream 0": (SETTINGS + pack(frames.DATA, 0, 0, b"x"), PROTOCOL_ERROR),
+    "reset of an idle stream": (SETTINGS + pack_number(frames.RST_STREAM, 1, 8), PROTOCOL_ERROR),
+    "reset of stream 0": (SETTINGS + pack_number(frames.RST_STREAM, 0, 8), PROTOCOL_ERROR),
+    "reset of 3 bytes": (SETTINGS + HEADERS + pack(frames.RST_STREAM, 0, 1, b"123"), FRAME_SIZE_ERROR),
+    "window of an idle stream": (SETTINGS + pack_number(frames.WINDOW_UPDATE, 1, 8), PROTOCOL_ERROR),
+    "window that does not grow": (SETTINGS + pack_number(frames.WINDOW_UPDATE, 0, 0), PROTOCOL_ERROR),
+    "window of 5 bytes": (SETTINGS + pack(frames.WINDOW_UPDATE, 0, 0, b"12345"), FRAME_SIZE_ERROR),
+    "window that is too large": (
+        SETTINGS + pack_number(frames.WINDOW_UPDATE, 0, LARGEST),
+        FLOW_CONTROL_ERROR,
+    ),
+    "initial window that is too large": (pack_settings({4: LARGEST + 1}), FLOW_CONTROL_ERROR),
     "initial window that makes one too large": (
         SETTINGS + HEADERS + pack_number(frames.WINDOW_UPDATE, 1, 1000) + pack_settings({4: LARGEST}),
-        Code.FLOW_CONTROL_ERROR,
+        FLOW_CONTROL_ERROR,
     ),
-    "frames that are too small": (pack_settings({5: 16_383}), Code.PROTOCOL_ERROR),
-    "frames that are too large": (pack_settings({5: 1 << 24}), Code.PROTOCOL_ERROR),
-    "push of 2": (pack_settings({2: 2}), Code.PROTOCOL_ERROR),
-    "settings of 5 bytes": (pack(frames.SETTINGS, 0, 0, b"12345"), Code.FRAME_SIZE_ERROR),
-    "settings of a stream": (pack(frames.SETTINGS, 0, 1), Code.PROTOCOL_ERROR),
-    "settings that acknowledge with content": (SETTINGS + pack(frames.SETTINGS, 1, 0, bytes(6)), Code.FRAME_SIZE_ERROR),
-    "ping of 7 bytes": (SETTINGS + pack(frames.PING, 0, 0, b"1234567"), Code.FRAME_SIZE_ERROR),
-    "ping of a stream": (SETTINGS + pack(frames.PING, 0, 1, b"12345678"), Code.PROTOCOL_ERROR),
-    "goaway of a stream": (SETTINGS + pack(frames.GOAWAY, 0, 1, bytes(8)), Code.PROTOCOL_ERROR),
-    "goaway of 7 bytes": (SETTINGS + pack(frames.GOAWAY, 0, 0, bytes(7)), Code.FRAME_SIZE_ERROR),
-    "priority of stream 0": (SETTINGS + pack(frames.PRIORITY, 0, 0, bytes(5)), Code.PROTOCOL_ERROR),
-    "promise": (SETTINGS + HEADERS + pack(frames.PUSH_PROMISE, WHOLE, 1, bytes(4) + BLOCK), Code.PROTOCOL_ERROR),
-    "frame that is too large": (SETTINGS + frames.pack_head(MAX_FRAME_BYTES + 1, 0, 0, 1), Code.FRAME_SIZE_ERROR),
+    "frames that are too small": (pack_settings({5: 16_383}), PROTOCOL_ERROR),
+    "frames that are too large": (pack_settings({5: 1 << 24}), PROTOCOL_ERROR),
+    "push of 2": (pack_settings({2: 2}), PROTOCOL_ERROR),
+    "settings of 5 bytes": (pack(frames.SETTINGS, 0, 0, b"12345"), FRAME_SIZE_ERROR),
+    "settings of a stream": (pack(frames.SETTINGS, 0, 1), PROTOCOL_ERROR),
+    "settings that acknowledge with content": (
+        SETTINGS + pack(frames.SETTINGS, 1, 0, bytes(6)),
+        FRAME_SIZE_ERROR,
+    ),
+    "ping of 7 bytes": (SETTINGS + pack(frames.PING, 0, 0, b"1234567"), FRAME_SIZE_ERROR),
+    "ping of a stream": (SETTINGS + pack(frames.PING, 0, 1, b"12345678"), PROTOCOL_ERROR),
+    "goaway of a stream": (SETTINGS + pack(frames.GOAWAY, 0, 1, bytes(8)), PROTOCOL_ERROR),
+    "goaway of 7 bytes": (SETTINGS + pack(frames.GOAWAY, 0, 0, bytes(7)), FRAME_SIZE_ERROR),
+    "priority of stream 0": (SETTINGS + pack(frames.PRIORITY, 0, 0, bytes(5)), PROTOCOL_ERROR),
+    "promise": (SETTINGS + HEADERS + pack(frames.PUSH_PROMISE, WHOLE, 1, bytes(4) + BLOCK), PROTOCOL_ERROR),
+    "frame that is too large": (
+        SETTINGS + frames.pack_frame_header(MAX_FRAME_BYTES + 1, 0, 0, 1),
+        FRAME_SIZE_ERROR,
+    ),
     "data with more padding than payload": (
         SETTINGS + HEADERS + pack(frames.DATA, frames.PADDED, 1, b"\x03ab"),
-        Code.PROTOCOL_ERROR,
+        PROTOCOL_ERROR,
     ),
     "headers with more padding than payload": (
         SETTINGS + pack(frames.HEADERS, WHOLE | frames.PADDED, 1, b"\xff" + BLOCK),
-        Code.PROTOCOL_ERROR,
+        PROTOCOL_ERROR,
     ),
     "headers without their padding's length": (
         SETTINGS + pack(frames.HEADERS, WHOLE | frames.PADDED, 1),
-        Code.FRAME_SIZE_ERROR,
+        FRAME_SIZE_ERROR,
     ),
     "headers too short for a priority": (
         SETTINGS + pack(frames.HEADERS, WHOLE | frames.HAS_PRIORITY, 1, b"1234"),
-        Code.PROTOCOL_ERROR,
+        PROTOCOL_ERROR,
     ),
-    "headers that are none": (SETTINGS + pack(frames.HEADERS, WHOLE, 1, b"\xff\xff\xff\xff"), Code.COMPRESSION_ERROR),
-    "continuation of nothing": (SETTINGS + pack(frames.CONTINUATION, WHOLE, 1, BLOCK), Code.PROTOCOL_ERROR),
+    "headers that are none": (
+        SETTINGS + pack(frames.HEADERS, WHOLE, 1, b"\xff\xff\xff\xff"),
+        COMPRESSION_ERROR,
+    ),
+    "continuation of nothing": (SETTINGS + pack(frames.CONTINUATION, WHOLE, 1, BLOCK), PROTOCOL_ERROR),
     "continuation of another stream": (
         SETTINGS + pack(frames.HEADERS, 0, 1, BLOCK) + pack(frames.CONTINUATION, WHOLE, 3),
-        Code.PROTOCOL_ERROR,
+        PROTOCOL_ERROR,
     ),
     "something within headers": (
         SETTINGS + pack(frames.HEADERS, 0, 1, BLOCK) + pack(frames.PING, 0, 0, bytes(8)),
-        Code.PROTOCOL_ERROR,
+        PROTOCOL_ERROR,
     ),
     "more data than the window": (
         SETTINGS + HEADERS + pack(frames.DATA, 0, 1, bytes(65_536)),
-        Code.FLOW_CONTROL_ERROR,
+        FLOW_CONTROL_ERROR,
     ),
     "headers in more frames than needed": (
         SETTINGS + pack(frames.HEADERS, 0, 1, BLOCK) + 17 * pack(frames.CONTINUATION, 0, 1),
-        Code.ENHANCE_YOUR_CALM,
+        ENHANCE_YOUR_CALM,
     ),
     "headers without an end": (
         SETTINGS + pack(frames.HEADERS, 0, 1, BLOCK) + 5 * pack(frames.CONTINUATION, 0, 1, bytes(16_384)),
-        Code.ENHANCE_YOUR_CALM,
+        ENHANCE_YOUR_CALM,
     ),
     "headers in one huge frame": (
-        SETTINGS + frames.pack_head(65_537, frames.HEADERS, WHOLE, 1),
-        Code.ENHANCE_YOUR_CALM,
+        SETTINGS + frames.pack_frame_header(65_537, frames.HEADERS, WHOLE, 1),
+        ENHANCE_YOUR_CALM,
     ),
     "headers that are larger than they look": (
         # One header of 4,000 bytes in the table, and 20 times one byte that names it.
         SETTINGS + pack(frames.HEADERS, WHOLE, 1, b"\x40\x01a\x7f\xa1\x1e" + b"x" * 4000 + b"\xbe" * 20),
-        Code.COMPRESSION_ERROR,
+        COMPRESSION_ERROR,
     ),
 }
 
 OF_THE_STREAM = {
-    "data behind the end": (OVER + pack(frames.DATA, 0, 1, b"x"), Code.STREAM_CLOSED),
-    "headers behind the end": (OVER + HEADERS, Code.STREAM_CLOSED),
-    "trailers that are no end": (HEADERS + HEADERS, Code.PROTOCOL_ERROR),
-    "window that does not grow": (HEADERS + pack_number(frames.WINDOW_UPDATE, 1, 0), Code.PROTOCOL_ERROR),
-    "window that is too large": (HEADERS + pack_number(frames.WINDOW_UPDATE, 1, LARGEST), Code.FLOW_CONTROL_ERROR),
+    "data behind the end": (OVER + pack(frames.DATA, 0, 1, b"x"), STREAM_CLOSED),
+    "headers behind the end": (OVER + HEADERS, STREAM_CLOSED),
+    "trailers that are no end": (HEADERS + HEADERS, PROTOCOL_ERROR),
+    "window that does not grow": (HEADERS + pack_number(frames.WINDOW_UPDATE, 1, 0), PROTOCOL_ERROR),
+    "window that is too large": (HEADERS + pack_number(frames.WINDOW_UPDATE, 1, LARGEST), FLOW_CONTROL_ERROR),
 }
 
 
@@ -121,13 +139,13 @@ def length_of(num_bytes: int) -> bytes:
 
 
 OF_THE_STREAM |= {
-    "body that is too short": (length_of(6) + pack(frames.DATA, END, 1, b"12345"), Code.PROTOCOL_ERROR),
-    "body that is too long": (length_of(4) + pack(frames.DATA, 0, 1, b"12345"), Code.PROTOCOL_ERROR),
+    "body that is too short": (length_of(6) + pack(frames.DATA, END, 1, b"12345"), PROTOCOL_ERROR),
+    "body that is too long": (length_of(4) + pack(frames.DATA, 0, 1, b"12345"), PROTOCOL_ERROR),
     "body that is too short for its trailers": (
         length_of(4) + pack(frames.HEADERS, WHOLE | END, 1, BLOCK),
-        Code.PROTOCOL_ERROR,
+        PROTOCOL_ERROR,
     ),
-    "no body": (length_of(4)[:4] + bytes([WHOLE | END]) + length_of(4)[5:], Code.PROTOCOL_ERROR),
+    "no body": (length_of(4)[:4] + bytes([WHOLE | END]) + length_of(4)[5:], PROTOCOL_ERROR),
 }
 
 
@@ -140,7 +158,7 @@ def connect(end: Callable[[], End] = End) -> tuple[End, FakeTransport]:
 
 @pytest.mark.parametrize(("said", "code"), OF_THE_CONNECTION.values(), ids=OF_THE_CONNECTION)
 @pytest.mark.parametrize("portion", [1 << 20, 1])
-async def test_the_connection_ends(said: bytes, code: Code, portion: int) -> None:
+async def test_the_connection_ends(said: bytes, code: ErrorCode, portion: int) -> None:
     ours, transport = connect()
     feed(ours, said, [portion] * len(said))
     *_, last = parse(transport.take())
@@ -150,7 +168,7 @@ async def test_the_connection_ends(said: bytes, code: Code, portion: int) -> Non
 
 
 @pytest.mark.parametrize(("said", "code"), OF_THE_STREAM.values(), ids=OF_THE_STREAM)
-async def test_the_stream_ends_and_no_other(said: bytes, code: Code) -> None:
+async def test_the_stream_ends_and_no_other(said: bytes, code: ErrorCode) -> None:
     ours, transport = connect()
     feed(ours, SETTINGS + said)
     resets = [frame for frame in parse(transport.take()) if isinstance(frame, RstStreamFrame)]
@@ -220,7 +238,7 @@ async def test_kinds_of_frames_that_are_not_known(num_bytes: int, portion: int) 
     ],
 )
 async def test_too_many_frames_that_bring_nothing(frame: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "MAX_USELESS_FRAMES", 100)
+    monkeypatch.setattr(connection_module, "MAX_UNPRODUCTIVE_FRAMES", 100)
     ours, transport = connect()
     feed(ours, SETTINGS + pack(frames.HEADERS, WHOLE, 1, BLOCK) + pack(frames.HEADERS, WHOLE, 3, BLOCK))
     feed(ours, pack_number(frames.RST_STREAM, 3, 8))
@@ -230,31 +248,31 @@ async def test_too_many_frames_that_bring_nothing(frame: bytes, monkeypatch: pyt
     assert not transport.is_closed
     feed(ours, frame)
     assert transport.is_closed
-    assert parse(transport.take())[-1].error_code == Code.ENHANCE_YOUR_CALM
+    assert parse(transport.take())[-1].error_code == ENHANCE_YOUR_CALM
 
 
 @pytest.mark.parametrize("num_bytes", [100, 2500])
 async def test_windows_of_a_large_answer_bring_something(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients with small windows say for every few KiB that they have room."""
-    monkeypatch.setattr(connection_module, "MAX_USELESS_FRAMES", 100)
+    monkeypatch.setattr(connection_module, "MAX_UNPRODUCTIVE_FRAMES", 100)
     ours, transport = connect()
     feed(ours, SETTINGS + OVER)
     stream = ours.streams[1]
     stream.send_headers(ANSWER)
-    stream.lend(bytes(1_000_000))
-    while not stream.is_over and not transport.is_closed:
+    stream.send_nowait(bytes(1_000_000))
+    while not stream.is_closed and not transport.is_closed:
         feed(ours, pack_number(frames.WINDOW_UPDATE, 1, num_bytes) + pack_number(frames.WINDOW_UPDATE, 0, num_bytes))
         transport.take()
     assert not transport.is_closed
-    assert stream.is_over
+    assert stream.is_closed
 
 
 async def test_but_not_if_they_are_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "MAX_USELESS_FRAMES", 100)
+    monkeypatch.setattr(connection_module, "MAX_UNPRODUCTIVE_FRAMES", 100)
     ours, transport = connect()
     feed(ours, SETTINGS + OVER + pack_number(frames.WINDOW_UPDATE, 0, 1_000_000))
     ours.streams[1].send_headers(ANSWER)
-    ours.streams[1].lend(bytes(1_000_000))
+    ours.streams[1].send_nowait(bytes(1_000_000))
     for _ in range(110):
         feed(ours, pack_number(frames.WINDOW_UPDATE, 1, 1))
     assert transport.is_closed
@@ -291,10 +309,13 @@ async def test_windows_of_the_connection_count_padding_and_streams_that_are_over
 async def test_a_server_that_breaks_the_protocol() -> None:
     for said, code in (
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", None),
-        (SETTINGS + pack(frames.HEADERS, WHOLE, 2, Encoder().encode(ANSWER)), Code.PROTOCOL_ERROR),
-        (SETTINGS + pack(frames.HEADERS, WHOLE, 3, Encoder().encode(ANSWER)), Code.PROTOCOL_ERROR),
-        (SETTINGS + pack(frames.DATA, 0, 1, b"x"), Code.PROTOCOL_ERROR),
-        (SETTINGS + pack(frames.PUSH_PROMISE, WHOLE, 1, b"\0\0\0\2" + Encoder().encode(REQUEST)), Code.PROTOCOL_ERROR),
+        (SETTINGS + pack(frames.HEADERS, WHOLE, 2, Encoder().encode(ANSWER)), PROTOCOL_ERROR),
+        (SETTINGS + pack(frames.HEADERS, WHOLE, 3, Encoder().encode(ANSWER)), PROTOCOL_ERROR),
+        (SETTINGS + pack(frames.DATA, 0, 1, b"x"), PROTOCOL_ERROR),
+        (
+            SETTINGS + pack(frames.PUSH_PROMISE, WHOLE, 1, b"\0\0\0\2" + Encoder().encode(REQUEST)),
+            PROTOCOL_ERROR,
+        ),
     ):
         ours, transport = connect(ClientEnd)
         assert isinstance(ours, ClientEnd)

@@ -14,7 +14,7 @@ from ps_protocol.vocabulary import DTYPE_BYTES, PARAMETER_DTYPES, PLACEMENTS, Pa
 
 few = settings(max_examples=30)  # for tests that draw whole models: each example is a large one
 
-# What somebody may call a parameter: quotes, line breaks, other scripts, our own suffix, a path, an escape.
+# Unusual names of parameters: quotes, line breaks, other scripts, the suffix of a block, a path, an escape.
 AWKWARD_NAMES = (
     '"',
     "\\",

@@ -1,4 +1,4 @@
-"""Contexts that follow their files, over real sockets."""
+"""TLS contexts that follow their files, over real sockets."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 class Greeter:
-    """Accepts connections one after another and tells each who it is."""
+    """A TLS server that sends each client the serial number of its certificate."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._context = context
@@ -95,7 +95,7 @@ class Greeter:
                     pass
 
     def ask(self, context: ssl.SSLContext) -> tuple[int, int]:
-        """Serial numbers of its certificate, and of ours as it saw it (0: it asked for none)."""
+        """Return the serial numbers of its certificate, and of the client's as it received it (0: none)."""
         with (
             socket.create_connection(("127.0.0.1", self.port), 10) as raw,
             context.wrap_socket(raw, server_hostname="127.0.0.1") as tls,
@@ -118,18 +118,18 @@ def mutual(authority: Authority) -> Iterator[Greeter]:
     greeter.close()
 
 
-def test_both_sides_show_a_certificate(authority: Authority, mutual: Greeter) -> None:
+def test_both_sides_verify_the_certificate_of_the_other(authority: Authority, mutual: Greeter) -> None:
     client = authority.issue("client")
     assert client.cert
     assert mutual.ask(client_context(client)) == (serial(authority.folder / "service.pem"), serial(client.cert))
     for stranger in (TlsFiles(authority.ca), Authority(authority.folder.parent / "other").issue("client")):
         context = client_context(TlsFiles(authority.ca, stranger.cert, stranger.key))
         with pytest.raises(OSError):
-            assert mutual.ask(context)[1], "it was let in"
+            assert mutual.ask(context)[1], "the connection was accepted"
 
 
 @pytest.mark.asyncio
-async def test_who_is_refused_learns_why(authority: Authority) -> None:
+async def test_a_client_without_a_certificate_receives_the_reason(authority: Authority) -> None:
     loop = asyncio.get_running_loop()
     context = server_context(authority.issue("service"))
     async with await loop.create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=context) as server:
@@ -143,7 +143,7 @@ async def test_who_is_refused_learns_why(authority: Authority) -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_goes_on_after_the_refusal_is_cut_off(authority: Authority) -> None:
+async def test_a_client_that_sends_after_the_alert_is_disconnected(authority: Authority) -> None:
     loop = asyncio.get_running_loop()
     context = server_context(authority.issue("service"))
     async with await loop.create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=context) as server:
@@ -169,7 +169,7 @@ def test_new_connections_use_the_new_certificates(authority: Authority, mutual: 
     assert not set(first) & set(second)
 
 
-def test_an_authority_may_be_replaced(authority: Authority, mutual: Greeter) -> None:
+def test_an_authority_can_be_replaced(authority: Authority, mutual: Greeter) -> None:
     client = authority.issue("client")
     context = client_context(client)
     mutual.ask(context)
@@ -177,12 +177,12 @@ def test_an_authority_may_be_replaced(authority: Authority, mutual: Greeter) -> 
     authority.__post_init__()
     authority.issue("service")
     with pytest.raises(OSError):
-        assert mutual.ask(context)[1], "the old authority's certificate was let in"
+        assert mutual.ask(context)[1], "the certificate of the old authority was accepted"
     authority.issue("client")
     assert mutual.ask(context)[1] == serial(authority.folder / "client.pem")
 
 
-def test_files_that_do_not_fit_each_other_are_left(authority: Authority, mutual: Greeter) -> None:
+def test_a_certificate_without_its_key_is_ignored(authority: Authority, mutual: Greeter) -> None:
     context = client_context(authority.issue("client"))
     first = mutual.ask(context)
     authority.issue("service", only_cert=True)
@@ -191,7 +191,7 @@ def test_files_that_do_not_fit_each_other_are_left(authority: Authority, mutual:
     assert mutual.ask(context)[0] == serial(authority.folder / "service.pem") != first[0]
 
 
-def test_what_failed_is_tried_again(authority: Authority, mutual: Greeter) -> None:
+def test_a_context_that_could_not_be_rebuilt_is_rebuilt_later(authority: Authority, mutual: Greeter) -> None:
     files = authority.issue("client")
     assert files.cert
     built: list[ssl.SSLContext] = []
@@ -210,7 +210,7 @@ def test_what_failed_is_tried_again(authority: Authority, mutual: Greeter) -> No
     assert len(built) == 3
 
 
-def test_a_change_is_told_once(tmp_path: Path) -> None:
+def test_a_change_of_a_file_is_reported_once(tmp_path: Path) -> None:
     file = tmp_path / "file"
     watched = WatchedFiles([file])
     assert not watched.have_changed()
@@ -224,7 +224,7 @@ def test_a_change_is_told_once(tmp_path: Path) -> None:
     assert not watched.have_changed()
 
 
-def test_contexts_warn_of_nothing(authority: Authority) -> None:
+def test_contexts_cause_no_warnings(authority: Authority) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         client_context(TlsFiles(authority.ca))
@@ -247,7 +247,7 @@ def test_contexts_warn_of_nothing(authority: Authority) -> None:
     ],
 )
 @pytest.mark.parametrize("make_context", [client_context, server_context])
-def test_files_that_cannot_be_used_are_named(
+def test_unusable_files_are_named(
     make_context: Callable[[TlsFiles], ssl.SSLContext], wrong: dict[str, str | None], message: str, authority: Authority
 ) -> None:
     files = authority.issue("service")

@@ -52,14 +52,14 @@ def test_a_missing_header_is_named(header: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "-1", "+1", "1.0", "1e3", " 1", "1_0", "0x1", "٣", "²", "nan", "9" * 19, "1\n"], ids=ascii
 )
-def test_what_is_not_a_number_is_named(header: str, text: str) -> None:
+def test_a_header_that_is_no_number_is_named(header: str, text: str) -> None:
     with raises_code("bad_header", match=f"the header {header} is not a number"):
         Fence.from_headers({**HEADERS, header: text})
 
 
 @pytest.mark.parametrize("header", ["gradpost-run", "gradpost-plan"])
 @pytest.mark.parametrize("text", ["", "ä", "a\nb", "\0", "x" * 129], ids=ascii)
-def test_what_is_no_identifier_is_named(header: str, text: str) -> None:
+def test_a_header_that_is_no_identifier_is_named(header: str, text: str) -> None:
     with raises_code("bad_header", match=f"the header {header} is no identifier"):
         Fence.from_headers({**HEADERS, header: text})
 
@@ -93,7 +93,7 @@ def test_the_addressee() -> None:
         ("pserver_incarnation", 5, "stale_pserver"),
     ],
 )
-def test_what_is_stale_about_the_addressee_is_said(field: str, value: Any, code: str) -> None:
+def test_the_stale_part_of_the_addressee_is_named(field: str, value: Any, code: str) -> None:
     with raises_code(code) as caught:
         FENCE.check_addressee(**{**ADDRESSEE, field: value})
     assert str(value) in caught.value.facts["expected"]

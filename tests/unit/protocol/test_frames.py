@@ -145,7 +145,7 @@ def test_data_is_aligned_and_the_header_as_long_as_asked(
 
 
 @pytest.mark.parametrize("name", AWKWARD_NAMES)
-def test_a_block_may_be_called_anything(name: str) -> None:
+def test_a_block_may_have_an_unusual_name(name: str) -> None:
     body = write_frame({name: np.ones(2, "f4")}, {name: name})
     assert list(safetensors.numpy.load(body)) == [name]
     frame = parse_frame(body)
@@ -154,7 +154,9 @@ def test_a_block_may_be_called_anything(name: str) -> None:
 
 @pytest.mark.parametrize("metadata", [None, {"a": "b"}])
 @pytest.mark.parametrize("entry_names", [["a", "a"], ["__metadata__"], ["\ud800"]], ids=ascii)
-def test_what_no_header_can_hold(entry_names: list[str], metadata: dict[str, str] | None) -> None:
+def test_impossible_names_are_refused_before_they_are_written(
+    entry_names: list[str], metadata: dict[str, str] | None
+) -> None:
     with pytest.raises(ValueError):
         encode_header([(name, "F32", ()) for name in entry_names], metadata)
 
@@ -172,15 +174,12 @@ def entry_text(offsets: str, shape: str = "2") -> str:
 
 REFUSED = {
     "no frame": (b"", "starts with the header's length"),
-    "a cut length": (b"\2\0\0", "starts with the header's length"),
     "no header": (raw_frame(""), "must begin with {"),
     "a header longer than the body": ((100).to_bytes(8, "little") + b"{}", "ends within its header"),
     "a header shorter than itself": ((30).to_bytes(8, "little") + raw_frame({"t": entry()}, b"ab")[8:], "not JSON"),
     "a cut header": (raw_frame('{"t":'), "not JSON"),
     "an array": (raw_frame("[]"), "must begin with {"),
     "a leading space": (raw_frame(" {}"), "must begin with {"),
-    "two documents": (raw_frame("{}{}"), "not JSON"),
-    "NUL padding": (raw_frame("{}\0\0"), "not JSON"),
     "NUL in a name": (raw_frame('{"a\0":1}'), "not JSON"),
     "a byte order mark": (raw_frame("\ufeff{}"), "must begin with {"),
     "UTF-16": (raw_frame(json.dumps({"t": entry()}).encode("utf-16-le"), b"ab"), "not JSON"),
@@ -188,53 +187,35 @@ REFUSED = {
     "half a surrogate pair": (raw_frame({"\ud800": entry()}, b"ab"), "not JSON"),
     "half a pair in metadata": (raw_frame({"__metadata__": {"a": "\udfff"}}), "not JSON"),
     "deep arrays": (raw_frame('{"t":' + "[" * 100_000), "not JSON"),
-    "deep objects": (raw_frame('{"t":' * 100_000), "not JSON"),
     "more digits than Python parses": (raw_frame(entry_text("0," + "9" * 5000)), "not JSON"),
     "a name twice": (raw_frame(entry_text("0,2")[:-1] + "," + entry_text("0,2")[1:], b"ab"), "twice"),
     "a member twice": (raw_frame('{"t":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', b"a"), "twice"),
     "metadata twice": (raw_frame('{"__metadata__":{},"__metadata__":{}}'), "twice"),
     "metadata of numbers": (raw_frame({"__metadata__": {"a": 1}}), "__metadata__ must map"),
-    "metadata of nulls": (raw_frame({"__metadata__": {"a": None}}), "__metadata__ must map"),
-    "metadata as a list": (raw_frame({"__metadata__": []}), "__metadata__ must map"),
-    "metadata as a tensor": (raw_frame({"__metadata__": entry()}, b"ab"), "__metadata__ must map"),
     "an entry that is a number": (raw_frame({"t": 1}), "must have dtype, shape and data_offsets"),
-    "an entry that is null": (raw_frame({"t": None}), "must have dtype, shape and data_offsets"),
     "an entry that is NaN": (raw_frame('{"t":NaN}'), "must have dtype, shape and data_offsets"),
-    "an entry as an array": (raw_frame({"t": ["U8", [2], [0, 2]]}, b"ab"), "must have dtype, shape and data_offsets"),
     "a missing member": (raw_frame({"t": {"dtype": "U8", "shape": []}}), "must have dtype, shape and data_offsets"),
     "another member": (raw_frame({"t": entry(strides=[1])}, b"ab"), "must have dtype, shape and data_offsets"),
     "an unknown dtype": (raw_frame({"t": entry(dtype="F31")}, b"ab"), "unknown dtype"),
-    "a dtype like a novel": (raw_frame({"t" * 10_000: entry(dtype="F" * 10_000)}, b"ab"), "unknown dtype"),
     "a dtype that is a list": (raw_frame({"t": entry(dtype=["U8"])}, b"ab"), "unknown dtype"),
-    "a dtype that is null": (raw_frame({"t": entry(dtype=None)}, b"ab"), "unknown dtype"),
     "a shape that is a number": (raw_frame({"t": entry(shape=2)}, b"ab"), "shape that is not a list"),
-    "a shape that is a string": (raw_frame({"t": entry(shape="2")}, b"ab"), "shape that is not a list"),
     "a negative size": (raw_frame({"t": entry(shape=[-2])}, b"ab"), "shape that is not a list"),
-    "two negative sizes": (raw_frame({"t": entry(shape=[-2, -1])}, b"ab"), "shape that is not a list"),
     "a fractional size": (raw_frame({"t": entry(shape=[2.0])}, b"ab"), "shape that is not a list"),
-    "a size that is NaN": (raw_frame(entry_text("0,2", "NaN"), b"ab"), "shape that is not a list"),
     "a size that is true": (raw_frame({"t": entry(shape=[2, True])}, b"ab"), "shape that is not a list"),
     "a size beyond 63 bits": (raw_frame({"t": entry(shape=[0, 1 << 63], data_offsets=[0, 0])}), "shape that is not"),
     "too many dimensions": (raw_frame({"t": entry(shape=[1] * 64 + [2])}, b"ab"), "shape that is not a list"),
     "one offset": (raw_frame({"t": entry(data_offsets=[2])}, b"ab"), "not two sizes"),
-    "three offsets": (raw_frame({"t": entry(data_offsets=[0, 1, 2])}, b"ab"), "not two sizes"),
-    "offsets as a string": (raw_frame({"t": entry(data_offsets="02")}, b"ab"), "not two sizes"),
     "boolean offsets": (raw_frame({"t": entry(shape=[1], data_offsets=[False, True])}, b"a"), "not two sizes"),
     "fractional offsets": (raw_frame(entry_text("0,2.0"), b"ab"), "not two sizes"),
-    "infinite offsets": (raw_frame(entry_text("0,Infinity"), b"ab"), "not two sizes"),
     "negative offsets": (raw_frame(entry_text("-2,0"), b""), "not two sizes"),
     "offsets beyond 63 bits": (raw_frame({"t": entry(data_offsets=[10**400, 10**400 + 2])}, b"ab"), "not two sizes"),
     "offsets the wrong way": (raw_frame({"t": entry(data_offsets=[2, 0])}, b"ab"), "do not fit dtype and shape"),
-    "offsets too close": (raw_frame({"t": entry(data_offsets=[0, 1])}, b"a"), "do not fit dtype and shape"),
-    "offsets too far": (raw_frame({"t": entry(data_offsets=[0, 3])}, b"abc"), "do not fit dtype and shape"),
     "a product beyond 63 bits": (raw_frame({"t": entry(shape=[1 << 40] * 3)}, b"ab"), "do not fit dtype and shape"),
     "a hole at the start": (raw_frame({"t": entry(data_offsets=[1, 3])}, b"abc"), "hole or overlaps"),
-    "a hole in between": (raw_frame({"t": entry(), "u": entry(data_offsets=[3, 5])}, b"abcde"), "hole or overlaps"),
     "an overlap": (raw_frame({"t": entry(), "u": entry(data_offsets=[1, 3])}, b"abc"), "hole or overlaps"),
     "the same bytes twice": (raw_frame({"t": entry(), "u": entry()}, b"ab"), "hole or overlaps"),
     "data too short": (raw_frame({"t": entry()}, b"a"), "not as long as the header says"),
     "data too long": (raw_frame({"t": entry()}, b"abc"), "not as long as the header says"),
-    "data of nothing": (raw_frame("{}", b"a"), "not as long as the header says"),
 }  # fmt: skip
 
 
@@ -288,7 +269,7 @@ def test_the_number_of_tensors_cannot_be_hidden() -> None:
 
 
 @pytest.mark.parametrize("length", [1 << 20, 1 << 31, 1 << 62, (1 << 64) - 1])
-def test_a_length_that_lies_allocates_nothing(length: int) -> None:
+def test_a_wrong_length_allocates_nothing(length: int) -> None:
     with pytest.raises(GradpostError, match=r"the frame's header is too large|ends within its header"):
         parse_frame(length.to_bytes(8, "little") + b"{}")
 
@@ -309,7 +290,7 @@ def test_random_bytes_raise_nothing_but_our_errors(body: bytes) -> None:
 
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.sampled_from([0, 0, 0, 0, 1, -1])), max_size=3))
-def test_random_offsets_are_refused_or_what_the_reference_reads(tensors: list[tuple[int, int, int]]) -> None:
+def test_random_offsets_are_refused_or_read_as_by_the_reference(tensors: list[tuple[int, int, int]]) -> None:
     header = {
         f"t{i}": {"dtype": "U8", "shape": [size], "data_offsets": [begin, begin + size + error]}
         for i, (size, begin, error) in enumerate(tensors)
@@ -344,7 +325,7 @@ HONEST_FRAMES = [
 
 @settings(max_examples=300)
 @given(st.sampled_from(HONEST_FRAMES), mutations)
-def test_mutated_frames_are_refused_or_what_the_reference_reads(
+def test_mutated_frames_are_refused_or_read_as_by_the_reference(
     frame: bytes, changes: list[tuple[int, str, bytes]]
 ) -> None:
     body = bytearray(frame)
@@ -376,7 +357,7 @@ def parse_or_refuse(body: bytes) -> None:
     assert theirs == {t.name: (t.dtype, t.shape, data[t.begin : t.end]) for t in frame.tensors}
 
 
-def test_parse_header_alone_tells_where_the_data_begins() -> None:
+def test_a_header_is_parsed_without_its_data() -> None:
     body = write_frame({"w": np.ones(3, "f4")})
     data_begin = parse_length(body[:8], FrameLimits())
     frame = parse_header(body[8:data_begin], FrameLimits())

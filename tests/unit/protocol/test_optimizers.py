@@ -30,12 +30,12 @@ ADAM_NUMBERS = {"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-def test_what_is_on_the_list_is_allowed(name: str) -> None:
+def test_a_known_optimizer_is_allowed(name: str) -> None:
     flags = dict.fromkeys(RULES[name].flags, False)
     assert check_optimizer(name, [flags, flags]) == OptimizerSpec(name, (flags, flags))
 
 
-def test_the_list_is_that_of_torch() -> None:
+def test_optimizers_have_the_arguments_of_torch() -> None:
     """Names, numbers and flags are those of the constructors, less what selects an implementation."""
     torch_optim = pytest.importorskip("torch.optim")
     others = {"self", "params", "foreach", "capturable", "differentiable", "fused"}
@@ -49,14 +49,14 @@ def test_the_list_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_is_refused_is_refused_with_its_reason(name: str) -> None:
+def test_a_refused_optimizer_is_refused_with_its_reason(name: str) -> None:
     with raises_code("unsupported_optimizer") as caught:
         check_optimizer(name, [])
     assert caught.value.detail == f"{name} cannot run on a pserver: {REFUSED[name]}"
     assert caught.value.facts == {"expected": ", ".join(RULES), "actual": name}
 
 
-def test_what_nobody_knows_is_refused() -> None:
+def test_an_unknown_optimizer_is_refused() -> None:
     with raises_code("unsupported_optimizer", match="Lion cannot run on a pserver: it is not on the list"):
         check_optimizer("Lion", [])
 
@@ -101,7 +101,7 @@ def test_any_json_gives_a_spec_or_our_error(value: Any) -> None:
     assert value["group_flags"] == []  # the only flags that the strategy can hit
 
 
-def test_numbers_that_fit() -> None:
+def test_valid_hyperparameters_are_accepted() -> None:
     assert check_hyper_parameters(SGD, [SGD_NUMBERS]) == [SGD_NUMBERS]
     assert check_hyper_parameters(ADAM, [ADAM_NUMBERS]) == [ADAM_NUMBERS]
     assert check_hyper_parameters(SGD, [{**SGD_NUMBERS, "dampening": -1.5}])
@@ -139,7 +139,7 @@ def test_groups_that_do_not_fit(groups: Any, message: str) -> None:
         check_hyper_parameters(SGD, groups)
 
 
-def test_the_last_group_may_be_that_of_the_buffers() -> None:
+def test_the_last_group_may_be_the_buffers() -> None:
     spec = SGD.with_means()
     assert check_optimizer("SGD", spec.group_flags) == spec
     assert ([spec.rule(group) for group in range(2)], spec.num_stepped) == (["SGD", MEAN], 1)

@@ -1,16 +1,86 @@
+"""Slicing parameters into blocks, and placing blocks on pservers."""
+
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.placement import PLACE, SizedName, place_balanced, place_hash, place_round_robin
-from ps_protocol.vocabulary import PLACEMENTS, Placement
+from ps_protocol.placement import PLACE, SizedName, place_balanced, place_hash, place_round_robin, slice_parameter
+from ps_protocol.vocabulary import PLACEMENTS, Block, BufferSpec, ParameterSpec, Placement, is_name, is_shape, is_size
 
-from .strategies import all_num_pservers, few, names
+from .strategies import all_min_block_sizes, all_num_pservers, few, names
+
+# ---------------------------------------------------------------- vocabulary
+
+
+@pytest.mark.parametrize(("shape", "num_elements"), [((), 1), ((0,), 0), ((3, 0), 0), ((10, 1000), 10_000)])
+def test_specs_count_elements_and_bytes(shape: tuple[int, ...], num_elements: int) -> None:
+    assert ParameterSpec("w", shape).num_elements == num_elements
+    assert BufferSpec("w", shape, "I64", 0).num_bytes == 8 * num_elements
+
+
+def test_a_block_is_named_for_its_parameter() -> None:
+    block = Block("layers.0.weight", 2, 10, 15, 1)
+    assert (block.name, block.num_elements) == ("layers.0.weight.block2", 5)
+
+
+@pytest.mark.parametrize(
+    ("is_valid", "right", "wrong"),
+    [
+        (is_size, [0, 1, (1 << 63) - 1], [-1, 1 << 63, True, 1.0, "1", None]),
+        (is_shape, [(), (1,) * 64], [(1,) * 65, (True,), [1]]),
+        (is_name, ["w", "\n", "__metadata__.weight", "\U0001f40d", "\ue000"],
+         ["", "__metadata__", "a\ud800", "\udfff", None, 1]),
+    ],
+)  # fmt: skip
+def test_sizes_shapes_and_names_are_checked(is_valid: Any, right: list[Any], wrong: list[Any]) -> None:
+    assert [is_valid(value) for value in right] == [True] * len(right)
+    assert [is_valid(value) for value in wrong] == [False] * len(wrong)
+
+
+# ---------------------------------------------------------------- slicing
+
+all_num_elements = st.integers(0, 100_000) | st.integers(0, 1 << 62)
+
+
+@given(all_num_elements, all_num_pservers, all_min_block_sizes)
+def test_a_parameter_is_tiled_by_the_smallest_number_of_equal_blocks(
+    num_elements: int, num_pservers: int, min_block_size: int
+) -> None:
+    blocks = slice_parameter(num_elements, num_pservers, min_block_size=min_block_size)
+    position = 0
+    for begin, end in blocks:
+        assert begin == position < end
+        position = end
+    assert position == num_elements
+    assert len(blocks) == min((num_elements + min_block_size - 1) // min_block_size, num_pservers)
+    sizes = [end - begin for begin, end in blocks]
+    assert sizes == sorted(sizes, reverse=True)
+    assert not sizes or sizes[0] - sizes[-1] <= 1
+    whole = slice_parameter(num_elements, num_pservers, min_block_size=min_block_size, whole=True)
+    assert whole == ([(0, num_elements)] if num_elements else [])
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "expected"),
+    [(0, []), (10, [10]), (8192, [8192]), (8193, [4097, 4096]), (10_000, [5000, 5000]), (16385, [5462, 5462, 5461])],
+)
+def test_a_block_has_at_most_8192_elements_until_every_pserver_has_one(num_elements: int, expected: list[int]) -> None:
+    assert [end - begin for begin, end in slice_parameter(num_elements, 3)] == expected
+
+
+@pytest.mark.parametrize(("num_elements", "num_pservers", "min_block_size"), [(-1, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_impossible_numbers_are_refused(num_elements: int, num_pservers: int, min_block_size: int) -> None:
+    with pytest.raises(ValueError, match="expected num_elements >= 0"):
+        slice_parameter(num_elements, num_pservers, min_block_size=min_block_size)
+
+
+# ---------------------------------------------------------------- placement
 
 sized_names = st.lists(st.tuples(names, st.integers(1, 1 << 40)), max_size=20)
 few_sized_names = st.lists(st.tuples(names, st.integers(1, 12)), min_size=1, max_size=7)
@@ -37,14 +107,14 @@ def test_every_block_has_an_owner_that_exists(placement: Placement, blocks: list
 
 @few
 @given(sized_names, all_num_pservers)
-def test_round_robin_goes_round(blocks: list[SizedName], num_pservers: int) -> None:
+def test_round_robin_cycles(blocks: list[SizedName], num_pservers: int) -> None:
     expected = itertools.islice(itertools.cycle(range(num_pservers)), len(blocks))
     assert place_round_robin(blocks, num_pservers) == list(expected)
 
 
 @few
 @given(sized_names, all_num_pservers)
-def test_hash_looks_at_the_name_alone(blocks: list[SizedName], num_pservers: int) -> None:
+def test_hash_depends_on_the_name_only(blocks: list[SizedName], num_pservers: int) -> None:
     alone = [place_hash([(name, 1)], num_pservers)[0] for name, _ in blocks]
     assert place_hash(blocks, num_pservers) == alone
 
@@ -60,7 +130,7 @@ def test_hash_is_the_same_on_every_machine() -> None:
 
 @few
 @given(sized_names, all_num_pservers)
-def test_balanced_keeps_grahams_bound(blocks: list[SizedName], num_pservers: int) -> None:
+def test_balanced_is_within_grahams_bound(blocks: list[SizedName], num_pservers: int) -> None:
     """The fullest pserver had the least when it got its last block, so it is at most that block above the mean."""
     held = loads(blocks, place_balanced(blocks, num_pservers), num_pservers)
     sizes = [size for _, size in blocks]
@@ -81,6 +151,6 @@ def test_balanced_is_within_a_third_of_the_best(blocks: list[SizedName], num_pse
 
 @few
 @given(st.integers(1, 50), all_num_pservers, st.integers(1, 1000))
-def test_balanced_gives_equal_blocks_round(num_blocks: int, num_pservers: int, size: int) -> None:
+def test_balanced_distributes_equal_blocks_in_turn(num_blocks: int, num_pservers: int, size: int) -> None:
     blocks = [(f"w.block{i}", size) for i in range(num_blocks)]
     assert place_balanced(blocks, num_pservers) == place_round_robin(blocks, num_pservers)

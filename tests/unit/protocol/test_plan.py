@@ -32,7 +32,7 @@ SEED_MODEL = [ParameterSpec("w1", (10, 1000)), ParameterSpec("w2", (1, 10))]
 # ---------------------------------------------------------------- what a plan is
 
 
-def test_the_seeds_example() -> None:
+def test_the_example_of_the_overview() -> None:
     plan = make_plan(SEED_MODEL, 3, placement="round_robin")
     assert plan.blocks == (
         Block("w1", 0, 0, 5000, 0),
@@ -41,17 +41,6 @@ def test_the_seeds_example() -> None:
     )
     assert [block.name for block in plan.blocks] == ["w1.block0", "w1.block1", "w2.block0"]
     assert [plan.shard_bytes(i) for i in range(3)] == [20_000, 20_000, 40]
-
-
-@few
-@given(plans)
-def test_blocks_tile_every_parameter(plan: SlicePlan) -> None:
-    for spec in plan.parameters:
-        blocks = [block for block in plan.blocks if block.parameter == spec.name]
-        assert [block.index for block in blocks] == list(range(len(blocks)))
-        elements = [range(block.begin, block.end) for block in blocks]
-        assert all(elements)
-        assert [i for part in elements for i in part] == list(range(spec.num_elements))
 
 
 @few
@@ -89,7 +78,7 @@ def test_names_on_the_wire_are_unique(plan: SlicePlan) -> None:
 @few
 @given(plans, st.data())
 def test_the_inverse_restores_every_shape(plan: SlicePlan, data: st.DataObject) -> None:
-    """What a trainer does: cut, give away, collect in any order, put together again."""
+    """Slice parameters, distribute the blocks, and reassemble them in another order."""
     elements = st.integers(0, 255)
     model = {
         spec.name: data.draw(npst.arrays(np.int16, spec.shape, elements=elements, fill=elements))
@@ -105,23 +94,18 @@ def test_the_inverse_restores_every_shape(plan: SlicePlan, data: st.DataObject) 
         np.testing.assert_array_equal(pulled[spec.name].reshape(spec.shape), model[spec.name])
 
 
+def test_scalars_have_a_block_and_empty_parameters_none() -> None:
+    plan = make_plan([ParameterSpec("s", ()), ParameterSpec("e", (3, 0, 2)), ParameterSpec("one", (1, 1))], 4)
+    assert [(b.name, b.begin, b.end) for b in plan.blocks] == [("s.block0", 0, 1), ("one.block0", 0, 1)]
+    assert (make_plan([], 2).blocks, make_plan([], 2).shards) == ((), ((), ()))
+
+
 def test_balanced_counts_bytes_and_not_elements() -> None:
     parameters = [ParameterSpec("half", (6,), "BF16"), ParameterSpec("full", (5,), "F32"), ParameterSpec("b", (2,))]
     assert [block.pserver for block in make_plan(parameters, 2).blocks] == [1, 0, 1]
 
 
-def test_scalars_and_empty_parameters() -> None:
-    plan = make_plan([ParameterSpec("s", ()), ParameterSpec("e", (3, 0, 2)), ParameterSpec("one", (1, 1))], 4)
-    assert [(b.name, b.begin, b.end) for b in plan.blocks] == [("s.block0", 0, 1), ("one.block0", 0, 1)]
-
-
-def test_a_model_without_parameters_is_a_plan() -> None:
-    plan = make_plan([], 2)
-    assert plan.blocks == ()
-    assert plan.shards == ((), ())
-
-
-def test_buffers_stay_whole_and_go_round() -> None:
+def test_buffers_stay_whole_and_are_distributed_in_turn() -> None:
     buffers = [("mean", (100_000,), "F32"), ("count", (), "I64"), ("var", (100_000,), "F64")]
     plan = make_plan(SEED_MODEL, 2, min_block_size=1, buffers=buffers)
     assert [(b.name, b.pserver, b.num_bytes) for b in plan.buffers] == [
@@ -182,7 +166,6 @@ def test_plans_are_equal_exactly_if_their_digests_are(one: dict[str, Any], other
         {"parameters": [ParameterSpec("b", (3,)), ParameterSpec("w", (10_000,))]},
         {"parameters": [ParameterSpec("w", (10_000,)), ParameterSpec("b", (3,)), ParameterSpec("empty", (0,))]},
         {"buffers": [("mean", (3,), "F32")]},
-        {"buffers": [("mean", (3,), "F64")]},
         {"buffers": []},
         {"optimizer": None},
         {"optimizer": check_optimizer("SGD", [{"nesterov": False, "maximize": True}] * 2)},
@@ -293,32 +276,26 @@ _WIRE_PLAN = over_the_wire(
     ("path", "value", "message"),
     [
         (["blocks", 0, 3], 4999, "hole or overlap"),
-        (["blocks", 0, 3], 5001, "hole or overlap"),
-        (["blocks", 0, 3], 0, "empty or longer"),
-        (["blocks", 1, 3], 9999, "hole or overlap"),
         (["blocks", 2, 3], 11, "empty or longer"),
         (["blocks", 1, 1], 0, "hole or overlap"),
         (["blocks", 1, 0], "w2", "hole or overlap"),
         (["blocks", 0, 2], False, "a block of a plan is"),
         (["blocks", 0, 3], 5000.0, "a block of a plan is"),
         (["blocks", 0, 4], 2, "pserver that the plan does not have"),
-        (["blocks", 0, 4], -1, "a block of a plan is"),
         (["blocks"], [], "hole or overlap"),
         (["buffers", 0, 3], 2, "pserver that the plan does not have"),
         (["buffers", 0, 3], True, "a buffer of a plan is"),
         (["buffers", 0, 0], "w2", "two tensors are called 'w2'"),
-        (["num_pservers"], 0, "out of range"),
         (["num_pservers"], True, "out of range"),
         (["num_pservers"], 1 << 40, "out of range"),
         (["parameters", 0, 3], 1, "a group that the optimizer does not have"),
-        (["parameters", 0, 3], -2, "a group that the optimizer does not have"),
         (["parameters", 0, 3], -1.0, "a group that the optimizer does not have"),
         (["parameters", 0, 1, 0], -10, "impossible shape"),
         (["parameters", 0], "w1", "a parameter of a plan is"),
         (["unknown"], 1, "a slice plan is an object of parameters, blocks, num_pservers, buffers, optimizer"),
     ],
 )
-def test_what_is_wrong_with_a_plan_is_said(path: list[Any], value: Any, message: str) -> None:
+def test_the_fault_of_a_plan_is_named(path: list[Any], value: Any, message: str) -> None:
     garbled = copy.deepcopy(_WIRE_PLAN)
     container = garbled
     for key in path[:-1]:
@@ -363,7 +340,7 @@ def test_the_optimizer_of_a_plan_is_checked() -> None:
 
 
 @pytest.mark.parametrize("name", AWKWARD_NAMES)
-def test_a_parameter_may_be_called_anything(name: str) -> None:
+def test_a_parameter_may_have_an_unusual_name(name: str) -> None:
     plan = make_plan([ParameterSpec(name, (3,))], 2)
     assert plan.blocks[0].name == f"{name}.block0"
     assert SlicePlan.from_json(over_the_wire(plan)) == plan
@@ -372,7 +349,7 @@ def test_a_parameter_may_be_called_anything(name: str) -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", ["", "__metadata__", "\ud800", "w\udfff"])
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_but_not_this(kind: str, name: str, placement: Any) -> None:
+def test_a_tensor_cannot_have_an_impossible_name(kind: str, name: str, placement: Any) -> None:
     parameters = [ParameterSpec(name, (3,))] if kind == "parameter" else []
     buffers = [(name, (3,), "F32")] if kind == "buffer" else []
     with pytest.raises(BadModel, match=f"a {kind} cannot be called"):
@@ -384,12 +361,10 @@ def test_but_not_this(kind: str, name: str, placement: Any) -> None:
     [
         ({"parameters": [ParameterSpec("w", ()), ParameterSpec("w", ())]}, "two tensors are called 'w'"),
         ({"buffers": [("w", (), "F32")]}, "two tensors are called 'w'"),
-        ({"buffers": [("m", (), "F32"), ("m", (), "F32")]}, "two tensors are called 'm'"),
         ({"buffers": [("w.block1", (), "F32")]}, "'w.block1' is called like a block of parameter 'w'"),
         ({"buffers": [("m", (-1,), "F32")]}, "buffer 'm' has an impossible shape"),
         ({"buffers": [("m", (), "float32")]}, "buffer 'm' has a wrong dtype"),
         ({"parameters": [ParameterSpec("w", (), "I64")]}, "parameter 'w' has a wrong dtype .*F32, BF16, F16.*I64"),
-        ({"parameters": [ParameterSpec("w", (), "F64")]}, "parameter 'w' has a wrong dtype"),
         ({"parameters": [ParameterSpec("w", (2, -1))]}, "parameter 'w' has an impossible shape"),
         ({"parameters": [ParameterSpec("w", (True,))]}, "impossible shape"),
         ({"parameters": [ParameterSpec("w", (1 << 63,))]}, "impossible shape"),
@@ -397,7 +372,6 @@ def test_but_not_this(kind: str, name: str, placement: Any) -> None:
         ({"parameters": [ParameterSpec("w", (1,) * 65)]}, "impossible shape"),
         ({"parameters": [ParameterSpec("w", (), group=-2)]}, "a group that the optimizer does not have"),
         ({"num_pservers": 0}, "the number of pservers is out of range"),
-        ({"num_pservers": -1}, "the number of pservers is out of range"),
         ({"num_pservers": MAX_PSERVERS + 1}, "the number of pservers is out of range"),
         ({"min_block_size": 0}, "min_block_size is too small"),
         ({"placement": "random"}, "there is no such placement .*balanced or round_robin or hash.*'random'"),

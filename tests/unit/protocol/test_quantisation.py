@@ -1,4 +1,4 @@
-"""Eight bits an element: what is rounded, and that both ends of the wire add the same."""
+"""Quantisation to eight bits per element: rounding, and equal sums at both ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = st.sampled_from([1, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 7])
 
 
 def quantised(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers, scales, and what they lack."""
+    """Return the integers, the scales and the rounding errors."""
     lacking = values.clone()
     integers, scales = torch.empty(len(values), dtype=torch.int8), torch.empty(-(-len(values) // GROUP))
     quantise(lacking, integers, scales)
@@ -24,8 +24,8 @@ def quantised(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @settings(deadline=None)
 @given(size=SIZES, seed=st.integers(0, 99), exponent=st.integers(-148, 120))
-def test_no_element_is_off_by_more_than_half_a_step(size: int, seed: int, exponent: int) -> None:
-    """Down to where a scale has hardly any bits left, and below that nothing is said of the group."""
+def test_quantisation_is_off_by_half_a_step_at_most(size: int, seed: int, exponent: int) -> None:
+    """Scales go down to subnormal numbers; smaller groups become 0."""
     values = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     integers, scales, lacking = quantised(values)
     steps = scales.repeat_interleave(GROUP)[:size]
@@ -35,7 +35,7 @@ def test_no_element_is_off_by_more_than_half_a_step(size: int, seed: int, expone
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_only_the_group_that_is_not_finite_says_so(bad: float) -> None:
+def test_a_group_that_is_not_finite_has_a_scale_that_is_not_finite(bad: float) -> None:
     values = torch.ones(3 * GROUP)
     values[GROUP + 3] = bad
     _, scales, _ = quantised(values)

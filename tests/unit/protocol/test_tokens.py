@@ -1,3 +1,5 @@
+"""Token files and host names: what a process reads before it listens or connects."""
+
 from __future__ import annotations
 
 import asyncio
@@ -8,13 +10,14 @@ import pytest
 
 from ps_config import tokens
 from ps_config.environment import SettingsError
+from ps_config.hosts import check_listening, is_ip_literal, split_port
 from ps_config.tokens import PREVIOUS, SCOPES, Scope, TokenFile, TokenFolder, TokenPair, includes
 
 OLD, NEW = "old-" + "x" * 20, "new-" + "x" * 20
 
 
 def put(file: Path, token: str, mode: int = 0o400) -> None:
-    """As `gradpost token` does it: by renaming."""
+    """Write a token file as `gradpost token` does, by renaming."""
     temporary = file.with_name(".temporary")
     temporary.write_text(f"{token}\n")
     temporary.chmod(mode)
@@ -31,7 +34,7 @@ def test_scopes_include_those_before_them() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "8 bytes!", "two\nlines" + "x" * 20, "a b" + "x" * 20, "ä" * 30, "x" * 1001])
-def test_what_is_no_token(tmp_path: Path, text: str) -> None:
+def test_an_invalid_token_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "read").write_text(text)
     (tmp_path / "read").chmod(0o400)
     with pytest.raises(SettingsError, match="read holds no token: one line of 20 to 1000 letters") as caught:
@@ -50,45 +53,45 @@ def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     assert file.read() is None
 
 
-def test_a_slip_of_the_pen_keeps_what_was_there(tmp_path: Path) -> None:
-    said: list[str] = []
-    file = TokenFile(tmp_path / "read", said.append)
+def test_an_invalid_token_does_not_replace_a_valid_one(tmp_path: Path) -> None:
+    messages: list[str] = []
+    file = TokenFile(tmp_path / "read", messages.append)
     put(file.path, OLD)
     assert file.read() == OLD
     put(file.path, "not a token")
     assert [file.read() for _ in range(3)] == [OLD] * 3
-    assert len(said) == 1
-    assert "holds no token" in said[0]
+    assert len(messages) == 1
+    assert "holds no token" in messages[0]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX modes")
-@pytest.mark.parametrize(("mode", "is_said"), [(0o400, False), (0o600, False), (0o440, True), (0o644, True)])
-def test_others_who_may_read_it_are_warned_of(tmp_path: Path, mode: int, is_said: bool) -> None:
-    said: list[str] = []
+@pytest.mark.parametrize(("mode", "is_reported"), [(0o400, False), (0o600, False), (0o440, True), (0o644, True)])
+def test_a_token_that_other_users_can_read_is_reported(tmp_path: Path, mode: int, is_reported: bool) -> None:
+    messages: list[str] = []
     put(tmp_path / "read", OLD, mode)
     for _ in range(2):
-        TokenFile(tmp_path / "read", said.append).read()
-    assert len(said) == 2 * is_said
-    assert all(f"(mode {mode:04o}): chmod 400 it" in line and OLD not in line for line in said)
+        TokenFile(tmp_path / "read", messages.append).read()
+    assert len(messages) == 2 * is_reported
+    assert all(f"(mode {mode:04o}): chmod 400 it" in line and OLD not in line for line in messages)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX modes")
-@pytest.mark.parametrize(("mode", "is_said"), [(0o440, False), (0o460, True), (0o444, True)])
+@pytest.mark.parametrize(("mode", "is_reported"), [(0o440, False), (0o460, True), (0o444, True)])
 def test_a_secret_of_kubernetes_is_read_through_the_group_of_the_pod(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_said: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_reported: bool
 ) -> None:
-    """It makes 0440 of `defaultMode: 0400` for a pod with an fsGroup; the files are root's."""
-    said: list[str] = []
+    """Kubernetes changes `defaultMode: 0400` to 0440 for a pod with an fsGroup; the files belong to root."""
+    messages: list[str] = []
     put(tmp_path / "read", OLD, mode)
     owner, group = (tmp_path / "read").stat().st_uid, (tmp_path / "read").stat().st_gid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     monkeypatch.setattr(os, "getegid", lambda: group + 1)
     monkeypatch.setattr(os, "getgroups", lambda: [group])
-    assert TokenFile(tmp_path / "read", said.append).read() == OLD
-    assert bool(said) == is_said
+    assert TokenFile(tmp_path / "read", messages.append).read() == OLD
+    assert bool(messages) == is_reported
     monkeypatch.setattr(os, "getgroups", list)
-    TokenFile(tmp_path / "read", said.append).read()
-    assert said
+    TokenFile(tmp_path / "read", messages.append).read()
+    assert messages
 
 
 def test_a_pair_is_the_newest_and_the_one_before(tmp_path: Path) -> None:
@@ -101,7 +104,7 @@ def test_a_pair_is_the_newest_and_the_one_before(tmp_path: Path) -> None:
     put(tmp_path / "train", NEW)
     assert pair.read() == [NEW, OLD]
     (tmp_path / "train").unlink()
-    assert pair.read() == [NEW, OLD]  # a caller goes on with what it had
+    assert pair.read() == [NEW, OLD]  # a caller keeps the tokens that it has read
 
 
 def test_the_scope_of_a_token(tmp_path: Path) -> None:
@@ -147,20 +150,56 @@ def test_the_widest_scope_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_waiting_for_whoever_writes_it(tmp_path: Path) -> None:
-    said: list[str] = []
-    waiting = asyncio.create_task(TokenPair(tmp_path / "admin").wait(30, said.append))
+async def test_a_missing_token_is_waited_for(tmp_path: Path) -> None:
+    messages: list[str] = []
+    waiting = asyncio.create_task(TokenPair(tmp_path / "admin").wait(30, messages.append))
     await asyncio.sleep(0)
-    [line] = said
+    [line] = messages
     assert line.startswith("waiting for a token, 30 s at most: there is no token file")
     put(tmp_path / "admin", OLD)
     assert await waiting
-    assert said == [line]
+    assert messages == [line]
 
 
 @pytest.mark.asyncio
-async def test_not_waiting_for_ever(tmp_path: Path) -> None:
+async def test_a_wait_for_a_token_ends(tmp_path: Path) -> None:
     pair = TokenPair(tmp_path / "admin")
     with pytest.raises(SettingsError, match="there is no token file"):
         await pair.wait(0, lambda _: None)
     assert not await pair.wait(30, lambda _: None, give_up=lambda: True)
+
+
+# ---------------------------------------------------------------- hosts
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost", "LOCALHOST"])
+def test_listening_on_loopback_needs_no_tokens(host: str) -> None:
+    check_listening(host, has_tokens=False, insecure=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.5", "some-name", "localhost.example.com"])
+def test_listening_beyond_loopback_needs_tokens_or_the_insecure_setting(host: str) -> None:
+    check_listening(host, has_tokens=True, insecure=False)
+    check_listening(host, has_tokens=False, insecure=True)
+    with pytest.raises(ValueError, match=r"gradpost token create --dir DIR.* GRADPOST_INSECURE=true"):
+        check_listening(host, has_tokens=False, insecure=False)
+
+
+@pytest.mark.parametrize(
+    ("authority", "parts"),
+    [
+        ("", ("", "")),
+        ("a", ("a", "")),
+        ("A.Example.:80", ("a.example", "80")),
+        ("[::1]", ("::1", "")),
+        ("[::1]:7070", ("::1", "7070")),
+        ("127.0.0.1:1", ("127.0.0.1", "1")),
+    ],
+)
+def test_host_and_port(authority: str, parts: tuple[str, str]) -> None:
+    assert split_port(authority) == parts
+
+
+@pytest.mark.parametrize("host", ["1", "127.1", "0x7f.1", "127.0.0.1.example.com", ""])
+def test_names_that_a_resolver_accepts_are_no_addresses(host: str) -> None:
+    assert not is_ip_literal(host)

@@ -102,7 +102,7 @@ class Shards:
                 }
                 for gradients in contributions
             ]
-            gradient, present = shard.aggregate(pushed)
+            gradient, present = shard.aggregator.aggregate(pushed)
             shard.apply(gradient, present, numbers)
 
     def values(self, parameter: str) -> Tensor:

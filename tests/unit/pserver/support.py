@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import StaleRun
+from ps_protocol.errors import GradpostError, StaleRun
 from ps_protocol.fence import Fence
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
 from ps_protocol.membership import Membership
@@ -40,7 +42,7 @@ from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
 from services.runtime.compute import ComputeExecutor
 
-from .oracle import Options, make_numbers, make_options, make_spec
+from .oracle import Options, TorchOracle, assert_same_bits, make_numbers, make_options, make_spec
 
 PARAMETERS = [ParameterSpec(f"p{i}", (size,)) for i, size in enumerate((1, 5, 64, 130))]
 GROUPS = [make_options("SGD", momentum=0.9)]
@@ -242,11 +244,18 @@ class Bench:
         [reply] = {await self.get(rank, round_) for rank in ranks}
         return reply
 
+    async def play_rounds(self, first: int, last: int) -> None:
+        for round_ in range(first, last + 1):
+            await self.play_round(round_)
+
     # ------------------------------------------------------------ the coordinator
 
-    async def change_members(self, number: int, members: Mapping[int, int], failure: Any = None) -> None:
+    async def change_members(
+        self, number: int, members: Mapping[int, int], failure: Any = None, **membership: Any
+    ) -> None:
+        changed = Membership(dict(members), **membership)
         await self.pserver.install_members(
-            InstallMembers(run=self.install.run, number=number, membership=Membership(dict(members)), failure=failure)
+            InstallMembers(run=self.install.run, number=number, membership=changed, failure=failure)
         )
 
     async def freeze(self, number: int) -> FrozenRounds:
@@ -324,13 +333,81 @@ async def bench(
         if disk is not None and disk.folder is not None:
             await bench.run.finish()
             disk.folder.close()
-        for _ in range(1000):  # an apply that nobody waited for
+        for _ in range(1000):  # an apply may still run
             if not compute.num_jobs:
                 break
             await asyncio.sleep(0.001)
         for _ in range(5):
             await asyncio.sleep(0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not left, f"somebody waits for ever: {left}"
+        assert not left, f"tasks that wait for ever: {left}"
     finally:
         compute.close()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What an error said, without its traceback, which keeps the request's frames and with them its body."""
+
+    text: str
+    facts: dict[str, Any]
+
+
+async def refused(code: str, request: Awaitable[object]) -> Refusal:
+    try:
+        await request
+    except GradpostError as caught:
+        if caught.code == code:
+            return Refusal(str(caught), caught.facts)
+        raise
+    pytest.fail(f"expected {code}")
+
+
+async def unchanged(b: Bench, code: str, request: Coroutine[Any, Any, object]) -> Refusal:
+    """The request is refused and changes nothing, not even what memory is in use."""
+    digest, used = await b.digest(), b.pserver.pool.used_bytes
+    refusal = await refused(code, request)
+    assert await b.digest() == digest
+    assert await b.settle_used_bytes(used) == used
+    return refusal
+
+
+async def keep_busy(b: Bench) -> Callable[[], Awaitable[None]]:
+    """Occupy the compute thread; returns what frees it again."""
+    begun, free = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert free.wait(10)
+
+    job = asyncio.create_task(b.compute.run(wait))
+    while not begun.is_set():  # noqa: ASYNC110 - it is set on another thread
+        await asyncio.sleep(0.001)
+
+    async def release() -> None:
+        free.set()
+        await job
+
+    return release
+
+
+def begin_push(b: Bench, rank: int, round_: int, **arguments: Any) -> tuple[asyncio.Task[Any], Halfway]:
+    """A push whose last bytes do not come before `go` is set."""
+    halfway = Halfway()
+    push = b.push(rank, round_, upload=lambda body: Upload(body, num_pieces=2, pause=halfway), **arguments)
+    return asyncio.create_task(push), halfway
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    """Return a function that raises this error."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail
+
+
+def assert_equals_oracle(values: Mapping[str, Tensor], oracle: TorchOracle) -> None:
+    """Compare the values of blocks with the parameters of one process, bit for bit."""
+    for name, parameter in oracle.parameters.items():
+        assert_same_bits(values[f"{name}.block0"], parameter.detach(), name)

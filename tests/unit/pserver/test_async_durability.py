@@ -1,22 +1,27 @@
-"""An asynchronous run on a disk: whatever was acknowledged comes back once, and checkpoints are cut exactly."""
+"""An asynchronous run on a disk: acknowledged contributions are replayed once, and pauses of any order end."""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ContributionMissing, GradpostError, StorageFailed, TrainerLost, TryAgain
 from services.pserver import async_run
+from services.pserver.pauses import Pauses
 from services.runtime.failpoints import arm_failpoints
 
 from ...raising import raises_code
+from ...soaking import examples
 from .oracle import make_options
 from .support import Bench, bench
 from .test_async_run import busy, until
@@ -54,31 +59,38 @@ def armed(text: str) -> Iterator[None]:
         arm_failpoints("")
 
 
-def before_appends(pserver: Bench, act: Callable[[], None]) -> None:
-    """Call this before each update of this life is logged, on the thread that logs it."""
-    append = pserver.run.storage.append
+class SlowLog:
+    """Writes an update when it is told to."""
 
-    def act_and_append(*arguments: Any) -> None:
-        act()
-        append(*arguments)
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self._go = threading.Semaphore(0)
 
-    pserver.run.storage.append = act_and_append
+    async def write_one(self, pauses: Pauses) -> None:
+        """Let the contribution whose pause is under way get to the disk, and wait until its pause is over."""
+        assert pauses._task is not None
+        self._go.release()
+        async with asyncio.timeout(30):
+            await asyncio.wait({pauses._task})
+        await turns()
 
+    def open_up(self) -> None:
+        self._go.release(1000)
 
-@contextmanager
-def slow_log(pserver: Bench) -> Iterator[threading.Event]:
-    """Nothing is logged before the end of the block; the event says that something is about to be."""
-    begun, go = threading.Event(), threading.Event()
+    @contextmanager
+    def of(self, pserver: Bench) -> Iterator[SlowLog]:
+        append = pserver.run.storage.append
 
-    def wait() -> None:
-        begun.set()
-        go.wait()
+        def append_slowly(*arguments: Any) -> None:
+            self.num_begun += 1
+            self._go.acquire()
+            append(*arguments)
 
-    before_appends(pserver, wait)
-    try:
-        yield begun
-    finally:
-        go.set()
+        pserver.run.storage.append = append_slowly
+        try:
+            yield self
+        finally:
+            self.open_up()
 
 
 async def digest_without_faults(folder: Path, last: int, **settings: Any) -> str:
@@ -98,7 +110,7 @@ async def test_a_restart_after_any_step_changes_no_bit(tmp_path: Path, interval:
     assert digest == expected
 
 
-async def test_what_was_acknowledged_and_not_applied_yet_comes_back(tmp_path: Path) -> None:
+async def test_contributions_that_were_acknowledged_are_replayed(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
         with busy(pserver):
@@ -112,7 +124,7 @@ async def test_what_was_acknowledged_and_not_applied_yet_comes_back(tmp_path: Pa
         assert pserver.run.round == 3
 
 
-async def test_what_was_staged_in_part_has_to_come_again(tmp_path: Path) -> None:
+async def test_a_contribution_that_was_staged_in_part_is_pushed_again(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
         blocks = list(pserver.contribution(0, 2).items())
@@ -190,7 +202,9 @@ async def test_a_checkpoint_holds_the_first_contributions_and_nothing_else(tmp_p
 
 
 @pytest.mark.parametrize("failure", [None, TrainerLost("trainer 1 was lost")])
-async def test_a_pserver_that_stops_applies_what_it_has_taken(tmp_path: Path, failure: GradpostError | None) -> None:
+async def test_a_pserver_that_stops_applies_its_committed_contributions(
+    tmp_path: Path, failure: GradpostError | None
+) -> None:
     async with life(tmp_path, durability="none") as pserver:
         await steps(pserver, 1, 1)
         with busy(pserver) as release:
@@ -212,9 +226,9 @@ async def test_a_pserver_that_stops_applies_what_it_has_taken(tmp_path: Path, fa
 async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
-        with slow_log(pserver) as begun:
+        with SlowLog().of(pserver) as log:
             push = asyncio.create_task(pserver.push(0, 2))
-            await asyncio.to_thread(begun.wait)
+            await until(lambda: log.num_begun)
             change = asyncio.create_task(pserver.change_members(2, {1: 1}))
             await asyncio.sleep(0.05)
             assert not change.done()
@@ -227,9 +241,9 @@ async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_pa
 async def test_a_client_that_goes_away_leaves_no_gap_in_the_log(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
-        with slow_log(pserver) as begun:
+        with SlowLog().of(pserver) as log:
             push = asyncio.create_task(pserver.push(0, 2))
-            await asyncio.to_thread(begun.wait)
+            await until(lambda: log.num_begun)
             push.cancel()
             other = asyncio.create_task(pserver.push(1, 2))
         await other
@@ -250,16 +264,164 @@ async def test_once_the_run_is_over_every_pserver_writes_the_same_number(tmp_pat
         assert pserver.run.round == 11
 
 
-async def test_a_contribution_without_any_block_waits_for_a_slow_disk_like_all_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_contribution_without_any_block_waits_for_a_slow_disk_like_all_others(tmp_path, monkeypatch):
     monkeypatch.setattr(async_run, "HOLD_SECONDS", 0.05)
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
-        with slow_log(pserver) as begun:
+        with SlowLog().of(pserver) as log:
             first = asyncio.create_task(pserver.push(0, 2))
-            await asyncio.to_thread(begun.wait)
+            await until(lambda: log.num_begun)
             with raises_code("queue_full", match="this pserver is busy; send this again"):
                 await pserver.push(1, 2, {})
         await first
         await pserver.push(1, 2, {})
+
+
+NUM_TRAINERS = 2  # of `life`
+TURNS = 40  # of the event loop: more than any request needs
+
+
+async def turns(count: int = TURNS) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def train(pserver: Bench, rank: int, steps: int) -> None:
+    """Always the next push, as soon as the one before is acknowledged."""
+    for step in range(1, steps + 1):
+        await pserver.push(rank, step)
+        await pserver.get(rank, step)
+
+
+@pytest.mark.parametrize("what", ["freeze", "model", "checkpoint", "stop"])
+async def test_a_request_waits_for_one_pause_only(tmp_path: Path, what: str) -> None:
+    async with life(tmp_path) as pserver:
+        for rank in range(NUM_TRAINERS):
+            await pserver.get(rank, 0)
+        with SlowLog().of(pserver) as log:
+            trainers = [asyncio.create_task(train(pserver, rank, 6)) for rank in range(NUM_TRAINERS)]
+            await until(lambda: log.num_begun)
+            asked = asyncio.create_task(
+                {
+                    "freeze": lambda: pserver.freeze(2),
+                    "model": lambda: pserver.run.read_after_round(None, dict, 0),
+                    "checkpoint": lambda: pserver.run.want_checkpoint(1),
+                    "stop": lambda: pserver.pserver.stop(),
+                }[what]()
+            )
+            await turns()
+            assert log.num_begun == 1
+            assert not asked.done()
+            await log.write_one(pserver.run._pauses)
+            async with asyncio.timeout(10):
+                await asked
+            assert pserver.run.clocks.num_committed == 1
+        for trainer in trainers:
+            with suppress(TryAgain):  # after the stop
+                await trainer
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(script=st.lists(st.sampled_from(["write", "freeze", "model", "members", "cancel"]), max_size=40))
+async def test_pauses_of_any_order_end(script: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        await play(Path(folder), script)
+
+
+async def play(folder: Path, script: list[str]) -> None:
+    async with life(folder, checkpoint_rounds=5) as pserver:
+        run, pauses = pserver.run, pserver.run._pauses
+        for rank in range(NUM_TRAINERS):
+            await pserver.get(rank, 0)
+        begun: list[str] = []
+        begin = pauses.begin_pause
+
+        def watched(work: Any) -> Any:
+            name = work.__name__
+            assert pauses._task is None or name == "_drain_and_snapshot", "two at once"
+            if name == "_log_and_commit":
+                waiting = [task for task in moments if not task.done()]
+                assert not waiting or begun[-1:] == ["drain_and_read"], "a contribution overtook a freeze"
+            elif begun[-1:] == [name] == ["drain_and_read"]:
+                assert not run._held.has_ready(), "contributions are held back for ever"
+            begun.append(name)
+            return begin(work)
+
+        pauses.begin_pause = watched
+        moments: list[asyncio.Task[Any]] = []
+        looks: list[asyncio.Task[Any]] = []
+        with SlowLog().of(pserver) as log:
+            trainers = [asyncio.create_task(train(pserver, rank, 12)) for rank in range(NUM_TRAINERS)]
+            await turns()
+            number = 1
+            for action in script:
+                if action == "write" and pauses._task is not None and begun[-1] == "_log_and_commit":
+                    await log.write_one(pauses)
+                elif action == "freeze":
+                    number += 1
+                    moments.append(asyncio.create_task(pserver.freeze(number)))
+                elif action == "members":
+                    number += 1
+                    moments.append(asyncio.create_task(pserver.change_members(number, dict(run.members))))
+                elif action == "model":
+                    looks.append(asyncio.create_task(run.read_after_round(None, dict, 0)))
+                elif action == "cancel" and looks:
+                    looks.pop().cancel()
+                await turns()
+            log.open_up()
+            async with asyncio.timeout(20):
+                await asyncio.gather(*trainers, *moments, *looks)
+        assert run.clocks.num_committed == NUM_TRAINERS * 12
+
+
+RULES = {"max_delay": 4}
+PUSHES = st.tuples(st.just("push"), st.integers(0, 1), st.integers(0, 2), st.sampled_from(["first", "last", "whole"]))
+
+
+async def push(pserver: Bench, rank: int, step: int, part: str) -> None:
+    """Push half of a step, or all of it."""
+    blocks = pserver.contribution(rank, step)
+    first = dict(list(blocks.items())[:2])
+    if part == "first":
+        await pserver.push(rank, step, first, last=False)
+    elif part == "whole":
+        await pserver.push(rank, step, blocks, computed_on=2)
+    else:
+        await push(pserver, rank, step, "first")
+        await push(pserver, rank, step, "whole")
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(script=st.lists(st.one_of(PUSHES, st.just(("write",))), max_size=12))
+@example(script=[("push", 0, 0, "whole"), ("push", 0, 1, "whole"), ("write",)])
+async def test_each_step_is_logged_once_and_whole_after_a_restart(script: list[tuple]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        await play_after_a_restart(Path(folder), script)
+
+
+async def play_after_a_restart(folder: Path, script: list[tuple]) -> None:
+    async with life(folder, rules=RULES) as pserver:
+        await steps(pserver, 1, 2)
+    async with life(folder, 2, rules=RULES) as pserver:
+        clocks = pserver.run.clocks
+        for rank in (0, 1):
+            await pserver.get(rank, 2)
+        with SlowLog().of(pserver) as log:
+            pushes = []
+            for action, *arguments in script:
+                if action == "push":
+                    rank, ahead, part = arguments
+                    pushes.append(asyncio.create_task(push(pserver, rank, clocks.open_steps[rank] + ahead, part)))
+                elif pserver.run._pauses._task is not None:
+                    await log.write_one(pserver.run._pauses)
+                await turns()
+            log.open_up()
+            results = await asyncio.gather(*pushes, return_exceptions=True)
+            refused = [result for result in results if result is not None]
+            assert all(getattr(error, "code", None) in ("future_round", "delay_exceeded") for error in refused), refused
+        await pserver.run.wait_for_writes()
+        await pserver.run._drain()
+        assert clocks.applied == clocks.num_committed
+        taken, digest = clocks.num_committed, pserver.run.shard.digest()
+    async with life(folder, 3, rules=RULES) as pserver:
+        assert (pserver.run.clocks.num_committed, pserver.run.shard.digest()) == (taken, digest)

@@ -1,10 +1,10 @@
-"""An asynchronous run: each gradient is applied exactly once; what is held back, what a get sees, who is told what."""
+"""An asynchronous run: each gradient is applied once; full queues, failed blocks, waits and staleness."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
-from services.pserver import async_run, reading
+from services.pserver import async_run, block_queue
 
 from ...raising import raises_code
 from .oracle import make_options
@@ -28,7 +28,7 @@ SGD = [make_options("SGD", lr=1.0)]
 async def asynchronous(
     num_trainers: int = 2, *, mode: Any = "async", optimizer: str = "SGD", groups: Any = SGD, **rules: Any
 ) -> AsyncIterator[Bench]:
-    """A run at version 0, which everybody has got."""
+    """A run whose trainers have pulled version 0."""
     consistency = Consistency(mode=mode, **rules)
     settings: Any = {"consistency": consistency, "nonfinite": "allow"}  # else a push needs the compute thread at once
     async with bench(num_trainers, optimizer=optimizer, groups=groups, **settings) as pserver:
@@ -61,6 +61,17 @@ def busy(pserver: Bench) -> Iterator[threading.Event]:
         assert not job.cancelled()
 
 
+def before_applies(pserver: Bench, act: Callable[[str, Tensor], None]) -> None:
+    """Call this on the compute thread before each step of a block."""
+    apply_block = pserver.run.shard.apply_block
+
+    def act_and_apply(name: str, gradient: Tensor, *args: Any, **kwargs: Any) -> None:
+        act(name, gradient)
+        apply_block(name, gradient, *args, **kwargs)
+
+    pserver.run.shard.apply_block = act_and_apply
+
+
 def taken(pserver: Bench) -> bool:
     """Whether each worker has taken what was in its queue, and waits for the compute thread."""
     return all(queue._queue.empty() for queue in pserver.run._queues.values())
@@ -68,7 +79,7 @@ def taken(pserver: Bench) -> bool:
 
 async def until(condition: Any) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - a metric wakes nobody
+        while not condition():  # noqa: ASYNC110 - a metric has no event
             await asyncio.sleep(0.001)
 
 
@@ -115,15 +126,13 @@ async def test_a_push_is_in_all_its_queues_or_in_none() -> None:
 async def test_a_push_that_waits_for_several_queues_is_not_overtaken_in_one() -> None:
     async with asynchronous(3, max_queued=1) as pserver:
         gate, reached = threading.Event(), threading.Event()
-        apply_block = pserver.run.shard.apply_block
 
-        def apply(name: str, *args: Any, **kwargs: Any) -> None:
+        def wait(name: str, _: Tensor) -> None:
             if name == NAMES[1]:
                 reached.set()
                 gate.wait(10)
-            apply_block(name, *args, **kwargs)
 
-        pserver.run.shard.apply_block = apply
+        before_applies(pserver, wait)
         await pserver.push(1, 1, ones(1.0, NAMES[1:2]))
         await until(reached.is_set)
         both = asyncio.ensure_future(pserver.push(2, 1, ones(1.0, NAMES[:2])))
@@ -149,16 +158,14 @@ async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch:
         assert stepped(await pserver.get(1, 1), by=3)
 
 
-async def test_a_worker_that_fails_stops_its_block_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_fails_stops_its_block_and_no_other() -> None:
     async with asynchronous() as pserver:
-        apply_block = pserver.run.shard.apply_block
 
-        def fail(name: str, *args: Any, **kwargs: Any) -> None:
+        def fail(name: str, _: Tensor) -> None:
             if name == NAMES[1]:
                 raise MemoryError("no memory")
-            apply_block(name, *args, **kwargs)
 
-        monkeypatch.setattr(pserver.run.shard, "apply_block", fail)
+        before_applies(pserver, fail)
         await pserver.push(0, 1, ones())
         for _ in range(2):
             with raises_code("apply_failed", match=r"block 'p1.block0' has stopped.*no memory"):
@@ -171,9 +178,9 @@ async def test_a_worker_that_fails_stops_its_block_and_no_other(monkeypatch: pyt
         assert not pserver.run.is_idle  # no checkpoint is made of it
 
 
-async def test_what_is_queued_behind_a_failure_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_get_does_not_wait_for_updates_behind_a_failed_block() -> None:
     async with asynchronous(3, read_consistency="shard", wait_for_apply=False) as pserver:
-        monkeypatch.setattr(pserver.run.shard, "apply_block", lambda *args, **kwargs: 1 / 0)
+        before_applies(pserver, lambda *_: 1 / 0)
         with busy(pserver):
             for rank in range(2):
                 await pserver.push(rank, 1, ones())
@@ -198,7 +205,7 @@ async def test_a_get_waits_for_the_trainers_own_update_only_if_asked_to() -> Non
             assert stepped(await does_not.get(0, 1, wait_seconds=0), by=0)
 
 
-async def test_nobody_gets_further_ahead_than_max_staleness() -> None:
+async def test_a_get_waits_for_trainers_behind_max_staleness() -> None:
     async with asynchronous(mode="ssp", max_staleness=2) as pserver:
         for step in (1, 2):
             await pserver.push(0, step, ones())
@@ -219,7 +226,7 @@ async def test_nobody_gets_further_ahead_than_max_staleness() -> None:
         assert pserver.pserver.make_heartbeat().missing == ()
 
 
-async def test_a_get_that_nobody_repeats_waits_for_nobody_once_the_clocks_allow_it() -> None:
+async def test_an_abandoned_get_stops_waiting_once_the_clocks_allow_it() -> None:
     async with asynchronous(mode="ssp", max_staleness=0) as pserver:
         await pserver.push(0, 1, ones())
         with pytest.raises(RoundPending):
@@ -231,7 +238,7 @@ async def test_a_get_that_nobody_repeats_waits_for_nobody_once_the_clocks_allow_
         assert (pserver.pserver.make_heartbeat().missing, pserver.run.waiting_seconds) == ((), 0)
 
 
-async def test_who_is_behind_for_too_long_is_named() -> None:
+async def test_a_round_time_out_names_the_trainer_that_is_behind() -> None:
     async with bench(2, consistency=Consistency(mode="ssp", max_staleness=0), round_timeout_seconds=0.1) as pserver:
         await pserver.get(0, 0)
         await pserver.push(0, 1, ones())
@@ -248,7 +255,7 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
             await pserver.push(0, 3, ones(), computed_on=0)
         with pytest.raises(FutureRound):
             await pserver.push(0, 3, ones(), computed_on=3)
-        with pytest.raises(StaleRound, match="got no parameters after its step 2"):
+        with pytest.raises(StaleRound, match="pulled no parameters after its step 2"):
             await pserver.push(0, 3, ones(), computed_on=2)
         await pserver.get(0, 2)
         await pserver.push(0, 3, ones(), computed_on=2)
@@ -286,25 +293,20 @@ async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
     return {name: round((start[name] - block)[0].item()) for name, block in decode(await get)[0].items()}
 
 
-async def test_without_shard_consistency_a_get_may_see_half_a_contribution() -> None:
+async def test_a_get_sees_half_a_contribution_unless_reads_are_consistent_in_the_shard() -> None:
     async with asynchronous(3) as pserver:
         assert await read_in_the_middle(pserver) == {NAMES[0]: 2, NAMES[1]: 1, NAMES[2]: 1, NAMES[3]: 1}
-
-
-async def test_with_shard_consistency_it_sees_all_of_it_or_nothing() -> None:
     async with asynchronous(3, read_consistency="shard") as pserver:
         assert await read_in_the_middle(pserver) == dict.fromkeys(NAMES, 2)
 
 
-async def test_a_get_behind_an_update_that_fails_is_told_so() -> None:
+async def test_a_get_behind_an_update_that_fails_raises_apply_failed() -> None:
     async with asynchronous(3, read_consistency="shard") as pserver:
-        apply_block = pserver.run.shard.apply_block
 
-        def apply(name: str, gradient: Tensor, *args: Any, **kwargs: Any) -> None:
+        def fail(_: str, gradient: Tensor) -> None:
             assert gradient[0] != 7
-            apply_block(name, gradient, *args, **kwargs)
 
-        pserver.run.shard.apply_block = apply
+        before_applies(pserver, fail)
         with busy(pserver):
             await pserver.push(2, 1, ones(1.0, NAMES[:1]))
             await until(lambda: taken(pserver))
@@ -314,16 +316,6 @@ async def test_a_get_behind_an_update_that_fails_is_told_so() -> None:
             await until(lambda: pserver.run._reader._current is not before)
         with raises_code("apply_failed", match="has stopped"):
             await asyncio.wait_for(get, 5)
-
-
-async def test_a_block_that_could_not_be_read_fails_the_get_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with asynchronous(read_consistency="shard") as pserver:
-        with monkeypatch.context() as patch:
-            patch.setattr(reading._Snapshot, "_copy", lambda *_: 1 / 0)
-            with raises_code("apply_failed", match="could not be read: division by zero"):
-                await asyncio.wait_for(pserver.get(1, 0), 5)
-        await pserver.push(0, 1, ones())
-        assert stepped(await pserver.get(0, 1), by=1)
 
 
 async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +330,7 @@ async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monk
         monkeypatch.setattr(queue, "_apply", apply_late)
         await pserver.push(0, 1, ones())
         with monkeypatch.context() as patch:
-            patch.setattr(reading._Snapshot, "_copy", lambda *_: 1 / 0)
+            patch.setattr(block_queue.Snapshot, "_copy", lambda *_: 1 / 0)
             for _ in range(4):
                 with raises_code("apply_failed", match="could not be read: division by zero"):
                     await asyncio.wait_for(pserver.get(1, 0), 5)
@@ -387,6 +379,15 @@ async def test_staleness_is_measured_and_divides_the_rate() -> None:
         assert pserver.metric("gradpost_staleness_count") == 3 * len(NAMES)
 
 
+@pytest.mark.parametrize("read_consistency", ["block", "shard"])
+async def test_delay_compensation_is_the_papers_formula(read_consistency: Any) -> None:
+    async with asynchronous(compensation="dc", dc_lambda=0.5, read_consistency=read_consistency) as pserver:
+        await pserver.push(0, 1, ones(2.0))
+        assert stepped(await pserver.get(0, 1), by=2)  # nothing had changed since its pull
+        await pserver.push(1, 1, ones(3.0))  # w - w_pulled = -2 by now
+        assert stepped(await pserver.get(1, 1), by=2 + (3 + 0.5 * 3 * 3 * -2))
+
+
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
 async def test_staleness_counts_from_the_pull_that_a_gradient_was_computed_on(read_consistency: Any) -> None:
     async with asynchronous(compensation="divide", read_consistency=read_consistency) as pserver:
@@ -402,28 +403,8 @@ async def test_staleness_counts_from_the_pull_that_a_gradient_was_computed_on(re
         assert pserver.metric("gradpost_staleness_sum") == (0 + 1 + 0 + 0 + 1) * len(NAMES)
 
 
-@pytest.mark.parametrize("read_consistency", ["block", "shard"])
-async def test_delay_compensation_is_the_papers_formula(read_consistency: Any) -> None:
-    async with asynchronous(compensation="dc", dc_lambda=0.5, read_consistency=read_consistency) as pserver:
-        await pserver.push(0, 1, ones(2.0))
-        assert stepped(await pserver.get(0, 1), by=2)  # nothing had changed since its pull
-        await pserver.push(1, 1, ones(3.0))  # w - w_pulled = -2 by now
-        assert stepped(await pserver.get(1, 1), by=2 + (3 + 0.5 * 3 * 3 * -2))
-
-
-async def test_a_step_is_the_trainers_own() -> None:
-    groups = [make_options("Adam", lr=0.1, betas=[0.9, 0.999], eps=0.0)]
-    async with asynchronous(2, optimizer="Adam", groups=groups) as pserver:
-        moments, squares, moved = 0.0, 0.0, 0.0
-        for rank, gradient in [(0, 1.0), (1, 5.0)]:
-            moments, squares = 0.9 * moments + 0.1 * gradient, 0.999 * squares + 0.001 * gradient**2
-            moved += 0.1 * (moments / (1 - 0.9)) / (squares / (1 - 0.999)) ** 0.5
-            await pserver.push(rank, 1, ones(gradient))
-            assert stepped(await pserver.get(rank, 1), by=moved)
-
-
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
-async def test_whoever_waits_is_told_how_the_run_ended(read_consistency: Any) -> None:
+async def test_every_wait_ends_with_the_failure_of_the_run(read_consistency: Any) -> None:
     async with asynchronous(3, mode="ssp", max_staleness=0, max_queued=1, read_consistency=read_consistency) as pserver:
         lost = TrainerLost("trainer 2 was lost", ranks=[2])
         with busy(pserver):

@@ -1,4 +1,4 @@
-"""Checkpoints of named rounds go to the place, one after another; others of its own keep a pserver's log short."""
+"""Checkpoints of named rounds are written in turn, and a pserver's own checkpoints keep its log short."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.pserver.durable.update_log import list_segments
 from services.runtime.checkpoints import Manifest, round_folder, write_manifest
 from services.runtime.storage import CheckpointStorage
 
-from .support import Bench, bench, encode, initial_values
+from .support import Bench, bench, encode, failing, initial_values
 from .test_async_run import until
 
 
@@ -68,8 +68,7 @@ async def test_the_last_one_waits_for_the_one_that_is_being_written(tmp_path, mo
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         place = SlowPlace(b, monkeypatch)
         await want(b, 2)
-        for round_ in (1, 2, 3):
-            await b.play_round(round_)
+        await b.play_rounds(1, 3)
         last = want(b, 3, is_over=True)
         await asyncio.sleep(0.05)
         assert not last.done()
@@ -81,16 +80,12 @@ async def test_the_last_one_waits_for_the_one_that_is_being_written(tmp_path, mo
 async def test_a_last_one_that_cannot_be_written_is_no_success(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         await b.play_round(1)
-
-        def refuse(*_: object) -> None:
-            raise OSError("no space left on device")
-
-        monkeypatch.setattr(b.run.storage._place, "write", refuse)
+        monkeypatch.setattr(b.run.storage._place, "write", failing(OSError("no space left on device")))
         with pytest.raises(StorageFailed, match="no checkpoint of the last round, 1"):
             await want(b, 1, is_over=True)
 
 
-async def test_a_request_that_is_repeated_writes_once_and_another_one_comes_again(tmp_path, monkeypatch):
+async def test_a_repeated_request_writes_once_and_another_one_is_retried(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
         place = SlowPlace(b, monkeypatch)
         await b.play_round(1)
@@ -150,8 +145,7 @@ async def test_of_several_rounds_that_are_named_the_last_one_counts(tmp_path: Pa
         for named in (2, 5, 3):
             await want(b, named)
         assert b.pserver.make_heartbeat().coming_checkpoints == (3,)
-        for round_ in range(1, 6):
-            await b.play_round(round_)
+        await b.play_rounds(1, 5)
         await b.run.wait_for_writes()
         assert sorted(b.run.storage.checkpoints) == [0, 3]
         assert b.pserver.make_heartbeat().coming_checkpoints == ()
@@ -161,11 +155,7 @@ async def test_of_several_rounds_that_are_named_the_last_one_counts(tmp_path: Pa
 async def test_a_checkpoint_that_failed_is_not_coming_any_more(tmp_path: Path, monkeypatch, error: Exception):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
         await want(b, 1)
-
-        def refuse(*_: object) -> None:
-            raise error
-
-        monkeypatch.setattr(b.run.storage._place, "write", refuse)
+        monkeypatch.setattr(b.run.storage._place, "write", failing(error))
         b.pserver.heartbeat_is_due.clear()
         await b.play_round(1)
         await b.run.wait_for_writes()
@@ -209,13 +199,12 @@ async def test_a_folder_that_takes_no_checkpoint_is_tried_again_after_an_interva
             await b.run.writer.wait_for_writes("folder")
         assert (tries, b.run.storage.own_checkpoints.rounds) == (3, ())
         monkeypatch.undo()
-        for round_ in range(10, 13):
-            await b.play_round(round_)
+        await b.play_rounds(10, 12)
         await b.run.wait_for_writes()
         assert b.run.storage.own_checkpoints.rounds == (12,)
 
 
-async def test_a_pserver_deletes_what_the_coordinator_does_not_need_any_more(tmp_path: Path):
+async def test_a_pserver_deletes_checkpoints_that_the_coordinator_does_not_need(tmp_path: Path):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         for round_ in (1, 2, 3, 4):
             if round_ % 2 == 0:
@@ -238,8 +227,7 @@ async def test_a_pserver_deletes_what_the_coordinator_does_not_need_any_more(tmp
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path, is_told: bool):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
-        for round_ in (1, 2, 3):
-            await b.play_round(round_)
+        await b.play_rounds(1, 3)
         await want(b, 3, is_over=True)
         if is_told:
             b.pserver.handle_heartbeat_reply(PserverHeartbeatReply(complete=(3, 0)), b.pserver.make_heartbeat())

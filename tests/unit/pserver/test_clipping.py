@@ -1,4 +1,4 @@
-"""Rounds that wait for a global norm on one pserver: who is told what, what counts, and what ends every wait."""
+"""Rounds that wait for a global norm on one pserver: the norm, clipped steps, and what ends every wait."""
 
 from __future__ import annotations
 
@@ -14,14 +14,24 @@ from torch import Tensor
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ContributionMissing, NormChanged, RoundPending, RoundTimeout, StaleRound, TrainerLost
 from ps_protocol.membership import Controls, Membership
-from ps_protocol.messages import InstallMembers, NormAnswer
+from ps_protocol.messages import NormAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.routes import NORM_HEADER
 
 from ...raising import raises_code
 from .oracle import TorchOracle, assert_same_bits, average
-from .refusals import keep_busy, unchanged
-from .support import GROUPS, PARAMETERS, Bench, bench, decode, gradients_of, initial_values
+from .support import (
+    GROUPS,
+    PARAMETERS,
+    Bench,
+    assert_equals_oracle,
+    bench,
+    decode,
+    gradients_of,
+    initial_values,
+    keep_busy,
+    unchanged,
+)
 
 pytestmark = pytest.mark.clip
 
@@ -47,20 +57,19 @@ def squares_of(gradients: dict[str, Tensor]) -> float:
     return sum(float(gradient.double().square().sum()) for gradient in gradients.values())
 
 
-async def test_the_norm_is_that_of_the_aggregate_and_the_step_is_clipped_by_the_whole() -> None:
+async def test_a_step_is_clipped_by_the_norm_over_all_pservers() -> None:
     async with bench(**CLIPS) as b:
         answer = await measure(b)
         mean = average([gradients_of(0, 1), gradients_of(1, 1)])
         assert answer.sum_of_squares == pytest.approx(squares_of(mean), rel=1e-12)
-        assert b.run.round == 0  # nothing is stepped before somebody brings the sum
+        assert b.run.round == 0  # nothing is stepped before a trainer brings the sum
         norm = agreed(answer, others=1000.0)
         values, metadata = decode(await b.get(0, 1, norm=norm))
         assert metadata["round"] == "1"
         oracle = TorchOracle("SGD", PARAMETERS, GROUPS, initial_values())
         coefficient = 0.5 / (math.sqrt(norm.total) + 1e-6)
         oracle.step({name: gradient * coefficient for name, gradient in mean.items()}, GROUPS)
-        for name, parameter in oracle.parameters.items():
-            assert_same_bits(values[f"{name}.block0"], parameter.detach(), name)
+        assert_equals_oracle(values, oracle)
 
 
 async def test_a_norm_below_the_limit_changes_no_bit() -> None:
@@ -103,7 +112,7 @@ async def test_a_norm_of_another_gradient_steps_nothing(change: dict[str, Any]) 
             await b.get(0, 1, norm=other)
         await release()
         version = await right
-        assert await b.get(0, 1, norm=other) == version  # once it is over, nobody looks at it
+        assert await b.get(0, 1, norm=other) == version  # it is ignored once the round is over
 
 
 async def test_requests_with_a_norm_that_do_not_fit_are_refused_and_count_nothing() -> None:
@@ -189,8 +198,7 @@ async def test_a_parameter_that_is_frozen_meanwhile_makes_another_norm_on_all_ps
         for number, frozen in ((2, "p3"), (3, "on_another_pserver")):
             await b.freeze(number)
             controls = (Controls(since=1, frozen=(frozen,)),)
-            members = InstallMembers(run="run1", number=number, membership=Membership({0: 1, 1: 1}, controls=controls))
-            await b.pserver.install_members(members)
+            await b.change_members(number, {0: 1, 1: 1}, controls=controls)
             answer = await b.norm(0, 1)
             assert answer.contributions != before.contributions
         assert answer.sum_of_squares == before.sum_of_squares
@@ -199,7 +207,7 @@ async def test_a_parameter_that_is_frozen_meanwhile_makes_another_norm_on_all_ps
         assert await b.get(0, 1, norm=agreed(answer))
 
 
-async def test_only_what_is_stepped_is_in_the_norm() -> None:
+async def test_frozen_parameters_are_not_part_of_the_norm() -> None:
     async with bench(1, **NEVER) as b:
         b.run.membership = Membership({0: 1}, controls=(Controls(since=1, frozen=("p1", "p3")),))
         answer = await measure(b, ranks=(0,))
@@ -223,14 +231,13 @@ async def test_a_round_that_is_skipped_is_agreed_on_and_steps_nothing() -> None:
             assert_same_bits(values[f"{name}.block0"], value, name)
 
 
-async def test_a_pause_holds_the_norm_back_and_its_end_tells_it() -> None:
+async def test_a_norm_waits_for_the_end_of_a_pause() -> None:
     async with bench(1, **NEVER) as b:
         await measure(b, ranks=(0,))
         for number, is_paused in ((2, True), (3, False)):
             await b.freeze(number)
             controls = (Controls(since=1, is_paused=is_paused),)
-            members = InstallMembers(run="run1", number=number, membership=Membership({0: 1}, controls=controls))
-            await b.pserver.install_members(members)
+            await b.change_members(number, {0: 1}, controls=controls)
             if is_paused:
                 with pytest.raises(RoundPending, match="an administrator, who has paused the run"):
                     await b.norm(0, 1, wait_seconds=0)
@@ -268,7 +275,7 @@ async def test_all_trainers_owe_a_norm_that_is_missing() -> None:
         assert await b.get(1, 1, norm=agreed(answer))  # a late norm still counts
 
 
-async def test_who_asked_may_go_away() -> None:
+async def test_a_client_that_asked_for_a_norm_or_brought_it_may_disconnect() -> None:
     async with bench(1, **CLIPS) as b:
         await b.push(0, 1)
         asked = asyncio.create_task(b.norm(0, 1))
@@ -298,13 +305,13 @@ async def test_norms_of_overwritten_rounds_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("checkpoint_rounds", [0, 2])
-async def test_a_pserver_that_comes_back_knows_what_it_said(tmp_path: Path, checkpoint_rounds: int) -> None:
+async def test_a_restarted_pserver_has_the_norms_that_it_sent(tmp_path: Path, checkpoint_rounds: int) -> None:
     settings: Any = {"durability": "log", "checkpoint_rounds": checkpoint_rounds, **CLIPS}
     async with bench(state_dir=tmp_path, **settings) as b:
         for round_ in (1, 2):
             norm = agreed(await measure(b, round_))
             values = await b.get(0, round_, norm=norm)
-        lost = await measure(b, 3)  # its norm was told, and nobody has brought it
+        lost = await measure(b, 3)  # its norm was sent, and no trainer has brought it
     async with bench(state_dir=tmp_path, incarnation=2, **settings) as b:
         assert b.run.round == 2
         assert await b.get(1, 2) == values

@@ -1,4 +1,4 @@
-"""Steps and clocks of the asynchronous modes: arbitrary interleavings against a model that looks at sets only."""
+"""Steps and clocks of the asynchronous modes: arbitrary interleavings against a model that uses sets only."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ TestClocks = ClocksMachine.TestCase
 
 
 @pytest.mark.parametrize("max_delay", [0, 1, 3])
-def test_what_a_gradient_may_have_been_computed_on(max_delay: int) -> None:
+def test_a_gradient_may_be_computed_on_parameters_within_max_delay(max_delay: int) -> None:
     clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async", max_delay=max_delay))
     for step in range(1, 9):
         for computed_on in range(10):

@@ -1,22 +1,30 @@
-"""A pserver that is being registered while its disk is slow, and the coordinator is not."""
+"""A pserver between registrations and runs: what it restores, what it reports, and the memory that it releases."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import Conflict, NotReady, StaleRun, TryAgain
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import Conflict, NotReady, StaleRun, TrainerLost, TryAgain
 from ps_protocol.messages import Freeze, InstallRun, PserverRegistered
 from services.pserver.durable.disk import Disk
 from services.pserver.durable.storage import Restored, RunStorage
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
+from services.pserver.shard import Shard
 
-from .support import LIMITS, bench
+from .oracle import make_options
+from .support import LIMITS, Bench, bench, failing
 
 
 class SlowDisk(Disk):
@@ -86,9 +94,7 @@ async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path
         assert ranges == [(0, 1)]
 
 
-async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_repeated_requests_for_restorable_rounds_share_one_search(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         storage, may_end, looks = b.run.storage, threading.Event(), 0
@@ -113,19 +119,19 @@ async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(
         assert (await b.pserver.find_restorable(b.install.run), looks) == ([(0, 2)], 2)
 
 
-async def test_what_is_held_can_be_restored_before_the_pserver_knows_who_it_is(tmp_path: Path) -> None:
+async def test_held_rounds_are_reported_before_the_pserver_is_registered(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         await b.pserver.open_folder(0)
         b.pserver.index = None
         assert await b.pserver.find_restorable(b.install.run) == [(0, 1)]
-        with pytest.raises(NotReady, match="who it is"):
+        with pytest.raises(NotReady, match="not registered yet"):
             await b.pserver.find_restorable("another run")
         b.pserver.index = 0
         await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
 
 
-async def test_an_installation_that_was_given_up_does_not_bring_back_what_is_held(tmp_path: Path) -> None:
+async def test_a_late_installation_does_not_restore_a_held_run(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         await b.pserver.open_folder(0)
@@ -139,7 +145,7 @@ async def test_an_installation_that_was_given_up_does_not_bring_back_what_is_hel
         assert b.run.round == 1
 
 
-async def test_what_is_decided_on_another_attempt_ends_the_changes_before_it(tmp_path: Path) -> None:
+async def test_a_freeze_of_another_attempt_ends_the_changes_before_it(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         late = b.install.model_copy(update={"restore": 0, "attempt": 1, "number": 2})
@@ -152,13 +158,13 @@ async def test_what_is_decided_on_another_attempt_ends_the_changes_before_it(tmp
         assert b.run.install.attempt == 1
 
 
-async def test_a_pserver_that_has_not_looked_into_its_folder_does_not_say_that_it_holds_nothing(tmp_path: Path) -> None:
+async def test_a_pserver_that_has_not_read_its_folder_answers_try_again(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
     next_life = Pserver(b.compute, PserverMetrics(CollectorRegistry(), b.compute), LIMITS, disk=Disk(tmp_path))
     freeze = Freeze(run=b.install.run, attempt=0, number=2)
     for ask in (next_life.freeze(freeze), next_life.find_restorable(b.install.run)):
-        with pytest.raises(TryAgain, match="has not looked") as refusal:
+        with pytest.raises(TryAgain, match="has not opened its folder") as refusal:
             await ask
         assert not isinstance(refusal.value, NotReady)  # which is what one says that holds nothing
     await next_life.open_folder(0)
@@ -172,11 +178,8 @@ async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monk
         assert b.pserver.disk is not None
         assert b.pserver.disk.folder is not None
 
-        def refuse(*_: object) -> None:
-            raise OSError("no space left on device")
-
         with monkeypatch.context() as patch:
-            patch.setattr(b.pserver.disk.folder, "write_identity", refuse)
+            patch.setattr(b.pserver.disk.folder, "write_identity", failing(OSError("no space left on device")))
             with pytest.raises(TryAgain, match="cannot open the state of the run: no space left"):
                 await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
         assert (await b.freeze(3)).applied == 1
@@ -187,15 +190,11 @@ async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monk
 
 async def test_a_run_that_could_not_go_back_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
-        for round_ in (1, 2, 3):
-            await b.play_round(round_)
+        await b.play_rounds(1, 3)
         back = b.install.model_copy(update={"restore": 2, "attempt": 1, "number": 2})
 
-        def refuse(*_: object) -> None:
-            raise OSError("input/output error")
-
         with monkeypatch.context() as patch:
-            patch.setattr(RunStorage, "restore", refuse)
+            patch.setattr(RunStorage, "restore", failing(OSError("input/output error")))
             with pytest.raises(TryAgain, match="cannot open the state of the run"):
                 await b.pserver.install_run(back)
             with pytest.raises(TryAgain, match="cannot read what it holds"):
@@ -205,3 +204,93 @@ async def test_a_run_that_could_not_go_back_is_found_again(tmp_path: Path, monke
             await b.pserver.freeze(Freeze(run=b.install.run, attempt=1, number=3))
         await b.pserver.install_run(back.model_copy(update={"number": 3}))
         assert b.run.round == 2
+
+
+ADAM = [make_options("Adam", lr=0.01)]
+
+
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The number of other shards whenever one is made; what only the cyclic collector would release stays."""
+    gc.collect()
+    gc.disable()
+    shards: weakref.WeakSet[Shard] = weakref.WeakSet()
+    counts = []
+    init = Shard.__init__
+
+    def watched(self: Shard, *arguments: Any) -> None:
+        deadline = time.monotonic() + 2
+        while shards and time.monotonic() < deadline:  # a thread may be about to forget what it has worked on
+            time.sleep(0.001)
+        counts.append(len(shards))
+        init(self, *arguments)
+        shards.add(self)
+
+    monkeypatch.setattr(Shard, "__init__", watched)
+    yield counts
+    gc.enable()
+
+
+async def train(pserver: Bench) -> None:
+    for round_ in (1, 2):
+        if not pserver.install.consistency.is_async:
+            await pserver.play_round(round_)
+            continue
+        await pserver.get(0, round_ - 1)
+        await pserver.push(0, round_)
+        await pserver.get(0, round_)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"max_delay": 1},
+        {"mode": "async", "compensation": "dc"},
+        *({"mode": "async", "read_consistency": read} for read in ("none", "block", "shard")),
+    ],
+)
+async def test_the_next_run_begins_with_nothing_of_the_one_before(rules: dict[str, Any], alive: list[int]) -> None:
+    async with bench(1, optimizer="Adam", groups=ADAM, consistency=Consistency(**rules)) as pserver:
+        await train(pserver)
+        pserver.install = await pserver.install_next_run()
+        await pserver.upload_initial()
+    assert alive == [0, 0]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_a_run_that_failed_is_released_like_any_other(mode: Any, alive: list[int]) -> None:
+    async with bench(1, consistency=Consistency(mode=mode)) as pserver:
+        await train(pserver)
+        await pserver.change_members(2, {0: 1}, TrainerLost("trainer 0 was lost", ranks=[0]).to_problem())
+        with pytest.raises(TrainerLost):
+            await pserver.get(0, 2)
+        pserver.install = await pserver.install_next_run()
+        await pserver.upload_initial()
+    assert alive == [0, 0]
+
+
+async def test_a_rollback_restores_into_released_memory(tmp_path: Path, alive: list[int]) -> None:
+    async with bench(1, optimizer="Adam", groups=ADAM, state_dir=tmp_path, durability="log") as pserver:
+        await train(pserver)
+        back = pserver.install.model_copy(update={"attempt": 1, "number": 2, "restore": 1})
+        await pserver.pserver.install_run(back)
+        assert pserver.run.round == 1
+    assert alive == [0, 0]
+
+
+async def test_a_pserver_that_has_come_back_restores_one_shard_at_a_time(tmp_path: Path, alive: list[int]) -> None:
+    settings: Any = {"optimizer": "Adam", "groups": ADAM, "state_dir": tmp_path, "durability": "log"}
+    await train_and_die(settings)
+    gc.collect()
+    async with bench(1, **settings, incarnation=2, restore=1, attempt=1, number=2) as pserver:
+        assert pserver.run.round == 1
+        for _ in range(2):
+            await pserver.pserver.open_folder(0)
+        await pserver.pserver.install_run(pserver.install)
+    assert alive == [0, 0, 0, 0, 0]
+
+
+async def train_and_die(settings: Any) -> None:
+    async with bench(1, **settings) as pserver:
+        await train(pserver)

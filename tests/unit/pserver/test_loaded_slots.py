@@ -1,10 +1,9 @@
-"""Slots that come with a contribution: staged as blocks are, taken by the round, and there again after a restart."""
+"""Optimizer state that a contribution brings, and the step counts of trainers in asynchronous modes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,7 @@ from services.pserver.durable.update_log import Update
 from services.pserver.shard import Shard
 
 from .oracle import Options, TorchOracle, assert_same_bits, make_options
-from .refusals import refused, unchanged
-from .support import PARAMETERS, Bench, bench, decode, encode, gradients_of, initial_values
+from .support import PARAMETERS, Bench, bench, decode, encode, gradients_of, initial_values, refused, unchanged
 from .test_async_run import until
 
 BUFFERS = {f"{p.name}.block0": torch.arange(p.num_elements, dtype=torch.float32) + 0.5 for p in PARAMETERS}
@@ -88,7 +86,7 @@ async def test_a_round_has_the_slots_that_came_with_it():
         assert await b.settle_used_bytes(0) == 0
 
 
-async def test_their_memory_is_not_kept():
+async def test_the_memory_of_loaded_slots_is_returned():
     async with bench(num_trainers=1) as b:
         await b.play_round(1)
         await b.settle_used_bytes(0)
@@ -101,7 +99,7 @@ async def test_their_memory_is_not_kept():
         assert b.pserver.pool.idle_bytes == idle
 
 
-async def test_blocks_without_slots_begin_anew():
+async def test_blocks_without_slots_begin_fresh():
     async with bench(num_trainers=1) as b:
         await b.play_round(1)
         fresh = dict.fromkeys(BUFFERS, FRESH)
@@ -136,13 +134,13 @@ W = "p1.block0"
         ),
     ],
 )  # fmt: skip
-async def test_what_does_not_fit_is_refused(error: str, changes: dict[str, Any]):
+async def test_slots_that_do_not_fit_are_refused(error: str, changes: dict[str, Any]):
     async with bench() as b:
         await push_slots(b, 1)
         await unchanged(b, error, push_slots(b, **changes))
 
 
-async def test_staged_is_staged():
+async def test_staged_slots_do_not_change():
     async with bench() as b:
         await push_slots(b)
         others = momentum({W: BUFFERS[W] + 1})
@@ -170,7 +168,7 @@ async def test_slots_are_of_the_round_that_is_asked_for():
         await refused("malformed_frame", b.call("slots", b.fence(0, 1), b"{}"))
 
 
-async def test_they_are_in_the_log(tmp_path):
+async def test_loaded_slots_are_in_the_log(tmp_path):
     settings = {"num_trainers": 1, "state_dir": tmp_path, "durability": "log"}
     async with bench(**settings) as b:
         await b.get(0, 0)
@@ -303,9 +301,7 @@ async def assert_same(b: Bench, oracle: Oracle, rank: int, step: int) -> None:
 
 @pytest.mark.parametrize(("durability", "interval"), [("log", 0), ("log", 3), ("none", 0)])
 @pytest.mark.parametrize("name", ["Adam", "NAdam"])
-async def test_every_count_begins_with_what_was_loaded(
-    tmp_path: Path, name: str, durability: str, interval: int
-) -> None:
+async def test_every_step_count_begins_with_the_loaded_state(tmp_path, name, durability, interval):
     groups = [make_options(name)]
     oracle, state = Oracle(name, groups), saved_state(name, groups)
     settings: dict[str, Any] = {
@@ -340,9 +336,7 @@ async def test_every_count_begins_with_what_was_loaded(
         assert {state.steps for state in states.values()} == {9}  # its own, not those of the newest step
 
 
-async def test_a_log_of_an_earlier_version_is_replayed_as_it_was_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_log_of_an_earlier_version_is_replayed_as_it_was_counted(tmp_path, monkeypatch):
     groups = [make_options("Adam")]
     oracle = Oracle("Adam", groups)
     settings: dict[str, Any] = {

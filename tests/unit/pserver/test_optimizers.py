@@ -1,4 +1,4 @@
-"""Every rule equals `torch.optim` in one process, bit for bit, whatever the cuts and the number of threads."""
+"""Every update rule equals `torch.optim` in one process, bit for bit, for any slicing and number of threads."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ for name in DEFAULTS:
     spec = make_spec(name, groups)
     shard = Shard(make_plan([ParameterSpec("w", (100,))], 1, optimizer=spec), 0)
     shard.set_initial("w.block0", torch.ones(100))
-    shard.apply(*shard.aggregate([{"w.block0": torch.ones(100)}] * 2), make_numbers(spec, groups))
+    shard.apply(*shard.aggregator.aggregate([{"w.block0": torch.ones(100)}] * 2), make_numbers(spec, groups))
     assert shard.block("w.block0").sum() != 100, name
 print([name for name in sys.modules if name.startswith("torch._dynamo")])
 """
@@ -365,7 +365,7 @@ def test_the_gradient_is_only_read(monkeypatch, name):
     assert torch.equal(recorder.gradient, before)
 
 
-def test_loaded_blocks_have_what_was_loaded_and_no_more(monkeypatch):
+def test_loaded_blocks_have_the_loaded_slots_alone(monkeypatch):
     recorder = Recorder(monkeypatch, "Adam", four((64, 30, 64, 64)), [make_options("Adam")])
     recorder.apply("a", "b", "c", "d")
     before = {name: slot.clone() for name, slot in recorder.blocks.slots().items()}

@@ -1,4 +1,4 @@
-"""What trainers have of a shard that is pulled as differences: the same bits as here, and close to the values."""
+"""Values that are pulled as deltas: trainers have the published bits, which are close to the values."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from trainer_client.destinations import Differences
 from trainer_client.tensors import TORCH_DTYPES, writable_bytes
 from trainer_client.transport.frame_sink import FrameSink
 
+from ...soaking import examples
 from .oracle import make_options, make_spec
 from .support import Bench, bench, decode
 
@@ -103,9 +104,9 @@ rounds = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(15))
 @given(rounds, st.integers(0, 99))
-async def test_trainers_have_the_bits_that_are_published(history: list, seed: int) -> None:
+async def test_trainers_have_the_published_bits(history: list, seed: int) -> None:
     shard, trainers = new_shard(seed), [Trainer.new() for _ in range(3)]
     changed = dict.fromkeys(NAMES, 0)
     for number, (stepped, exponent, who) in enumerate(history, 1):
@@ -127,7 +128,7 @@ async def test_trainers_have_the_bits_that_are_published(history: list, seed: in
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
-async def test_what_has_no_difference_is_published_as_it_is(bad: float) -> None:
+async def test_values_without_a_delta_are_published_unchanged(bad: float) -> None:
     shard, trainer = new_shard(), Trainer.new()
     name, others = "more.block0", [name for name in DIFFERING if name != "more.block0"]
     shard.set_initial(name, torch.full((SIZES["more"],), -3e38))
@@ -144,7 +145,7 @@ async def test_what_has_no_difference_is_published_as_it_is(bad: float) -> None:
             assert bool(published(shard, other).isfinite().all())
 
 
-def test_it_is_in_copies_and_files_and_moves_with_its_elements() -> None:
+def test_published_values_are_copied_stored_and_resliced() -> None:
     shard = new_shard()
     move(shard, NAMES, 1)
     shard.publish(NAMES)
@@ -153,7 +154,7 @@ def test_it_is_in_copies_and_files_and_moves_with_its_elements() -> None:
     restored = Shard(PLAN, 0)
     restored.load_state(state)
     assert restored.digest() == shard.digest()
-    assert restored.borrow_deltas() == {}  # nobody is known to have the round before
+    assert restored.borrow_deltas() == {}  # no trainer is known to have the round before
     other, _ = ShardState.decode(memoryview(bytearray(data)))
     other.published = None
     off = Shard(PLAN, 0)
@@ -172,7 +173,7 @@ def test_it_is_in_copies_and_files_and_moves_with_its_elements() -> None:
             assert torch.equal(published(other, name), whole[place.block.begin : place.block.end])
 
 
-def test_from_a_run_that_pulled_values_these_are_what_trainers_have() -> None:
+def test_values_are_published_after_a_run_that_pulled_values() -> None:
     plain = make_plan(PARAMETERS, 1, min_block_size=1 << 30, optimizer=SGD)
     shard = Shard(plain, 0)
     shard.load_state(reslice([(0, new_shard().copy_state())], PLAN, plain, 0))
@@ -196,7 +197,7 @@ def make_versioned(changed: dict[str, int]) -> tuple[VersionedBlocks, dict[str, 
     changed=st.fixed_dictionaries(dict.fromkeys(VERSIONED, st.integers(0, 9))),
     asked=st.lists(st.none() | st.integers(0, 12), min_size=1, max_size=6),
 )
-def test_a_frame_holds_exactly_what_is_newer(changed: dict[str, int], asked: list[int | None]) -> None:
+def test_a_frame_holds_exactly_the_newer_blocks(changed: dict[str, int], asked: list[int | None]) -> None:
     versioned, data = make_versioned(changed)
     for have in asked:
         body = b"".join(versioned.parts(have))
@@ -210,12 +211,12 @@ def test_a_frame_holds_exactly_what_is_newer(changed: dict[str, int], asked: lis
         assert frame.metadata["round"] == "9"
 
 
-def test_large_blocks_are_sent_from_where_they_lie() -> None:
+def test_large_blocks_are_sent_without_a_copy() -> None:
     versioned, _ = make_versioned(dict.fromkeys(VERSIONED, 1))
     assert [isinstance(part, memoryview) for part in versioned.parts()] == [False, True, False, True]
 
 
-def test_strangers_cannot_make_it_keep_frames() -> None:
+def test_only_the_frame_of_the_round_before_is_kept() -> None:
     versioned, _ = make_versioned({**dict.fromkeys(VERSIONED, 1), "small": 9})
     for have in (*range(1, 8), *range(9, 20)):
         assert versioned.parts(have) is not versioned.parts(have)
@@ -256,11 +257,11 @@ async def play(bench: Bench, first: int, last: int) -> dict[str, Tensor]:
         body = await bench.get(0, round_, have=round_ - 1)
         assert parse_frame(body).metadata[SINCE_KEY] == str(round_ - 1)
         values = add(values, body)
-        assert_same(decode(await bench.get(1, round_))[0], values)  # whoever comes late has the same
+        assert_same(decode(await bench.get(1, round_))[0], values)  # a late trainer has the same
     return values
 
 
-async def test_who_has_the_round_before_gets_a_difference_and_all_others_what_is_published() -> None:
+async def test_a_trainer_with_the_round_before_gets_a_delta_and_others_the_published_values() -> None:
     async with bench(wire=WIRE) as pserver:
         values = await play(pserver, 1, 3)
         for have in (None, 1):
@@ -273,7 +274,7 @@ async def test_who_has_the_round_before_gets_a_difference_and_all_others_what_is
 
 
 @pytest.mark.parametrize("settings", [{"durability": "log"}, {"durability": "none"}, {"checkpoint_rounds": 3}], ids=str)
-async def test_a_pserver_that_was_killed_publishes_what_it_had(tmp_path: Path, settings: dict[str, object]) -> None:
+async def test_a_killed_pserver_publishes_the_same_values_again(tmp_path: Path, settings: dict[str, object]) -> None:
     settings = {"durability": "log", **settings}
     async with bench(wire=WIRE, state_dir=tmp_path, **settings) as pserver:
         expected = await play(pserver, 1, 4)
@@ -282,7 +283,7 @@ async def test_a_pserver_that_was_killed_publishes_what_it_had(tmp_path: Path, s
         digest = await pserver.digest()
     async with bench(wire=WIRE, state_dir=tmp_path, incarnation=2, **settings) as pserver:
         assert pserver.run.round == 4
-        body = await pserver.get(0, 4, have=3)  # not a difference: what had come of the one before, nobody knows
+        body = await pserver.get(0, 4, have=3)  # no delta: the progress of the earlier answer is unknown
         assert {entry.dtype for entry in parse_frame(body).tensors} == {"F32"}
         assert_same(decode(body)[0], expected)
         assert (await pserver.digest()).partition("-")[0] == digest.partition("-")[0]

@@ -1,4 +1,4 @@
-"""A pserver that stops writes its last checkpoint, and does not wait for ever for a disk to take it."""
+"""A pserver registers, sends heartbeats and writes its last checkpoint before it stops."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,28 @@ from services.runtime.storage import LocalStorage
 
 from .support import LIMITS, bench
 
+REGISTERED = {"index": 0, "incarnation": 1, "lease_seconds": 0.03}
+HEARTBEAT_REPLY = {"complete": None, "notice": "", "stop": False, "exit_code": 0}
+
+
+@asynccontextmanager
+async def registration_of(answer: Any, folder: Path, *, exits: bool = False, **settings: Any) -> AsyncIterator[Any]:
+    """A pserver that serves a run, and its registration with a coordinator that gives these answers."""
+    async with (
+        bench(state_dir=folder, **settings) as one,
+        httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
+    ):
+        yield one, Registration(one.pserver, PserverSettings(state_dir=folder, exit_when_done=exits), http)
+
 
 async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
     answers: list[object] = [
         "<h1>Bad Gateway</h1>",
         httpx.Response(502, json={"message": "upstream connect error"}),
         httpx.ReadTimeout(""),
-        {"index": 0, "incarnation": 1, "lease_seconds": 0.03},
+        REGISTERED,
         "<h1>Bad Gateway</h1>",
-        {"complete": None, "notice": "", "stop": True, "exit_code": 0},
+        {**HEARTBEAT_REPLY, "stop": True},
     ]
     stop = asyncio.Event()
 
@@ -48,11 +63,7 @@ async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
             return one
         return httpx.Response(200, text=one) if isinstance(one, str) else httpx.Response(200, json=one)
 
-    async with (
-        bench(state_dir=tmp_path) as one,
-        httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
-    ):
-        staying = Registration(one.pserver, PserverSettings(state_dir=tmp_path, exit_when_done=True), http)
+    async with registration_of(answer, tmp_path, exits=True) as (one, staying):
         with structlog.testing.capture_logs() as logs:
             await asyncio.wait_for(staying.run("http://pserver:1", stop), 10)
         assert (stop.is_set(), answers, staying.exit_code) == (True, [], 0)
@@ -61,23 +72,21 @@ async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
         await one.install_next_run()
 
 
-async def test_the_coordinator_hears_of_a_failure_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_coordinator_is_notified_of_a_failure_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registration, "heartbeat_period", lambda _: 3600.0)
     stop, said = asyncio.Event(), asyncio.Event()
     failures: list[object] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         if not request.url.path.endswith("/heartbeat"):
-            return httpx.Response(200, json={"index": 0, "incarnation": 1, "lease_seconds": 3600})
+            return httpx.Response(200, json=REGISTERED)
         failures.append(json.loads(request.content)["failure"])
         said.set()
-        return httpx.Response(200, json={"complete": None, "notice": "", "stop": False, "exit_code": 0})
+        return httpx.Response(200, json=HEARTBEAT_REPLY)
 
-    async with (
-        bench(state_dir=tmp_path) as one,
-        httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
-    ):
-        staying = Registration(one.pserver, PserverSettings(state_dir=tmp_path), http)
+    async with registration_of(answer, tmp_path) as (one, staying):
         running = asyncio.create_task(staying.run("http://pserver:1", stop))
         await asyncio.wait_for(said.wait(), 10)
         said.clear()
@@ -89,20 +98,14 @@ async def test_the_coordinator_hears_of_a_failure_at_once(tmp_path: Path, monkey
         await asyncio.wait_for(running, 10)
 
 
-async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(tmp_path, monkeypatch):
     is_let_go, stop = threading.Event(), asyncio.Event()
     stop.set()
-    async with (
-        bench(state_dir=tmp_path) as one,
-        httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(404))) as http,
-    ):
+    async with registration_of(lambda _: httpx.Response(404), tmp_path) as (one, staying):
         await one.play_round(1)
         monkeypatch.setattr(one.run.storage._place, "write", lambda *_: is_let_go.wait(20))
         await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
         monkeypatch.setattr(registration, "LAST_CHECKPOINT_SECONDS", 0.2)
-        staying = Registration(one.pserver, PserverSettings(state_dir=tmp_path), http)
         with structlog.testing.capture_logs() as logs:
             await asyncio.wait_for(staying.run("http://pserver:1", stop), 5)
         assert "the last checkpoint was not written in time" in [line["event"] for line in logs]
@@ -110,9 +113,7 @@ async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(
         is_let_go.set()
 
 
-async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_registers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_registers(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path) as one:
         await one.play_round(1)
         await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
@@ -141,15 +142,13 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
         with structlog.testing.capture_logs() as logs:
             await asyncio.wait_for(staying.run("http://pserver:1", stop), 10)
     compute.close()
-    assert "what this pserver holds cannot be read: Input/output error" in [line["event"] for line in logs]
+    assert "the state of this pserver cannot be read: Input/output error" in [line["event"] for line in logs]
     [message] = registered
     assert message.held is not None
     assert message.held.rounds.applied == 1
 
 
-async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_checkpoint(tmp_path, monkeypatch):
     may_write, stop = threading.Event(), asyncio.Event()
     said: list[tuple[bool, bool]] = []
     write = storage.write_file
@@ -160,22 +159,18 @@ async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_chec
 
     def answer(request: httpx.Request) -> httpx.Response:
         if not request.url.path.endswith("heartbeat"):
-            return httpx.Response(200, json={"index": 0, "incarnation": 1, "lease_seconds": 0.03})
+            return httpx.Response(200, json=REGISTERED)
         is_written = 1 in one.run.storage.rounds
         said.append((json.loads(request.content)["is_stopping"], is_written))
         stop.set()
         if len(said) == 4:
             may_write.set()
-        return httpx.Response(200, json={"complete": None, "notice": "", "stop": False, "exit_code": 0})
+        return httpx.Response(200, json=HEARTBEAT_REPLY)
 
     monkeypatch.setattr(storage, "write_file", write_slowly)
-    async with (
-        bench(state_dir=tmp_path, incarnation=1) as one,
-        httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
-    ):
+    async with registration_of(answer, tmp_path) as (one, staying):
         await one.play_round(1)
-        staying = Registration(one.pserver, PserverSettings(state_dir=tmp_path), http)
-        registered = PserverRegistered(index=0, incarnation=1, lease_seconds=0.03)
+        registered = PserverRegistered(**REGISTERED)
         await staying._send_heartbeats(registered, stop)
         await asyncio.wait_for(staying._leave(registered), 10)
     assert said[0] == (False, False)
@@ -184,25 +179,19 @@ async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_chec
 
 
 @pytest.mark.parametrize("exits", [True, False])
-async def test_a_pserver_whose_coordinator_is_gone_for_good_does_not_wait_for_ever(tmp_path: Path, exits: bool) -> None:
+async def test_a_pserver_whose_coordinator_does_not_come_back_exits(tmp_path: Path, exits: bool) -> None:
     stop = asyncio.Event()
 
     def answer(request: httpx.Request) -> httpx.Response:
         if not request.url.path.endswith("heartbeat"):
-            return httpx.Response(200, json={"index": 0, "incarnation": 1, "lease_seconds": 0.03})
-        raise httpx.ConnectError("nobody listens")
+            return httpx.Response(200, json=REGISTERED)
+        raise httpx.ConnectError("refused")
 
-    async with (
-        bench(state_dir=tmp_path, round_timeout_seconds=0.3) as one,
-        httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
-    ):
+    async with registration_of(answer, tmp_path, exits=exits, round_timeout_seconds=0.3) as (one, staying):
         await one.play_round(1)
-        settings = PserverSettings(state_dir=tmp_path, exit_when_done=exits)
-        staying = Registration(one.pserver, settings, http)
         with structlog.testing.capture_logs() as logs, contextlib.suppress(TimeoutError):
-            registered = PserverRegistered(index=0, incarnation=1, lease_seconds=0.03)
-            await asyncio.wait_for(staying._send_heartbeats(registered, stop), 1.5)
-        said = [line["event"] for line in logs if "does not come back" in line["event"]]
+            await asyncio.wait_for(staying._send_heartbeats(PserverRegistered(**REGISTERED), stop), 1.5)
+        said = [line["event"] for line in logs if "neither the coordinator" in line["event"]]
         assert (stop.is_set(), staying.exit_code, len(said)) == ((True, 1, 1) if exits else (False, 0, 0))
 
 

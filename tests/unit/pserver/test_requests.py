@@ -24,7 +24,7 @@ from services.pserver import reply as reply_module
 from services.pserver.bodies import Body, BufferPool
 from services.pserver.contribution import Contribution
 from services.pserver.layout import ShardLayout
-from services.pserver.limits import Copies, InFlight, WaitingGets
+from services.pserver.limits import Copies, InFlight, WaitingPulls
 from services.pserver.pushes import read_blocks
 from services.pserver.reply import Reply
 from services.pserver.tensors import Part, QuantisedPart, SparsePart, StagedBlock, check_blocks
@@ -106,7 +106,7 @@ INTEGERS = torch.ones(1000, dtype=torch.int8)
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(push: str, tensors: dict[str, Tensor], error: str) -> None:
+def test_pushes_that_do_not_fit_are_refused(push: str, tensors: dict[str, Tensor], error: str) -> None:
     with raises_code(error):
         receive(push, tensors)
 
@@ -164,7 +164,7 @@ def test_each_trainer_has_a_share_and_one_body_always_fits() -> None:
 
 
 async def test_newer_gets_end_the_oldest() -> None:
-    waiting = WaitingGets(max_each=2)
+    waiting = WaitingPulls(max_each=2)
     order: list[str] = []
 
     async def get(name: str, rank: int = 0) -> str:
@@ -185,10 +185,10 @@ async def test_newer_gets_end_the_oldest() -> None:
     for task in gets:
         task.cancel()
     await asyncio.gather(*gets, return_exceptions=True)
-    assert repr(waiting) == "<WaitingGets [{}]>"
+    assert repr(waiting) == "<WaitingPulls [{}]>"
 
 
-async def test_as_many_at_once_as_fit() -> None:
+async def test_copies_are_made_while_they_fit() -> None:
     copies, done = Copies(max_bytes=10), asyncio.Event()
     held: list[int] = []
 
@@ -213,7 +213,7 @@ async def test_as_many_at_once_as_fit() -> None:
     await asyncio.gather(*small[1:], large)  # one always, however large
 
 
-async def test_who_finds_no_room_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_copy_without_room_is_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.02)
     copies = Copies(max_bytes=10)
     async with copies.reserve(8):
@@ -272,9 +272,7 @@ async def test_readers_have_a_grace_period_and_are_then_ended(monkeypatch: pytes
     assert [type(each) for each in ended] == [type(None), StaleRound, StaleRound]
 
 
-async def test_a_reply_is_revoked_when_its_last_reader_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_reply_is_revoked_when_its_last_reader_has_ended(monkeypatch):
     monkeypatch.setattr(reply_module, "GRACE_SECONDS", 0.01)
     reply, lets_go = make_reply(), asyncio.Event()
 

@@ -61,7 +61,7 @@ class Model:
     members: dict[int, int]
     clips: bool = False
     applied: int = 0
-    is_measuring: bool = False  # complete, and waits for somebody who brings the global norm
+    is_measuring: bool = False  # complete, and waits for a get that brings the global norm
     is_applying: bool = False
     staged: dict[int, Staged] = field(default_factory=dict)
     batch: set[int] = field(default_factory=set)  # whose batch barrier of round applied + 1 is in
@@ -131,10 +131,10 @@ def payload(rank: int, incarnation: int, round_: int, name: str) -> str:
     return f"{name} of trainer {rank}.{incarnation} in round {round_}"
 
 
-NOBODY = 9
+UNKNOWN = 9
 ranks = st.integers(0, 3)
 identities = st.tuples(
-    st.sampled_from([0, 1, 2, 3, 0, 1, 2, 3, NOBODY]),
+    st.sampled_from([0, 1, 2, 3, 0, 1, 2, 3, UNKNOWN]),
     st.sampled_from([0] * 8 + [-1, 1]),
     st.sampled_from([0] * 7 + [-1, 1, -2, 5]),
 )
@@ -309,7 +309,7 @@ class Interleavings(RuleBasedStateMachine):
     def _identity(self, drawn: tuple[int, int, int]) -> tuple[int, int, int]:
         """Relative to what is current: a rank, how many lives off, how many rounds off."""
         rank, lives_off, rounds_off = drawn
-        rank = len(self.lives) if rank == NOBODY else rank % len(self.lives)
+        rank = len(self.lives) if rank == UNKNOWN else rank % len(self.lives)
         return rank, max(1, self.lives.get(rank, 1) + lives_off), max(0, self.model.applied + 1 + rounds_off)
 
     def _make_push(self, identity: Any, content: Any) -> Push:

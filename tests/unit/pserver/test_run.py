@@ -1,9 +1,12 @@
-"""What a synchronous run on one pserver counts, answers and refuses."""
+"""What a synchronous run on one pserver counts, answers and refuses, and the outcomes of rounds in its replies."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -11,27 +14,38 @@ import structlog
 import torch
 from starlette.requests import ClientDisconnect
 
+from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, RoundPending, TrainerLost
+from ps_protocol.frames import parse_frame
 from ps_protocol.membership import Controls
 from ps_protocol.messages import InstallMembers, PserverRegistered
-from ps_protocol.routes import MEMBERS, WAIT_HEADER
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, MEMBERS, VERDICT_HEADER, WAIT_HEADER
 from services.pserver import endpoints as endpoints_module
 from services.pserver.app import make_pserver_app
+from services.pserver.durable.records import Record
+from services.pserver.durable.update_log import Update
+from services.pserver.history import History
+from services.pserver.pulls import divide_rates
 from services.runtime.metrics import ServiceMetrics
 
 from ...raising import raises_code
-from .oracle import TorchOracle, assert_same_bits, average, make_options
-from .refusals import begin_push, keep_busy, refused, unchanged
+from .oracle import TorchOracle, average, make_options
 from .support import (
     GROUPS,
     PARAMETERS,
     Bench,
     Upload,
+    assert_equals_oracle,
+    begin_push,
     bench,
     decode,
     encode,
     gradients_of,
     initial_values,
+    keep_busy,
+    refused,
+    unchanged,
 )
 
 JSON = {"content-type": "application/json"}
@@ -79,7 +93,7 @@ async def freeze_half_a_round(b: Bench) -> None:
     await b.freeze(2)
 
 
-async def test_the_end_of_a_change_that_was_given_up_for_a_later_one_sets_nobody_going():
+async def test_the_end_of_an_abandoned_change_of_members_applies_nothing():
     async with bench() as b:
         await freeze_half_a_round(b)
         frozen = await b.freeze(3)
@@ -94,7 +108,7 @@ async def test_the_end_of_a_change_that_was_given_up_for_a_later_one_sets_nobody
         assert b.run.rounds.history.participants == {1: (0,)}
 
 
-async def test_a_pserver_whose_coordinator_died_in_a_change_says_so():
+async def test_a_get_in_an_unfinished_change_of_members_names_the_coordinator():
     async with bench() as b:
         await freeze_half_a_round(b)
         with pytest.raises(RoundPending, match="the coordinator, in the middle of a change of members"):
@@ -165,26 +179,13 @@ async def test_hyper_parameters_of_the_lowest_rank_win_with_one_warning():
                     await b.barrier(rank, round_)
                 values, _ = decode(await b.get(0, round_))
                 oracle.step(average([gradients_of(rank, round_) for rank in range(3)]), GROUPS)
-        for name, expected in oracle.parameters.items():
-            assert_same_bits(values[f"{name}.block0"], expected.detach(), name)
+        assert_equals_oracle(values, oracle)
         [line] = [line for line in lines if line["log_level"] == "warning"]
         assert (line["used"], line["ignored"]) == ("trainer 0", "trainer 1")
         assert b.metric("gradpost_hyper_parameter_disagreements_total") == 4  # two trainers in two rounds
 
 
-async def test_contribution_missing():
-    async with bench() as b:
-        await b.play_round(1)
-        await unchanged(b, "contribution_missing", b.barrier(0, 2))
-        await b.push(0, 2, dict(list(b.contribution(0, 2).items())[:2]), last=False)
-        error = await unchanged(b, "contribution_missing", b.barrier(0, 2))
-        assert error.facts["actual"] == 2
-        await unchanged(b, "contribution_missing", b.get(0, 2, with_barrier=True))
-        await b.push(0, 2)
-        assert (await b.barrier(0, 2))["missing"] == [1]
-
-
-async def test_already_applied_whatever_the_bytes_are():
+async def test_a_push_of_an_applied_round_is_already_applied_whatever_its_bytes():
     async with bench() as b:
         await b.play_round(1)
         digest = await b.digest()
@@ -255,10 +256,14 @@ async def test_a_client_that_goes_away_before_its_request_is_complete_has_sent_n
         assert b.run.rounds.missing == [0, 1]
 
 
-async def test_a_refused_get_has_not_counted_its_barrier():
+async def test_a_refused_request_counts_no_barrier():
     async with bench() as b:
         await b.push(0, 1)
-        await unchanged(b, "unknown_block", b.get(0, 1, names=["nobody.block0"], with_barrier=True))
+        await b.push(1, 1, dict(list(b.contribution(1, 1).items())[:2]), last=False)
+        for request in (b.barrier(1, 1), b.get(1, 1, with_barrier=True)):
+            error = await unchanged(b, "contribution_missing", request)
+            assert error.facts["actual"] == 2
+        await unchanged(b, "unknown_block", b.get(0, 1, names=["unknown.block0"], with_barrier=True))
         for wait_seconds in (-1, float("nan"), endpoints_module.MAX_WAIT_SECONDS + 1):
             await unchanged(b, "bad_header", b.get(0, 1, wait_seconds=wait_seconds, with_barrier=True))
         headers = {"gradpost-barrier": "fetch", WAIT_HEADER: "0"}
@@ -315,3 +320,111 @@ async def test_controls_may_name_as_many_parameters_as_a_plan():
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             answer = await http.put(MEMBERS, content=message.model_dump_json(), headers=JSON)
         assert (answer.status_code, b.run.membership.controls) == (204, controls)
+
+
+async def push_with_scaler(b: Bench, rank: int, round_: int, scaler: HyperParameters | None) -> None:
+    metadata = b.completion()
+    if scaler is not None:
+        metadata[HYPER_PARAMETERS_KEY] = json.dumps([*json.loads(metadata[HYPER_PARAMETERS_KEY]), scaler])
+    await b.call("send", b.fence(rank, round_), encode(b.contribution(rank, round_), metadata))
+
+
+async def play_scaled(
+    b: Bench, round_: int, *scalers: HyperParameters | None, bad: tuple[int, ...] = ()
+) -> dict[str, str]:
+    """One round of trainers with these GradScalers; the metadata of its version."""
+    for rank, scaler in enumerate(scalers):
+        await push_with_scaler(b, rank, round_, scaler)
+    for rank in range(len(scalers)):
+        verdict = {VERDICT_HEADER: "nonfinite"} if rank in bad else {}
+        await b.call("barrier", b.fence(rank, round_), headers={BARRIER_HEADER: "batch", **verdict})
+    return await metadata_of(b, round_)
+
+
+async def metadata_of(b: Bench, round_: int) -> dict[str, str]:
+    return dict(parse_frame(await b.get(0, round_)).metadata)
+
+
+def scaler_state(after: int, scale: float = 1024.0) -> HyperParameters:
+    return {"after": after, "scale": scale, "growth_tracker": after}
+
+
+@pytest.mark.amp
+async def test_replies_carry_the_scaler_state_of_the_lowest_rank() -> None:
+    async with bench(nonfinite="skip_round") as b:
+        assert "grad_scaler" not in await play_scaled(b, 1, None, None)
+        assert "grad_scaler" not in await play_scaled(b, 2, None, scaler_state(1))
+        told = await play_scaled(b, 3, scaler_state(2, 8.0), scaler_state(2, 16.0), bad=(1,))
+        assert json.loads(told["grad_scaler"]) == scaler_state(2, 8.0)
+        assert told["skipped_for"] == "[1]"
+        assert not told.keys() & {"skipped_before"}
+        assert "grad_scaler" not in await play_scaled(b, 4, None, None)
+
+
+@pytest.mark.amp
+async def test_a_state_that_does_not_fit_and_another_one_in_the_same_round_are_refused() -> None:
+    async with bench() as b:
+        for wrong in ({}, scaler_state(0, float("nan"))):
+            await unchanged(b, "bad_hyper_parameters", push_with_scaler(b, 0, 1, wrong))
+        await push_with_scaler(b, 0, 1, scaler_state(0))
+        await push_with_scaler(b, 0, 1, scaler_state(0))
+        for other in (None, scaler_state(0, 8.0)):
+            await unchanged(b, "contribution_conflict", push_with_scaler(b, 0, 1, other))
+
+
+@pytest.mark.amp
+async def test_with_max_delay_replies_carry_the_outcomes_of_earlier_rounds() -> None:
+    async with bench(nonfinite="skip_round", consistency=Consistency(max_delay=1)) as b:
+        assert "skipped_before" not in await play_scaled(b, 1, None, None, bad=(0,))
+        assert json.loads((await play_scaled(b, 2, None, None, bad=(0, 1)))["skipped_before"]) == {"1": [0]}
+        told = await play_scaled(b, 3, None, None)
+        assert "skipped_for" not in told
+        assert json.loads(told["skipped_before"]) == {"2": [0, 1]}
+        assert "skipped_before" not in await play_scaled(b, 4, None, None)
+
+
+@pytest.mark.amp
+@pytest.mark.parametrize("checkpoint_rounds", [1, 100])
+async def test_a_restarted_pserver_replies_the_same_outcomes(tmp_path: Path, checkpoint_rounds: int) -> None:
+    settings: dict[str, Any] = {
+        "state_dir": tmp_path,
+        "durability": "log",
+        "nonfinite": "skip_round",
+        "checkpoint_rounds": checkpoint_rounds,
+        "consistency": Consistency(max_delay=1),
+    }
+    async with bench(**settings) as b:
+        await play_scaled(b, 1, scaler_state(0), scaler_state(0), bad=(1,))
+        told = await play_scaled(b, 2, scaler_state(1), scaler_state(1), bad=(0,))
+        assert {"skipped_for", "skipped_before", "grad_scaler"} <= told.keys()
+    async with bench(incarnation=2, **settings) as b:
+        assert await metadata_of(b, 2) == told
+
+
+@pytest.mark.amp
+def test_outcomes_of_a_source_run_are_taken_over() -> None:
+    history, source = History({9: (0,)}, {9: (0,)}), History({7: (0, 1)}, {7: (1,)}, {0: (1, 7)}, {}, scaler_state(6))
+    history.adopt_outcomes(source)
+    assert history == History({9: (0,)}, {9: (0,), 7: (1,)}, {}, {}, scaler_state(6))
+    assert History.from_json(history.to_json()) == history
+
+
+@pytest.mark.amp
+def test_the_state_outlives_a_round_without_trainers_and_changes_of_the_rate() -> None:
+    history, numbers = History(), [{"lr": 0.1}, scaler_state(6)]
+    history.add_round(7, (0,), (), None, numbers, keep=1)
+    history.add_round(8, (), (), keep=1)
+    assert history.scaler == scaler_state(6)
+    history.add_round(9, (0,), (), None, [{"lr": 0.1}], keep=1)
+    assert history.scaler is None
+    assert Controls(rates={0: 0.5}).override_rates(numbers) == [{"lr": 0.5}, scaler_state(6)]
+    assert divide_rates(numbers, 2) == [{"lr": 0.05}]
+
+
+@pytest.mark.amp
+def test_logs_and_checkpoints_of_earlier_versions_have_the_state() -> None:
+    old = "[[[7, [0]]], [], [], [], [[6, [5, 8.0, 2]], [7, [6, 1024.0, 6]]]]"
+    assert History.from_json(old).scaler == scaler_state(6)
+    metadata = {**Update(7, (0,), [{"lr": 0.1}], None).to_metadata(), "grad_scaler": json.dumps(scaler_state(6))}
+    frame = parse_frame(encode({}, metadata))
+    assert Update.from_record(Record(0, 0, frame, memoryview(b""))).hyper_parameters == [{"lr": 0.1}, scaler_state(6)]

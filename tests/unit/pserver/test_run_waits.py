@@ -1,9 +1,8 @@
-"""Who waits for whom in a run on one pserver, and what ends every wait."""
+"""The waits of a synchronous run on one pserver, and what ends them."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -11,12 +10,16 @@ from ps_protocol.errors import Conflict, NotReady, RoundPending, RoundTimeout, S
 from ps_protocol.membership import Membership
 
 from ...raising import raises_code
-from .refusals import Refusal, keep_busy, unchanged
 from .support import (
+    Refusal,
     bench,
     decode,
     encode,
+    failing,
     initial_values,
+    keep_busy,
+    refused,
+    unchanged,
 )
 
 
@@ -70,12 +73,12 @@ async def test_round_timeout_names_the_trainer_that_owes_the_initial_values():
         assert caught.value.facts["missing"] == [0]
 
 
-async def test_the_round_time_out_begins_anew_with_every_round_and_change_of_members():
+async def test_the_round_time_out_begins_again_with_every_round_and_change_of_members():
     async with bench(3, round_timeout_seconds=0.2) as b:
         await b.push(0, 1)
         await b.barrier(0, 1)
         await asyncio.sleep(0.15)
-        await b.change_members(2, {1: 1, 2: 1})  # the one who waited has left, so nobody waits now
+        await b.change_members(2, {1: 1, 2: 1})  # the waiting trainer has left
         assert b.run.waiting_seconds == 0
         await b.push(1, 1)
         with pytest.raises(RoundPending):
@@ -100,7 +103,7 @@ async def test_a_failure_installed_by_the_coordinator_wakes_all_waiters():
         errors = await asyncio.gather(*gets, return_exceptions=True)
         assert asyncio.get_running_loop().time() - begin < 1
         assert [(e.code, str(e)) for e in errors] == [("trainer_lost", "trainer 2 was lost")] * 3
-        assert len(set(map(id, errors))) == 3  # one shared exception would collect everybody's frames
+        assert len(set(map(id, errors))) == 3  # one shared exception would keep the frames of all requests
         for request in (b.push(1, 1), b.barrier(1, 1), b.get(1, 0), b.call("initial", b.fence(0, 0), encode({}))):
             await unchanged(b, "trainer_lost", request)
         assert b.run.failure.__traceback__ is None  # it would keep the requests' memory
@@ -118,24 +121,14 @@ async def test_an_older_number_of_members_changes_nothing():
         assert b.run.failure is None
 
 
-async def test_a_waiter_whose_trainer_is_removed_is_told_so():
+@pytest.mark.parametrize("code", ["stale_trainer", "stale_run"])
+async def test_a_get_ends_when_its_trainer_is_removed_or_its_run_replaced(code):
     async with bench() as b:
         await b.push(1, 1)
         get = asyncio.create_task(b.get(1, 1, with_barrier=True))
         await asyncio.sleep(0.01)
-        await b.change_members(2, {0: 1})
-        with raises_code("stale_trainer"):
-            await asyncio.wait_for(get, 1)
-
-
-async def test_waiters_of_a_replaced_run_are_told_so_at_once():
-    async with bench() as b:
-        await b.push(0, 1)
-        get = asyncio.create_task(b.get(0, 1, with_barrier=True))
-        await asyncio.sleep(0.01)
-        await b.install_next_run()
-        with pytest.raises(StaleRun):
-            await asyncio.wait_for(get, 1)
+        await (b.change_members(2, {0: 1}) if code == "stale_trainer" else b.install_next_run())
+        await asyncio.wait_for(refused(code, get), 1)
         del get
         assert await b.settle_used_bytes(0) == 0
 
@@ -191,26 +184,9 @@ async def test_the_request_that_completed_the_barrier_may_go_away():
         assert decode(await b.get(0, 1))[1]["round"] == "1"
 
 
-async def test_a_cancelled_waiter_leaves_the_condition_to_the_others():
-    async with bench() as b:
-        await b.push(0, 1)
-        gets = [asyncio.create_task(b.get(0, 1, with_barrier=True)) for _ in range(5)]
-        await asyncio.sleep(0.01)
-        for get in gets[:4]:
-            get.cancel()
-        await b.push(1, 1)
-        await b.barrier(1, 1)
-        assert decode(await gets[4])[1]["round"] == "1"
-        assert all(get.cancelled() for get in gets[:4])
-
-
 async def test_an_apply_that_fails_ends_every_wait():
     async with bench() as b:
-
-        def fail(*_: Any) -> None:
-            raise RuntimeError("out of memory")
-
-        b.run.shard.apply = fail
+        b.run.shard.apply = failing(RuntimeError("out of memory"))
         await b.push(0, 1)
         await b.push(1, 1)
         get = asyncio.create_task(b.get(0, 1, with_barrier=True))

@@ -1,3 +1,5 @@
+"""A shard: initial values, steps, frames, digests, aggregation and layout."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,7 +12,7 @@ from ps_protocol.frames import parse_frame
 from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, PLACEMENTS, WINDOW, ParameterSpec
-from services.coordinator.defaults import RECORD_BYTES
+from services.coordinator.run_settings import RECORD_BYTES
 from services.pserver.aggregation import PIECE, Aggregator
 from services.pserver.layout import ShardLayout
 from services.pserver.reply_chunks import CHUNK_BYTES
@@ -44,7 +46,7 @@ def step(shard: Shard, **gradients: float) -> None:
         f"{name}.block0": torch.full((shard.layout.place[f"{name}.block0"].block.num_elements,), value)
         for name, value in gradients.items()
     }
-    gradient, present = shard.aggregate([pushed])
+    gradient, present = shard.aggregator.aggregate([pushed])
     shard.apply(gradient, present, NUMBERS)
 
 
@@ -66,7 +68,7 @@ def test_a_shard_is_initialised_once_every_block_and_buffer_is_set():
 def test_a_shard_without_blocks_is_initialised_and_encodes_an_empty_frame():
     shard = Shard(make_plan([ParameterSpec("w", (3,))], 2, optimizer=SPEC), 1)
     assert shard.is_initialised
-    gradient, present = shard.aggregate([{}, {}])
+    gradient, present = shard.aggregator.aggregate([{}, {}])
     shard.apply(gradient, present, NUMBERS)
     assert shard.version == 1
     assert safetensors.torch.load(b"".join(shard.encode())) == {}
@@ -218,7 +220,7 @@ def _change_step(shard):
     # a step that changes neither values nor, once they are put back, slots
     numbers = [{**NUMBERS[0], "lr": 0.0, "weight_decay": 0.0}]
     slots = {name: slot.clone() for name, slot in shard.optimizer.slots().items()}
-    shard.apply(*shard.aggregate([{"a.block0": torch.zeros(5)}]), numbers)
+    shard.apply(*shard.aggregator.aggregate([{"a.block0": torch.zeros(5)}]), numbers)
     for name, slot in shard.optimizer.slots().items():
         slot.copy_(slots[name])
 

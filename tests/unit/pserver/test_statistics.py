@@ -1,4 +1,4 @@
-"""Statistics of pieces, merged, are those of the whole; NumPy counts the histogram again."""
+"""Statistics of merged pieces equal those of the whole, and the load of a pserver."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_update_is_seen_though_some_values_are_no_numbers(odd: float) -> None
     assert found.num_nan + found.num_infinite == 1
 
 
-def test_only_what_was_added_since_counts() -> None:
+def test_the_load_counts_since_the_run_began() -> None:
     metrics = PserverMetrics(CollectorRegistry(), ComputeExecutor())
     metrics.apply_seconds.observe(5.0)
     metrics.staleness.observe(1)

@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 from ps_http2 import asgi, frames
 from ps_http2 import server as http2_server
 from ps_http2.asgi import receive_into, send_from
-from ps_http2.connection import MAX_USELESS_FRAMES
-from ps_http2.frames import PREFACE, Code, pack, pack_number, pack_settings
+from ps_http2.connection import MAX_UNPRODUCTIVE_FRAMES
+from ps_http2.frames import PREFACE, ErrorCode, pack, pack_number, pack_settings
 from ps_http2.server import MAX_RESETS, MAX_STREAMS, ServerConnection
 from services.runtime import http1
 from services.runtime.app import add_raw_route
@@ -128,7 +128,7 @@ async def served(
     for connection in connections:
         assert connection.streams == {}
         assert connection._num_running == 0
-        assert connection._look_timer is None or connection._look_timer.cancelled()
+        assert connection._timer is None or connection._timer.cancelled()
 
 
 # ---------------------------------------------------------------------- what it answers
@@ -168,7 +168,7 @@ async def test_every_kind_of_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         head = [(b":method", b"HEAD"), *GET[1:]]
         assert await caller.status(head) in (200, 405)
         number = caller.ask(post(b"/raw/cut"))
-        assert await caller.reset_of(number) == Code.INTERNAL_ERROR
+        assert await caller.reset_of(number) == ErrorCode.INTERNAL_ERROR
         assert await caller.status(get(b"/large")) == 200
         assert sum(len(event.data) for event in caller.of(DataReceived)) > LARGE
 
@@ -181,7 +181,7 @@ async def test_an_answer_before_the_body_is_here(monkeypatch: pytest.MonkeyPatch
         caller.h2.send_data(number, b"12345")
         caller.flush()
         assert b"stale_round" in await caller.body(number)
-        assert await caller.reset_of(number) == Code.NO_ERROR
+        assert await caller.reset_of(number) == ErrorCode.NO_ERROR
         assert await caller.status() == 200
 
 
@@ -206,7 +206,7 @@ async def test_clients_that_drop_the_rest_of_a_refused_body_may_go_on(monkeypatc
         for _ in range(MAX_RESETS + 20):
             number = caller.ask(post(b"/raw-refusal"), end_stream=False)
             await caller.body(number)
-            caller.h2.reset_stream(number, Code.CANCEL)
+            caller.h2.reset_stream(number, ErrorCode.CANCEL)
             caller.flush()
         assert await caller.status() == 200
 
@@ -264,7 +264,7 @@ async def test_an_application_hears_that_its_client_has_gone(
 @pytest.mark.parametrize("says_length", [True, False])
 @pytest.mark.parametrize("parts", [[b"1234567890"], [b"123", b"", b"4567890"], [b"123"], [b""]])
 async def test_a_body_into_memory(parts: list[bytes], says_length: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_server, "LAND_SECONDS", 0.02)
+    monkeypatch.setattr(http2_server, "READ_SECONDS", 0.02)
     async with served(monkeypatch) as service, await service.connect() as caller:
         length = [(b"content-length", b"%d" % sum(map(len, parts)))] if says_length else []
         number = caller.ask(post(b"/upload", *length), end_stream=False)
@@ -297,14 +297,14 @@ async def test_a_body_that_is_not_as_long_as_it_says(length: int, sent: int, mon
         said = block(post(b"/upload", (b"content-length", b"%d" % length)))
         caller.say(pack(frames.HEADERS, WHOLE, 1, said) + pack(frames.DATA, frames.END_STREAM, 1, bytes(sent)))
         caller.forget(1)
-        assert await caller.reset_of(1) == Code.PROTOCOL_ERROR
+        assert await caller.reset_of(1) == ErrorCode.PROTOCOL_ERROR
         caller.say(pack(frames.HEADERS, WHOLE | frames.END_STREAM, 3, block(GET)))
         caller.forget(3)
         assert b"ok" in await caller.body(3)
 
 
 async def test_a_slow_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_server, "LAND_SECONDS", 0.02)
+    monkeypatch.setattr(http2_server, "READ_SECONDS", 0.02)
     limits = RequestLimits(body_timeout_seconds=0.2)
     async with served(monkeypatch, limits) as service, await service.connect() as caller:
         number = caller.ask(post(b"/upload"), end_stream=False)
@@ -363,7 +363,7 @@ async def test_requests_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
                 for number, said in ((1, headers), (3, GET)):
                     caller.say(pack(frames.HEADERS, WHOLE | frames.END_STREAM, number, block(said)))
                     caller.forget(number)
-                assert await caller.reset_of(1) == Code.PROTOCOL_ERROR, name
+                assert await caller.reset_of(1) == ErrorCode.PROTOCOL_ERROR, name
                 assert caller.of(ResponseReceived, 1) == [], name
                 assert b"ok" in await caller.body(3), name
 
@@ -380,7 +380,7 @@ async def test_a_method_that_no_route_has(method: bytes, monkeypatch: pytest.Mon
         pack(frames.HEADERS, WHOLE | frames.END_STREAM, 3, block(GET)),
         pack(frames.DATA, 0, 2, b"x"),
         pack_number(frames.WINDOW_UPDATE, 2, 1),
-        pack_number(frames.RST_STREAM, 2, Code.CANCEL),
+        pack_number(frames.RST_STREAM, 2, ErrorCode.CANCEL),
     ],
     ids=["HEADERS of a stream that was skipped", "DATA", "WINDOW_UPDATE", "RST_STREAM"],
 )
@@ -390,7 +390,7 @@ async def test_streams_below_the_newest_that_were_never_opened(breach: bytes, mo
         caller.say(pack(frames.HEADERS, WHOLE | frames.END_STREAM, 5, block(get(b"/slow"))))
         await asyncio.wait_for(service.sample.slow_begun.wait(), 5)
         caller.say(breach)
-        assert await caller.end() == Code.PROTOCOL_ERROR
+        assert await caller.end() == ErrorCode.PROTOCOL_ERROR
 
 
 @pytest.mark.parametrize("name", [b":path", b"X-A", b""])
@@ -398,7 +398,7 @@ async def test_trailers_with_a_malformed_name(name: bytes, monkeypatch: pytest.M
     async with served(monkeypatch) as service, await service.connect() as caller:
         number = caller.ask(post(b"/raw/fine"), end_stream=False)
         caller.say(pack(frames.HEADERS, WHOLE | frames.END_STREAM, number, block([(name, b"x")])))
-        assert await caller.reset_of(number) == Code.PROTOCOL_ERROR
+        assert await caller.reset_of(number) == ErrorCode.PROTOCOL_ERROR
         assert caller.of(ResponseReceived, number) == []
 
 
@@ -415,7 +415,7 @@ async def test_a_client_that_expects_to_be_told_to_go_on(monkeypatch: pytest.Mon
 async def test_streams_that_only_servers_open(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(monkeypatch) as service, await service.connect() as caller:
         caller.say(pack(frames.HEADERS, WHOLE | frames.END_STREAM, number, block(GET)))
-        assert await caller.end() == Code.PROTOCOL_ERROR
+        assert await caller.end() == ErrorCode.PROTOCOL_ERROR
 
 
 # ---------------------------------------------------------------------- who does nothing
@@ -434,9 +434,9 @@ async def test_a_client_that_asks_for_nothing(said: bytes, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "begin",
     [
-        frames.pack_head(200, frames.HEADERS, WHOLE, 3),
-        pack(frames.HEADERS, 0, 3, block(GET)) + frames.pack_head(200, frames.CONTINUATION, WHOLE, 3),
-        frames.pack_head(600, frames.SETTINGS, 0, 0),
+        frames.pack_frame_header(200, frames.HEADERS, WHOLE, 3),
+        pack(frames.HEADERS, 0, 3, block(GET)) + frames.pack_frame_header(200, frames.CONTINUATION, WHOLE, 3),
+        frames.pack_frame_header(600, frames.SETTINGS, 0, 0),
     ],
     ids=["HEADERS", "CONTINUATION", "SETTINGS"],
 )
@@ -449,7 +449,7 @@ async def test_a_frame_that_dribbles(begin: bytes, monkeypatch: pytest.MonkeyPat
             while not ending.done():
                 caller.writer.write(b"\0")
                 await asyncio.sleep(0.01)
-        assert await ending == Code.ENHANCE_YOUR_CALM
+        assert await ending == ErrorCode.ENHANCE_YOUR_CALM
 
 
 async def test_whoever_is_within_no_frame_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +458,7 @@ async def test_whoever_is_within_no_frame_has_time(monkeypatch: pytest.MonkeyPat
         await caller.status()
         await asyncio.sleep(0.5)
         number = caller.ask(post(b"/raw/fine"), end_stream=False)
-        caller.say(frames.pack_head(5, frames.DATA, frames.END_STREAM, number) + b"123")
+        caller.say(frames.pack_frame_header(5, frames.DATA, frames.END_STREAM, number) + b"123")
         await asyncio.sleep(0.5)
         caller.say(b"45")
         assert await caller.body(number) == b"5 HTTP/2\n"
@@ -468,7 +468,7 @@ async def test_headers_that_are_never_ended(monkeypatch: pytest.MonkeyPatch) -> 
     async with served(monkeypatch, header_timeout_seconds=0.2) as service, await service.connect() as caller:
         await caller.status()
         caller.say(pack(frames.HEADERS, 0, 3, block(GET)))
-        assert await caller.end() == Code.ENHANCE_YOUR_CALM
+        assert await caller.end() == ErrorCode.ENHANCE_YOUR_CALM
 
 
 async def test_an_idle_connection_stays_and_is_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +523,7 @@ async def test_a_stream_without_a_window_is_reset_although_its_connection_goes_o
                     await asyncio.sleep(0.01)
             assert not service.connections[0]._transport.is_closing()
             for number in numbers:
-                assert await caller.reset_of(number) == Code.CANCEL
+                assert await caller.reset_of(number) == ErrorCode.CANCEL
             caller.h2.reset_stream(other)
             caller.flush()
             await until(lambda: len(service.ended) == 5)
@@ -547,7 +547,7 @@ async def test_streams_with_tiny_windows_are_reset_although_an_earlier_one_takes
                     await asyncio.sleep(0.01)
             assert not service.connections[0]._transport.is_closing()
             for number in numbers:
-                assert await caller.reset_of(number) == Code.CANCEL
+                assert await caller.reset_of(number) == ErrorCode.CANCEL
             caller.h2.reset_stream(helper)
             caller.flush()
             await until(lambda: len(service.ended) == 5)
@@ -605,7 +605,7 @@ async def test_too_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(1, 2 * MAX_STREAMS + 3, 2):
             caller.h2.send_headers(number, get(b"/slow"), end_stream=True)
         caller.flush()
-        assert await caller.reset_of(2 * MAX_STREAMS + 1) == Code.REFUSED_STREAM
+        assert await caller.reset_of(2 * MAX_STREAMS + 1) == ErrorCode.REFUSED_STREAM
         service.sample.slow_ends.set()
         assert await caller.body(2 * MAX_STREAMS - 1) == b'"slow"'
         assert len(caller.of(StreamReset)) == 1
@@ -614,8 +614,8 @@ async def test_too_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 REQUEST = pack(frames.HEADERS, WHOLE | frames.END_STREAM, 0x11223344, block(get(b"/count")))
 BREACHES = {
-    "reset": pack_number(frames.RST_STREAM, 0x11223344, Code.CANCEL),
-    "reset without an error": pack_number(frames.RST_STREAM, 0x11223344, Code.NO_ERROR),
+    "reset": pack_number(frames.RST_STREAM, 0x11223344, ErrorCode.CANCEL),
+    "reset without an error": pack_number(frames.RST_STREAM, 0x11223344, ErrorCode.NO_ERROR),
     "window too large": pack_number(frames.WINDOW_UPDATE, 0x11223344, frames.MAX_WINDOW),
     "window of nothing": pack_number(frames.WINDOW_UPDATE, 0x11223344, 0),
     "data behind the end": pack(frames.DATA, 0, 0x11223344, b"x"),
@@ -634,17 +634,17 @@ async def test_streams_that_are_begun_and_given_up(breach: bytes, monkeypatch: p
             if service.connections[0]._transport.is_closing():
                 break
         assert number < 2 * MAX_RESETS + 200
-        assert await caller.raw_end() in (Code.ENHANCE_YOUR_CALM, None)
+        assert await caller.raw_end() in (ErrorCode.ENHANCE_YOUR_CALM, None)
         assert service.connections[0]._num_running <= MAX_STREAMS
 
 
 async def test_streams_that_are_refused_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ps_http2.connection.MAX_USELESS_FRAMES", 200)
+    monkeypatch.setattr("ps_http2.connection.MAX_UNPRODUCTIVE_FRAMES", 200)
     async with served(monkeypatch) as service, await service.connect() as caller:
         asked = block(get(b"/slow"))
         for number in range(1, 1000, 2):
             caller.say(pack(frames.HEADERS, WHOLE | frames.END_STREAM, number, asked))
-        assert await caller.raw_end() in (Code.ENHANCE_YOUR_CALM, None)
+        assert await caller.raw_end() in (ErrorCode.ENHANCE_YOUR_CALM, None)
         assert service.connections[0].highest_stream == 2 * (MAX_STREAMS + 201) - 1
 
 
@@ -652,7 +652,7 @@ async def test_requests_that_are_none_without_an_end(monkeypatch: pytest.MonkeyP
     async with served(monkeypatch) as service, await service.connect() as caller:
         said = b"".join(pack(frames.HEADERS, WHOLE, number, block(GET[1:])) for number in range(1, 1000, 2))
         caller.say(said)
-        assert await caller.raw_end() in (Code.ENHANCE_YOUR_CALM, None)
+        assert await caller.raw_end() in (ErrorCode.ENHANCE_YOUR_CALM, None)
 
 
 async def test_requests_that_are_given_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -660,7 +660,7 @@ async def test_requests_that_are_given_up_now_and_then(monkeypatch: pytest.Monke
     async with served(monkeypatch) as service, await service.connect() as caller:
         for _ in range(MAX_RESETS + 20):
             number = caller.ask(get(b"/slow"))
-            caller.h2.reset_stream(number, Code.CANCEL)
+            caller.h2.reset_stream(number, ErrorCode.CANCEL)
             service.sample.slow_ends.set()
             assert await caller.status() == 200
         assert not service.connections[0]._transport.is_closing()
@@ -688,16 +688,16 @@ async def test_floods(frame: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
         num_sent = 0
         queued = 0
         connection = service.connections[0]
-        while not connection._transport.is_closing() and num_sent < 3 * MAX_USELESS_FRAMES:
+        while not connection._transport.is_closing() and num_sent < 3 * MAX_UNPRODUCTIVE_FRAMES:
             caller.say(frame * 500)
             num_sent += 500
             queued = max(queued, connection._writer.num_queued)
             await asyncio.sleep(0)
             if num_sent % 5000 == 0:
                 assert await asyncio.wait_for(other.status(), 5) == 200
-        assert num_sent < 3 * MAX_USELESS_FRAMES
+        assert num_sent < 3 * MAX_UNPRODUCTIVE_FRAMES
         assert queued < 300_000
-        assert await caller.end() in (Code.ENHANCE_YOUR_CALM, None)
+        assert await caller.end() in (ErrorCode.ENHANCE_YOUR_CALM, None)
 
 
 async def test_headers_that_are_larger_than_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -705,7 +705,7 @@ async def test_headers_that_are_larger_than_their_bytes(monkeypatch: pytest.Monk
         await caller.status()
         bomb = b"\x40\x01a\x7f\xa1\x1e" + b"x" * 4000 + b"\xbe" * 60_000  # 240 MB of headers
         caller.say(pack(frames.HEADERS, WHOLE, 3, bomb))
-        assert await caller.end() == Code.COMPRESSION_ERROR
+        assert await caller.end() == ErrorCode.COMPRESSION_ERROR
 
 
 async def test_connections_that_are_closed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

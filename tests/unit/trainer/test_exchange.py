@@ -242,7 +242,7 @@ async def test_the_error_of_http2_names_an_http1_server() -> None:
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         async with make_bulk_client(TlsFiles(), None, http2=True) as client:
-            with pytest.raises(httpx.TransportError, match=r"it speaks HTTP/1\.1"):
+            with pytest.raises(httpx.TransportError, match=r"the peer speaks HTTP/1\.1"):
                 await client.post(f"http://{host}:{port}/", content=b"x")
 
 

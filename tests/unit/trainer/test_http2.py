@@ -15,7 +15,7 @@ from ps_config.certificates import TlsFiles
 from ps_http2 import frames
 from ps_http2.asgi import receive_into, send_from
 from ps_http2.client import BODY_EXTENSION, SINK_EXTENSION, Http2Transport
-from ps_http2.frames import Code, pack
+from ps_http2.frames import ErrorCode, pack
 from services.runtime.app import add_raw_route
 
 from ..http2.sockets import Talker, serving
@@ -153,7 +153,7 @@ BROKEN = {
     "reset in the middle": [heads(OK), data(b"x"), pack(frames.RST_STREAM, 0, 1, bytes(4))],
     "end": [],
     "end in the middle": [heads(OK), data(b"x")],
-    "goaway in the middle": [heads(OK), frames.pack_goaway(0, Code.NO_ERROR, "")],
+    "goaway in the middle": [heads(OK), frames.pack_goaway(0, ErrorCode.NO_ERROR, "")],
 }
 
 
@@ -172,8 +172,8 @@ async def test_a_broken_response_is_a_transport_error(
 @pytest.mark.parametrize(
     "answer",
     [
-        pack(frames.RST_STREAM, 0, 1, bytes([0, 0, 0, Code.REFUSED_STREAM])),
-        frames.pack_goaway(0, Code.NO_ERROR, ""),
+        pack(frames.RST_STREAM, 0, 1, bytes([0, 0, 0, ErrorCode.REFUSED_STREAM])),
+        frames.pack_goaway(0, ErrorCode.NO_ERROR, ""),
     ],
 )
 async def test_an_unprocessed_request_is_a_connect_error(answer: bytes, client: httpx.AsyncClient) -> None:
@@ -215,7 +215,7 @@ async def test_a_cancelled_request_releases_its_body_and_its_sink(is_answered: b
         await asyncio.gather(asking, return_exceptions=True)
         assert (await ask(client, address)).status_code == 200  # over the same connection
         assert bytes(sink.memory) == (b"x" * 50 if is_answered else bytes(50)) + bytes(50)
-        assert reset[0].error_code == Code.CANCEL
+        assert reset[0].error_code == ErrorCode.CANCEL
 
 
 async def test_closing_a_response_releases_its_sink(client: httpx.AsyncClient) -> None:

@@ -16,7 +16,7 @@ from ps_config.certificates import TlsFiles
 from ps_http2 import client as http2
 from ps_http2 import frames
 from ps_http2.client import LOCAL_EXTENSION, Http2Transport
-from ps_http2.frames import Code
+from ps_http2.frames import ErrorCode
 from ps_http2.local_sockets import local_name
 
 from ..http2.sockets import Talker, serving
@@ -35,7 +35,7 @@ async def test_a_server_that_goes_away_answers_the_streams_that_it_accepted(clie
         if num_connections == 2:
             return await answering()(talker)
         await talker.until(RequestReceived, 3)
-        talker.writer.write(frames.pack_goaway(1, Code.NO_ERROR, "") + heads(OK))
+        talker.writer.write(frames.pack_goaway(1, ErrorCode.NO_ERROR, "") + heads(OK))
         await asyncio.sleep(0.1)
         talker.writer.write(data(b"the last", is_last=True))
         return None
@@ -119,7 +119,7 @@ async def test_a_server_that_does_not_answer_pings_is_given_up(
         await asyncio.sleep(5)
 
     async with serving(serve) as address:
-        with pytest.raises(httpx.ReadError, match="sign of life"):
+        with pytest.raises(httpx.ReadError, match="sent nothing"):
             await asyncio.wait_for(client.get(address), 2)
 
 
@@ -200,7 +200,7 @@ async def test_renewed_files_are_used_by_a_new_connection(authority: Authority) 
             assert (await ask(client, address)).content == b"fine"
             [origin] = transport._origins.values()
             assert origin._connection is not None
-            origin._connection.looks_again = True
+            origin._connection.must_check_files = True
         assert len(connections) == 3
         await connections[0].until(ConnectionTerminated)
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from gradpost.up.progress import RateMeter, describe
-from gradpost.up.report import print_summary
+from gradpost.up.progress import RateMeter, describe, print_summary
 from ps_protocol.messages import ClusterStatus, PserverStatus, RunSummary, ShardSummary
 
 
@@ -62,7 +61,7 @@ def test_the_live_line() -> None:
     assert describe(make_status(state="finished"), make_summary(results={}), (0, 0)) == "finished: round 1,234  1:01"
 
 
-def test_the_live_line_names_whom_a_slow_round_waits_for() -> None:
+def test_the_live_line_names_the_missing_trainers_of_a_slow_round() -> None:
     slow = describe(make_status(pservers=(make_pserver(5),)), make_summary(), (0, 0))
     assert slow.endswith("  waiting for trainer 1 (5 s)")
     assert "waiting" not in describe(make_status(pservers=(make_pserver(0.5),)), make_summary(), (0, 0))
@@ -82,7 +81,7 @@ def test_the_report_ends_with_the_runs_line(capsys: pytest.CaptureFixture[str]) 
     )
 
 
-def test_the_json_report_bears_what_json_has_no_word_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_report_contains_nan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     print_summary(make_summary(results={"loss": float("nan")}, rounds=0), as_json=True)
     output = capsys.readouterr().out
     assert '"loss": "NaN"' in output

@@ -1,3 +1,5 @@
+"""The screen of `gradpost up`, and the log lines that it shows."""
+
 from __future__ import annotations
 
 import io
@@ -8,7 +10,7 @@ import sys
 import pytest
 from rich.text import Text
 
-from gradpost.up.screen import Screen
+from gradpost.up.screen import LogLine, Screen, parse_log_line
 
 
 class Terminal(io.StringIO):
@@ -35,17 +37,17 @@ def log_line(level: str, event: str) -> str:
     return json.dumps({"role": "pserver", "event": event, "level": level})
 
 
-def test_into_a_pipe_it_is_plain_and_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_plain_and_unchanged_lines(capsys: pytest.CaptureFixture[str]) -> None:
     screen = make_screen()
     with screen.live(lambda: Text("never shown")):
         screen.show_line("trainer 0", "x" * 500 + " \x1b[31mred\x1b[0m [bold] :smile:")
-    screen.say("done", "red")
+    screen.print_message("done", "red")
     stdout, stderr = capsys.readouterr()
     assert stdout == "[trainer 0] " + "x" * 500 + " \x1b[31mred\x1b[0m [bold] :smile:\n"
     assert stderr == "gradpost: done\n"
 
 
-def test_of_services_only_warnings_and_crashes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_warnings_and_crashes_of_services_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     screen = make_screen()
     screen.show_line("pserver 0", log_line("info", "registered"))
     screen.show_line("pserver 0", log_line("warning", "no heartbeat"))
@@ -58,12 +60,12 @@ def test_of_services_only_warnings_and_crashes_are_shown(capsys: pytest.CaptureF
     assert capsys.readouterr().out.splitlines() == ["[pserver 0] registered"]
 
 
-def test_all_is_shown_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_shows_all_lines(capsys: pytest.CaptureFixture[str]) -> None:
     make_screen(verbose=True).show_line("pserver 0", log_line("info", "registered"))
     assert capsys.readouterr().out == "[pserver 0] registered\n"
 
 
-def test_with_json_stdout_is_for_the_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_json_lines_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     make_screen(as_json=True).show_line("trainer 0", "epoch 1")
     assert capsys.readouterr() == ("", "[trainer 0] epoch 1\n")
 
@@ -72,7 +74,7 @@ def test_a_terminal_gets_colours_and_no_movements(monkeypatch: pytest.MonkeyPatc
     screen, terminal = on_terminal(monkeypatch)
     screen.show_line("trainer 0", "a \x1b[31mred\x1b[0m \x1b[2J\x1b[1;1H[bold]")
     screen.show_line("pserver 0", log_line("error", "it failed"))
-    screen.say("over \x1b[2J", "red")
+    screen.print_message("over \x1b[2J", "red")
     assert terminal.getvalue().splitlines() == [
         "\x1b[36m[trainer 0] \x1b[0ma \x1b[31mred\x1b[0m [bold]",
         "\x1b[33m[pserver 0] \x1b[0m\x1b[31mit failed\x1b[0m",
@@ -101,7 +103,7 @@ def test_the_live_line_stays_below_the_output(monkeypatch: pytest.MonkeyPatch) -
     assert output.rindex("\x1b[2K") > output.rindex("round 7")  # erased at the end
 
 
-def test_a_reader_that_is_gone_is_reported_and_no_error() -> None:
+def test_a_closed_pipe_is_reported_without_an_error() -> None:
     class Gone(io.StringIO):
         def __init__(self) -> None:
             super().__init__()
@@ -113,12 +115,46 @@ def test_a_reader_that_is_gone_is_reported_and_no_error() -> None:
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    gone, told = Gone(), []
+    gone, reports = Gone(), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", gone)
-        screen = Screen(verbose=False, as_json=False, on_closed=lambda: told.append(True))
+        screen = Screen(verbose=False, as_json=False, on_closed=lambda: reports.append(True))
         screen.show_line("trainer 0", "epoch 1")
-    assert told == [True]
+    assert reports == [True]
     assert os.fstat(gone.write_end).st_rdev == os.stat(os.devnull).st_rdev
     os.close(gone.read_end)
     os.close(gone.write_end)
+
+
+# ---------------------------------------------------------------- log lines
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "epoch 1", "{", "[1]", '{"event": 1, "role": "x", "level": "info"}', '{"event": "mine"}'],
+)
+def test_the_output_of_a_script_is_no_log_line(line: str) -> None:
+    assert parse_log_line(line) is None
+
+
+def test_a_log_line_is_shortened() -> None:
+    entry = {
+        "role": "trainer", "run": "5f0c", "trainer": 1, "event": "waiting", "level": "info",
+        "timestamp": "2026-01-01T00:00:00Z", "round": 3, "text": "a b", "quoted": 'a"b', "empty": "",
+    }  # fmt: skip
+    assert parse_log_line(json.dumps(entry)) == LogLine("info", 'waiting round=3 text="a b" quoted="a\\"b" empty=""')
+    entry = {"role": "coordinator", "run": "5f0c", "event": "training", "level": "info"}
+    assert parse_log_line(json.dumps(entry)) == LogLine("info", "training run=5f0c")
+
+
+def test_a_traceback_follows_in_further_lines() -> None:
+    entry = {"role": "pserver", "pserver": 0, "event": "it failed", "level": "error", "exception": "Traceback:\n  line"}
+    line = parse_log_line(json.dumps(entry))
+    assert line == LogLine("error", "it failed\nTraceback:\n  line")
+    assert line.is_warning
+
+
+def test_control_characters_in_log_lines_are_escaped() -> None:
+    entry = {"role": "coordinator", "event": "failed: a\nforged\x1b[2A", "level": "info", "exception": "E: a\x1b[2A"}
+    line = parse_log_line(json.dumps(entry))
+    assert line == LogLine("info", "failed: a\\nforged\\x1b[2A\nE: a\\x1b[2A")

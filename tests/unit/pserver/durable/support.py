@@ -64,11 +64,11 @@ def new_shard(plan: SlicePlan, index: int = 0) -> Shard:
 
 def step(shard: Shard, round_: int, storage: RunStorage | None = None) -> None:
     """One round as a run makes it."""
-    gradient, present = shard.aggregate([gradients(shard, round_)])
+    gradient, present = shard.aggregator.aggregate([gradients(shard, round_)])
     numbers = make_numbers(SPEC, GROUPS)
     if storage is not None:
         logged = None if len(present) == len(shard.layout.places) else present
-        storage.append(Update(round_, (0,), numbers, logged), shard.encode_gradient(logged))
+        storage.append(Update(round_, (0,), numbers, logged), shard.aggregator.encode(logged))
     shard.apply(gradient, present, numbers)
 
 

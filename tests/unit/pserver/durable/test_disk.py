@@ -1,22 +1,30 @@
-"""What a process finds in its folder: who it was, or that this cannot be known; and what is left without a folder."""
+"""The state folder of a pserver: its identity, its log, checkpoints that are missing or damaged, and disk errors."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StorageFailed
+from services.pserver.durable import update_log
 from services.pserver.durable.disk import IDENTITY, Disk, FolderTaken, StateFolder, open_folder
+from services.pserver.durable.storage import RunStorage
 from services.pserver.history import History
+from services.pserver.shard import Shard
+from services.runtime import storage as storage_module
 from services.runtime.checkpoints import MANIFEST, Manifest, round_folder, write_manifest
+from services.runtime.failpoints import arm_failpoints
 from services.runtime.storage import DamagedFile, open_checkpoint_storage
 
 from ...earlier_files import rewrite_sealed
-from .support import digest_after, install_for, new_shard, plan_for, step
+from .support import digest_after, install_for, new_shard, open_storage, plan_for, step
+from .test_storage import assert_restores
 
 PLAN = plan_for(1)
 
@@ -50,23 +58,30 @@ def train(folder: Path, rounds: int, checkpoints: tuple[int, ...], url: str = ""
     disk.folder.close()
 
 
-def test_it_finds_who_it_was_and_what_it_held(tmp_path):
-    train(tmp_path, 6, (0, 4))
-    disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
-    disk.open(None)
-    assert (disk.index, disk.previous_incarnation) == (0, 1)
-    assert disk.held is not None
-    assert (disk.held.run, disk.held.rounds.applied, disk.held.restorable) == ("run1", 6, ((0, 6),))
+def open_disk(folder: Path, index: int | None = None) -> Disk:
+    disk = Disk(folder / "state", str(folder / "shared"))
+    disk.open(index)
+    return disk
 
 
-def test_what_an_earlier_version_has_written_is_read(tmp_path):
+def reopened(folder: Path) -> Disk:
+    disk = open_disk(folder, 0)
+    disk.write_incarnation(0, 2)
+    return disk
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError("Input/output error")
+
+
+def test_files_of_an_earlier_version_are_read(tmp_path):
     train(tmp_path, 6, (0, 4))
     identity = tmp_path / "state" / "pserver-0" / IDENTITY
     rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(max_merged=1, step_count="applied"))
-    disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
-    disk.open(None)
+    disk = open_disk(tmp_path)
+    assert (disk.index, disk.previous_incarnation) == (0, 1)
     assert disk.held is not None
-    assert disk.held.rounds.applied == 6
+    assert (disk.held.run, disk.held.rounds.applied, disk.held.restorable) == ("run1", 6, ((0, 6),))
     manifest = tmp_path / "shared" / round_folder("run1", 4) / MANIFEST
     rewrite_sealed(manifest, lambda content: content["consistency"].update(max_merged=8, step_count="trainer"))
     assert disk.find_checkpoints("run1", 0) == [(4, 4), (0, 0)]
@@ -76,7 +91,7 @@ def test_a_log_that_does_not_say_whose_steps_were_counted_is_refused(tmp_path):
     train(tmp_path, 2, (0,))
     identity = tmp_path / "state" / "pserver-0" / IDENTITY
     rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(step_count="trainer"))
-    with pytest.raises(DamagedFile, match="does not say whose steps it counts; delete it, and the run goes"):
+    with pytest.raises(DamagedFile, match="whose steps it counts; delete it, and the run goes"):
         Disk(tmp_path / "state").open(0)
 
 
@@ -117,7 +132,7 @@ def test_without_its_disk_it_goes_back_to_a_complete_checkpoint(tmp_path, lost, 
     folder = tmp_path / "state" / "pserver-0"
     if lost == "folder":
         shutil.rmtree(folder)
-    else:  # and the log that still lies there is not replayed: nobody knows whose it is
+    else:  # the log is not replayed: its owner is unknown
         (folder / IDENTITY).unlink()
     disk = Disk(tmp_path / "state", url)
     disk.open(0)
@@ -140,15 +155,14 @@ def test_damaged_checkpoints_are_no_way_back(tmp_path):
 
 def test_nothing_is_deleted_for_a_checkpoint_that_is_not_there(tmp_path):
     train(tmp_path, 6, (0,))
-    disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
-    disk.open(0)
-    disk.write_incarnation(0, 2)
+    disk = reopened(tmp_path)
+    with pytest.raises(StorageFailed, match="there is no checkpoint of round 7 of run run1"):
+        disk.open_run(install_for(PLAN, run="run2", restore=7, source="run1", incarnation=2))
     with pytest.raises(StorageFailed, match="there is no checkpoint of round 6 of run run0"):
         disk.open_run(install_for(PLAN, restore=6, source="run0", incarnation=2))
     assert disk.folder is not None
     disk.folder.close()
-    again = Disk(tmp_path / "state", str(tmp_path / "shared"))
-    again.open(0)
+    again = open_disk(tmp_path, 0)
     assert again.held is not None
     assert again.held.rounds.applied == 6
 
@@ -160,13 +174,6 @@ def test_a_run_does_not_begin_with_a_damaged_checkpoint(tmp_path, name):
     disk = Disk(tmp_path / "other", str(tmp_path / "shared"))
     disk.write_incarnation(0, 1)
     with pytest.raises(DamagedFile, match=rf"{name} in .* is damaged"):
-        disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1"))
-
-
-def test_a_run_does_not_begin_with_a_checkpoint_that_is_not_there(tmp_path):
-    disk = Disk(tmp_path / "state")
-    disk.write_incarnation(0, 1)
-    with pytest.raises(StorageFailed, match="there is no checkpoint of round 4 of run run1"):
         disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1"))
 
 
@@ -186,18 +193,11 @@ def test_a_folder_has_one_holder(tmp_path):
 def test_a_later_life_fences_off_an_earlier_one(tmp_path):
     folder = StateFolder(tmp_path, 0)
     folder.write_identity(2, None)
-    with pytest.raises(FolderTaken, match="belongs to a later life of pserver 0"):
+    with pytest.raises(FolderTaken, match="belongs to a later incarnation of pserver 0"):
         folder.write_identity(1, None)
 
 
-def reopened(folder: Path) -> Disk:
-    disk = Disk(folder / "state", str(folder / "shared"))
-    disk.open(0)
-    disk.write_incarnation(0, 2)
-    return disk
-
-
-def test_what_was_not_written_to_its_end_is_deleted_in_the_next_life(tmp_path):
+def test_incomplete_files_are_deleted_by_the_next_incarnation(tmp_path):
     train(tmp_path, 6, (0, 4))
     shared = tmp_path / "shared"
     whole = shared / round_folder("run1", 4)
@@ -226,8 +226,7 @@ def test_initial_values_of_an_attempt_that_was_given_up_do_not_come_back(tmp_pat
     storage.close()
     assert disk.folder is not None
     disk.folder.close()  # it dies before there are others
-    again = Disk(tmp_path / "state", str(tmp_path / "shared"))
-    again.open(0)
+    again = open_disk(tmp_path, 0)
     assert again.held is None
 
 
@@ -235,10 +234,6 @@ def test_a_log_that_cannot_be_deleted_now_does_not_become_the_next_runs(tmp_path
     train(tmp_path, 2, (0,))
     disk = reopened(tmp_path)
     assert disk.folder is not None
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("Input/output error")
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
         with pytest.raises(OSError, match="Input/output error"):
@@ -252,17 +247,104 @@ def test_a_run_that_cannot_be_opened_leaves_no_file_open(tmp_path, monkeypatch):
     train(tmp_path, 2, (0,))
     disk = reopened(tmp_path)
     assert disk.folder is not None
-
-    def fill(*_: object) -> None:
-        raise OSError("No space left on device")
-
     with monkeypatch.context() as full:
-        full.setattr(disk.folder, "write_identity", fill)
+        full.setattr(disk.folder, "write_identity", refuse)
         num_open = len(list(Path("/proc/self/fd").iterdir()))
         for _ in range(5):
-            with pytest.raises(OSError, match="No space"):
+            with pytest.raises(OSError, match="Input/output error"):
                 disk.open_run(install_for(PLAN, restore=2))
         assert len(list(Path("/proc/self/fd").iterdir())) == num_open
     storage, restored = disk.open_run(install_for(PLAN, restore=2))
     assert restored is not None
     storage.close()
+
+
+TWO_SHARDS = plan_for(2)
+
+
+@pytest.fixture(autouse=True)
+def disarm() -> Iterator[None]:
+    yield
+    arm_failpoints("")
+
+
+def train_shard(folder: Path, rounds: int, durability: str = "log") -> tuple[RunStorage, Shard]:
+    storage, shard = open_storage(folder, TWO_SHARDS, durability), new_shard(TWO_SHARDS)
+    storage.snapshot(shard, History())()
+    for round_ in range(1, rounds + 1):
+        step(shard, round_, storage)
+    return storage, shard
+
+
+def failing_once(real: Callable[[int], None]) -> Callable[[int], None]:
+    failures = [OSError(errno.EIO, "Input/output error")]
+
+    def call(fd: int) -> None:
+        if failures:
+            raise failures.pop()
+        real(fd)
+
+    return call
+
+
+def test_a_record_that_could_not_be_synced_is_taken_back_and_written_again(tmp_path, monkeypatch):
+    storage, shard = train_shard(tmp_path, 3, "fsync")
+    [path] = (tmp_path / "log-0").iterdir()
+    size = path.stat().st_size
+    monkeypatch.setattr(os, "fdatasync", failing_once(os.fdatasync))
+    before = shard.digest()
+    with pytest.raises(OSError, match="Input/output error"):
+        step(shard, 4, storage)
+    assert path.stat().st_size == storage.log_bytes == size
+    assert shard.digest() == before
+    step(shard, 4, storage)
+    assert_restores(tmp_path, 4)
+
+
+def test_a_log_that_gets_no_new_file_goes_on_in_the_old_one(tmp_path, monkeypatch):
+    storage, shard = train_shard(tmp_path, 3)
+    monkeypatch.setattr(update_log, "sync_folder", failing_once(storage_module.sync_folder))
+    write = storage.snapshot(shard, History())
+    for round_ in (4, 5):
+        step(shard, round_, storage)
+    assert [segment.base for segment in update_log.list_segments(tmp_path / "log-0")] == [0]
+    assert_restores(tmp_path, 5)
+    write()
+    assert_restores(tmp_path, 5)
+
+
+def test_a_log_file_that_is_closed_with_an_error_ends_no_round_twice(tmp_path, monkeypatch):
+    storage, shard = train_shard(tmp_path, 3)
+    real, failures = os.close, [OSError(errno.EIO, "Input/output error")]
+
+    def close(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        real(fd)
+        if failures and path.endswith(".log"):
+            raise failures.pop()
+
+    monkeypatch.setattr(os, "close", close)
+    write = storage.snapshot(shard, History())
+    assert not failures
+    step(shard, 4, storage)
+    write()
+    assert_restores(tmp_path, 4)
+
+
+def test_a_log_that_gets_no_file_at_all_is_an_error(tmp_path, monkeypatch):
+    storage = open_storage(tmp_path, TWO_SHARDS)
+    monkeypatch.setattr(update_log, "sync_folder", failing_once(storage_module.sync_folder))
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.snapshot(new_shard(TWO_SHARDS), History())
+
+
+@pytest.mark.parametrize("passage", [1, 2])
+def test_half_a_checkpoint_does_not_stay(tmp_path, passage):
+    storage, shard = train_shard(tmp_path, 3)
+    arm_failpoints(f"checkpoint.rename=enospc@{passage}")
+    with pytest.raises(OSError, match="No space left"):
+        storage.snapshot(shard, History())()
+    assert sorted(storage.checkpoints) == [0]
+    assert not list((tmp_path / "checkpoints" / "run1").glob(f"{3:012}/*"))
+    step(shard, 4, storage)
+    assert_restores(tmp_path, 4)

@@ -1,4 +1,4 @@
-"""A shard that is restored has the very bits that it had, from whatever the disk still holds."""
+"""A restored shard has the bits that it had, from whatever the disk still holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.pserver.durable.storage import RunStorage
+from services.pserver.durable.storage import Restored, RunStorage
 from services.pserver.durable.update_log import Update, UpdateLog, list_segments
 from services.pserver.history import History
 from services.pserver.shard import Shard
@@ -41,79 +41,65 @@ def segment(folder: Path, base: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("durability", ["log", "fsync"])
-@pytest.mark.parametrize("rounds", [0, 1, 4, 5, 8, 11])
+def assert_restores(folder: Path, round_: int, *, newest: int | None = None, is_short: bool = False) -> Restored:
+    restored = reopen(folder).restore(newest)
+    assert restored is not None
+    assert (restored.round, restored.is_short) == (round_, is_short)
+    assert restored.shard.digest() == digest_after(PLAN, round_)
+    return restored
+
+
+def flip(path: Path, where: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(where * len(content))] ^= 4
+    path.write_bytes(content)
+
+
+def refuse(*_: object) -> None:
+    raise PermissionError("read-only")
+
+
+@pytest.mark.parametrize(("rounds", "durability"), [(0, "log"), (1, "log"), (4, "log"), (11, "log"), (11, "fsync")])
 def test_a_shard_is_restored_bit_for_bit(tmp_path, rounds, durability):
     train(tmp_path, rounds, durability=durability)
-    restored = reopen(tmp_path).restore()
-    assert restored is not None
-    assert restored.round == rounds
-    assert restored.shard.digest() == digest_after(PLAN, rounds)
+    restored = assert_restores(tmp_path, rounds)
     assert restored.history.participants.get(rounds) == ((0,) if rounds else None)
 
 
-def test_it_goes_on_with_the_same_bits(tmp_path):
-    train(tmp_path, 6)
-    storage = reopen(tmp_path)
-    restored = storage.restore()
-    assert restored is not None
-    storage.resume(6, storage._install)
-    for round_ in range(7, 11):
-        step(restored.shard, round_, storage)
-    storage.close()
-    again = reopen(tmp_path).restore()
-    assert again is not None
-    assert again.round == 10
-    assert again.shard.digest() == restored.shard.digest() == digest_after(PLAN, 10)
-
-
-@pytest.mark.parametrize("round_", range(12))
-def test_any_round_since_the_oldest_checkpoint_can_be_restored(tmp_path, round_):
+def test_any_round_since_the_oldest_checkpoint_can_be_restored(tmp_path):
     train(tmp_path, 11)
-    restored = reopen(tmp_path).restore(round_)
-    assert restored is not None
-    assert restored.shard.digest() == digest_after(PLAN, round_)
+    for round_ in range(12):
+        assert_restores(tmp_path, round_, newest=round_)
     assert reopen(tmp_path).restore(12) is None
     assert reopen(tmp_path).find_restorable() == [(0, 11)]
 
 
-def test_a_torn_tail_is_cut_off(tmp_path):
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_the_log_goes_on_after_its_last_whole_record(tmp_path, is_torn):
     train(tmp_path, 10)
-    path = segment(tmp_path, 8)
-    os.truncate(path, path.stat().st_size - 5)
+    if is_torn:
+        path = segment(tmp_path, 8)
+        os.truncate(path, path.stat().st_size - 5)
     storage = reopen(tmp_path)
     restored = storage.restore()
     assert restored is not None
-    assert restored.round == 9
-    storage.resume(9, storage._install)
-    for round_ in (10, 11):
+    assert restored.round == (9 if is_torn else 10)
+    storage.resume(restored.round, storage._install)
+    for round_ in range(restored.round + 1, 13):
         step(restored.shard, round_, storage)
     storage.close()
-    again = reopen(tmp_path).restore()
-    assert again is not None
-    assert again.shard.digest() == digest_after(PLAN, 11)
+    assert_restores(tmp_path, 12)
 
 
-def test_damage_in_the_middle_of_the_log_ends_what_can_be_restored_there(tmp_path):
-    train(tmp_path, 11)
-    flip(segment(tmp_path, 8), 0.1)  # in round 9 of 9 to 11
-    storage = reopen(tmp_path)
-    assert storage.find_restorable() == [(0, 8)]
-    restored = storage.restore()
-    assert restored is not None
-    assert restored.round == 8
-
-
-def test_damage_in_an_older_part_of_the_log_costs_only_the_rounds_there(tmp_path):
+def test_damage_in_the_log_costs_only_the_rounds_of_its_segment(tmp_path):
     train(tmp_path, 11)
     flip(segment(tmp_path, 4), 0.4)  # in round 6 of 5 to 8
-    storage = reopen(tmp_path)
-    assert storage.find_restorable() == [(8, 11), (0, 5)]
-    assert storage.restore(6) is None
+    assert reopen(tmp_path).find_restorable() == [(8, 11), (0, 5)]
+    assert reopen(tmp_path).restore(6) is None
     for round_ in (5, 11):
-        restored = storage.restore(round_)
-        assert restored is not None
-        assert restored.shard.digest() == digest_after(PLAN, round_)
+        assert_restores(tmp_path, round_, newest=round_)
+    flip(segment(tmp_path, 8), 0.1)  # in round 9 of 9 to 11
+    assert reopen(tmp_path).find_restorable() == [(8, 8), (0, 5)]
 
 
 @pytest.mark.parametrize(
@@ -141,9 +127,7 @@ def test_it_is_known_whether_there_was_more(tmp_path, accident, round_, is_short
         shutil.rmtree(tmp_path / "log-0")
     elif accident == "damaged checkpoint":
         flip(tmp_path / "checkpoints" / "run1" / f"{8:012}" / "pserver-0-of-2.safetensors", 0.5)
-    restored = reopen(tmp_path).restore()
-    assert restored is not None
-    assert (restored.round, restored.is_short) == (round_, is_short)
+    assert_restores(tmp_path, round_, is_short=is_short)
 
 
 def test_a_log_of_an_earlier_version_ends_where_it_sets_values(tmp_path, monkeypatch):
@@ -156,10 +140,7 @@ def test_a_log_of_an_earlier_version_ends_where_it_sets_values(tmp_path, monkeyp
         train(tmp_path, 11)
     storage = reopen(tmp_path)
     assert storage.find_restorable() == [(0, 8)]
-    restored = storage.restore()
-    assert restored is not None
-    assert (restored.round, restored.is_short) == (8, True)
-    assert restored.shard.digest() == digest_after(PLAN, 8)
+    restored = assert_restores(tmp_path, 8, is_short=True)
     storage.resume(8, storage._install)
     step(restored.shard, 9, storage)
     assert reopen(tmp_path).find_restorable() == [(0, 9)]
@@ -176,10 +157,7 @@ def test_a_damaged_checkpoint_costs_replay_and_no_rounds(tmp_path, name, acciden
         os.truncate(path, path.stat().st_size // 2)
     else:
         path.unlink()
-    restored = reopen(tmp_path).restore()
-    assert restored is not None
-    assert restored.round == 11
-    assert restored.shard.digest() == digest_after(PLAN, 11)
+    assert_restores(tmp_path, 11)
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
@@ -213,7 +191,7 @@ def test_checkpoints_of_rounds_that_a_later_attempt_has_undone_are_not_believed(
     assert sorted(reopen(tmp_path).checkpoints) == expected
 
 
-def test_without_a_log_a_checkpoint_is_what_there_is(tmp_path):
+def test_without_a_log_the_newest_checkpoint_is_restored(tmp_path):
     train(tmp_path, 11, durability="none")
     storage = open_storage(tmp_path, PLAN, "none")
     storage.find_checkpoints()
@@ -247,7 +225,7 @@ def test_the_log_reaches_back_over_as_many_checkpoints_as_are_kept(tmp_path):
         ((8, 6), (), [6, 8]),
     ],
 )
-def test_only_what_no_complete_checkpoint_can_need_is_deleted_from_the_place(tmp_path, complete, reported, kept):
+def test_only_checkpoints_that_no_complete_one_can_need_are_deleted(tmp_path, complete, reported, kept):
     storage = train(tmp_path, 11, checkpoints=(2, 4, 6, 8))
     storage.prune_place(complete, reported)
     assert sorted(storage.checkpoints) == kept
@@ -272,10 +250,6 @@ def test_nothing_is_deleted_that_the_run_may_go_back_to_before_it_goes_on(tmp_pa
 
 def test_a_checkpoint_that_cannot_be_deleted_now_is_deleted_later(tmp_path, monkeypatch):
     storage = train(tmp_path, 11)
-
-    def refuse(_: str) -> None:
-        raise PermissionError("read-only")
-
     with monkeypatch.context() as patch:
         patch.setattr(storage._place, "delete", refuse)
         with pytest.raises(PermissionError):
@@ -301,20 +275,15 @@ def test_a_pserver_that_is_named_no_round_keeps_its_log_short_by_itself(tmp_path
     storage = train_alone(tmp_path, 30)
     assert [segment.base for segment in list_segments(tmp_path / "log-0")] == [24, 28]
     assert list(storage.checkpoints) == [0]  # of which others may have their part
-    again = reopen(tmp_path)
-    assert again.find_restorable() == [(24, 30), (0, 0)]
-    restored = again.restore()
-    assert restored is not None
-    assert (restored.round, restored.shard.digest()) == (30, digest_after(PLAN, 30))
+    assert reopen(tmp_path).find_restorable() == [(24, 30), (0, 0)]
+    restored = assert_restores(tmp_path, 30)
     assert restored.history.participants[30] == (0,)
 
 
 def test_a_damaged_checkpoint_of_its_own_costs_replay_and_no_rounds(tmp_path):
     train_alone(tmp_path, 30)
     flip(tmp_path / "log-0" / f"{28:012}.checkpoint", 0.5)
-    restored = reopen(tmp_path).restore()
-    assert restored is not None
-    assert (restored.round, restored.shard.digest()) == (30, digest_after(PLAN, 30))
+    assert_restores(tmp_path, 30)
 
 
 def test_going_back_deletes_checkpoints_of_its_own_that_lie_behind(tmp_path):
@@ -338,9 +307,7 @@ def test_a_shard_to_which_the_log_reaches_back_stays_though_its_checkpoint_was_n
     storage.prune_place((14, 0), (0, 7, 14))  # another pserver has no shard of round 7
     [newest] = tmp_path.glob(f"checkpoints/*/{14:012}/*.safetensors")
     newest.write_bytes(bytes(newest.stat().st_size))
-    restored = reopen(tmp_path).restore()
-    assert restored is not None
-    assert (restored.round, restored.shard.digest()) == (17, shard.digest())
+    assert_restores(tmp_path, 17)
 
 
 def test_a_run_that_is_over_keeps_its_last_checkpoint_and_no_log(tmp_path):
@@ -354,10 +321,7 @@ def test_a_run_that_is_over_keeps_its_last_checkpoint_and_no_log(tmp_path):
     assert reopen(tmp_path).find_restorable() == [(28, 30), (0, 0)]  # until the coordinator says that it is complete
     storage.prune_folder(complete=(30, 0))
     assert sum(path.stat().st_size for path in (tmp_path / "log-0").iterdir()) == 0
-    again = reopen(tmp_path)
-    restored = again.restore()
-    assert restored is not None
-    assert (restored.round, restored.is_short, restored.shard.digest()) == (30, False, shard.digest())
+    assert_restores(tmp_path, 30)
 
 
 def test_a_segment_that_is_not_needed_any_more_is_written_over(tmp_path):
@@ -374,9 +338,7 @@ def test_a_segment_that_is_not_needed_any_more_is_written_over(tmp_path):
     step(shard, 13, storage)
     storage.close()
     assert segment(tmp_path, 12).stat().st_size > storage.log_bytes
-    restored = reopen(tmp_path).restore()
-    assert restored is not None
-    assert (restored.round, restored.shard.digest()) == (13, digest_after(PLAN, 13))
+    assert_restores(tmp_path, 13)
 
 
 def test_a_segment_that_was_long_once_does_not_stay_so(tmp_path):
@@ -414,7 +376,7 @@ def test_a_log_is_read_to_its_end_while_a_checkpoint_begins_another_file(tmp_pat
     log.close()
 
 
-def test_going_back_deletes_what_lies_behind(tmp_path):
+def test_a_rollback_deletes_later_rounds(tmp_path):
     train(tmp_path, 11)
     storage = reopen(tmp_path)
     restored = storage.restore(6)
@@ -428,20 +390,10 @@ def test_going_back_deletes_what_lies_behind(tmp_path):
     assert storage.restore(7) is None
 
 
-def flip(path: Path, where: float) -> None:
-    content = bytearray(path.read_bytes())
-    content[int(where * len(content))] ^= 4
-    path.write_bytes(content)
-
-
 def test_a_place_that_does_not_delete_does_not_keep_the_run_from_going_back(tmp_path, monkeypatch):
     train(tmp_path, 11)
     storage = reopen(tmp_path)
     assert storage.restore(6) is not None
-
-    def refuse(_: str) -> None:
-        raise PermissionError("read-only")
-
     monkeypatch.setattr(storage._place, "delete", refuse)
     storage.resume(6, storage._install.model_copy(update={"attempt": 1, "began": {1: 6}}))
     assert sorted(storage.checkpoints) == [0, 4]

@@ -25,7 +25,6 @@ from .training_script import train
 from .up_support import ROOT
 
 pytestmark = pytest.mark.cluster
-
 LEASE_SECONDS = 1.0
 ROUND_TIMEOUT_SECONDS = 2.0
 SLACK_SECONDS = 1.5  # heartbeats, the coordinator's tick, a request or two
@@ -40,7 +39,6 @@ class Stage:
         self._trainers: list[Trainer] = []
 
     def play(self, *plots: Plot) -> list[Trainer]:
-        """One trainer for each plot, in the order of ranks."""
         trainers = [Trainer(self.cluster.address, rank, plot) for rank, plot in enumerate(plots)]
         self._trainers += trainers
         return trainers
@@ -57,8 +55,6 @@ class Stage:
 
 
 Scenario = Callable[[Stage], None]
-
-
 Play = Callable[[Scenario], None]
 
 
@@ -209,7 +205,7 @@ def test_a_pserver_that_is_killed_or_stopped(play: Play, number: signal.Signals)
 
 @pytest.mark.extended
 def test_a_coordinator_that_is_paused_blames_nobody(play: Play) -> None:
-    """Nobody's heartbeats were heard meanwhile, and that is nobody's fault; an ordinary step needs no coordinator."""
+    """An ordinary step needs no coordinator, and no heartbeat is missing that it could not read."""
 
     def scenario(stage: Stage) -> None:
         trainers = stage.play(Plot(), Plot())
@@ -246,9 +242,9 @@ def test_a_script_that_raises_leaves_as_failed_with_its_reason(stages: list[Stag
 
 
 def test_a_coordinator_that_was_never_started() -> None:
-    with socket.socket() as nobody:  # bound and not listening: connections are refused
-        nobody.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as silent:  # bound and not listening: connections are refused
+        silent.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         begun = time.monotonic()
         with pytest.raises(Unreachable, match=f"{address} did not answer for 0.5 s .*is it running"):
             connect(address, retry_seconds=0.5)

@@ -1,11 +1,15 @@
-"""The examples for other libraries' trainers, with the real libraries: beside the same script without a cluster."""
+"""The examples: digits.py learns in every mode, and those for other libraries train with the real libraries."""
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,25 +19,82 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import gradpost
+
+from .test_disks import size_of
 from .training import assert_identical
 from .up_support import ROOT, SECONDS, RunningUp, clean_environment
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.extended,
-    pytest.mark.skipif(
-        any(find_spec(name) is None for name in ("transformers", "accelerate", "lightning")),
-        reason="needs transformers and lightning: pip install -r requirements-adapters.lock",
-    ),
-]
+DIGITS = ROOT / "examples" / "digits.py"
+STEPS = 8 * 23
+HAS_LIBRARIES = all(find_spec(name) is not None for name in ("transformers", "accelerate", "lightning"))
+
+
+def disk_use(folder: Path) -> int:
+    """Return the bytes of all files; a file may be deleted meanwhile."""
+    return sum(size_of(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("flags", "local_steps", "rounds"),
+    [
+        ("--mode sync", 0, STEPS),
+        pytest.param("--mode async", 0, 2 * STEPS, marks=pytest.mark.soak),
+        pytest.param("--mode ssp --max-staleness 2", 0, 2 * STEPS, marks=pytest.mark.soak),
+        pytest.param("--mode async --no-wait-for-apply --read-consistency shard", 0, 2 * STEPS, marks=pytest.mark.soak),
+        pytest.param("--mode sync --push-type int8 --pull-type int8", 0, STEPS, marks=pytest.mark.soak),
+        pytest.param("--mode sync --max-delay 1", 0, STEPS, marks=pytest.mark.soak),
+        pytest.param("--mode sync", 4, STEPS // 4, marks=pytest.mark.soak),
+        pytest.param("--mode ssp", 4, 2 * STEPS // 4, marks=pytest.mark.soak),
+    ],
+)
+def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: int, rounds: int) -> None:
+    arguments = ("--json", *flags.split(), "--", "python", DIGITS)
+    settings = {"GRADPOST_LOCAL_STEPS": str(local_steps)}
+    largest = 0
+    with RunningUp(*arguments, folder=tmp_path, **settings) as up, ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(up.finish)
+        while not outcome.done():
+            largest = max(largest, disk_use(tmp_path / ".gradpost"))
+            time.sleep(0.05)
+        code, stdout, stderr = outcome.result()
+    assert code == 0, stderr
+    summary, mode = json.loads(stdout), flags.split()[1]
+    assert (summary["state"], summary["mode"], summary["transport"]) == ("finished", mode, "HTTP/2")
+    assert summary["rounds"] == rounds
+    assert summary["results"]["accuracy"] >= 0.97
+    assert stderr.count("accuracy on 360 held-out images: ") == 2
+    assert stderr.count(f"] trained: mode={mode} transport=HTTP/2 accuracy=") == 2
+    # Of a model of 0.24 MB, as docs/reliability.md says.
+    assert largest <= 16_000_000
+    assert disk_use(tmp_path / ".gradpost") <= 2_500_000
+
+
+@pytest.mark.parametrize("script", sorted(DIGITS.parent.glob("*.py")), ids=lambda script: script.stem)
+def test_examples_use_public_names_only(script: Path) -> None:
+    tree = ast.parse(script.read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    own = {"gradpost", "ps_config", "ps_http2", "ps_protocol", "services", "trainer_client"}
+    assert {name for name in imported if name.split(".")[0] in own} == {"gradpost"}
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "gradpost"
+    }
+    assert used
+    assert used <= set(gradpost.__all__)
+
+
+def test_three_lines_differ_from_training_in_one_process() -> None:
+    marked = [line for line in DIGITS.read_text().splitlines() if "# (" in line]
+    assert [line[line.index("# (") + 3] for line in marked] == ["1", "2", "3"]
+
 
 PROCESS = Path(__file__).with_name("example_process.py")
-
-
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-
-
-EPOCHS, STEPS = 8, 8 * 23
+EPOCHS = 8
 
 
 class Example(NamedTuple):
@@ -41,7 +102,7 @@ class Example(NamedTuple):
     batch_size: int  # of each of two trainers
 
     def command(self, folder: Path, num_trainers: int) -> list[str]:
-        """The same examples in each step, whoever has them."""
+        """Return the command; the examples of a step do not depend on the number of trainers."""
         folder.mkdir()
         arguments = ["--epochs", EPOCHS, "--batch-size", self.batch_size * 2 // num_trainers]
         return [str(part) for part in (PROCESS, folder, self.script, *arguments)]
@@ -53,11 +114,7 @@ class Run(NamedTuple):
 
 
 HUGGING_FACE = Example(ROOT / "examples" / "huggingface_trainer.py", 16)
-
-
 LIGHTNING = Example(ROOT / "examples" / "lightning_module.py", 32)
-
-
 BY_NAME: dict[str, Any] = {"indirect": True, "scope": "module", "ids": ["huggingface", "lightning"]}
 
 
@@ -74,7 +131,7 @@ def example(request: pytest.FixtureRequest) -> Example:
 
 @pytest.fixture(scope="module")
 def alone(example: Example, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The library with the optimizer that it was made for."""
+    """Run the library with the optimizer that it was made for."""
     folder = tmp_path_factory.mktemp("alone")
     process = subprocess.run(
         [sys.executable, *example.command(folder / "parameters", 1)],
@@ -97,6 +154,9 @@ def train(example: Example, folder: Path, num_trainers: int, *arguments: str) ->
     return read_run(folder / "parameters", stderr, num_trainers), json.loads(stdout), stderr
 
 
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.skipif(not HAS_LIBRARIES, reason="pip install -r requirements-adapters.lock")
 @pytest.mark.parametrize("example", [HUGGING_FACE, pytest.param(LIGHTNING, marks=pytest.mark.soak)], **BY_NAME)
 def test_one_trainer_has_the_bits_of_the_library_alone(example: Example, alone: Run, tmp_path: Path) -> None:
     run, _, _ = train(example, tmp_path, 1)
@@ -104,6 +164,9 @@ def test_one_trainer_has_the_bits_of_the_library_alone(example: Example, alone: 
     assert run.accuracy == alone.accuracy
 
 
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.skipif(not HAS_LIBRARIES, reason="pip install -r requirements-adapters.lock")
 @pytest.mark.parametrize("example", [pytest.param(HUGGING_FACE, marks=pytest.mark.soak), LIGHTNING], **BY_NAME)
 def test_two_trainers_learn_as_much_as_one(example: Example, alone: Run, tmp_path: Path) -> None:
     run, summary, output = train(example, tmp_path, 2, "--output", "saved")
@@ -117,12 +180,12 @@ def test_two_trainers_learn_as_much_as_one(example: Example, alone: Run, tmp_pat
 
 
 def contents(tensors: dict[str, Tensor]) -> set[bytes]:
-    """Without names, which transformers changes in what it saves."""
+    """Return the values without names, which transformers changes in files."""
     return {tensor.numpy().tobytes() for tensor in tensors.values()}
 
 
 def read_saved(folder: Path) -> dict[str, Tensor]:
-    """What the library has saved last."""
+    """Return the parameters that the library has saved last."""
     [newest] = [path for path in folder.rglob("*") if re.search(rf"\b{STEPS}\b", path.name)]
     if newest.is_dir():
         optimizer = torch.load(newest / "optimizer.pt", weights_only=True)

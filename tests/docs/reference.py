@@ -1,0 +1,221 @@
+"""The generated parts of documents. `make reference` writes them, and test_pages.py compares them with the code."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.registry import Collector
+from pydantic import AliasChoices
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from gradpost.output import EXIT_CODES
+from ps_config.environment import PREFIX
+from ps_config.settings import Settings
+from ps_protocol import messages
+from ps_protocol.errors import ERRORS
+from ps_protocol.fields import Message
+from ps_protocol.membership import Controls, MembershipMessage
+from services.coordinator.metrics import measure_cluster
+from services.coordinator.settings import CoordinatorSettings
+from services.pserver.metrics import PserverMetrics
+from services.pserver.settings import PserverSettings
+from services.runtime.compute import ComputeExecutor
+from services.runtime.metrics import ServiceMetrics
+from services.runtime.settings import ServiceSettings
+from trainer_client.metrics import TrainerMetrics
+from trainer_client.settings import TrainerSettings
+
+from ..unit.coordinator.support import make_cluster
+from .markdown import DOCS, ROOT, codes, read, section
+
+_TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+
+
+def put_table(text: str, heading: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return the text with this table in place of the only one under the heading."""
+    under = section(text, heading)
+    [old] = _TABLE.findall(under)
+    lines = [_line(columns), "|" + "---|" * len(columns) + "\n", *map(_line, rows)]
+    return text.replace(under, under.replace(old, "".join(lines)))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "".join(f"| {cell} " if cell else "| " for cell in cells) + "|\n"
+
+
+def _code(words: Iterable[object]) -> str:
+    return " ".join(f"`{word}`" for word in words)
+
+
+# ---------------------------------------------------------------- docs/cli.md
+
+
+def renew_cli(text: str) -> str:
+    """Return the page with the exit codes and with typer's description of all commands."""
+    text = put_table(text, "Exit codes", ("code", "meaning"), [(str(n), meaning) for n, meaning in EXIT_CODES.items()])
+    return text.replace(section(text, "Reference"), f"\n\n{_describe_commands()}\n")
+
+
+def _describe_commands() -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "typer", "gradpost.main", "utils", "docs", "--name", "gradpost"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    text = re.sub(r"^#", "###", done.stdout, flags=re.MULTILINE).strip()
+    # The settings are in docs/settings.md.
+    settings = re.compile(r"(##### `gradpost serve .*?\*\*Options\*\*:\n\n).*?(?=\* `--help`)", re.DOTALL)
+    return settings.sub(r"\1* an option for each [setting](settings.md) of the role\n", text)
+
+
+# ---------------------------------------------------------------- docs/metrics.md
+
+UNITS = ("seconds", "bytes")
+EXPOSED = {"counter": ("counter", "_total"), "info": ("gauge", "_info")}  # the type and the suffix on the page
+
+
+def renew_metrics(text: str) -> str:
+    """Return the page with the metrics that each role makes."""
+    service, coordinator, pserver = ServiceMetrics("any").registry, CollectorRegistry(), CollectorRegistry()
+    measure_cluster(make_cluster(), coordinator)
+    PserverMetrics(pserver, ComputeExecutor())
+    tables = {
+        "Every service": _describe_metrics(service, "gradpost_"),
+        "Coordinator": _describe_metrics(coordinator),
+        "Pserver": _describe_metrics(pserver),
+        "Trainer": _describe_metrics(TrainerMetrics().registry),
+    }
+    if sys.platform == "linux":  # prometheus_client exposes less of a process elsewhere
+        tables["Process"] = _describe_metrics(service, "process_", "python_")
+    for heading, rows in tables.items():
+        text = put_table(text, heading, ("metric", "type", "labels", "unit", "meaning"), rows)
+    return text
+
+
+def _describe_metrics(registry: CollectorRegistry, *prefixes: str) -> Iterator[list[str]]:
+    for collector in registry._collector_to_names:
+        for family in collector.collect():
+            if family.name.startswith(prefixes or ""):
+                type_, suffix = EXPOSED.get(family.type, (family.type, ""))
+                unit = next((unit for unit in UNITS if family.name.endswith(f"_{unit}")), "")
+                labels = _code(_labels(collector, family))
+                yield [_code([family.name + suffix]), type_, labels, unit, family.documentation]
+
+
+def _labels(collector: Collector, family: Metric) -> list[str]:
+    """Return the declared labels, which have no samples before they count, and those of samples made by reading."""
+    shown = [label for sample in family.samples for label in sample.labels]
+    return [label for label in dict.fromkeys([*getattr(collector, "_labelnames", ()), *shown]) if label != "le"]
+
+
+# ---------------------------------------------------------------- docs/protocol-reference.md
+
+# No client depends on the members of these; they are for reading.
+INSPECTION = {"PserverState", "PserverStatus", "TrainerStatus", "ClusterStatus", "ShardSummary", "RunSummary"}
+
+
+def renew_protocol(text: str) -> str:
+    """Return the page with the members of all messages and with all error codes."""
+    classes = [
+        cls
+        for name, cls in {**vars(messages), "Controls": Controls}.items()
+        if inspect.isclass(cls) and issubclass(cls, Message) and cls not in (Message, MembershipMessage)
+        and cls.__module__.startswith("ps_protocol") and name not in INSPECTION
+    ]  # fmt: skip
+    names = {cls.__name__ for cls in classes}
+    members = [(f"`{cls.__name__}`", _list_members(cls, names)) for cls in classes]
+    errors = [
+        (f"`{code}`", f"`{error.family.__name__}`", str(error.status), "yes" if error.may_be_retried else "no",
+         error.meaning)
+        for code, error in ERRORS.items()
+    ]  # fmt: skip
+    text = put_table(text, "Messages", ("message", "members"), members)
+    return put_table(text, "Error codes", ("code", "class", "status", "retry", "meaning"), errors)
+
+
+def _list_members(cls: type[Message], names: set[str]) -> str:
+    """Return the members of a message, with a question mark if optional, and the message that each contains."""
+    schema, listed = cls.model_json_schema(), []
+    for name, member in schema["properties"].items():
+        nested = [word for word in re.findall(r"#/\$defs/(\w+)", str(member)) if word in names]
+        mark = "" if name in schema.get("required", ()) else "?"
+        listed.append(f"`{name}`{mark}" + (f" (`{nested[0]}`)" if nested else ""))
+    return " ".join(listed)
+
+
+# ---------------------------------------------------------------- docs/settings.md
+
+SETTINGS: dict[str, type[BaseSettings]] = {
+    "Every process": Settings,
+    "Every service": ServiceSettings,
+    "Coordinator": CoordinatorSettings,
+    "Pserver": PserverSettings,
+    "Trainer": TrainerSettings,
+}
+
+
+def renew_settings(text: str) -> str:
+    """Return the page with the settings of each role, those of all roles apart."""
+    for heading, model in SETTINGS.items():
+        rows = [
+            (_code([name]), _code([_variable(name, field)]), _default(field.default), _meaning(field))
+            for name, field in model.model_fields.items()
+            if name in _declared_names(model)  # inherited ones have another table
+        ]
+        text = put_table(text, heading, ("setting", "variable", "default", "meaning"), rows)
+    return text
+
+
+def _declared_names(model: type[BaseSettings]) -> set[str]:
+    """Return the settings of a class and of its bases that belong to no other table."""
+    classes = [cls for cls in (model, *model.__bases__) if cls is model or not issubclass(cls, BaseSettings)]
+    return {name for cls in classes for name in inspect.get_annotations(cls)}
+
+
+def _variable(name: str, field: FieldInfo) -> str:
+    """Return the variable with precedence; the description names others."""
+    if isinstance(field.validation_alias, AliasChoices):
+        return next(str(alias) for alias in field.validation_alias.choices if alias != name)
+    return PREFIX + name.upper()
+
+
+def _default(default: Any) -> str:
+    if default is None:
+        return "none"
+    return _code([str(default).lower() if isinstance(default, bool) else default])
+
+
+def _meaning(field: FieldInfo) -> str:
+    """Return the description, after the choices if it does not explain all of them."""
+    description = field.description or ""
+    choices = _choices(field.annotation)
+    if set(choices) <= set(codes(description)):
+        return description
+    *others, last = (_code([choice]) for choice in choices)
+    return f"{', '.join(others)} or {last}; {description}"
+
+
+def _choices(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [choice for part in get_args(annotation) for choice in _choices(part)]
+
+
+# Each function returns the text of its document with the generated parts renewed.
+GENERATED: dict[str, Callable[[str], str]] = {
+    "cli.md": renew_cli,
+    "metrics.md": renew_metrics,
+    "protocol-reference.md": renew_protocol,
+    "settings.md": renew_settings,
+}
+
+if __name__ == "__main__":
+    for name, renew in GENERATED.items():
+        (DOCS / name).write_text(renew(read(name)), encoding="utf-8")

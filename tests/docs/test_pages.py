@@ -1,0 +1,127 @@
+"""All documents: links lead somewhere, generated parts are those of the code, and every example is run by a test."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic_settings import BaseSettings
+
+from ps_config.environment import KNOWN_VARIABLES, PREFIX, SETTINGS_FILE_VARIABLE
+
+from .markdown import (
+    DOCUMENTS,
+    RESULTS,
+    ROOT,
+    TAKEN,
+    anchors,
+    code_blocks,
+    codes,
+    examples,
+    links,
+    read,
+    section,
+    tables,
+    without_code,
+)
+from .reference import GENERATED, SETTINGS, put_table
+from .test_commands import PROGRAMS
+
+examples(section(read("cli.md"), "Reference"), "console")  # typer writes that section
+for path in sorted(Path(__file__).parent.glob("test_*.py")):
+    if path.stem != "test_pages":
+        importlib.import_module(f"{__package__}.{path.stem}")  # that takes its examples
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *sorted(RESULTS.glob("*.md"))], ids=name_of)
+def test_internal_links_lead_somewhere(path: Path) -> None:
+    for link in links(path.read_text(encoding="utf-8")):
+        if link.startswith(("https://", "http://", "mailto:")):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), f"{link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(file.read_text(encoding="utf-8")), f"there is no heading for {link}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_every_example_is_valid_and_taken_by_a_test(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for block in code_blocks(text):
+        if block.language == "python":
+            compile(block.text, name_of(path), "exec")
+        elif block.language == "json":
+            json.loads(block.text)
+        elif not block.language:  # a drawing
+            assert not re.search(rf"^[ $]*({'|'.join(PROGRAMS)}) ", block.text, re.MULTILINE), block.text
+        assert not block.language or block in TAKEN, f"run it in a test, by examples(): {block}"
+    assert not re.search("^ *(```|~~~)", without_code(text), re.MULTILINE), "a block that no test would see"
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_generated_parts_are_those_of_the_code(name: str) -> None:
+    text = read(name)
+    assert text == GENERATED[name](text), "run: make reference"
+
+
+def test_a_table_is_put_under_its_heading() -> None:
+    one, old = "## One\n\n| a |\n|---|\n| 1 |\n", "| a |\n|---|\n| 1 |\n"
+    new = "| a | b |\n|---|---|\n| 2 | |\n| 3 | 4 |\n"
+    text = put_table(f"{one}\n## Two\n\nBefore.\n\n{old}\nAfter.\n", "Two", ("a", "b"), [("2", ""), ("3", "4")])
+    assert text == f"{one}\n## Two\n\nBefore.\n\n{new}\nAfter.\n"
+
+
+def test_each_dependency_is_listed_with_its_use() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = [re.split(r"[<>=]", dependency)[0] for dependency in project["dependencies"]]
+    documented = [codes(row["package"])[0] for row in tables((ROOT / "CONTRIBUTING.md").read_text())[1]]
+    assert sorted(documented) == sorted([*packages, *project["optional-dependencies"]])
+
+
+def test_each_alert_is_described() -> None:
+    files = ("prometheus/rules.yml", "kubernetes/components/monitoring/rules.yaml")
+    alerts = {name for file in files for name in re.findall(r"alert: (\w+)", (ROOT / "deploy" / file).read_text())}
+    described = re.findall(r"^- `(Gradpost\w+)`:", section(read("operations.md"), "Alerts"), re.MULTILINE)
+    assert sorted(described) == sorted(alerts)
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_the_documented_variables_are_the_known_ones() -> None:
+    """Misspelt variables are refused by this list, without any model."""
+    text = read("settings.md")
+    documented = {codes(row["variable"])[0] for table in tables(text) for row in table}
+    assert {name for name in documented if name.startswith(PREFIX)} == KNOWN_VARIABLES - {SETTINGS_FILE_VARIABLE}
+    assert SETTINGS_FILE_VARIABLE in text
+
+
+@pytest.mark.parametrize("model", SETTINGS.values(), ids=lambda model: model.__name__)
+def test_settings_are_described_and_have_one_precedence(
+    model: type[BaseSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Argument over environment over file over default, for a setting of all roles."""
+
+    def coordinator(**arguments: str) -> str:
+        make: Any = model
+        return str(make(**arguments).coordinator)
+
+    assert [name for name, field in model.model_fields.items() if not field.description] == []
+    assert coordinator() == model.model_fields["coordinator"].default
+    file = tmp_path / "gradpost.toml"
+    file.write_text('coordinator = "http://file:1"\n')
+    monkeypatch.setenv(SETTINGS_FILE_VARIABLE, str(file))
+    assert coordinator() == "http://file:1"
+    monkeypatch.setenv("GRADPOST_COORDINATOR", "http://environment:1")
+    assert coordinator() == "http://environment:1"
+    assert coordinator(coordinator="http://argument:1") == "http://argument:1"

@@ -1,0 +1,191 @@
+"""`docs/protocol.md`: the round that it shows in bytes, the order of the fence's checks, and repeated requests."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+import safetensors.torch
+import torch
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import ERRORS
+from ps_protocol.fence import Fence
+from ps_protocol.frames import LENGTH_BYTES, encode_header, parse_frame
+from ps_protocol.membership import Membership
+from ps_protocol.messages import InstallRun, PserverRegistered, PushAnswer
+from ps_protocol.plan import SlicePlan
+from ps_protocol.routes import BARRIER, INITIAL
+
+from .apps import call, run_pserver
+from .markdown import CodeBlock, codes, examples, read, section, table, tables
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    headers: dict[str, str]
+
+    async def send(self, http: httpx.AsyncClient, body: bytes = b"", **headers: str) -> httpx.Response:
+        """Send it, with some of its headers replaced (`gradpost_round="2"`)."""
+        replaced = {name.replace("_", "-"): value for name, value in headers.items()}
+        known = {name: value for name, value in self.headers.items() if name != "content-length"}
+        return await http.request(self.method, self.path, headers={**known, **replaced}, content=body)
+
+
+def read_request(block: CodeBlock) -> Request:
+    first, *rest = block.text.splitlines()
+    method, path, version = first.split()
+    assert version == "HTTP/1.1"
+    return Request(method, path, dict(line.split(": ") for line in rest))
+
+
+def read_dump(block: CodeBlock) -> bytes:
+    """Decode a hex dump, and check its own offsets and characters."""
+    data = b""
+    for line in block.text.splitlines():
+        match = re.fullmatch(r"([0-9a-f]{8})  ([0-9a-f ]+?) +\|(.*)\|", line)
+        assert match, line
+        row = bytes.fromhex(match[2])
+        assert int(match[1], 16) == len(data), line
+        assert "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row) == match[3], line
+        data += row
+    return data
+
+
+PROTOCOL = read("protocol.md")
+TEXT = section(PROTOCOL, "One round in bytes")
+PLAN, ACKNOWLEDGED = (json.loads(block.text) for block in examples(TEXT, "json"))
+PUSHED, REPLIED = map(read_dump, examples(TEXT, "hexdump"))
+SEND, GET = map(read_request, examples(TEXT, "http"))
+SET_BARRIER = Request("POST", BARRIER, {**SEND.headers, "gradpost-barrier": "batch"})
+UPLOAD = Request("POST", INITIAL, {**SEND.headers, "gradpost-round": "0"})
+OTHER = PUSHED[:-2] + b"\0\0"  # another gradient of s
+
+
+@asynccontextmanager
+async def run_example() -> AsyncIterator[httpx.AsyncClient]:
+    """Yield a client of the pserver that holds version 0."""
+    fence = Fence.from_headers(SEND.headers)
+    initial = re.search(r"`w = ([\d, ]+)` and `s = (\d)`", TEXT)
+    assert initial
+    w, s = [float(value) for value in initial[1].split(",")], float(initial[2])
+    values = {"w.block0": torch.tensor(w), "s.block0": torch.tensor([s], dtype=torch.bfloat16)}
+    install = InstallRun(
+        run=fence.run, attempt=0, plan=PLAN, incarnation=1, consistency=Consistency(), nonfinite="reject",
+        round_timeout_seconds=10, uploader=0, number=1, membership=Membership({0: 1}),
+    )  # fmt: skip
+    async with run_pserver() as (pserver, app), call(app) as http:
+        await pserver.adopt_identity(PserverRegistered(index=0, incarnation=1, lease_seconds=10))
+        await pserver.install_run(install)
+        uploaded = await UPLOAD.send(http, safetensors.torch.save(values))
+        assert PushAnswer.model_validate_json(uploaded.content).complete
+        yield http
+
+
+@pytest.mark.asyncio
+async def test_a_pserver_answers_the_requests_bit_for_bit() -> None:
+    for request, body in ((SEND, PUSHED), (GET, b"")):
+        fence = Fence.from_headers(request.headers)
+        assert (fence.plan, fence.round) == (SlicePlan.from_json(PLAN).digest, 1)
+        assert request.headers["content-length"] == str(len(body))
+    async with run_example() as http:
+        acknowledged = await SEND.send(http, PUSHED)
+        replied = await GET.send(http)
+    assert (acknowledged.status_code, acknowledged.json()) == (200, ACKNOWLEDGED)
+    assert (replied.status_code, replied.content) == (200, REPLIED)
+
+
+@pytest.mark.parametrize(
+    ("frame", "rows"), list(zip((PUSHED, REPLIED), tables(TEXT), strict=True)), ids=["pushed", "reply"]
+)
+def test_the_annotations_of_a_frame_are_its_parts(frame: bytes, rows: list[dict[str, str]]) -> None:
+    parsed = parse_frame(frame)
+    spans = [tuple(int(text, 16) for text in codes(row["bytes"])) for row in rows]
+    assert [begin for begin, _ in spans] == [0, *(end + 1 for _, end in spans[:-1])]
+    assert spans[-1][1] == len(frame) - 1
+    length, text, padding, *tensors = [frame[begin : end + 1] for begin, end in spans]
+    values = [row["value"] for row in rows]
+    assert (len(length), int.from_bytes(length, "little")) == (LENGTH_BYTES, int(values[0]))
+    assert values[1] == f"{len(text)} bytes"
+    json.loads(text)
+    assert text == text.strip()
+    assert padding == b" " * int(values[2].split()[0])
+    assert f"begins at {parsed.data_begin}, a multiple of 64" in rows[2]["what"]
+    for row, data, entry in zip(rows[3:], tensors, parsed.tensors, strict=True):
+        assert codes(row["what"]) == [entry.name]
+        assert row["what"].endswith(f", {entry.dtype}")
+        assert [float(value) for value in row["value"].split(", ")] == unpack(data, entry.dtype)
+
+
+def unpack(data: bytes, dtype: str) -> list[float]:
+    if dtype == "F32":
+        return list(struct.unpack(f"<{len(data) // 4}f", data))
+    assert dtype == "BF16"  # the upper half of a float32
+    return [struct.unpack("<f", b"\0\0" + data[at : at + 2])[0] for at in range(0, len(data), 2)]
+
+
+@pytest.mark.parametrize("frame", [PUSHED, REPLIED], ids=["pushed", "reply"])
+def test_safetensors_reads_a_frame_and_our_writer_writes_it(frame: bytes) -> None:
+    ours, theirs = parse_frame(frame), safetensors.torch.load(frame)
+    assert {entry.name: list(entry.shape) for entry in ours.tensors} == {n: list(t.shape) for n, t in theirs.items()}
+    for entry in ours.tensors:
+        data = frame[ours.data_begin + entry.begin : ours.data_begin + entry.end]
+        assert theirs[entry.name].double().tolist() == unpack(data, entry.dtype)
+    header = encode_header([(e.name, e.dtype, e.shape) for e in ours.tensors], ours.metadata)
+    assert frame == header + frame[ours.data_begin :]
+
+
+def code_of(response: httpx.Response) -> str:
+    return str(response.json()["code"])
+
+
+@pytest.mark.asyncio
+async def test_a_fence_is_checked_in_the_documented_order() -> None:
+    rows = table(section(PROTOCOL, "The fence"), "check")
+    documented = [name for row in rows for name in codes(row["error"]) if name in ERRORS]
+    wrong = {
+        "gradpost_run": "other",
+        "gradpost_plan": "other",
+        "gradpost_pserver_incarnation": "2",
+        "gradpost_trainer_incarnation": "2",
+        "gradpost_round": "9",
+    }
+    seen = []
+    async with run_example() as http:
+        while wrong:
+            seen.append(code_of(await SEND.send(http, PUSHED, **wrong)))
+            wrong.pop(next(iter(wrong)))
+        await SEND.send(http, PUSHED)
+        await GET.send(http)
+        seen.append(code_of(await GET.send(http, gradpost_round="0", gradpost_barrier="batch")))
+    assert seen == documented
+
+
+@pytest.mark.asyncio
+async def test_repeated_requests_are_answered_as_documented() -> None:
+    rows = tables(section(PROTOCOL, "Again and again: what may be retried"))[0]
+    documented = {row["request"]: codes(row["the same again"]) for row in rows}
+    async with run_example() as http:
+        assert (await UPLOAD.send(http, PUSHED)).json()["status"] in documented["`initial`"]
+        assert code_of(await SET_BARRIER.send(http)) == "contribution_missing"
+        await SEND.send(http, PUSHED)
+        again = (await SEND.send(http, PUSHED)).json()
+        assert (again["status"], again["staged"], again["duplicates"]) == ("staged", 0, 2)
+        conflict = code_of(await SEND.send(http, OTHER))
+        assert documented["`send`, round open"] == ["duplicates", conflict] == ["duplicates", "contribution_conflict"]
+        assert [(await SET_BARRIER.send(http)).status_code for _ in range(2)] == [200, 200]
+        assert [(await GET.send(http)).content for _ in range(3)] == [REPLIED] * 3
+        assert (await SET_BARRIER.send(http)).json() == {"round": 2, "missing": [0], "notice": ""}
+        assert (await SEND.send(http, OTHER)).json()["status"] in documented["`send`, round applied"]
+        assert (await GET.send(http)).content == REPLIED
+        await SEND.send(http, PUSHED, gradpost_round="2")
+        assert (await GET.send(http, gradpost_round="2")).status_code == 200
+        assert [code_of(await GET.send(http))] == documented["`get`"] == ["stale_round"]

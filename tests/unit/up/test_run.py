@@ -1,0 +1,202 @@
+"""A run of `gradpost up`: its command, its state folder and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradpost.output import CommandError
+from gradpost.up import state_folder
+from gradpost.up.command import make_environment, resolve_command
+from gradpost.up.ending import STOP_GRACE_SECONDS, blame, describe_end, end_by_script, end_by_signal, exit_code_of
+from gradpost.up.state_folder import MAX_RUNS, named_root, new_folder, newest_folder, resume_folder
+from ps_config.environment import SETTINGS_FILE_VARIABLE, SettingsError
+from services.coordinator.record import RecordFile, describe_cluster
+
+from ..coordinator.support import make_cluster, train
+
+
+@pytest.mark.parametrize("name", ["python", "python3"])
+def test_python_is_the_current_interpreter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert resolve_command([name, "train.py"]) == [sys.executable, "train.py"]
+
+
+def test_commands_beside_python_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PATH")
+    [path, argument] = resolve_command(["pytest", "x"])
+    assert (Path(path).parent, argument) == (Path(sys.executable).parent, "x")
+
+
+def test_a_missing_command_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CommandError, match="there is no command 'frobnicate'") as caught:
+        resolve_command(["frobnicate"])
+    assert caught.value.exit_code == 127
+    Path("notes.txt").touch()
+    with pytest.raises(CommandError, match=r"notes\.txt is not executable$") as caught:
+        resolve_command(["./notes.txt"])
+    assert caught.value.exit_code == 126
+
+
+def test_settings_of_one_process_are_not_inherited() -> None:
+    kept = {"GRADPOST_PLACEMENT": "hash", "HOME": "/root", "OMP_NUM_THREADS": "3"}
+    assert make_environment({**kept, "GRADPOST_PORT": "7070", "GRADPOST_COORDINATOR": "http://c"}, 2) == kept
+
+
+def test_trainers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradpost.up.command._num_cores", lambda: 8)
+    assert [make_environment({}, n)["OMP_NUM_THREADS"] for n in (1, 2, 3, 8, 100)] == ["8", "4", "2", "1", "1"]
+
+
+def test_a_misspelt_setting_is_refused() -> None:
+    with pytest.raises(SettingsError, match="did you mean GRADPOST_PLACEMENT"):
+        make_environment({"GRADPOST_PLACEMNT": "hash"}, 2)
+
+
+def test_a_flag_hides_the_variable_from_the_trainers() -> None:
+    environ = {"GRADPOST_MODE": "sync", "GRADPOST_MAX_STALENESS": "2", "OMP_NUM_THREADS": "1"}
+    assert make_environment(environ, 2, ["mode"]) == {"GRADPOST_MAX_STALENESS": "2", "OMP_NUM_THREADS": "1"}
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_a_signal_is_passed_on_at_once() -> None:
+    ending = end_by_signal(signal.SIGINT, now=10)
+    assert (ending.exit_code, ending.reason, ending.stop_signal) == (130, "interrupted", signal.SIGINT)
+    assert (ending.signal_at, ending.kill_at) == (10, 10 + STOP_GRACE_SECONDS)
+    hang_up = end_by_signal(signal.SIGHUP, now=10)
+    assert (hang_up.exit_code, hang_up.reason, hang_up.stop_signal) == (129, "ended by SIGHUP", signal.SIGTERM)
+
+
+def test_a_failed_script_leaves_the_others_time_to_learn_of_it() -> None:
+    known, unknown = (end_by_script(1, 3, now=10, others_know=know) for know in (True, False))
+    assert (known.exit_code, known.reason) == (3, "trainer 1 failed with exit code 3")
+    assert known.signal_at > unknown.signal_at > 10
+
+
+def test_a_second_signal_hurries_and_a_third_kills() -> None:
+    ending = end_by_script(1, 3, now=10, others_know=True)
+    ending.hurry(11)
+    assert ending.signal_at == 11
+    ending.hurry(12)
+    assert ending.kill_at == 12
+
+
+@pytest.mark.parametrize(
+    ("codes", "named", "ended_by_us", "exit_code"),
+    [
+        ({0: 1, 1: 7}, [1], (), 7),  # trainer 0 learned of the failure, and was quicker
+        ({0: 1, 1: -15}, [1], {1}, 1),  # trainer 1 hung until we ended it
+        ({0: 1, 1: 0}, [1], (), 1),
+        ({0: 1}, [1], (), 1),
+        ({0: 1, 1: 7}, [], (), 1),
+    ],
+)
+def test_the_trainer_that_the_cluster_names_is_the_cause(
+    codes: dict[int, int], named: list[int], ended_by_us: set[int], exit_code: int
+) -> None:
+    first = end_by_script(0, 1, now=10, others_know=True)
+    blamed = blame(first, codes, named, ended_by_us)
+    assert blamed.exit_code == exit_code
+    assert blamed.reason == (first.reason if exit_code == 1 else "trainer 1 failed with exit code 7")
+
+
+def test_an_interrupt_stays_an_interrupt() -> None:
+    interrupt = end_by_signal(signal.SIGINT, now=10)
+    assert blame(interrupt, {0: -2, 1: 1}, [1], {0}) is interrupt
+
+
+def test_exit_codes_are_those_of_a_shell() -> None:
+    assert [exit_code_of(code) for code in (0, 3, -2, -9)] == [0, 3, 130, 137]
+    assert describe_end(-15) == "was ended by SIGTERM"
+
+
+# ---------------------------------------------------------------- the state folder
+
+
+def begin_run(folder: Path, *, has_begun: bool = True) -> None:
+    cluster = make_cluster()
+    train(cluster)
+    cluster.run.has_begun = has_begun
+    RecordFile(folder).write(describe_cluster(cluster))
+
+
+def test_folders_of_scripts_that_failed_at_once_replace_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After three mistyped commands or failed imports the good run can still be resumed."""
+    minutes = iter(range(10, 60))
+    monkeypatch.setattr(state_folder.time, "strftime", lambda _: f"20261121-10{next(minutes)}00")
+    good = new_folder(tmp_path)
+    begin_run(good.path)
+    (good.path / "checkpoints").mkdir()
+    os.close(good.lock)
+    failed = []
+    for _ in range(MAX_RUNS + 1):
+        folder = new_folder(tmp_path)
+        begin_run(folder.path, has_begun=False)
+        os.close(folder.lock)
+        failed.append(folder.path)
+    assert [path for path in failed if path.exists()] == failed[-1:]
+    assert newest_folder(tmp_path) == good.path
+    resumed = resume_folder(tmp_path)
+    assert resumed.path == good.path
+    os.close(resumed.lock)
+
+
+def test_new_folders_replace_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "up-20990101-000000").touch()  # a file
+    made = []
+    for minute in range(MAX_RUNS + 2):
+        monkeypatch.setattr(state_folder.time, "strftime", lambda _, minute=minute: f"20261121-10{minute:02}00")
+        folder = new_folder(tmp_path)
+        begin_run(folder.path)
+        os.close(folder.lock)
+        made.append(folder.path)
+        os.close(resume_folder(tmp_path).lock)
+        assert newest_folder(tmp_path) == folder.path
+    kept = [path for path in made if path.exists()]
+    assert kept == made[-MAX_RUNS:]
+    assert (tmp_path / "notes").is_dir()
+    assert (tmp_path / "up-20990101-000000").is_file()
+
+
+def test_running_runs_are_kept_and_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = []
+    for minute in range(MAX_RUNS + 2):
+        monkeypatch.setattr(state_folder.time, "strftime", lambda _, minute=minute: f"20261121-10{minute:02}00")
+        running.append(new_folder(tmp_path))
+        begin_run(running[-1].path)
+    assert all(folder.path.exists() for folder in running)
+    with pytest.raises(CommandError, match="still running"):
+        resume_folder(tmp_path)
+    for folder in running:
+        os.close(folder.lock)
+
+
+def test_without_a_run_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    for root in (tmp_path, tmp_path / "nowhere"):
+        assert newest_folder(root) is None
+        with pytest.raises(CommandError, match="there is no run to resume in"):
+            resume_folder(root)
+
+
+def test_the_root_is_named_by_the_environment_or_the_settings_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRADPOST_STATE_DIR", raising=False)
+    monkeypatch.delenv(SETTINGS_FILE_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert named_root() == Path(".gradpost")
+    (tmp_path / "settings.toml").write_text('state_dir = "there"')
+    monkeypatch.setenv(SETTINGS_FILE_VARIABLE, "settings.toml")
+    assert named_root() == Path("there")
+    monkeypatch.setenv("GRADPOST_STATE_DIR", "elsewhere")
+    assert named_root() == Path("elsewhere")
