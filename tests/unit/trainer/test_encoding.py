@@ -115,5 +115,5 @@ def test_a_push_that_is_not_applied_leaves_the_error_as_it_was(kind: str, fates:
         feedback.resolve(is_applied=fate != "skipped")
         if fate != "skipped":
             assert all(map(torch.equal, pushed, encode_with(kind, gradient, undisturbed)))
-            undisturbed.settle(is_applied=True)
+            undisturbed.resolve(is_applied=True)
     assert torch.equal(feedback.of(block).kept, undisturbed.kept)
