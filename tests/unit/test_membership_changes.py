@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import Conflict
-from ps_protocol.membership import Membership
-from ps_protocol.messages import FrozenRounds
+from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
 from services.coordinator.decision import Rollback, decide, newest_common
