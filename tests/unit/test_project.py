@@ -125,9 +125,9 @@ UNREACHABLE = "Traceback\nrequests.exceptions.ConnectionError: no name api.osv.d
     ("packages", "error", "code", "expected_code", "said"),
     [
         ([FINE, FINE], "", 0, 0, r"audit: 2 packages looked up, 0 with known vulnerabilities\n$"),
-        ([FINE, VULNERABLE], "", 1, 1, r"audit: bad 0\.1: CVE-1, mended in 0\.2\n"),
+        ([FINE, VULNERABLE], "", 1, 1, r"audit: bad 0\.1: CVE-1, fixed in 0\.2\n"),
         ([FINE, SKIPPED], "", 0, 1, r"unknown was not looked up: Dependency not found"),
-        (None, UNREACHABLE, 1, 0, r"audit: NOT DONE, since osv\.dev cannot be reached: requests\.exceptions\.Conn"),
+        (None, UNREACHABLE, 1, 0, r"audit: NOT DONE, as osv\.dev cannot be reached: requests\.exceptions\.Conn"),
         (None, "KeyError: 'name'", 0, 1, ""),
         (None, "KeyError: 'name'", 1, 1, ""),
     ],
