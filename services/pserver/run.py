@@ -30,10 +30,11 @@ from ps_protocol.errors import (
     TryAgain,
 )
 from ps_protocol.fence import Fence
-from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PserverLoad, PushAnswer
+from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.messages import BarrierAnswer, PserverLoad, PushAnswer
 from ps_protocol.norms import AgreedNorm
+from ps_protocol.optimizers import SLOTS, StepState
 from ps_protocol.plan import SlicePlan
-from ps_protocol.slots import SLOTS, StepState
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
