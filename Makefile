@@ -1,4 +1,4 @@
-# Everything a developer does, and how to see it work. Needs Python 3.11+ (with venv) and make.
+# The targets of development. Needs Python 3.11+ (with venv) and make.
 
 PYTHON ?= python3
 MODE ?= sync
@@ -12,9 +12,9 @@ BENCH_STAMP := $(VENV)/.bench
 ADAPTERS_STAMP := $(VENV)/.adapters
 SUITES ?= tests
 JOBS ?= 2
-# Tests of a file stay together: they share a cluster.
+# The tests of a file run in one process, as they share a cluster.
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile
-# Samples become campaigns (tests/soaking.py), which take longer.
+# Campaigns replace samples (tests/soaking.py) and take longer.
 AT_LENGTH := --hypothesis-profile soak -o timeout=600
 ARGS ?=
 
@@ -28,7 +28,7 @@ help: ## this list
 
 install: $(STAMP) ## create .venv with the exact versions of requirements.lock, and this project in it
 
-# The lock holds all there is, so that pip never resolves anything: not for the project, nor for building it.
+# The lock has all packages, so that pip resolves nothing, neither for the project nor for its build.
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,7 +39,7 @@ $(STAMP): requirements.lock pyproject.toml
 train: install ## train a small network on a local cluster (MODE, PSERVERS, TRAINERS)
 	$(BIN)/gradpost up --mode $(MODE) --pservers $(PSERVERS) --trainers $(TRAINERS) -- python examples/digits.py
 
-check: install ## format, lint, types, who may import whom
+check: install ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -48,41 +48,41 @@ check: install ## format, lint, types, who may import whom
 test: check ## check, and all tests that need neither root nor Debian packages
 	$(BIN)/python -m pytest $(SUITES) -m "not extended and not soak" $(SIDE_BY_SIDE)
 
-test-all: test $(ADAPTERS_STAMP) ## test, then what takes longer or needs more
+test-all: test $(ADAPTERS_STAMP) ## test, and the tests that take longer or need more
 	$(BIN)/python -m pytest $(SUITES) -m "extended and not soak and not alone" $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest $(SUITES) -m "extended and not soak and alone"
 
-# What a target needs besides the lock: .bench, .adapters.
+# Additional packages of a target: .bench, .adapters.
 $(VENV)/.%: requirements-%.lock $(STAMP)
 	$(BIN)/python -m pip install --quiet -r $<
 	@touch $@
 
-# The parts end after 25, 15 and 15 minutes, or when the test that is under way does.
-soak: install ## test what test-all samples: full matrices, fuzzing, attacks, chaos; at most an hour (ARGS="--seed 1")
+# The parts end after 25, 15 and 15 minutes, after the current test.
+soak: install ## full matrices, fuzzing, attacks and chaos, which test-all samples; at most an hour (ARGS="--seed 1")
 	$(BIN)/python -m pytest $(SUITES) -m "(soak or hypothesis) and not alone" $(AT_LENGTH) --session-timeout 1500 $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest tests/attacks tests/chaos -m alone $(AT_LENGTH) --session-timeout 900
 	$(BIN)/python -m tests.chaos --minutes 15 $(ARGS)
 
-test-gpu: install ## test on this machine's GPU; where there is none it says so and passes
+test-gpu: install ## test on this machine's GPU; without one the tests are skipped
 	$(BIN)/python -m pytest tests/gpu -rs
 
-chaos: install ## disturb real clusters at random and judge what they did (ARGS="--minutes 3 --seed 1"); docs/reliability.md
+chaos: install ## check real clusters under random faults (ARGS="--minutes 3 --seed 1"); docs/reliability.md
 	$(BIN)/python -m tests.chaos $(ARGS)
 
 golden: install ## train short seeded runs and compare every bit with tests/golden/digests.json
 	$(BIN)/python -m pytest tests/golden
 
-reference: install ## write anew what documents have from the code: settings, metrics, commands
+reference: install ## generate the reference in docs: settings, metrics, error codes, commands
 	$(BIN)/python -m tests.docs.reference
 
-audit: install ## look up known vulnerabilities of what requirements.lock holds
+audit: install ## look up known vulnerabilities of the packages in requirements.lock
 	$(BIN)/python .ci/audit.py
 
 bench: $(BENCH_STAMP) ## measure rounds beside torch.distributed.rpc, gloo, Ray and raw sockets (ARGS=--quick)
 	$(BIN)/python -m benchmarks.comparison $(ARGS)
 
-study: install ## train in every mode and compare, in just under an hour; goes on where it was interrupted
+study: install ## train in every mode and compare, in just under an hour; can be resumed
 	$(BIN)/python benchmarks/consistency/study.py
 
-clean: ## remove what can be made again
+clean: ## remove generated files
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

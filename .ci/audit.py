@@ -1,7 +1,7 @@
-"""Look up known vulnerabilities of every package in requirements.lock, as osv.dev has them.
+"""Look up known vulnerabilities of the packages in requirements.lock at osv.dev.
 
-1 if there is one, and if the audit itself fails. Where osv.dev cannot be reached nothing has been audited; that is said
-and is no failure, so that CI works without the internet. Arguments go to pip-audit: `--ignore-vuln ID`, for instance.
+The exit code is 1 after a vulnerability or a failed audit. If osv.dev cannot be reached, a message says so and the exit
+code is 0, so that CI works without the internet. Arguments are passed to pip-audit, such as `--ignore-vuln ID`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 LOCK = Path(__file__).parents[1] / "requirements.lock"
-# Not PyPI's own advisories: an index that mirrors PyPI answers 404 for them, which pip-audit takes for "none known".
+# PyPI's own advisories are not used: a mirror answers 404 for them, which pip-audit treats as "none known".
 COMMAND = (
     "-m pip_audit --vulnerability-service osv --no-deps --disable-pip --format json --progress-spinner off --timeout 15"
 )
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     except ValueError:
         last_line = process.stderr.strip().rpartition("\n")[2]
         if any(word in last_line for word in UNREACHABLE):
-            print(f"audit: NOT DONE, since osv.dev cannot be reached: {last_line:.300}")
+            print(f"audit: NOT DONE, as osv.dev cannot be reached: {last_line:.300}")
             return 0
         print(process.stderr, file=sys.stderr)
         return process.returncode or 1
@@ -43,8 +43,8 @@ def main(arguments: list[str]) -> int:
         print(f"audit: {package['name']} was not looked up: {package.get('skip_reason')}")
     for package in vulnerable:
         for found in package["vulns"]:
-            mended = ", ".join(found["fix_versions"]) or "no version"
-            print(f"audit: {package['name']} {package['version']}: {found['id']}, mended in {mended}")
+            fixed = ", ".join(found["fix_versions"]) or "no version"
+            print(f"audit: {package['name']} {package['version']}: {found['id']}, fixed in {fixed}")
     print(f"audit: {len(packages) - len(skipped)} packages looked up, {len(vulnerable)} with known vulnerabilities")
     return 1 if vulnerable or skipped else 0
 

@@ -227,7 +227,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("unsupported_transfer_coding", BadInput, 501, False, "the `Transfer-Encoding` is not `chunked`"),
     ("unsupported_content_coding", BadInput, 415, False, "the request has a `Content-Encoding`"),
     ("invalid_message", BadInput, 422, False, "a JSON message or a query does not fit its schema"),
-    ("unknown_block", BadInput, 422, False, "the block is not in the plan, or lives on another pserver"),
+    ("unknown_block", BadInput, 422, False, "the block is not in the plan, or is on another pserver"),
     ("wrong_shape", BadInput, 422, False, "the block's shape is not the plan's"),
     ("wrong_dtype", BadInput, 422, False, "the block's dtype is not the plan's"),
     ("non_finite_gradient", NonFiniteGradient, 422, False, "a gradient holds NaN or infinity, under `reject`"),

@@ -39,8 +39,8 @@ from .fields import (
     Round,
     Text,
 )
-from .membership import Membership, MembershipMessage
-from .vocabulary import MAX_DIMENSIONS, PROTOCOL_VERSION, Durability, Mode, NonfinitePolicy, Placement
+from .membership import HeldRun
+from .vocabulary import MAX_DIMENSIONS, PROTOCOL_VERSION, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
 
 PROGRESS = "loss"  # the result that measures training progress
@@ -96,35 +96,6 @@ class ShardFile(Message):
     cpu: Label
     steps: ByOrdinal[Round] = Field(
         default={}, description="asynchronous modes: the newest contained step of each rank"
-    )
-
-
-class FrozenRounds(Message):
-    """The rounds of a frozen pserver: the newest applied one, and the contributions to the rounds after it.
-
-    Each mapping lists trainers by round: `participants` of the newest applied rounds; `complete`, whose whole
-    contribution is here; `counted`, whose batch barrier is here; `verdicts`, whose gradient holds NaN or infinity.
-    """
-
-    applied: Round
-    is_short: Flag = Field(default=False, description="later rounds were logged and cannot be read")
-    is_readable: Flag = Field(default=True, description="the initial values are complete")
-    participants: ByOrdinal[Ordinals] = Field(default={})
-    complete: ByOrdinal[Ordinals] = Field(default={})
-    counted: ByOrdinal[Ordinals] = Field(default={})
-    verdicts: ByOrdinal[Ordinals] = Field(default={})
-    opens: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: the next step of each trainer")
-
-
-class HeldRun(Message):
-    """The run that a pserver found in its folder, as far as it can be restored."""
-
-    run: Identifier
-    attempt: Ordinal
-    plan: Identifier = Field(description="digest of the slice plan")
-    rounds: FrozenRounds
-    restorable: tuple[tuple[Round, Round], ...] = Field(
-        max_length=MAX_MEMBERS, description="ranges of rounds, first and last"
     )
 
 
@@ -353,71 +324,12 @@ class Leave(Message):
     reason: Reason = ""
 
 
-class InstallRun(MembershipMessage):
-    """The order to serve a run.
-
-    `restore` is the round that the shard is restored to, None if the run begins with initial values.
-    """
-
-    run: Identifier
-    attempt: Ordinal
-    plan: Object
-    incarnation: Incarnation = Field(description="of the addressed pserver")
-    consistency: Consistency
-    nonfinite: NonfinitePolicy
-    max_grad_norm: Real | None = Field(default=None, description="rounds are applied once a get carries their norm")
-    round_timeout_seconds: Number = Field(description="after which waiting requests fail with the missing trainers")
-    durability: Durability = "none"
-    checkpoint_rounds: Count = Field(
-        default=0, description="rounds after which it writes a checkpoint if none was named; 0: never"
-    )
-    keep_checkpoints: Positive = 2
-    restore: Round | None = None
-    began: ByOrdinal[Round | None] = Field(
-        default={}, description="the round that each attempt began with; null: initial values"
-    )
-    source: Identifier | None = Field(default=None, description="run whose checkpoint is restored, if it is another")
-    uploader: Rank
-    number: Count
-    membership: Membership
-
-
-class WantCheckpoint(Message):
-    """The round after which every pserver must write a checkpoint.
-
-    In asynchronous modes it is a number of contributions, and the checkpoint holds each pserver's first so many. If the
-    run `is_over`, nothing more is pushed, and each pserver writes its current state.
-    """
-
-    run: Identifier
-    round: Round
-    is_over: Flag = False
-
-
 class CheckpointCreated(Message):
     """A complete checkpoint of the whole model."""
 
     run: Identifier
     round: Round
     place: Text
-
-
-class Freeze(Message):
-    """The announcement of a change of members: no barrier counts until it is installed."""
-
-    run: Identifier
-    attempt: Ordinal
-    number: Count
-
-
-class InstallMembers(MembershipMessage):
-    """A numbered change of the membership. An older number changes nothing. `failure` ends every wait."""
-
-    run: Identifier
-    attempt: Ordinal = 0
-    number: Count
-    membership: Membership
-    failure: Object | None = None
 
 
 class PserverState(Message):

@@ -45,7 +45,7 @@ CURVES = "/v1/curves"
 EVENTS = "/v1/events"
 EVENT_STREAM = "/v1/events/stream"
 AUDIT = "/v1/audit"
-# coordinator: administration, besides POST of a checkpoint
+# coordinator: administration, and POST of a checkpoint
 CONTROLS = "/v1/controls"
 PAUSE = "/v1/controls/pause"
 RESUME = "/v1/controls/resume"
@@ -56,35 +56,35 @@ ROLL_BACK = "/v1/rollback"
 TARGETS = "/v1/targets"
 CHECKPOINTS = "/v1/checkpoints"
 
-# "batch" or "fetch" on a barrier; "batch" on a get, or on the question for a norm, lets the batch barrier ride on it
+# "batch" or "fetch" on a barrier; "batch" on a get or a norm request makes it a batch barrier too
 BARRIER_HEADER = "gradpost-barrier"
-# "nonfinite" with a batch barrier: the trainer's own gradient, or what a pserver said of it, holds NaN or infinity
+# "nonfinite" with a batch barrier: the trainer's gradient holds NaN or infinity, by itself or a pserver
 VERDICT_HEADER = "gradpost-verdict"
-# on a get in the synchronous mode: the trainer has all blocks as they were after this round, and wants what is newer
+# on a get in the synchronous mode: the base version that the trainer holds, so that only newer blocks are sent
 HAVE_HEADER = "gradpost-have"
-# on a get where gradients are clipped: digest, sum of squares here, sum of squares everywhere (see norms.py)
+# on a get with clipping: digest, sum of squares of this pserver, total sum of squares (see norms.py)
 NORM_HEADER = "gradpost-norm"
-# how long the server may hold the answer back, in seconds; it answers round_pending after that
+# the seconds after which the server answers round_pending
 WAIT_HEADER = "gradpost-wait-seconds"
 
-# metadata of an answer in the asynchronous modes: how many contributions, of all trainers, are applied there
+# metadata of an answer in asynchronous modes: the number of applied contributions of all trainers
 APPLIED_KEY = "applied"
-HISTORY_KEY = "history"  # of a cut of a shard: the newest step of each trainer in it
-# the same in the synchronous mode: the round stepped nothing, because these trainers' gradients were not finite
+HISTORY_KEY = "history"  # of a shard between contributions: the newest step of each trainer in it
+# metadata in the synchronous mode: the trainers whose gradients were not finite, so that the round was skipped
 SKIPPED_KEY = "skipped_for"
-SKIPPED_BEFORE_KEY = "skipped_before"  # and the rounds before it that `max_delay` lets a trainer miss: those skipped
-GRAD_SCALER_KEY = "grad_scaler"  # the lowest rank's, for a trainer that joins: the last object of its hyper-parameters
+SKIPPED_BEFORE_KEY = "skipped_before"  # skipped rounds before it, which `max_delay` lets a trainer miss
+GRAD_SCALER_KEY = "grad_scaler"  # of the lowest rank, for a trainer that joins: the last object of its hyperparameters
 
-SINCE_KEY = "since"  # of an answer to one who has something: blocks that have not changed after this round are left out
+SINCE_KEY = "since"  # of an answer without the blocks that have not changed after this round
 
 # metadata of a pushed frame
 NUM_BLOCKS_KEY = "num_blocks"
 HYPER_PARAMETERS_KEY = "hyper_parameters"
-NUM_SLOTS_KEY = "num_slots"  # of the same frame as num_blocks: how many slots and step states come besides
+NUM_SLOTS_KEY = "num_slots"  # of a frame with num_blocks: the number of slots and step states in it
 COMPUTED_ON_KEY = "computed_on"  # asynchronous modes: the step after which the parameters were pulled
 
-# metadata of a frame of slots: how often each block was stepped
+# metadata of a frame of slots: the step count of each block
 STEPS_KEY = "steps"
-# the same with all that a trainer's state_dict needs; a pushed frame that has it holds slots, and nothing else
+# metadata of a frame of slots: the step states that a state_dict needs; a pushed frame with it holds slots only
 STATES_KEY = "states"
-SLOT_NAMES_KEY = "slots"  # which slots there are at all
+SLOT_NAMES_KEY = "slots"  # the names of all slots

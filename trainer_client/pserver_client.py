@@ -15,8 +15,7 @@ from ps_protocol.errors import GradpostError
 from ps_protocol.frames import CONTENT_TYPE, FrameLimits
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
-from ps_protocol.optimizers import HyperParameters
-from ps_protocol.slots import StepState, read_states
+from ps_protocol.optimizers import HyperParameters, StepState, read_states
 from ps_protocol.vocabulary import Rank, Round
 
 from .answers import may_be_problem, raise_for_problem

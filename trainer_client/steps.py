@@ -17,8 +17,7 @@ from ps_protocol.errors import (
     RolledBack,
     Unreachable,
 )
-from ps_protocol.optimizers import HyperParameters
-from ps_protocol.slots import StepState
+from ps_protocol.optimizers import HyperParameters, StepState
 from ps_protocol.vocabulary import Round
 
 from .buffer_averages import BufferAverages

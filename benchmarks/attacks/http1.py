@@ -90,22 +90,22 @@ def slow_headers(target: Target, seconds: float) -> Outcome:
 
 
 def slow_bodies(target: Target, seconds: float) -> Outcome:
-    """A byte of a push every half second."""
+    """Send a byte of a push every half second."""
     return crawl(target, seconds, head(target.send_path, "POST", target.push_headers(100_000)), lambda _: b"x")
 
 
 def slow_readers(target: Target, seconds: float) -> Outcome:
-    """Large replies that are asked for and not read."""
+    """Request large responses without reading them."""
     return crawl(target, seconds, head(target.large_path, "GET", {}), lambda _: b"", reads=False)
 
 
 def endless_headers(target: Target, seconds: float) -> Outcome:
-    """Headers without an end, as fast as they are taken."""
+    """Send headers without an end, as fast as they are accepted."""
     return _flood(target, seconds, b"GET / HTTP/1.1\r\n")
 
 
 def endless_trailers(target: Target, seconds: float) -> Outcome:
-    """The same behind an empty body, where few expect any."""
+    """Send trailers without an end after an empty body."""
     return _flood(target, seconds, head("/", "POST", {"transfer-encoding": "chunked"}) + b"0\r\n")
 
 

@@ -16,11 +16,8 @@ from ps_protocol.errors import (
     TrainerLost,
     error_from_problem,
 )
-from ps_protocol.membership import Membership
+from ps_protocol.membership import HeldRun, InstallMembers, InstallRun, Membership
 from ps_protocol.messages import (
-    HeldRun,
-    InstallMembers,
-    InstallRun,
     JoinTrainer,
     Leave,
     PlanReady,
@@ -36,6 +33,7 @@ from ps_protocol.messages import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, NonfinitePolicy, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 
+from .joining import check_expectations
 from .model import check_same_tensors
 from .pservers import PserverRegistry
 from .run import LostRounds, Run
@@ -212,7 +210,7 @@ class Cluster:
     def join_trainer(self, request: JoinTrainer, now: float) -> TrainerJoined:
         """Admit a trainer to the run that gathers. A new run begins when all trainers of the last one have left."""
         _check_protocol(request.protocol)
-        self.run.check_expectations(request)  # no later run could have it either
+        check_expectations(self.run, request)  # no later run could have it either
         known = any(t.instance == request.instance and t.is_here for t in self.run.trainers.values())
         if not known and self.run.is_over:
             if self.exit_when_done:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 from ps_protocol.fields import Message
-from ps_protocol.messages import WantCheckpoint
+from ps_protocol.membership import WantCheckpoint
 from ps_protocol.routes import WANT_CHECKPOINT
 from ps_protocol.vocabulary import Round
 from services.runtime.errors import raise_for_problem

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import copy
 import secrets
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable
 
 import httpx
 
@@ -24,7 +23,7 @@ from .activity import ActivityLog, Curves
 from .audit import AuditLog
 from .checkpointing import CheckpointSchedule
 from .cluster import Cluster
-from .control import RESULT_SECONDS, TIMEOUT_SECONDS, want_checkpoint
+from .control import RESULT_SECONDS, call_pserver, want_checkpoint
 from .events import Events
 from .installer import Installer
 from .manifests import Manifests
@@ -44,7 +43,6 @@ from .run import Run
 from .settings import CoordinatorSettings
 
 log = get_logger()
-T = TypeVar("T")
 
 RETRY_SECONDS = 0.2
 RESULT_RETRY_SECONDS = 1.0
@@ -383,7 +381,7 @@ class Coordinator:
         """Try to write the run's last checkpoint. Returns the problem, or None."""
         try:
             async with asyncio.timeout(RESULT_SECONDS):
-                rounds = [state.round for state in await self.ask_pservers(self._state_of) if state.run == run]
+                rounds = [state.round for state in await self.read_states() if state.run == run]
                 if len(rounds) < self.cluster.registry.num_pservers:
                     return f"{len(rounds)} of {self.cluster.registry.num_pservers} pservers have the run"
                 round_ = max(rounds)
@@ -426,7 +424,7 @@ class Coordinator:
         last = self._last_summary
         if last is not None and (last.run, last.state) == (run.name, run.state) and run.is_over:
             return last
-        answers = await self.ask_pservers(self._state_of)
+        answers = await self.read_states()
         states = [state for state in answers if state.run == run.name]
         is_ring = run.settings.consistency.is_ring
         rounds = run.newest_round if is_ring else min((state.round for state in states), default=0)
@@ -461,16 +459,14 @@ class Coordinator:
             self._last_summary = summary
         return summary
 
-    async def _state_of(self, member: PserverMember) -> PserverState:
-        response = await self.http.get(member.info.address + STATE, timeout=TIMEOUT_SECONDS)
-        response.raise_for_status()
-        return PserverState.model_validate_json(response.content)
-
-    async def ask_pservers(self, ask: Callable[[PserverMember], Awaitable[T]]) -> list[T]:
-        """Return the answers of all living pservers in order of their indices, without those that failed."""
+    async def read_states(self) -> list[PserverState]:
+        """Return the states of all living pservers in order of their indices, without those that do not answer."""
         members = [member for _, member in sorted(self.cluster.registry.members.items())]
-        answers = await asyncio.gather(*(ask(m) for m in members), return_exceptions=True)
+        answers = await asyncio.gather(*map(self._read_state, members), return_exceptions=True)
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, BaseException):
                 log.warning("a pserver did not answer", pserver=member.info.index, error=repr(answer))
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def _read_state(self, member: PserverMember) -> PserverState:
+        return PserverState.model_validate_json(await call_pserver(self.http, member, "GET", STATE))

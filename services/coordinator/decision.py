@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ps_protocol.membership import Membership
-from ps_protocol.messages import FrozenRounds
+from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 

@@ -18,8 +18,7 @@ from pydantic import TypeAdapter
 
 from ps_protocol.errors import ERRORS, Conflict, Ended, GradpostError, NotReady, StaleRun, StorageFailed
 from ps_protocol.fields import Message
-from ps_protocol.membership import Membership
-from ps_protocol.messages import Freeze, FrozenRounds
+from ps_protocol.membership import Freeze, FrozenRounds, Membership
 from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint

@@ -10,7 +10,7 @@ the other trainers go on (`continue`), or the run fails (`fail`). Before trainin
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from ps_protocol.errors import (
@@ -19,7 +19,6 @@ from ps_protocol.errors import (
     GradpostError,
     ModelMismatch,
     NotFound,
-    NotReady,
     RoundTimeout,
     StaleRun,
     TrainerLost,
@@ -30,7 +29,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, Mode, PserverIndex, Rank, Round
 
 from .decision import Decision
-from .last_call import end_last_call, fix_num_trainers
+from .joining import check_expectations, choose_rank, end_last_call, fix_num_trainers
 from .model import check_same_model, plan_model
 from .run_settings import RunSettings
 from .trainers import EVICTED, TrainerMember, name_ranks
@@ -187,14 +186,14 @@ class Run:
         Once the run has begun, only ranks of lost trainers are free. Raises Conflict, NotReady without a free rank, and
         what `check_expectations` raises.
         """
-        self.check_expectations(request)
+        check_expectations(self, request)
         for trainer in self.trainers.values():
             if trainer.instance == request.instance and trainer.is_here:
                 trainer.seen_at = now
                 return trainer
         if self.num_trainers is None and request.world_size is not None:
             fix_num_trainers(self, request.world_size)
-        rank = self._choose_rank(request.rank)
+        rank = choose_rank(self, request.rank)
         before = self.trainers.get(rank)
         trainer = TrainerMember(
             rank, self.next_incarnation(rank), request.instance, now, request.metrics_address, joined_at=now
@@ -212,48 +211,6 @@ class Run:
         self._incarnations[rank] = self._incarnations.get(rank, 0) + 1
         return self._incarnations[rank]
 
-    def check_expectations(self, request: JoinTrainer) -> None:
-        """Raise Conflict if no run of this cluster can have such a trainer."""
-        fewest, most = self.sizes
-        if request.world_size is not None and not fewest <= request.world_size <= most:
-            raise Conflict(
-                "the trainer was started for another number of trainers than the coordinator",
-                code="world_mismatch",
-                expected=f"WORLD_SIZE {fewest}" if fewest == most else f"WORLD_SIZE {fewest} to {most}",
-                actual=f"WORLD_SIZE {request.world_size}",
-            )
-        most = request.world_size or most
-        if request.rank is not None and request.rank >= most:
-            raise Conflict(
-                f"rank {request.rank} is beyond this cluster",
-                code="world_mismatch", expected=f"0 to {most - 1}", actual=f"rank {request.rank}",
-            )  # fmt: skip
-        if actual := self.settings.consistency.unmet(request.expects):
-            served = asdict(self.settings.consistency)
-            raise Conflict(
-                "the trainer was started for another mode than the servers run",
-                code="mode_mismatch",
-                expected={name: served.get(name, "no such setting") for name in actual},
-                actual=actual,
-            )
-
-    def _choose_rank(self, wanted: Rank | None) -> Rank:
-        taken = {rank for rank, t in self.trainers.items() if t.is_here or t.state == "done"}
-        free = [rank for rank in range(self.sizes[1]) if rank not in taken]
-        if self.plan is not None and (not free or (wanted in taken and not self.trainers[wanted].is_here)):
-            raise NotReady(f"run {self.name} is under way", waiting_for=f"run {self.name} to end")
-        if wanted is None:
-            if not free:
-                raise Conflict(
-                    f"all {self.sizes[1]} ranks are taken by living trainers (num_trainers, max_trainers)",
-                    code="rank_taken",
-                )
-            return free[0]
-        if wanted not in free:
-            text = f"a living trainer has rank {wanted}; stop that one, or give this one another RANK"
-            raise Conflict(text, code="rank_taken", current=self.trainers[wanted].incarnation)
-        return wanted
-
     def member(self, rank: Rank, run: str, incarnation: Incarnation) -> TrainerMember:
         """Return the sender of a message. Raises StaleRun or Conflict (`stale_trainer`)."""
         if run != self.name:
@@ -261,7 +218,7 @@ class Run:
         trainer = self.trainers.get(rank)
         if trainer is None or trainer.incarnation != incarnation:
             raise Conflict(
-                f"trainer {rank} incarnation {incarnation} is not a member: it was taken out, or another life has come",
+                f"trainer {rank} incarnation {incarnation} is not a member: it left, or a later incarnation joined",
                 code="stale_trainer", current=trainer.incarnation if trainer else None,
             )  # fmt: skip
         if trainer.state == "lost" and not self._may_return(trainer) and not self.is_over:

@@ -9,7 +9,8 @@ from fastapi import FastAPI
 
 from ps_protocol import routes
 from ps_protocol.fields import Identifier, OrdinalText
-from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, PserverState, WantCheckpoint
+from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, WantCheckpoint
+from ps_protocol.messages import PserverState
 from ps_protocol.vocabulary import Round
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.large_replies import LargeReplies
@@ -80,7 +81,7 @@ def make_pserver_app(
     @app.get(routes.STATE, tags=["inspection"])
     async def state(digest: bool = False) -> PserverState:
         """Return the run, its barriers and counters; with `digest` also a digest of the whole state."""
-        async with large.place() if digest else nullcontext():
+        async with large.slot() if digest else nullcontext():
             return await pserver.describe_state(with_digest=digest)
 
     add_inspection_routes(app, pserver, large)

@@ -22,8 +22,8 @@ import xxhash
 
 from ps_protocol.errors import Conflict, GradpostError, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
-from ps_protocol.membership import NO_CONTROLS
-from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
+from ps_protocol.membership import NO_CONTROLS, FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.messages import BarrierAnswer, PushAnswer
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.routes import APPLIED_KEY, HISTORY_KEY, STATES_KEY

@@ -17,8 +17,7 @@ from typing import Generic
 from ps_protocol.consistency import Consistency, needed_clock, oldest_start
 from ps_protocol.errors import Conflict, ContributionMissing, FutureRound
 from ps_protocol.membership import Membership
-from ps_protocol.optimizers import HyperParameters
-from ps_protocol.slots import StepState
+from ps_protocol.optimizers import HyperParameters, StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .admission import Admission, admit, check_member

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ps_protocol.errors import ContributionConflict
-from ps_protocol.optimizers import HyperParameters
-from ps_protocol.slots import StepState
+from ps_protocol.optimizers import HyperParameters, StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 Payload = TypeVar("Payload")

@@ -13,8 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ps_protocol.optimizers import HyperParameters, OptimizerSpec
-from ps_protocol.slots import FRESH, StepState, read_states, slots_under, split_key, write_states
+from ps_protocol.optimizers import (
+    FRESH,
+    HyperParameters,
+    OptimizerSpec,
+    StepState,
+    read_states,
+    slots_under,
+    split_key,
+    write_states,
+)
 from ps_protocol.vocabulary import Rank
 
 from .layout import ShardLayout

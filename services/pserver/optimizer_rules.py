@@ -31,8 +31,7 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
-from ps_protocol.optimizers import MEAN
-from ps_protocol.slots import Options, StepState
+from ps_protocol.optimizers import MEAN, Options, StepState
 
 PIECE = 1 << 18  # elements: 1 MiB of float32
 
@@ -60,7 +59,7 @@ Step: TypeAlias = Callable[[Operands, Options], StepState]  # writes values and 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """The step function of one optimizer; `ps_protocol.slots` has the slots that it needs."""
+    """The step function of one optimizer; `ps_protocol.optimizers` has the slots that it needs."""
 
     step: Step
     max_elements: int | None = PIECE  # of one view; None if one call may step any number

@@ -7,9 +7,18 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import TensorEntry
-from ps_protocol.optimizers import HyperParameters, OptimizerSpec, check_hyper_parameters
+from ps_protocol.optimizers import (
+    MASTER,
+    SLOTS,
+    HyperParameters,
+    OptimizerSpec,
+    StepState,
+    check_hyper_parameters,
+    read_states,
+    slot_key,
+    split_key,
+)
 from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, STATES_KEY
-from ps_protocol.slots import MASTER, SLOTS, StepState, read_states, slot_key, split_key
 from ps_protocol.vocabulary import BufferSpec, Round
 from ps_protocol.wire_types import INDICES, SCALES, WireTensor
 

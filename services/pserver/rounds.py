@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from typing import Generic
 
 from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound
-from ps_protocol.membership import Membership
-from ps_protocol.messages import FrozenRounds
+from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.norms import ShardNorm
-from ps_protocol.optimizers import HyperParameters
-from ps_protocol.slots import StepState
+from ps_protocol.optimizers import HyperParameters, StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .admission import Admission, admit, check_member

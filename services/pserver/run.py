@@ -30,10 +30,11 @@ from ps_protocol.errors import (
     TryAgain,
 )
 from ps_protocol.fence import Fence
-from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PserverLoad, PushAnswer
+from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.messages import BarrierAnswer, PserverLoad, PushAnswer
 from ps_protocol.norms import AgreedNorm
+from ps_protocol.optimizers import SLOTS, StepState
 from ps_protocol.plan import SlicePlan
-from ps_protocol.slots import SLOTS, StepState
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
@@ -365,12 +366,12 @@ class PserverRun(ABC):
         self._check_slots(fence, version)
         return chunks
 
-    async def get_buffers(self, fence: Fence) -> Reply:
-        """Return this shard's buffers, which no round changes, for a member."""
+    async def get_buffers(self, fence: Fence) -> Sequence[bytes]:
+        """Return a frame of this shard's buffers, which no round changes, for a member."""
         self.check_fence(fence)
         self.check_member(fence)
         self.check_readable()
-        return Reply(0, await self._compute.run(self.shard.encode_buffers, self._metadata(0)))
+        return await self._compute.run(self.shard.encode_buffers, self._metadata(0))
 
     # ------------------------------------------------------------------ members and the end
 

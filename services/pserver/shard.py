@@ -20,10 +20,9 @@ from torch import Tensor
 
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import encode_header
-from ps_protocol.optimizers import HyperParameters
+from ps_protocol.optimizers import FRESH, MASTER, HyperParameters, StepState, split_key, write_states
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import SLOT_NAMES_KEY, STATES_KEY, STEPS_KEY
-from ps_protocol.slots import FRESH, MASTER, StepState, split_key, write_states
 from ps_protocol.vocabulary import BufferSpec, PserverIndex, Rank
 
 from .aggregation import Aggregator

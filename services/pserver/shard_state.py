@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
+from ps_protocol.optimizers import StepState
 from ps_protocol.plan import SlicePlan
-from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 
 from .layout import BlockPlace, ShardLayout

@@ -11,14 +11,8 @@ import xxhash
 
 from ps_protocol.errors import Ended, GradpostError, NormChanged, NotReady, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
-from ps_protocol.messages import (
-    BarrierAnswer,
-    FrozenRounds,
-    InstallMembers,
-    InstallRun,
-    NormAnswer,
-    PushAnswer,
-)
+from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.norms import AgreedNorm, clip_coefficient
 from ps_protocol.routes import STATES_KEY
 from ps_protocol.vocabulary import Incarnation, Rank, Round

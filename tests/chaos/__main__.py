@@ -12,14 +12,14 @@ from .faults import FAULTS
 
 
 def main() -> int:
-    """Run a campaign; 1 if anything was violated."""
+    """Run a campaign, and return 1 after a violation."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=3.0, help="begin no history after so long (default: 3)")
-    parser.add_argument("--count", type=int, help="so many histories, however long they take")
+    parser.add_argument("--minutes", type=float, default=3.0, help="start no history after this time (default: 3)")
+    parser.add_argument("--count", type=int, help="number of histories, instead of --minutes")
     parser.add_argument("--seed", type=int, default=1, help="of the first history; the next have the next seeds")
     parser.add_argument("--only", action="append", metavar="KIND", choices=sorted(FAULTS), help="faults of this kind")
-    parser.add_argument("--sabotage", choices=sorted(SABOTAGES), help="break the services, to see that it is noticed")
-    parser.add_argument("--folder", type=Path, help="where histories are kept (default: that of temporary files)")
+    parser.add_argument("--sabotage", choices=sorted(SABOTAGES), help="break the services, which has to be detected")
+    parser.add_argument("--folder", type=Path, help="folder for histories (default: that of temporary files)")
     arguments = parser.parse_args()
     kinds = arguments.only or SABOTAGES.get(arguments.sabotage, tuple(FAULTS))
     campaign = Campaign(arguments.seed, kinds=kinds, sabotage=arguments.sabotage, folder=arguments.folder)

@@ -1,4 +1,4 @@
-"""An administrator of a history: each request is answered within a bound, and with an answer that it may have."""
+"""An administrator of a history, whose requests have an allowed answer within a time limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALLOWED = (200, 404, 409, 503)
 
 
 def ask(episode: Episode, method: str, path: str, message: Any = None, *, seconds: float = CHANGE_SECONDS) -> int:
-    """Send a request to the coordinator and judge its answer; returns the status, 0 if the coordinator has died."""
+    """Send a request to the coordinator, check its answer, and return the status; 0 if the coordinator has died."""
     began = time.monotonic()
     try:
         with httpx.Client(base_url=episode.cluster.address, timeout=seconds, trust_env=False) as client:
@@ -46,7 +46,7 @@ def ask(episode: Episode, method: str, path: str, message: Any = None, *, second
 def ask_until(
     episode: Episode, wanted: Collection[int], method: str, path: str, message: Any = None, **bound: float
 ) -> int:
-    """Send a request again until the answer is a wanted one; returns its status, 0 if there was none in time."""
+    """Repeat a request until the answer is a wanted one, and return its status; 0 if there was none in time."""
     until = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until and not episode.violations:
         if (status := ask(episode, method, path, message, **bound)) in wanted:

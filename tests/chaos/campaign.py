@@ -1,4 +1,4 @@
-"""Histories one after another, until the time or the number is reached, and what came of them."""
+"""Campaigns: histories one after another, and their violations, stalls and recovery times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .faults import FAULTS
 from .measures import describe, measure
 from .setup import draw_setup
 
-# What makes each sabotage show itself soon.
+# The faults that reveal each sabotage soon.
 SABOTAGES = {
     "dedupe": ("duplicate requests", "late requests"),
     "order": ("trainer hangs while its heartbeats live",),
@@ -32,7 +32,7 @@ SHOWN_VIOLATIONS = 10
 
 
 class Campaign:
-    """Runs histories of the seeds `seed`, `seed + 1`, …; each is repeated by its own seed alone."""
+    """A series of histories with the seeds `seed`, `seed + 1`, …, each of which repeats its history."""
 
     def __init__(
         self,
@@ -49,21 +49,21 @@ class Campaign:
         self.num_violations = 0
         self._kinds = kinds
         self._sabotage = sabotage
-        self._mode = mode or MODES.get(sabotage or "", "sync")  # of what is sabotaged
+        self._mode = mode or MODES.get(sabotage or "", "sync")
         self._measured: dict[str, list[tuple[float, float] | None]] = defaultdict(list)
 
     @property
     def num_faults(self) -> int:
-        """That were injected."""
+        """The number of injected faults."""
         return sum(map(len, self._measured.values()))
 
     @property
     def kinds(self) -> set[str]:
-        """Of the faults that were injected."""
+        """The kinds of injected faults."""
         return set(self._measured)
 
     def run(self, *, until: float = float("inf"), count: float = float("inf")) -> None:
-        """Run until this time of the monotonic clock, or so many histories; with sabotage until one is violated."""
+        """Run so many histories, or until this monotonic time, or with sabotage until there is a violation."""
         if find_libfaketime() is None:
             print("libfaketime is not installed: no clock will jump", flush=True)
         while self.num_histories < count and time.monotonic() < until:
@@ -118,12 +118,12 @@ class Campaign:
             print(f"  kept in {folder}; again with: python -m tests.chaos --seed {seed} --count 1{more}", flush=True)
 
     def report(self) -> None:
-        """Print faults by kind, with what they cost, and the last line."""
+        """Print the cost of each kind of fault, and a summary."""
         for kind, measured in sorted(self._measured.items(), key=lambda item: -len(item[1])):
             print(f"{len(measured):5} {kind:45} stall {_describe(measured, 0):30} recovery {_describe(measured, 1)}")
         everything = [one for measured in self._measured.values() for one in measured]
         print(
-            f"{len(everything):5} {'in all':45} stall {_describe(everything, 0):30} recovery {_describe(everything, 1)}"
+            f"{len(everything):5} {'total':45} stall {_describe(everything, 0):30} recovery {_describe(everything, 1)}"
         )
         print(
             f"chaos: seed={self.seed} histories={self.num_histories} faults={self.num_faults} "

@@ -22,12 +22,12 @@ _FAKETIME = ("/usr/lib/*/faketime/libfaketimeMT.so.1", "/usr/*/lib/faketime/libf
 
 
 def find_libfaketime() -> Path | None:
-    """The library with which clocks jump (Debian's package libfaketime), if it is installed."""
+    """Return the library that makes clocks jump (Debian's package libfaketime), if it is installed."""
     return next((path for pattern in _FAKETIME for path in Path("/").glob(pattern[1:])), None)
 
 
 class ChaosCluster(LocalCluster):
-    """Every service is behind a proxy. The folder gets what services and trainers leave behind."""
+    """A local cluster with a proxy before each service. The folder has the files of services and trainers."""
 
     def __init__(self, setup: Setup, folder: Path, *, sabotage: str | None, **arguments: Any) -> None:
         super().__init__(
@@ -78,17 +78,17 @@ class ChaosCluster(LocalCluster):
         return self._coordinator
 
     def start_rank(self, rank: int) -> Child:
-        """Start another life of a trainer."""
+        """Start another incarnation of a trainer."""
         self.lives[rank] += 1
         command = [sys.executable, "-P", str(SCRIPT), str(self.folder), str(self.lives[rank])]
         return self.start_trainer(rank, command)
 
     def start_rival(self, index: int) -> Child:
-        """Start a second process for a pserver that lives; nobody knows it."""
+        """Start a second process for a running pserver."""
         return self._spawn_service(f"rival of pserver {index}", "services.pserver", GRADPOST_PSERVER_INDEX=str(index))
 
     def clock_file(self, name: str) -> Path:
-        """What is added to the wall clock of a process of this name, in seconds with a sign."""
+        """Return the file with the offset of a process's wall clock, in seconds with a sign."""
         return self.folder / f"clock of {name}"
 
     def place_file(self, name: str) -> Path:
@@ -100,7 +100,7 @@ class ChaosCluster(LocalCluster):
         return self.folder / f"log of {name}"
 
     def name_client(self, port: int) -> str:
-        """Which trainer has a connection from this port; nothing if it is another process."""
+        """Return the trainer with a connection from this port, or "another"."""
         inode = _inode_of(port)
         for child in self.trainers:
             if inode and inode in _sockets_of(child.pid):
@@ -108,7 +108,7 @@ class ChaosCluster(LocalCluster):
         return "another"
 
     def lost_its_port(self, child: Child) -> bool:
-        """Whether another program on this machine took its port while it was importing: then it gets another one."""
+        """Return whether another program took the pserver's port while it started. It gets another one then."""
         role, _, index = child.name.partition(" ")
         if role != "pserver":
             return False
@@ -154,7 +154,7 @@ def _free_port() -> int:
 
 
 def _inode_of(port: int) -> str:
-    """Of the socket on loopback that is bound to this port and connected."""
+    """Return the inode of the connected socket on loopback with this port."""
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         if fields[1].endswith(f":{port:04X}") and fields[3] == "01":

@@ -1,23 +1,26 @@
-"""What trainers write down of their operations, a JSON line each, and how the lines of all of them are read.
+"""The diaries of trainers: a JSON line before and after each operation, and the random numbers that they record.
 
-A line is written before an operation begins and after it has ended, so that `kill -9` leaves beginnings without ends.
-Times are those of the monotonic clock, which the processes of one machine share.
+After `kill -9` a beginning has no end. Times are those of the monotonic clock, which the processes of a machine share.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 Record = dict[str, Any]
 Values = tuple[float, ...]  # of a block: counts of the ranks, sums of rounds of the ranks
 
 
 class Diary:
-    """One life of one trainer. The kernel has each line once `write` returns."""
+    """The diary of one incarnation of one trainer. The kernel has each line once `write` returns."""
 
     def __init__(self, path: Path, **always: Any) -> None:
         self._file = path.open("ab", buffering=0)
@@ -30,7 +33,7 @@ class Diary:
 
 
 class Reader:
-    """Follows the diaries in a folder while they are being written."""
+    """A reader of all diaries in a folder while they are being written."""
 
     def __init__(self, folder: Path) -> None:
         self.records: list[Record] = []
@@ -38,7 +41,7 @@ class Reader:
         self._offsets: dict[Path, int] = {}
 
     def read(self) -> list[Record]:
-        """What is new since the last time; a line that is not whole yet is left for the next."""
+        """Return the new records. Incomplete lines are left for the next call."""
         new: list[Record] = []
         for path in sorted(self._folder.glob("trainer-*.jsonl")):
             with path.open("rb") as file:
@@ -52,10 +55,23 @@ class Reader:
 
 
 def in_order(records: Iterable[Record]) -> list[Record]:
-    """All records in the order of time."""
+    """Return all records in the order of time."""
     return sorted(records, key=lambda record: record["at"])
 
 
 def name_of(record: Record) -> str:
-    """Who wrote it, in words."""
+    """Return the name of the writer of a record."""
     return f"trainer {record['rank']} (life {record['life']})" if "rank" in record else "the campaign, in the end,"
+
+
+def seed_draws(seed: int, step: int) -> None:
+    """Seed the global generators of Python, numpy and torch for a step."""
+    number = seed * 1_000_003 + step
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def draw() -> list[float]:
+    """Draw a number from each global generator."""
+    return [random.random(), np.random.random(), torch.rand(1).item()]

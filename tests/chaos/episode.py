@@ -1,4 +1,4 @@
-"""One history: a cluster, faults at random moments, and an end that everybody reaches."""
+"""One history: a cluster, faults at random times, and an end that all trainers reach."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .watch import Watch
 
 TICK_SECONDS = 0.05
 START_SECONDS = 90.0
-END_SECONDS = 120.0  # after the last fault is healed: then something waits for ever
+END_SECONDS = 120.0  # after the last fault is healed; then a process waits for ever
 RECOVERY_SECONDS = 20.0  # after which a fault that is healed has no effect any more
 STOP_GRACE_SECONDS = 30.0  # for a pserver to end after SIGTERM
 LAST_FAULT_SECONDS = 3 * END_SECONDS  # for the one that comes after all others
 FIRST_STEPS = 5
-LAST_STEPS = 10  # after the newest that anybody has begun when the end is agreed on
+LAST_STEPS = 10  # after the newest one that was begun when the end is fixed
 PAUSE_SECONDS = (0.7, 2.5)  # between two faults
 
 
@@ -48,7 +48,7 @@ class Injection:
 
 
 class Episode:
-    """Runs one history and judges it. Faults run in threads of their own and call most of this."""
+    """A history and its violations. Faults run in their own threads and call most methods."""
 
     def __init__(
         self, setup: Setup, folder: Path, *, kinds: Collection[str] = tuple(FAULTS), sabotage: str | None = None
@@ -62,13 +62,13 @@ class Episode:
         self.violations: list[str] = []
         self.reader = Reader(folder)
         self.rounds = 0
-        self.num_restorable = 0  # how often a checkpoint that was listed was read, and was whole
+        self.num_restorable = 0  # listed checkpoints that were read and complete
         self._sabotage = sabotage
         self._stop_file = folder / "stop"
         fitting = [fault for fault in FAULTS.values() if fault.kind in kinds and fault.fits(setup)]
         self._kinds = [fault for fault in fitting if not fault.is_last]
         self._last = [fault for fault in fitting if fault.is_last]
-        self._stops: dict[int, int] = {}  # by rank: the last step of trainers that may end
+        self._stops: dict[int, int] = {}  # by rank: the last step
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._claimed: set[tuple[str, str]] = set()  # role and victim of the faults that are under way
@@ -77,12 +77,12 @@ class Episode:
         self._damaged: list[float] = []
         self._spoiled: set[Path] = set()
         self._may_damage = True
-        self._serving: set[int] = set()  # processes that have got so far
+        self._serving: set[int] = set()  # processes
         self._done: set[int] = set()
         self._log = (folder / "services.log").open("w")
 
     def run(self) -> None:
-        """Run it to its end, and find what was violated."""
+        """Run the history, and find its violations."""
         (self.folder / "setup.json").write_text(json.dumps(asdict(self.setup)))
         self.cluster = ChaosCluster(self.setup, self.folder, sabotage=self._sabotage, on_line=self._line)
         try:
@@ -108,7 +108,7 @@ class Episode:
         (self.folder / "injections.json").write_text(json.dumps([asdict(one) for one in self.injections], indent=1))
 
     def _live(self) -> None:
-        """Until the end, or until something is wrong; what follows that would only hide it."""
+        """Inject faults until the end, or until the first violation, which later ones would only hide."""
         if not self._wait_until(self._have_all_stepped, START_SECONDS):
             self.complain(f"nothing had begun within {START_SECONDS:g} s: {self._where()}")
             return
@@ -120,14 +120,14 @@ class Episode:
         healed = self._wait_until(self._are_healed, END_SECONDS)
         begun = {r: self._newest("begin", r) for r in range(self.setup.num_trainers)}
         if not healed or not self._wait_until(lambda: self._have_moved_on(begun), END_SECONDS):
-            self.complain(f"somebody has waited for {END_SECONDS:g} s: {self._where()}")
+            self.complain(f"a trainer has waited for {END_SECONDS:g} s: {self._where()}")
             return
         for fault in self._last:
             self._inject(fault)
             self._wait_until(self._are_healed, LAST_FAULT_SECONDS)
         self._set_stop(range(self.setup.num_trainers))
         if not self._wait_until(lambda: len(self._done) == self.setup.num_trainers, END_SECONDS):
-            self.complain(f"not everybody has ended after {END_SECONDS:g} s: {self._where()}")
+            self.complain(f"a trainer has not ended after {END_SECONDS:g} s: {self._where()}")
             return
         self._read_final()
 
@@ -135,7 +135,7 @@ class Episode:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _set_stop(self, ranks: Iterable[int]) -> None:
-        """Let these trainers end soon after the newest step that any has begun, unless they are to end already."""
+        """Let these trainers end soon after the newest step that any has begun, unless their end is fixed."""
         stop = max(self._newest("begin", rank) for rank in range(self.setup.num_trainers)) + LAST_STEPS
         self._stops = {**dict.fromkeys(ranks, stop), **self._stops}
         new = self._stop_file.with_suffix(".new")
@@ -151,7 +151,7 @@ class Episode:
         self._log.flush()
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Watch over the cluster until this holds; False if it does not in time, or something else is wrong."""
+        """Supervise the cluster until this holds; return False after the time or at a violation."""
         until = time.monotonic() + seconds
         while True:
             self.reader.read()
@@ -214,7 +214,7 @@ class Episode:
         return f"{[(rank, self._newest('end', rank)) for rank in range(self.setup.num_trainers)]}; {status}"
 
     def _read_final(self) -> None:
-        """The parameters as the services have them once everybody has left."""
+        """Record the parameters of the services after all trainers have left."""
         last = next(record for record in reversed(self.reader.records) if "blocks" in record)
         blocks: dict[str, list[float]] = {}
         for parameter in PARAMETERS:
@@ -226,7 +226,7 @@ class Episode:
         self.reader.records.append({"what": "final", "at": time.monotonic(), **facts})
 
     def _read_parameter(self, name: str) -> bytes | None:
-        """The safetensors file of a parameter, asked for again as long as the answer says that it may be."""
+        """Return the safetensors file of a parameter, requested again while the service is unavailable."""
         until = time.monotonic() + END_SECONDS
         while True:
             try:
@@ -245,7 +245,7 @@ class Episode:
     # ------------------------------------------------------------------ injecting
 
     def _deal(self) -> Iterator[Fault]:
-        """All kinds in a random order, again and again."""
+        """Yield all kinds of faults in a random order, repeatedly."""
         while True:
             yield from self.chance.sample(self._kinds, len(self._kinds))
 
@@ -253,7 +253,7 @@ class Episode:
         try:
             victim = self.choose(fault.role)
         except IndexError:
-            return  # all of them are having another fault
+            return  # all of them have such a fault
         injection = Injection(fault.kind, victim, time.monotonic())
         chance = random.Random(f"fault {len(self._threads)} of {self.setup.seed}")
 
@@ -262,7 +262,7 @@ class Episode:
             with self._claim(fault.role, victim):
                 try:
                     if fault.inject(self, victim) is False:
-                        self._came_to_nothing(injection)
+                        self._discard(injection)
                 except Exception as error:
                     self.complain(f"the fault {fault.kind!r} could not be injected: {error!r}")
             injection.healed_at = time.monotonic()
@@ -273,8 +273,8 @@ class Episode:
         self._line("campaign", f"{fault.kind}: {victim}")
         thread.start()
 
-    def _came_to_nothing(self, injection: Injection) -> None:
-        self._line("campaign", f"{injection.kind} came to nothing")
+    def _discard(self, injection: Injection) -> None:
+        self._line("campaign", f"{injection.kind} had no effect")
         self.injections.remove(injection)
 
     @contextmanager
@@ -289,7 +289,7 @@ class Episode:
         return (victim.split()[0], victim) in self._claimed
 
     def choose(self, role: str) -> str:
-        """Somebody of this role who has no such fault now. Raises IndexError if there is nobody."""
+        """Return a process of this role without such a fault. Raises IndexError if there is none."""
         pservers = [f"pserver {index}" for index in range(self.setup.num_pservers)]
         names = {
             "trainer": [f"trainer {rank}" for rank in range(self.setup.num_trainers)],
@@ -303,19 +303,19 @@ class Episode:
 
     @property
     def chance(self) -> random.Random:
-        """Of the calling thread."""
+        """The random numbers of the calling thread."""
         chance: random.Random = self._own.chance
         return chance
 
     def complain(self, text: str) -> None:
-        """Note a violation. What it leads to is none of its own."""
+        """Record the first violation; later ones may follow from it."""
         if self.violations:
             return
         self.violations.append(text)
         self._line("campaign", f"VIOLATION {text}")
 
     def note(self, text: str) -> None:
-        """Say what was chosen, in the schedule that is kept."""
+        """Write a choice to the log of the history."""
         self._line("campaign", text)
 
     def sleep(self, least: float, most: float) -> None:
@@ -335,11 +335,11 @@ class Episode:
         return True
 
     def done_round(self, rank: int) -> int:
-        """Return the last round of a trainer that is done; 0 if it was expelled before it could end."""
+        """Return the last round of a trainer that is done; 0 if it was evicted before."""
         return self._newest("done", rank)
 
     def expect_rollback(self) -> None:
-        """From now on the run may go back."""
+        """Allow a rollback of the run from now on."""
         self._damaged.append(time.monotonic())
 
     def is_quiet(self, since: float, *roles: str) -> bool:
@@ -352,24 +352,24 @@ class Episode:
         return any(record["what"] == "end" and record["at"] > at for record in reversed(self.reader.records))
 
     def child(self, name: str) -> Child:
-        """The newest process of this name."""
+        """Return the newest process of this name."""
         role, _, number = name.partition(" ")
         if role == "coordinator":
             return self.cluster.coordinator
         return (self.cluster.trainers if role == "trainer" else self.cluster.pservers)[int(number)]
 
     def proxy(self, victim: str) -> Proxy:
-        """What stands in front of a service."""
+        """Return the proxy of a service."""
         if victim == "coordinator":
             return self.cluster.coordinator_proxy
         return self.cluster.proxies[int(victim.split()[1])]
 
     def lose(self, name: str) -> None:
-        """From now on this process, or any of this role, may be missing, with what was held there."""
+        """Record that this process, or one of this role, may be lost with its memory."""
         self._lost.setdefault(name, []).append(time.monotonic())
 
     def kill(self, victim: str) -> None:
-        """kill -9; returns when it is dead."""
+        """Kill a process, and wait for its end."""
         child = self.child(victim)
         self._condemned.add(child.pid)
         self.lose(victim)
@@ -377,7 +377,7 @@ class Episode:
         child.wait(10)
 
     def terminate(self, victim: str) -> None:
-        """SIGTERM, which must end it with 0."""
+        """Send SIGTERM, which must end the process with exit code 0."""
         child = self.child(victim)
         self._condemned.add(child.pid)
         self.lose(victim)
@@ -396,7 +396,7 @@ class Episode:
             self._condemned.add(child.pid)
 
     def wait_for_death(self, victim: str, seconds: float) -> bool:
-        """Wait for the end of a process that was started to die; whether it did so by itself, else it is killed."""
+        """Return whether a process ends at its failpoint within this time. It is killed otherwise."""
         child = self.child(victim)
         begin = time.monotonic()
         child.wait_or_kill(seconds)
@@ -404,7 +404,7 @@ class Episode:
         return time.monotonic() - begin < seconds
 
     def pause(self, victim: str, least: float, most: float) -> None:
-        """SIGSTOP, and SIGCONT after a random time."""
+        """Send SIGSTOP, and SIGCONT after a random time."""
         child = self.child(victim)
         self.lose(victim)
         child.signal(SIGSTOP)
@@ -413,13 +413,13 @@ class Episode:
         self.lose(victim)
 
     def order(self, victim: str, **order: Any) -> None:
-        """Tell a trainer to do something before its next step."""
+        """Give a trainer an order for its next step."""
         rank = int(victim.split()[1])
         with (self.folder / f"orders-{rank}").open("a") as file:
             file.write(json.dumps(order) + "\n")
 
     def may_damage(self) -> bool:
-        """Whether nothing on a disk of this history was damaged yet: two such faults may take what nobody promised."""
+        """Return whether this is the first damage of the history. Two may lose more than is promised."""
         may, self._may_damage = self._may_damage, False
         return may
 

@@ -1,7 +1,7 @@
-"""What is done to a cluster: each fault with what it needs, how it is injected, and how it is healed.
+"""The faults of a cluster: their requirements, injection and healing.
 
-A fault is a function of an episode and its victim. It runs in a thread of its own, and has healed what it did when it
-returns; a process that has died then is started again by the episode. `docs/reliability.md` says what must hold.
+A fault is a function of an episode and its victim. It runs in its own thread, and is healed when it returns; then the
+episode restarts dead processes. `docs/reliability.md` has the guarantees.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ps_protocol import routes
 
 from .administration import CHECKPOINT_SECONDS, ask, ask_until, list_checkpoints
 from .chaos_cluster import find_libfaketime
-from .proxy import EVERYBODY, Direction
+from .proxy import ALL_CLIENTS, Direction
 from .setup import FREEZABLE, LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, Setup
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ Inject: TypeAlias = "Callable[[Episode, str], bool | None]"
 
 DYING_SECONDS = 12.0  # for a process to reach the failpoint that is armed
 RIVAL_SECONDS = 40.0  # for a second process to be refused
-STANDSTILL_SECONDS = 3.0  # without any step, while nothing but a place of checkpoints is disturbed
+STANDSTILL_SECONDS = 3.0  # without any step, while only a checkpoint store is disturbed
 LATE_SECONDS = 0.5  # that a trainer takes longer for a step than the others
 LOG_ORDER = "slow 0.05"  # to logs, so that several pushes wait for each other
 HURRY_SECONDS = 3.0  # during which trainers compute nothing, and push without a pause
@@ -38,16 +38,16 @@ DISK_ERRORS = ("enospc", "eio", "erofs")
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind of fault. A victim of the role has no other fault of that role meanwhile.
+    """One kind of fault. Its victim has no other fault of that role meanwhile.
 
-    `inject` answers False if it came to nothing, and then it does not count.
+    `inject` returns False if it had no effect, and then it does not count.
     """
 
     kind: str
     role: Role
     inject: Inject
     fits: Callable[[Setup], bool]
-    is_last: bool = False  # it comes once, after all others
+    is_last: bool = False  # injected once, after all others
 
 
 FAULTS: dict[str, Fault] = {}
@@ -188,12 +188,12 @@ def _reset(episode: Episode, victim: str) -> None:
 
 @_fault("pserver cut off, both ways", "link")
 def _cut_off(episode: Episode, victim: str) -> None:
-    _block(episode, victim, EVERYBODY, "up", "down")
+    _block(episode, victim, ALL_CLIENTS, "up", "down")
 
 
 @_fault("pserver cut off, one way", "link")
 def _cut_off_one_way(episode: Episode, victim: str) -> None:
-    _block(episode, victim, EVERYBODY, "up" if episode.chance.random() < 0.5 else "down")
+    _block(episode, victim, ALL_CLIENTS, "up" if episode.chance.random() < 0.5 else "down")
 
 
 @_fault("trainer cut off from one pserver", "link")
@@ -211,9 +211,9 @@ def _slow_down(episode: Episode, victim: str) -> None:
 @_fault("proxy answers pages", "gateway")
 def _answer_pages(episode: Episode, victim: str) -> None:
     proxy = episode.proxy(victim)
-    episode.lose("trainer")  # a trainer that reaches a service through no proxy may be given up
+    episode.lose("trainer")  # a trainer that cannot reach a service may be evicted
     proxy.page = episode.chance.choice((404, 502))
-    proxy.reset()  # connections that were open before end up at the page, too
+    proxy.reset()  # open connections get the page, too
     episode.sleep(*episode.chance.choice(((0.3, 2), (LEASE_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 2))))
     proxy.page = None
     proxy.reset()
@@ -226,12 +226,12 @@ def _cut_replies_off(episode: Episode, victim: str) -> None:
 
 def _block(episode: Episode, victim: str, client: str, *directions: Direction) -> None:
     proxy, blocked = episode.proxy(victim), {(direction, client) for direction in directions}
-    episode.lose("trainer")  # who cannot reach a pserver may be given up
+    episode.lose("trainer")  # a trainer that cannot reach a pserver may be evicted
     proxy.blocked = proxy.blocked | blocked
     episode.sleep(*episode.chance.choice(((0.3, 2), (LEASE_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 2))))
     proxy.blocked = proxy.blocked - blocked
     if episode.chance.random() < 0.5:
-        proxy.reset()  # else what was held back arrives now
+        proxy.reset()  # else delayed bytes arrive now
 
 
 # ------------------------------------------------------------------ requests and gradients
@@ -252,7 +252,7 @@ def _truncate(episode: Episode, victim: str) -> None:
     episode.order(victim, do="truncated", times=5)
 
 
-# With a delay the refusal of one step takes the next along, so there only what is no refusal.
+# With a delay the refusal of one step also refuses the next, so it is skipped only.
 @_fault("NaN in a gradient", "trainer", lambda setup: setup.nonfinite == "skip_round" or not setup.max_delay)
 def _nan(episode: Episode, victim: str) -> None:
     episode.order(victim, do="nan")
@@ -276,12 +276,12 @@ def _no_room_for_a_checkpoint(episode: Episode, victim: str) -> None:
 def _fail_disk(episode: Episode, victim: str, failpoint: str) -> None:
     episode.kill(victim)
     episode.note(failpoint)
-    # One that cannot write down who it is ends; else it has to live with it.
+    # A pserver that cannot persist its identity ends; other errors must not end it.
     episode.start(victim, may_die="rename" in failpoint, GRADPOST_FAILPOINTS=failpoint)
 
 
 def _disturb_place(episode: Episode, victim: str, actions: Sequence[str]) -> None:
-    """Disturb the place of one pserver alone; training goes on meanwhile."""
+    """Disturb the checkpoint store of one pserver, while training must continue."""
     file, action = episode.cluster.place_file(victim), episode.chance.choice(actions)
     episode.note(action)
     began = time.monotonic()
@@ -304,7 +304,7 @@ def _damage_log(episode: Episode, victim: str) -> bool:
     episode.kill(victim)
     log = max((episode.state / victim.replace(" ", "-") / "log").glob("*.log"))
     content = bytearray(log.read_bytes())
-    last = content.rfind(bytes.fromhex(log.stem.partition("-")[2]))  # record; nothing counts that stands behind it
+    last = content.rfind(bytes.fromhex(log.stem.partition("-")[2]))  # record; later bytes do not count
     if last < 0:
         return False  # a checkpoint was made this moment
     if episode.chance.random() < 0.5:
@@ -335,7 +335,7 @@ def _start_rival(episode: Episode, victim: str) -> bool:
     rival = episode.cluster.start_rival(int(victim.split()[1]))
     was_refused = rival.wait_or_kill(RIVAL_SECONDS) not in (0, -signal.SIGKILL)
     if first is not episode.child(victim) or not first.is_running:
-        return False  # it has died meanwhile, and the other rightly took its place
+        return False  # it has died, and the other took its place as it should
     if not was_refused:
         episode.complain(f"a second process for {victim} was not refused")
     return True
@@ -359,7 +359,7 @@ def _change(episode: Episode) -> None:
         episode.order(f"trainer {rank}", do="hurry", seconds=HURRY_SECONDS)
     change = episode.chance.choice(("rate", "freeze", "pause", "checkpoint", "evict"))
     if change == "rate":
-        ask(episode, "PUT", routes.RATE, {"rate": 1.0})  # which is what trainers push
+        ask(episode, "PUT", routes.RATE, {"rate": 1.0})  # the rate that trainers push
         ask(episode, "PUT", routes.RATE, {"rate": None})
     elif change == "freeze":
         path = routes.FROZEN.replace("{name:path}", FREEZABLE)
@@ -369,7 +369,7 @@ def _change(episode: Episode) -> None:
         ask(episode, "POST", routes.PAUSE)
         episode.sleep(0, ROUND_TIMEOUT_SECONDS + 1)
         if not ask_until(episode, (200,), "POST", routes.RESUME):
-            episode.complain("a run that was paused could not be resumed")
+            episode.complain("a paused run could not be resumed")
     elif change == "checkpoint":
         ask(episode, "POST", routes.CHECKPOINTS, seconds=CHECKPOINT_SECONDS)
     elif episode.setup.on_trainer_loss == "continue":
@@ -379,7 +379,7 @@ def _change(episode: Episode) -> None:
 
 
 @_fault("coordinator killed after trainers are done, then a rollback", "coordinator", is_last=True)
-def _roll_back_behind_the_done(episode: Episode, victim: str) -> None:
+def _roll_back_after_done(episode: Episode, victim: str) -> None:
     ranks = range(episode.chance.randint(1, episode.setup.num_trainers - 1))
     place, goes_behind = episode.cluster.place_file("pserver 0"), episode.chance.random() < 0.7
     if goes_behind:
@@ -400,7 +400,7 @@ def _roll_back_behind_the_done(episode: Episode, victim: str) -> None:
     episode.expect_rollback()
     status = ask_until(episode, (200, 404, 409), "POST", routes.ROLL_BACK, {"round": round_})
     if status == 200 and round_ < done and episode.setup.on_trainer_loss == "wait":
-        episode.complain(f"the run went back to round {round_}, behind trainers that were done with round {done}")
+        episode.complain(f"the run was rolled back to round {round_}, though trainers were done with round {done}")
 
 
 @_fault("clock jumps", "coordinator", lambda setup: setup.fakes_time and find_libfaketime() is not None)

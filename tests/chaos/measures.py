@@ -1,4 +1,4 @@
-"""How long faults held training up: stalls and recovery times, from the diaries."""
+"""The stalls and recovery times of faults, from the diaries."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .episode import Injection
 
 
 def measure(injection: Injection, records: Sequence[Record], ranks: Sequence[int]) -> tuple[float, float] | None:
-    """Stall and recovery of one fault, in seconds; None if the history ended before everybody had gone on.
+    """Return stall and recovery of a fault in seconds, or None if a trainer had not recovered at the end.
 
-    The stall is the longest time without any completed step, from the injection until everybody has completed a step
-    that it has begun after the injection; the recovery is the time until then from when the fault was healed. Faults
-    overlap, so that what one cost may be the next one's.
+    A trainer has recovered when it has completed a step that began after the injection. The stall is the longest time
+    without a completed step until all have recovered; the recovery is the time from the healing until then. Faults
+    overlap, so the cost of one may be that of another.
     """
     later = in_order(r for r in records if r["at"] > injection.at)
     recovered = [_first_whole_step(later, rank) for rank in ranks]
@@ -28,7 +28,7 @@ def measure(injection: Injection, records: Sequence[Record], ranks: Sequence[int
 
 
 def _first_whole_step(later: Sequence[Record], rank: int) -> float | None:
-    begun: set[tuple[int, int]] = set()  # life and round
+    begun: set[tuple[int, int]] = set()  # incarnation and round
     for record in later:
         if record.get("rank") != rank:
             continue
@@ -42,5 +42,5 @@ def _first_whole_step(later: Sequence[Record], rank: int) -> float | None:
 
 
 def describe(values: Sequence[float]) -> str:
-    """Median and maximum."""
+    """Return median and maximum as text."""
     return f"p50 {statistics.median(values):.2f} s, max {max(values):.2f} s" if values else "not measured"

@@ -1,8 +1,8 @@
-"""Replays a history against what must hold, and says what does not.
+"""The model of a history: its invariants, and the violations of them.
 
-The values of a block tell which contributions are in it (see `trainer.py`), so nothing needs to be believed: neither
-what the services say of themselves, nor what they log. What holds in every mode is here, what holds of rounds in
-`round_model.py`, of asynchronous steps in `step_model.py`.
+The values of a block show which contributions are in it (see `trainer.py`), so the model does not rely on the services'
+own reports or logs. Invariants of every mode are here, those of rounds in `round_model.py`, and those of asynchronous
+steps in `step_model.py`.
 """
 
 from __future__ import annotations
@@ -10,31 +10,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .diary import Record, in_order, name_of
-from .draws import draw, seed_draws
+from .diary import Record, draw, in_order, name_of, seed_draws
 from .round_model import check_rounds
 from .setup import Setup
 from .step_model import check_steps
 
-EXPELLED = "stale_trainer"  # the error of a trainer without which the others have gone on
+EXPELLED = "stale_trainer"  # the error of a trainer that the others have evicted
 
 
 @dataclass
 class History:
-    """What happened: the operations of the trainers, and what was done to the cluster."""
+    """The operations of the trainers, and the faults of the cluster."""
 
     setup: Setup
     records: list[Record]
-    disk_damaged: Sequence[float] = ()  # when something was taken from a disk: a rollback may follow
-    lost: dict[str, list[float]] = field(default_factory=dict)  # by role or name: when processes died, or were cut off
+    disk_damaged: Sequence[float] = ()  # times of damage to a disk: a rollback may follow
+    lost: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # by role or name: times at which processes died or were cut off
 
     def losses(self, *names: str) -> list[float]:
-        """Return when processes of these names may have been lost; a role stands for all of its processes."""
+        """Return the times at which processes of these names, or of these roles, may have been lost."""
         return [at for name in names for at in self.lost.get(name, ())]
 
 
 def find_violations(history: History) -> list[str]:
-    """Everything that must not be, in words; nothing if all is well."""
+    """Return a description of each violation."""
     records = in_order(history.records)
     found = [f"{r['what']}: {r['text']}" for r in records if r["what"] == "wrong answer"]
     found += _check_order(records) + _check_rollbacks(history, records) + _check_draws(history.setup, records)
@@ -44,7 +45,7 @@ def find_violations(history: History) -> list[str]:
 
 
 def _check_order(records: list[Record]) -> list[str]:
-    """The versions that a trainer sees only grow, except when it is told that the run went back."""
+    """Check that the versions that a trainer sees only grow, except after a rollback."""
     found = []
     newest: dict[int, Record] = {}
     for record in (r for r in records if "blocks" in r and r["what"] != "final"):
@@ -58,9 +59,11 @@ def _check_order(records: list[Record]) -> list[str]:
 
 
 def _check_expulsions(history: History, records: list[Record]) -> list[str]:
-    """The others go on without a trainer only if something was done to it, not because others are away."""
+    """Check that a trainer is evicted only if it had a fault, and not because others are away."""
     found = []
-    before: dict[int, tuple[int, float, float]] = {}  # of each rank: life, its last record, that of the life before
+    before: dict[
+        int, tuple[int, float, float]
+    ] = {}  # by rank: incarnation, its last record, that of the incarnation before
     for record in (r for r in records if "rank" in r):
         life, at, since = before.get(record["rank"], (0, 0.0, 0.0))
         before[record["rank"]] = record["life"], record["at"], since if life == record["life"] else at
@@ -68,12 +71,12 @@ def _check_expulsions(history: History, records: list[Record]) -> list[str]:
             since = before[record["rank"]][2]
             losses = history.losses("trainer", f"trainer {record['rank']}")
             if not any(since <= loss < record["at"] for loss in losses):
-                found.append(f"{name_of(record)} was expelled, and nothing had been done to it: {record['text']}")
+                found.append(f"{name_of(record)} was evicted without a fault: {record['text']}")
     return found
 
 
 def _check_draws(setup: Setup, records: list[Record]) -> list[str]:
-    """The random numbers of a script depend on seed and step only: nothing else has drawn from its generators."""
+    """Check that random numbers depend on seed and step only: nothing else has drawn from the generators."""
     found = []
     for record in records:
         if "draws" in record:
@@ -85,10 +88,10 @@ def _check_draws(setup: Setup, records: list[Record]) -> list[str]:
 
 
 def _check_rollbacks(history: History, records: list[Record]) -> list[str]:
-    """Acknowledged rounds are lost only if a disk was damaged, or a trainer was lost together with a pserver."""
+    """Check that acknowledged rounds are lost only after damage to a disk or a loss of both a trainer and a pserver."""
     found, newest, at = [], {0: 0}, 0.0
     begun: dict[tuple[int, int, int], float] = {}
-    settled = 0.0  # somebody has ended a step that was begun then: what was lost before has been replaced
+    settled = 0.0  # a step that began then has ended: processes lost before have been replaced
     for record in records:
         if record["what"] == "begin":
             begun[record["rank"], record["life"], record["round"]] = record["at"]
@@ -108,7 +111,7 @@ def _check_rollbacks(history: History, records: list[Record]) -> list[str]:
                 for role in ("trainer", "pserver")
             ]
             if not is_damaged and not (all(are_lost) and lost <= 1 + history.setup.max_delay):
-                found.append(f"the run went back by {lost} rounds to {record['round']}, and nothing was damaged")
+                found.append(f"the run was rolled back by {lost} rounds to {record['round']} without damage")
             at = record["at"]
         if record["what"] == "end":
             settled = max(settled, begun.get((record["rank"], record["life"], record["round"]), 0.0))

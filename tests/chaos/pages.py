@@ -1,4 +1,4 @@
-"""What a gateway answers in the place of a service: a page of HTML for every request, over HTTP/1.1 or HTTP/2."""
+"""A gateway that answers in place of a service: a page of HTML for each request, over HTTP/1.1 or HTTP/2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def answer_pages(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
         head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: text/html\r\ncontent-length: {len(page)}\r\n"
         writer.write(f"{head}connection: close\r\n\r\n".encode() + page)
         await writer.drain()
-        while data:  # a connection that is closed with unread bytes is reset, and the page may be lost
+        while data:  # closing with unread bytes resets the connection, and the page may be lost
             data = await reader.read(READ_BYTES)
         return
     connection = H2Connection(H2Configuration(client_side=False))

@@ -1,4 +1,4 @@
-"""A network that can be told to misbehave: a TCP proxy in front of one service."""
+"""A disturbed network: a TCP proxy before one service."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .pages import answer_pages
 
 Direction = Literal["up", "down"]  # to the service, and from it
 
-EVERYBODY = ""
+ALL_CLIENTS = ""
 UPLOAD_BYTES = 400  # a chunk of at least so much is the body of a push
 SETTLING_TURNS = 5
 CHECK_SECONDS = 0.02
@@ -25,31 +25,31 @@ CHUNK_BYTES = 64 * 1024
 
 @dataclass(eq=False)
 class _Connection:
-    """One client's connection and the one to the service behind it, or the client's alone, which gets pages."""
+    """A client's connection and that to the service, or the client's alone if it gets pages."""
 
     client: str
     ends: tuple[asyncio.StreamWriter, ...]
-    is_deaf: bool = False  # what the service answers is lost
+    is_deaf: bool = False  # responses are discarded
 
     def reset(self) -> None:
         for writer in self.ends:
-            linger = struct.pack("ii", 1, 0)  # a closed socket says so with a reset, and forgets what is on its way
+            linger = struct.pack("ii", 1, 0)  # closing sends a reset and discards unsent bytes
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
 
 
 class Proxy:
-    """Forwards connections to `target` on loopback, from a thread of its own, until `close`.
+    """A proxy that forwards connections to `target` on loopback in its own thread, until `close`.
 
-    Its public attributes may be set by any thread at any time. `name_client` says whose a client's port is.
+    Any thread may set its public attributes at any time. `name_client` returns the client of a port.
     """
 
     def __init__(self, name_client: Callable[[int], str]) -> None:
         self.target = 0  # the service's port
         self.blocked: set[tuple[Direction, str]] = set()  # directions and clients; bytes are held back, none is lost
         self.delay_seconds = 0.0  # of every chunk
-        self.num_lost_replies = 0  # so many uploads are still to be forwarded whose answers are lost
-        self.num_cut_replies = 0  # so many replies still end in their middle, as if the service had closed
+        self.num_lost_replies = 0  # of the next uploads
+        self.num_cut_replies = 0  # of the next replies, as if the service had closed the connection
         self.page: int | None = None  # the status of the page that answers every request on a new connection
         self._name_client = name_client
         self._connections: set[_Connection] = set()
@@ -63,11 +63,11 @@ class Proxy:
 
     @property
     def address(self) -> str:
-        """Base URL."""
+        """The base URL."""
         return f"http://127.0.0.1:{self.port}"
 
     def reset(self) -> None:
-        """Break all connections, in the middle of whatever they carry."""
+        """Reset all connections, also in the middle of a request."""
         self._loop.call_soon_threadsafe(self._reset)
 
     def _reset(self) -> None:
@@ -75,7 +75,7 @@ class Proxy:
             connection.reset()
 
     def close(self) -> None:
-        """Break all connections and end the thread."""
+        """Reset all connections and end the thread."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -84,7 +84,7 @@ class Proxy:
     async def _end(self) -> None:
         for listening in self._server.sockets:
             self._loop.remove_reader(listening.fileno())
-        for _ in range(SETTLING_TURNS):  # what has been accepted this moment begins, for which the server must be open
+        for _ in range(SETTLING_TURNS):  # accepted connections start, which needs an open server
             await asyncio.sleep(0)
         self._server.close()
         tasks = tuple(self._tasks)
@@ -92,8 +92,8 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for writer in tuple(self._writers):
-            writer.transport.abort()  # whatever it has not sent yet
-        for _ in range(SETTLING_TURNS):  # they are closed in the next turn of the loop
+            writer.transport.abort()  # with unsent bytes
+        for _ in range(SETTLING_TURNS):  # they are closed in the next iteration of the loop
             await asyncio.sleep(0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -157,5 +157,5 @@ class Proxy:
                 await sink.drain()
 
     async def _pass(self, direction: Direction, client: str) -> None:
-        while {(direction, client), (direction, EVERYBODY)} & self.blocked:  # noqa: ASYNC110 - which other threads set
+        while {(direction, client), (direction, ALL_CLIENTS)} & self.blocked:  # noqa: ASYNC110 - which other threads set
             await asyncio.sleep(CHECK_SECONDS)

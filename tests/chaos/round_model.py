@@ -1,4 +1,4 @@
-"""The synchronous mode: in each round every block got the same whole contributions, each of them once."""
+"""The invariants of the synchronous mode: in each round every block has the same whole contributions, each once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .setup import UNIT, Setup
 Ranks = frozenset[int]
 Version = tuple[int, int]  # an attempt, and a round
 
-MAX_UNSEEN = 3  # rounds between two versions that are seen, so that their members can still be told
+MAX_UNSEEN = 3  # rounds between two seen versions whose members can be decoded
 
 
 def check_rounds(setup: Setup, records: list[Record]) -> list[str]:
-    """What must not be, in words."""
+    """Return a description of each violation."""
     found: list[str] = []
     steps = _Steps(records)
     versions: dict[str, dict[int, Values]] = {}  # of each block, as they are in the newest attempt
@@ -42,17 +42,17 @@ def check_rounds(setup: Setup, records: list[Record]) -> list[str]:
                 is_skipped = not ranks and nan
                 missing = {rank for rank, life in ended} - ranks
                 if missing and not is_skipped:
-                    found.append(f"round {round_} lacks trainers {sorted(missing)}, who have ended it")
-                everybody = steps.members(round_, setup.num_trainers)
-                if setup.on_trainer_loss == "wait" and ranks != everybody and not is_skipped:
-                    found.append(f"round {round_} is made of trainers {sorted(ranks)}, not of everybody")
+                    found.append(f"round {round_} lacks trainers {sorted(missing)}, which have ended it")
+                all_ranks = steps.members(round_, setup.num_trainers)
+                if setup.on_trainer_loss == "wait" and ranks != all_ranks and not is_skipped:
+                    found.append(f"round {round_} is made of trainers {sorted(ranks)}, not of all trainers")
                 if ranks and ended & nan:
                     found.append(f"round {round_} was not skipped, although a gradient was not finite")
     return found + [text for r in records if r["what"] == "final" for text in _check_final(setup, steps, r)]
 
 
 def _check_final(setup: Setup, steps: _Steps, final: Record) -> list[str]:
-    """Under `wait` the end is known without any version before it: it has the bits of the undisturbed run."""
+    """Check that under `wait` the end has the bits of the undisturbed run."""
     if setup.on_trainer_loss != "wait":
         return []
     doubtful = sorted({round_ for (_, round_), lives in steps.nan.items() if lives})
@@ -75,13 +75,13 @@ def _values_after(last: int, steps: _Steps, num_trainers: int, skipped: Collecti
 
 
 class _Steps:
-    """What the lives of the trainers have begun and ended. A life is its rank, and which of the rank's lives it is."""
+    """The steps that incarnations have begun and ended. An incarnation is a rank and its number."""
 
     def __init__(self, records: list[Record]) -> None:
-        self.began: dict[tuple[int, int], float] = {}  # by rank and round, by the first life that did
+        self.began: dict[tuple[int, int], float] = {}  # by rank and round, of the first incarnation
         self.ended: defaultdict[Version, set[tuple[int, int]]] = defaultdict(set)
-        self.nan: defaultdict[Version, set[tuple[int, int]]] = defaultdict(set)  # begun with a gradient that has some
-        self.first_seen: dict[Version, float] = {}  # by anybody
+        self.nan: defaultdict[Version, set[tuple[int, int]]] = defaultdict(set)  # begun with such a gradient
+        self.first_seen: dict[Version, float] = {}
         self._done: dict[int, int] = {}  # the last round of each rank
         self._under_way: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
         for record in records:
@@ -117,7 +117,7 @@ class _Steps:
 def _decode(
     versions: dict[str, dict[int, Values]], resume: int, setup: Setup, found: list[str]
 ) -> list[tuple[int, int, tuple[Ranks, ...]]]:
-    """Who is in the rounds between two versions that were seen: first, last, the set of each round."""
+    """Return the members of rounds between two seen versions: first, last, the set of each round."""
     steps: dict[tuple[int, int], frozenset[tuple[Ranks, ...]]] = {}
     for name, seen in versions.items():
         for first, last in itertools.pairwise(sorted(version for version in seen if version >= resume)):
@@ -135,7 +135,7 @@ def _decode(
 
 @lru_cache(maxsize=10_000)
 def explain(change: Values, first: int, last: int) -> frozenset[tuple[Ranks, ...]]:
-    """Which sets of ranks in the rounds after `first` up to `last` change a block so; an empty set steps nothing.
+    """Return the possible sets of ranks in the rounds after `first` up to `last` that change a block so.
 
     >>> [sorted(ranks) for ranks in next(iter(explain((6.0, 0.0, 6.0, 18.0, 0.0, 18.0), 2, 3)))]
     [[0, 2]]

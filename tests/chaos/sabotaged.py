@@ -1,4 +1,4 @@
-"""Ways to break services and trainers, to see that a campaign notices: `python -m tests.chaos --sabotage …`."""
+"""Broken services and trainers that a campaign has to detect: `python -m tests.chaos --sabotage …`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _prune_place = RunStorage.prune_place
 
 
 def break_dedupe() -> None:
-    """A push of an applied round, or of a step that was taken, is taken again."""
+    """Apply a repeated push of an applied round or step again."""
 
     async def push(self: SyncRun, fence: Fence, body: Body) -> PushAnswer:
         answer = await _push(self, fence, body)
@@ -48,7 +48,7 @@ def break_dedupe() -> None:
 
 
 def break_order() -> None:
-    """A batch barrier opens now and then before the last trainer has come."""
+    """Open a batch barrier now and then before the last trainer has arrived."""
 
     def required(self: Rounds[object], round_: Round) -> frozenset[Rank]:
         ranks = _required(self, round_)
@@ -59,7 +59,7 @@ def break_order() -> None:
 
 
 def break_log() -> None:
-    """An update now and then is not written."""
+    """Omit an update from the log now and then."""
 
     def append(self: UpdateLog, update: Update, gradient: Sequence[Buffer]) -> None:
         if random.random() < 0.8:
@@ -69,7 +69,7 @@ def break_log() -> None:
 
 
 def break_places() -> None:
-    """Shards of complete checkpoints are deleted."""
+    """Delete shards of complete checkpoints."""
 
     def prune_place(self: RunStorage, complete: Sequence[Round] | None, reported: Sequence[Round] = ()) -> None:
         _prune_place(self, complete, reported)
@@ -80,7 +80,7 @@ def break_places() -> None:
 
 
 def break_pauses() -> None:
-    """A freeze goes behind all contributions that are held."""
+    """Let a freeze wait until all held contributions are applied."""
 
     async def wait_for_turn(self: Pauses) -> None:
         while self._task is not None:
@@ -90,7 +90,7 @@ def break_pauses() -> None:
 
 
 def break_pages() -> None:
-    """A trainer takes the page of a gateway for the end of the run."""
+    """Let a trainer end at the page of a gateway."""
     answers.GatewayPage = lambda text, **_: Ended(text)  # type: ignore[misc, assignment]
 
 

@@ -1,8 +1,8 @@
-"""A service of a history: its place of checkpoints and its log do what files say, and a sabotage may break its code.
+"""A service of a history whose checkpoint store and log are disturbed by files, and whose code may be sabotaged.
 
-Runs the service that `CHAOS_SERVICE` names. The file `CHAOS_PLACE` is read before each operation on the place, and
-`CHAOS_LOG` before each record of the log. Such a file is empty, or says `slow SECONDS`, `hang`, `eio`, `enospc` or
-`erofs`. A hanging operation goes on once the file says something else.
+Runs the service `CHAOS_SERVICE`. The file `CHAOS_PLACE` is read before each operation on the checkpoint store, and
+`CHAOS_LOG` before each record of the log. The file is empty or has `slow SECONDS`, `hang`, `eio`, `enospc` or `erofs`.
+A hanging operation continues once the file has another content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHECK_SECONDS = 0.02
 
 
 def disturb_place(file: Path) -> None:
-    """Let every operation on a local place of checkpoints do first what the file says."""
+    """Disturb each operation on a local checkpoint store by the file."""
     for name in ("write", "read", "list", "delete"):
         setattr(LocalStorage, name, _disturb(getattr(LocalStorage, name), file))
 
@@ -43,7 +43,7 @@ def _disturb(operation: Callable[..., Any], file: Path) -> Callable[..., Any]:
 
 
 def _sleep(seconds: float) -> None:
-    """`time.sleep` fails with EINVAL where libfaketime has set the clock to before this machine was started."""
+    """Sleep without `time.sleep`, which fails (EINVAL) if libfaketime sets the clock to before the machine's start."""
     select.select([], [], [], seconds)
 
 

@@ -1,4 +1,4 @@
-"""The cluster of one history: drawn from its seed, so that the seed alone repeats it."""
+"""The random setup of a history, which its seed repeats."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ps_protocol.vocabulary import LossPolicy, Mode, NonfinitePolicy
 LEASE_SECONDS = 2.0
 ROUND_TIMEOUT_SECONDS = 4.0
 PARAMETERS = ("a", "b", "c")
-FREEZABLE = "d"  # the same as these, but an administrator may freeze it, so that nothing is concluded from its values
+FREEZABLE = "d"  # like these, but an administrator may freeze it, so the model ignores its values
 KEEP_CHECKPOINTS = 2
 UNIT = 12  # of a gradient: 1, 2, 3 and 4 divide it
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the services and trainers of a history are started with."""
+    """The setup of the services and trainers of a history."""
 
     seed: int
     mode: Mode = "sync"
@@ -32,13 +32,13 @@ class Setup:
     num_trainers: int = 2
     http2: bool = True
     durability: Literal["log", "fsync"] = "log"
-    clips: bool = False  # by a norm that is never reached, so that all agree on it and no number changes
-    fakes_time: bool = False  # its services run under libfaketime, so that their clocks can jump
+    clips: bool = False  # by a norm that is never reached, so that no value changes
+    fakes_time: bool = False  # services run under libfaketime, whose clocks can jump
     seconds: float = 18.0  # of faults
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the services."""
+        """The settings of the services."""
         staleness = {} if self.max_staleness is None else {"max_staleness": self.max_staleness}
         return {
             "mode": self.mode,
@@ -66,7 +66,7 @@ class Setup:
 
 
 def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> Setup:
-    """The setup of this seed."""
+    """Return the setup of this seed."""
     chance = random.Random(seed)
     modes: list[Mode] = ["sync", "sync", "async", "ssp"]
     drawn = chance.choice(modes)
@@ -74,7 +74,7 @@ def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> S
     max_delay = chance.choice((0, 0, 1))
     policy: LossPolicy = chance.choice(("wait", "continue"))
     if mode == "sync" and max_delay:
-        policy = "wait"  # versions may be passed over then: only with everybody in each the others can be checked
+        policy = "wait"  # versions may be skipped then, which only rounds of all trainers allow to check
     return Setup(
         seed=seed,
         mode=mode,

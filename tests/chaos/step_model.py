@@ -1,4 +1,4 @@
-"""The asynchronous modes: in each block are the first so many steps of each trainer, each once."""
+"""The invariants of the asynchronous modes: each block has the first steps of each trainer, each once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from .diary import Record, Values, name_of
 from .setup import UNIT, Setup
 
-MAX_DOUBTFUL = 8  # steps that were begun and not ended, of which some are in a block and some are not
+MAX_DOUBTFUL = 8  # steps that were begun and not ended, which may be in a block
 
 
 def check_steps(setup: Setup, records: list[Record]) -> list[str]:
-    """In each block are the first so many steps of each trainer, each once; its own are in what it sees."""
+    """Check that each block has the first steps of each trainer, each once, and a trainer sees its own."""
     found: list[str] = []
     steps = [_Steps(may_skip=setup.on_trainer_loss == "continue") for _ in range(setup.num_trainers)]
-    before: dict[tuple[int, str], tuple[int, Values]] = {}  # what each rank saw last of a block, and in which attempt
+    before: dict[tuple[int, str], tuple[int, Values]] = {}  # the last values that each rank saw, and their attempt
     done: dict[int, int] = {}
     for record in records:
         if record["what"] == "begin":
@@ -29,12 +29,12 @@ def check_steps(setup: Setup, records: list[Record]) -> list[str]:
             clocks = [value / UNIT for value in values[: setup.num_trainers]]
             for rank, (clock, rounds) in enumerate(zip(clocks, values[setup.num_trainers :], strict=True)):
                 if clock > len(steps[rank].begun):
-                    found.append(f"{where} {clock:g} steps of trainer {rank}, who had begun {len(steps[rank].begun)}")
+                    found.append(f"{where} {clock:g} steps of trainer {rank}, which had begun {len(steps[rank].begun)}")
                 elif not steps[rank].may_be(clock, rounds / UNIT):
                     found.append(f"{where} {clock:g} steps of trainer {rank} that make {rounds / UNIT:g} in all")
             if record["what"] == "final":
                 found += [
-                    f"{name} ends with {clocks[rank]:g} steps of trainer {rank}, who made {step}"
+                    f"{name} ends with {clocks[rank]:g} steps of trainer {rank}, which made {step}"
                     for rank, step in done.items()
                     if clocks[rank] < steps[rank].least(step)
                 ]
@@ -55,12 +55,12 @@ def check_steps(setup: Setup, records: list[Record]) -> list[str]:
 
 @dataclass
 class _Steps:
-    """What one rank has begun and ended. Under `continue` another life may skip steps, begun or not."""
+    """The steps that one rank has begun and ended. Under `continue` another incarnation may skip some."""
 
     may_skip: bool
     begun: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
-    _newest: tuple[int, int] = (0, 0)  # the first step of the newest life, and which that is
+    _newest: tuple[int, int] = (0, 0)  # the first step of the newest incarnation, and its number
 
     def begin(self, life: int, step: int) -> None:
         self.begun.add(step)
@@ -68,13 +68,13 @@ class _Steps:
             self._newest = step, life
 
     def end(self, life: int, step: int) -> None:
-        """What a life pulls at its start was the business of the one before."""
+        """Add a step, unless an incarnation has pulled that of the one before at its start."""
         first, newest = self._newest
         if life == newest and step >= first:
             self.ended.add(step)
 
     def may_be(self, clock: float, total: float) -> bool:
-        """Whether a block may hold so many steps, with this sum of their numbers: the first, and each once."""
+        """Return whether a block may hold so many steps with this sum of their numbers."""
         if not self.may_skip or not clock.is_integer():
             return clock.is_integer() and total == clock * (clock + 1) / 2
         doubtful = sorted(self.begun - self.ended)[-MAX_DOUBTFUL:]
@@ -82,5 +82,5 @@ class _Steps:
         return any(sum(sorted(self.begun.difference(skipped))[: int(clock)]) == total for skipped in subsets)
 
     def least(self, step: int) -> int:
-        """How many must be in a block that a trainer sees after this step."""
+        """Return the least number of steps in a block that a trainer sees after this step."""
         return sum(1 for ended in self.ended if ended <= step) if self.may_skip else step

@@ -39,7 +39,7 @@ def test_a_history_without_violations(tmp_path: Path, capsys: pytest.CaptureFixt
         pytest.param("pages", "sync", marks=pytest.mark.soak),
     ],
 )
-def test_services_that_are_broken_are_found_out(sabotage: str, mode: Mode, tmp_path: Path) -> None:
+def test_broken_services_are_detected(sabotage: str, mode: Mode, tmp_path: Path) -> None:
     campaign = Campaign(seed=1, kinds=SABOTAGES[sabotage], sabotage=sabotage, mode=mode, folder=tmp_path)
     campaign.run(count=2)
     assert campaign.num_violations > 0

@@ -1,4 +1,4 @@
-"""The model of the campaign: a good history has no violations, and each thing that must not be is one."""
+"""The model of the campaign: a correct history has no violations, and each broken invariant is one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from .diary import Record
-from .draws import draw, seed_draws
+from .diary import Record, draw, seed_draws
 from .model import History, find_violations
 from .round_model import explain
 from .setup import UNIT, Setup
@@ -19,7 +18,7 @@ BOTH = (0, 1)
 
 
 def values_after(sets: list[tuple[int, ...]], first: int = 1) -> list[float]:
-    """Of a block after rounds that were made of these ranks."""
+    """Return the values of a block after rounds with contributions of these ranks."""
     counts, rounds = [0.0, 0.0], [0.0, 0.0]
     for round_, ranks in enumerate(sets, first):
         for rank in ranks:
@@ -29,12 +28,12 @@ def values_after(sets: list[tuple[int, ...]], first: int = 1) -> list[float]:
 
 
 def steps_of(*clocks: int) -> list[float]:
-    """Of a block in an asynchronous mode, in which are so many steps of each rank."""
+    """Return the values of a block with so many asynchronous steps of each rank."""
     return [float(UNIT * clock) for clock in clocks] + [UNIT * clock * (clock + 1) / 2 for clock in clocks]
 
 
 class Story:
-    """Records in the order of time."""
+    """A history: records in the order of time."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -49,7 +48,7 @@ class Story:
         self.records.append({**record, **facts})
 
     def train(self, sets: list[tuple[int, ...]], first: int = 1, **facts: Any) -> None:
-        """Synchronous rounds of these ranks; everybody begins, and those who are in the round end it."""
+        """Add synchronous rounds, which all ranks begin and these ranks end."""
         for number in range(1, len(sets) + 1):
             for rank in BOTH:
                 self.add("begin", rank, first + number - 1, **facts)
@@ -60,7 +59,7 @@ class Story:
         return find_violations(History(setup, self.records, **happened))
 
 
-def test_rounds_of_everybody_are_no_violation() -> None:
+def test_rounds_of_all_trainers_are_no_violation() -> None:
     story = Story()
     for rank in BOTH:
         story.add("start", rank, 0, values_after([]))
@@ -68,7 +67,7 @@ def test_rounds_of_everybody_are_no_violation() -> None:
     assert story.violations() == []
 
 
-def test_rounds_without_a_lost_trainer_are_one_only_if_it_was_to_be_waited_for() -> None:
+def test_a_round_without_a_lost_trainer_is_a_violation_under_wait_only() -> None:
     story = Story()
     sets = [BOTH, (0,), BOTH]
     story.train(sets[:2])
@@ -76,15 +75,15 @@ def test_rounds_without_a_lost_trainer_are_one_only_if_it_was_to_be_waited_for()
     story.add("begin", 1, 3, life=2)
     story.add("end", 1, 3, values_after(sets), life=2)
     assert story.violations(Setup(seed=0, on_trainer_loss="continue")) == []
-    assert story.violations() == ["round 2 is made of trainers [0], not of everybody"]
+    assert story.violations() == ["round 2 is made of trainers [0], not of all trainers"]
 
 
-def test_who_has_ended_a_round_is_in_it() -> None:
+def test_a_trainer_that_has_ended_a_round_is_in_it() -> None:
     story = Story()
     story.train([BOTH, (0,)])
     story.add("end", 1, 2, values_after([BOTH, (0,)]))
     found = story.violations(Setup(seed=0, on_trainer_loss="continue"))
-    assert found == ["round 2 lacks trainers [1], who have ended it"]
+    assert found == ["round 2 lacks trainers [1], which have ended it"]
 
 
 def test_a_trainer_that_is_done_is_in_no_later_round() -> None:
@@ -105,14 +104,14 @@ def test_under_wait_a_round_is_not_made_again_without_a_trainer_that_is_done() -
     story.add("end", 0, 2, values_after([BOTH, (0,)]), attempt=1)
     assert story.violations(Setup(seed=0, on_trainer_loss="continue"), disk_damaged=[5.0]) == []
     found = story.violations(disk_damaged=[5.0])
-    assert found == ["round 2 is made of trainers [0], not of everybody"]
+    assert found == ["round 2 is made of trainers [0], not of all trainers"]
 
 
 def test_the_end_is_that_of_the_undisturbed_run() -> None:
     story = Story()
     story.train([BOTH, BOTH])
     sets = [BOTH] * 8
-    end: Record = {"what": "final", "at": 100.0, "round": 8, "attempt": 0}  # too far away to be told otherwise
+    end: Record = {"what": "final", "at": 100.0, "round": 8, "attempt": 0}  # too far away to decode the rounds between
     assert story.violations() == []
     story.records.append({**end, "blocks": {name: [8, *values_after(sets)] for name in BLOCKS}})
     assert story.violations() == []
@@ -121,12 +120,12 @@ def test_the_end_is_that_of_the_undisturbed_run() -> None:
     assert "is not that of the undisturbed run" in story.violations()[0]
 
 
-def test_a_trainer_is_expelled_only_if_something_was_done_to_it() -> None:
+def test_a_trainer_is_evicted_only_after_a_fault() -> None:
     story = Story()
     story.train([BOTH, (0,)])
     story.add("error", 1, 2, kind="stale_trainer", text="lost")
     policy = Setup(seed=0, on_trainer_loss="continue")
-    text = "trainer 1 (life 1) was expelled, and nothing had been done to it: lost"
+    text = "trainer 1 (life 1) was evicted without a fault: lost"
     assert story.violations(policy) == [text]
     assert story.violations(policy, lost={"pserver 0": [2.0], "trainer 0": [2.0]}) == [text]
     assert story.violations(policy, lost={"trainer 1": [2.0]}) == []
@@ -161,14 +160,14 @@ def test_all_blocks_are_made_of_the_same_contributions() -> None:
     assert found == ["rounds 1 to 1 of a.block1 are made of others than in another block"]
 
 
-def test_a_version_has_the_same_bytes_for_everybody() -> None:
+def test_a_version_has_the_same_bytes_for_all_trainers() -> None:
     story = Story()
     story.train([BOTH])
     story.records[-1]["blocks"]["a.block0"][1] += 1
     assert story.violations() == ["trainer 1 (life 1) saw other bytes of a.block0 in version 1 than others"]
 
 
-def test_a_barrier_waits_for_everybody() -> None:
+def test_a_barrier_waits_for_all_trainers() -> None:
     story = Story()
     story.add("begin", 0, 1)
     story.add("end", 0, 1, values_after([BOTH]))
@@ -176,7 +175,7 @@ def test_a_barrier_waits_for_everybody() -> None:
     assert story.violations() == ["round 1 was over before trainer 1 had begun it"]
 
 
-def test_what_a_trainer_sees_only_grows() -> None:
+def test_the_versions_that_a_trainer_sees_only_grow() -> None:
     story = Story()
     story.train([BOTH, BOTH])
     story.add("end", 0, 1, values_after([BOTH]))
@@ -186,7 +185,7 @@ def test_what_a_trainer_sees_only_grows() -> None:
 def test_a_round_is_skipped_if_and_only_if_a_gradient_was_not_finite() -> None:
     cases: list[tuple[bool, list[tuple[int, ...]], list[str]]] = [
         (True, [BOTH, ()], []),
-        (False, [BOTH, ()], ["round 2 lacks trainers [0], who have ended it"]),
+        (False, [BOTH, ()], ["round 2 lacks trainers [0], which have ended it"]),
         (True, [BOTH, BOTH], ["round 2 was not skipped, although a gradient was not finite"]),
     ]
     for is_nan, sets, expected in cases:
@@ -199,7 +198,7 @@ def test_a_round_is_skipped_if_and_only_if_a_gradient_was_not_finite() -> None:
 
 
 def rolled_back(to: int, of: int) -> Story:
-    """A run that went back, and took the lost rounds again."""
+    """Return a run that was rolled back, and repeats the lost rounds."""
     story = Story()
     story.train([BOTH] * of)
     for rank in BOTH:
@@ -212,17 +211,17 @@ def rolled_back(to: int, of: int) -> Story:
 
 def test_acknowledged_rounds_are_lost_only_for_a_reason() -> None:
     story = rolled_back(to=1, of=3)
-    assert story.violations() == ["the run went back by 2 rounds to 1, and nothing was damaged"]
+    assert story.violations() == ["the run was rolled back by 2 rounds to 1 without damage"]
     assert story.violations(disk_damaged=[2.0]) == []
     both = {"trainer": [10.5], "pserver": [10.6]}  # after the last round had begun
-    assert story.violations(lost=both) == ["the run went back by 2 rounds to 1, and nothing was damaged"]
+    assert story.violations(lost=both) == ["the run was rolled back by 2 rounds to 1 without damage"]
     story = rolled_back(to=2, of=3)
     assert story.violations(lost=both) == []
     assert story.violations(lost={"pserver": [10.6]}) != []
     assert story.violations(lost={"trainer": [2.0], "pserver": [10.6]}) != []
 
 
-def test_what_was_before_a_rollback_stays_as_it_was() -> None:
+def test_a_rollback_does_not_change_earlier_versions() -> None:
     story = rolled_back(to=1, of=3)
     for record in story.records:
         if record["what"] == "back":
@@ -230,7 +229,7 @@ def test_what_was_before_a_rollback_stays_as_it_was() -> None:
     assert any("saw other bytes of a.block0 in version 1" in text for text in story.violations(disk_damaged=[2.0]))
 
 
-def test_a_wrong_answer_is_one() -> None:
+def test_a_wrong_answer_is_a_violation() -> None:
     story = Story()
     story.add("wrong answer", 0, 0, text="half a body was taken")
     assert story.violations() == ["wrong answer: half a body was taken"]
@@ -245,7 +244,7 @@ def test_random_numbers_depend_on_seed_and_step_only() -> None:
     assert "in step 3, not" in story.violations()[0]
 
 
-def test_unseen_versions_leave_the_rounds_between_to_be_found_out() -> None:
+def test_the_rounds_between_two_seen_versions_are_decoded() -> None:
     change = tuple(values_after([BOTH, (), (1,)]))
     assert explain(change, 0, 3) == {(frozenset(BOTH), frozenset(), frozenset({1}))}
 
@@ -280,7 +279,7 @@ def test_steps_that_are_applied_once_each_are_no_violation() -> None:
     [
         pytest.param([24.0, 12.0, 24.0, 12.0], "2 steps of trainer 0 that make 2 in all", id="one step twice"),
         pytest.param([12.0, 12.0, 24.0, 12.0], "1 steps of trainer 0 that make 2 in all", id="one left out"),
-        pytest.param(steps_of(2, 2), "2 steps of trainer 1, who had begun 1", id="one that nobody began"),
+        pytest.param(steps_of(2, 2), "2 steps of trainer 1, which had begun 1", id="one that was not begun"),
         pytest.param(steps_of(1, 1), "1 of its own 2 steps", id="its own is missing"),
     ],
 )
@@ -292,19 +291,19 @@ def test_a_trainer_sees_whole_steps_and_its_own(values: list[float], text: str) 
     assert any(text in found for found in story.violations(ASYNC))
 
 
-def test_the_end_holds_what_was_acknowledged() -> None:
+def test_the_end_contains_acknowledged_steps() -> None:
     story = asynchronous()
     story.records.append(final(2, 1))
-    assert story.violations(ASYNC) == ["a.block0 ends with 1 steps of trainer 1, who made 2"]
+    assert story.violations(ASYNC) == ["a.block0 ends with 1 steps of trainer 1, which made 2"]
 
 
-def test_what_was_seen_does_not_vanish() -> None:
+def test_seen_steps_do_not_vanish() -> None:
     story = asynchronous()
     story.add("end", 0, 2, steps_of(2, 0))
     assert any("after" in found for found in story.violations(ASYNC))
 
 
-def test_nobody_is_staler_than_the_bound() -> None:
+def test_no_trainer_is_staler_than_the_bound() -> None:
     story = Story()
     for step in (1, 2):
         story.add("begin", 0, step)

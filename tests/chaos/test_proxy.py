@@ -1,4 +1,4 @@
-"""The network of the campaign does what it is told, so that a campaign without violations means something."""
+"""The proxy of the campaign disturbs connections as requested."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .proxy import UPLOAD_BYTES, Proxy
 
 
 class Server:
-    """Answers every chunk with its length, one connection at a time, and remembers what it got."""
+    """A server that answers each chunk with its length, one connection at a time, and records it."""
 
     def __init__(self) -> None:
         self.received: list[bytes] = []
@@ -82,7 +82,7 @@ def test_an_answer_is_lost_after_the_upload(client: socket.socket, proxy: Proxy,
 
 @pytest.mark.parametrize("direction", ["up", "down"])
 @pytest.mark.parametrize("blocked", ["", "trainer 0"])
-def test_what_is_held_back_arrives_late(client: socket.socket, proxy: Proxy, direction: str, blocked: str) -> None:
+def test_blocked_bytes_arrive_later(client: socket.socket, proxy: Proxy, direction: str, blocked: str) -> None:
     client.sendall(b"abc")
     assert client.recv(100) == b"3"
     proxy.blocked = {(direction, blocked)}  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_what_is_held_back_arrives_late(client: socket.socket, proxy: Proxy, dir
     assert client.recv(100) == b"4"
 
 
-def test_another_client_is_not_held_back(client: socket.socket, proxy: Proxy) -> None:
+def test_another_client_is_not_blocked(client: socket.socket, proxy: Proxy) -> None:
     proxy.blocked = {("up", "trainer 1"), ("down", "trainer 1")}
     client.sendall(b"abc")
     assert client.recv(100) == b"3"
@@ -138,7 +138,7 @@ def test_a_page_is_the_answer_to_every_request(proxy: Proxy, server: Server, htt
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_whose_a_connection_is_can_be_told(client: socket.socket) -> None:
+def test_the_process_of_a_connection_is_found(client: socket.socket) -> None:
     inode = _inode_of(client.getsockname()[1])
     assert inode in _sockets_of(os.getpid())
     assert inode not in _sockets_of(os.getppid())

@@ -1,10 +1,10 @@
-"""The trainer of a history. Its gradients say whose they are, and of which round, so that every version can be read.
+"""The trainer of a history. Its gradients encode rank and round, so that every version can be decoded.
 
     python trainer.py FOLDER LIFE
 
 Each parameter has a row for every pserver, and a row is a block: a count for each rank, and a sum of rounds for each
-rank. With SGD and a rate of 1 a contribution to round 7 adds 12 to the one and 84 to the other, divided by the number
-of members in the synchronous mode: whole numbers, which float32 adds exactly for 1 to 4 members.
+rank. With SGD and a rate of 1 a contribution to round 7 adds 12 to the first and 84 to the second, divided by the
+number of members in the synchronous mode: whole numbers, which float32 adds exactly for 1 to 4 members.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from ps_protocol.errors import GradpostError, NonFiniteGradient
-from tests.chaos.diary import Diary
-from tests.chaos.draws import draw, seed_draws
+from tests.chaos.diary import Diary, draw, seed_draws
 from tests.chaos.setup import FREEZABLE, PARAMETERS, UNIT, Setup
 from tests.chaos.tricks import Tricks
 from trainer_client import RemoteOptimizer, connect
@@ -31,7 +30,7 @@ NEVER_REACHED = 1e9
 
 
 class Orders:
-    """Lines that the campaign appends to a file for one rank; those from before this life are not for it."""
+    """The orders that the campaign appends to a file for one rank, from the start of this incarnation on."""
 
     def __init__(self, path: Path) -> None:
         path.touch()
@@ -43,7 +42,7 @@ class Orders:
 
 
 class ChaosTrainer:
-    """One life of one rank."""
+    """One incarnation of one rank."""
 
     def __init__(self, folder: Path, life: int) -> None:
         self.setup = Setup(**json.loads((folder / "setup.json").read_text()))
@@ -51,7 +50,7 @@ class ChaosTrainer:
         self.parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name in (*PARAMETERS, FREEZABLE)}
         self.local = torch.optim.SGD(list(self.parameters.items()), lr=1.0)
         seed_draws(self.setup.seed, 0)
-        self.session = connect()  # last: from now on others wait for this trainer
+        self.session = connect()  # last, as the other trainers wait for this one from now on
         self.rank = self.session.rank
         self.diary = Diary(folder / f"trainer-{self.rank}-{life}.jsonl", rank=self.rank, life=life)
         self.orders = Orders(folder / f"orders-{self.rank}")
@@ -63,7 +62,7 @@ class ChaosTrainer:
         self._stop = folder / "stop"
 
     def train(self) -> None:
-        """Step until the round that this trainer is to end with."""
+        """Take steps until the last round of this trainer."""
         self.optimizer = RemoteOptimizer(self.local, max_grad_norm=NEVER_REACHED if self.setup.clips else None)
         self.steps = self.optimizer._steps
         self.write_seen("start", drawn_for=0)
@@ -82,7 +81,7 @@ class ChaosTrainer:
 
     @property
     def attempt(self) -> int:
-        """Of the run, as far as this trainer has followed it."""
+        """The attempt of the run that this trainer knows."""
         return self.session.client.membership.news.attempt
 
     def last_step(self) -> float:
@@ -122,9 +121,9 @@ class ChaosTrainer:
             self.diary.write("refused", round=step, attempt=self.attempt)
 
     def write_seen(self, what: str, *, drawn_for: int) -> None:
-        """Every block with its version; in asynchronous modes that is this trainer's own step.
+        """Record every block with its version, which is this trainer's own step in asynchronous modes.
 
-        The random numbers are drawn from generators that were seeded for the step `drawn_for` before it began.
+        The random numbers are drawn from generators that were seeded for the step `drawn_for`.
         """
         landed, blocks = self.steps.landed, {}
         for pserver, shard in enumerate(self.session.client.plan.shards):
@@ -136,7 +135,7 @@ class ChaosTrainer:
 
 
 def start_quickly() -> None:
-    """Spare every life the import of torch._dynamo, which takes the first optimizer two seconds of a processor."""
+    """Avoid the import of torch._dynamo, which takes the first optimizer two seconds of a processor."""
     for method in vars(torch.optim.Optimizer).values():
         if (wrapped := getattr(method, "__wrapped__", None)) is not None:
             wrapped.__dynamo_disable = wrapped

@@ -1,6 +1,6 @@
-"""Requests that an honest client never sends, sent by a trainer beside its own: twice, late, or broken off.
+"""Requests that a correct client never sends, sent by a trainer in addition to its own: twice, late, or truncated.
 
-They go out with the fence, and the bytes, of the true ones. What the pserver answers goes to the diary if it must not.
+They have the fence and the bytes of correct ones. The diary records wrong answers of the pserver.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _push, _get, _check_version = PserverClient.push, PserverClient.get, PserverClie
 
 
 class Tricks:
-    """Wraps the requests of this process's pserver clients; `ordered` counts the tricks that are still to be done."""
+    """A wrapper of the requests of this process's pserver clients. `ordered` has the numbers of outstanding tricks."""
 
     def __init__(self, diary: Diary, chance: random.Random, *, is_sync: bool) -> None:
         self.ordered: Counter[str] = Counter()
@@ -38,7 +38,7 @@ class Tricks:
         self._late: set[asyncio.Task[None]] = set()
 
     def play(self) -> None:
-        """From now on."""
+        """Start to wrap requests."""
         tricks = self
 
         async def push(self: PserverClient, round_: int, body: Payload, *, initial: bool = False) -> PushAnswer:

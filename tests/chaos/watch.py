@@ -1,4 +1,4 @@
-"""Looks at the disks of a history all the time: what is listed as complete can be restored, and logs are bounded."""
+"""A watch on the disks of a history: listed checkpoints can be restored, and logs are bounded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER_SECONDS = 10.0
 
 
 class Watch:
-    """Looks from a thread of its own, from `start` to `stop`; `complain` is called with what must not be.
+    """A thread that checks the disks from `start` to `stop`, and calls `complain` with each violation.
 
     `spoiled` are files that were damaged on purpose.
     """
@@ -28,7 +28,7 @@ class Watch:
     def __init__(
         self, setup: Setup, state: Path, address: str, complain: Callable[[str], None], spoiled: Collection[Path]
     ) -> None:
-        self.num_restorable = 0  # checkpoints that were listed before and after they were read, and were whole
+        self.num_restorable = 0  # checkpoints that were complete and listed before and after they were read
         self._setup = setup
         self._state = state
         self._place = LocalStorage(state / "checkpoints")
@@ -39,11 +39,11 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch")
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the checks."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Look once more, and end."""
+        """Check once more, and end."""
         self._is_over.set()
         self._thread.join()
         self._http.close()
@@ -57,7 +57,7 @@ class Watch:
             self._complain(f"the disks could not be looked at: {error!r}")
 
     def look(self) -> None:
-        """Look at everything once."""
+        """Check everything once."""
         self._look_at_checkpoints()
         for index in range(self._setup.num_pservers):
             self._look_at_disk(index)
@@ -98,7 +98,7 @@ class Watch:
     # ------------------------------------------------------------------ bounds
 
     def _look_at_disk(self, index: int) -> None:
-        """Compare the disk that a pserver takes with the bounds of docs/reliability.md."""
+        """Compare the disk usage of a pserver with the bounds of docs/reliability.md."""
         own, log = [], 0
         for name in glob(f"{self._state}/pserver-{index}/log/*"):
             if name.endswith(".checkpoint"):

@@ -6,7 +6,7 @@ Tests with a `carrier` go over TCP, as between machines; others over Unix socket
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypedDict
 
 import pytest
@@ -28,9 +28,8 @@ def carrier() -> Carrier:
     return {"local_transport": False}
 
 
-@pytest.fixture(scope="module")
-def shared_cluster(carrier: Carrier) -> Iterator[StartCluster]:
-    """Start a cluster over TCP, or return the module's cluster with these settings, which runs already."""
+@contextmanager
+def starting_clusters(carrier: Carrier) -> Iterator[StartCluster]:
     running: dict[str, LocalCluster] = {}
     with ExitStack() as stack:
 
@@ -43,6 +42,20 @@ def shared_cluster(carrier: Carrier) -> Iterator[StartCluster]:
                 running[key] = stack.enter_context(LocalCluster(**given))
             return running[key]
 
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(carrier: Carrier) -> Iterator[StartCluster]:
+    """Start a cluster over TCP, or return the module's cluster with these settings, which runs already."""
+    with starting_clusters(carrier) as start:
+        yield start
+
+
+@pytest.fixture
+def own_cluster(carrier: Carrier) -> Iterator[StartCluster]:
+    """Start a cluster over TCP for one test."""
+    with starting_clusters(carrier) as start:
         yield start
 
 

@@ -46,7 +46,7 @@ async def join_run(client: ParameterClient, specs: Sequence[ParameterSpec], valu
 
 @pytest.mark.asyncio
 @parametrize_sampled("pushes", [300, 2000], [300])
-async def test_many_trainers_push_to_the_same_block(shared_cluster: StartCluster, pushes: int) -> None:
+async def test_many_trainers_push_to_the_same_block(own_cluster: StartCluster, pushes: int) -> None:
     """With SGD of rate 1 and integers the value is the exact sum: every gradient was applied, and applied once."""
     num_trainers = 4
 
@@ -58,7 +58,7 @@ async def test_many_trainers_push_to_the_same_block(shared_cluster: StartCluster
             return (await client.get(pushes))["w"]
 
     settings = {"mode": "async", "wait_for_apply": True, "max_delay": pushes, "max_queued": 4}
-    cluster = shared_cluster(pservers=1, trainers=num_trainers, **settings)
+    cluster = own_cluster(pservers=1, trainers=num_trainers, **settings)
     results = await asyncio.gather(*(train(cluster.address, rank) for rank in range(num_trainers)))
     expected = -sum(
         pushes * torch.arange(10.0) + sum(rank * step % 7 for step in range(1, pushes + 1))
@@ -109,9 +109,9 @@ async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int,
 @pytest.mark.asyncio
 @pytest.mark.parametrize("consistency", [pytest.param("none", marks=pytest.mark.soak), "block", "shard"])
 @pytest.mark.extended
-async def test_torn_reads(shared_cluster: StartCluster, consistency: str) -> None:
+async def test_torn_reads(own_cluster: StartCluster, consistency: str) -> None:
     settings = {"mode": "async", "read_consistency": consistency, "max_delay": 1_000_000, "max_queued": 2}
-    cluster = shared_cluster(pservers=1, **settings)
+    cluster = own_cluster(pservers=1, **settings)
     until_torn = consistency == "none"  # else the setting would mean nothing
     versions, torn_blocks, torn_shards = await watch(cluster.address, seconds=2, until_torn=until_torn)
     assert versions >= 3
@@ -147,9 +147,9 @@ def play(address: str, num_trainers: int, steps: int, seed: int) -> list[list[li
     ("bound", "delay"),
     [pytest.param(0, 0, marks=pytest.mark.soak), (2, 0), pytest.param(2, 3, marks=pytest.mark.extended)],
 )
-def test_max_staleness_is_never_exceeded_and_is_reached(shared_cluster: StartCluster, bound: int, delay: int) -> None:
+def test_max_staleness_is_never_exceeded_and_is_reached(own_cluster: StartCluster, bound: int, delay: int) -> None:
     settings = {"mode": "ssp", "max_staleness": bound, "max_delay": delay, "min_block_size": 10}
-    played = play(shared_cluster(trainers=3, **settings).address, 3, 40, seed=bound)
+    played = play(own_cluster(trainers=3, **settings).address, 3, 40, seed=bound)
     leads = [step - min(held) for trainer in played for step, held in enumerate(trainer)]
     if delay:
         assert bound < max(leads) <= bound + delay  # a step may begin so much ahead of the get that it starts on
@@ -161,8 +161,8 @@ def test_max_staleness_is_never_exceeded_and_is_reached(shared_cluster: StartClu
 
 @parametrize_sampled(("delay", "mode"), product((0, 1, 3), ("sync", "async")), [(1, "sync"), (3, "async")])
 @pytest.mark.extended
-def test_max_delay_is_never_exceeded_and_is_reached(shared_cluster: StartCluster, mode: str, delay: int) -> None:
-    cluster = shared_cluster(mode=mode, max_delay=delay, min_block_size=10)
+def test_max_delay_is_never_exceeded_and_is_reached(own_cluster: StartCluster, mode: str, delay: int) -> None:
+    cluster = own_cluster(mode=mode, max_delay=delay, min_block_size=10)
     played = play(cluster.address, 2, 30, seed=delay)
     for rank, trainer in enumerate(played):
         own = [held[rank] for held in trainer]
@@ -171,8 +171,8 @@ def test_max_delay_is_never_exceeded_and_is_reached(shared_cluster: StartCluster
 
 
 @pytest.mark.extended
-def test_live_parameters_are_served_although_pservers_have_no_version_in_common(shared_cluster: StartCluster) -> None:
-    cluster, stop = shared_cluster(mode="async", min_block_size=10), threading.Event()
+def test_live_parameters_are_served_although_pservers_have_no_version_in_common(own_cluster: StartCluster) -> None:
+    cluster, stop = own_cluster(mode="async", min_block_size=10), threading.Event()
 
     def train(session: Session) -> None:
         weight, optimizer = wrap_weight(session, 100)
@@ -203,10 +203,10 @@ def test_live_parameters_are_served_although_pservers_have_no_version_in_common(
     ids=str,
 )
 def test_a_trainer_that_expects_another_mode_gets_the_difference(
-    shared_cluster: StartCluster, expected: dict[str, Any], wrong: dict[str, Any]
+    own_cluster: StartCluster, expected: dict[str, Any], wrong: dict[str, Any]
 ) -> None:
     served = {"mode": "ssp", "max_staleness": 3}
-    cluster = shared_cluster(pservers=1, trainers=1, **served)
+    cluster = own_cluster(pservers=1, trainers=1, **served)
     with raises_code("mode_mismatch") as refused:
         Session(coordinator=cluster.address, **expected)
     assert refused.value.facts["actual"] == wrong
@@ -217,7 +217,7 @@ def test_a_trainer_that_expects_another_mode_gets_the_difference(
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.extended
 def test_a_step_that_could_not_begin_or_is_refused_holds_no_trainer_up(
-    shared_cluster: StartCluster, delay: int, monkeypatch: pytest.MonkeyPatch
+    own_cluster: StartCluster, delay: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -240,14 +240,14 @@ def test_a_step_that_could_not_begin_or_is_refused_holds_no_trainer_up(
         optimizer.synchronize()
         return weight[0].item()
 
-    cluster = shared_cluster(pservers=1, trainers=1, max_delay=delay)
+    cluster = own_cluster(pservers=1, trainers=1, max_delay=delay)
     assert run_all(cluster, train) == [-5.0 if delay else -7.0]
 
 
 @pytest.mark.asyncio
 @pytest.mark.extended
-async def test_a_trainer_may_leave_after_a_step_that_is_queued_everywhere(shared_cluster: StartCluster) -> None:
-    cluster = shared_cluster(pservers=1, trainers=1, mode="async")
+async def test_a_trainer_may_leave_after_a_step_that_is_queued_everywhere(own_cluster: StartCluster) -> None:
+    cluster = own_cluster(pservers=1, trainers=1, mode="async")
     async with ParameterClient(cluster.address, rank=0, world_size=1) as client:
         await join_run(client, [ParameterSpec("w", (4,))])
         await client.send(1, {"w": torch.ones(4)}, NUMBERS)
@@ -256,10 +256,10 @@ async def test_a_trainer_may_leave_after_a_step_that_is_queued_everywhere(shared
 
 @pytest.mark.asyncio
 @pytest.mark.extended
-async def test_a_change_does_not_wait_until_no_push_waits_for_the_log(shared_cluster: StartCluster) -> None:
+async def test_a_change_does_not_wait_until_no_push_waits_for_the_log(own_cluster: StartCluster) -> None:
     """Eight trainers push 8 MB as fast as they can, so that at the end of each fsync other pushes wait."""
     num_trainers, spec = 8, ParameterSpec("w", (2_000_000,))
-    cluster = shared_cluster(pservers=1, trainers=num_trainers, mode="async", durability="fsync")
+    cluster = own_cluster(pservers=1, trainers=num_trainers, mode="async", durability="fsync")
     begun, stop = asyncio.Semaphore(0), asyncio.Event()
 
     async def train(rank: int) -> None:

@@ -145,12 +145,12 @@ def test_a_model_that_is_read_has_statistics_of_its_weights(cluster: LocalCluste
     [{"max_delay": 2}, {"mode": "async", "compensation": "dc"}, {"mode": "ssp", "max_staleness": 1}],
     ids=str,
 )
-def test_such_a_model_comes_of_every_mode(shared_cluster: StartCluster, settings: dict[str, Any]) -> None:
+def test_such_a_model_comes_of_every_mode(own_cluster: StartCluster, settings: dict[str, Any]) -> None:
     # In asynchronous modes the last steps may be those of one trainer.
-    assert 0.9 < mean_of_the_exported(shared_cluster(**settings)) < 3.1
+    assert 0.9 < mean_of_the_exported(own_cluster(**settings)) < 3.1
 
 
-def test_a_skipped_round_leaves_the_means_of_the_round_before(shared_cluster: StartCluster) -> None:
+def test_a_skipped_round_leaves_the_means_of_the_round_before(own_cluster: StartCluster) -> None:
     def work(session: Session) -> list[dict[str, Tensor]]:
         model, found = make_model(), []
         optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model, session=session)
@@ -163,7 +163,7 @@ def test_a_skipped_round_leaves_the_means_of_the_round_before(shared_cluster: St
             found.append({name: buffer for name, buffer in buffers_of(model).items() if name != LOCAL})
         return found
 
-    cluster = shared_cluster(nonfinite="skip_round", on_trainer_loss="fail")
+    cluster = own_cluster(nonfinite="skip_round", on_trainer_loss="fail")
     for first, skipped, third in run_all(cluster, work):
         for name in first:
             assert torch.equal(skipped[name], first[name])

@@ -154,12 +154,12 @@ def test_a_limit_that_is_never_reached_changes_no_bit(cluster: LocalCluster) -> 
     assert set(norms) == {None}
 
 
-def test_only_one_gradient_of_all_can_be_clipped(shared_cluster: StartCluster) -> None:
+def test_only_one_gradient_of_all_can_be_clipped(own_cluster: StartCluster) -> None:
     def work(session: Session) -> None:
         with pytest.raises(BadModel, match="max_grad_norm needs the synchronous mode"):
             wrap_weight(session, 4, max_grad_norm=1.0)
 
-    run_all(shared_cluster(pservers=1, trainers=1, mode="async"), work)
+    run_all(own_cluster(pservers=1, trainers=1, mode="async"), work)
 
 
 def test_who_comes_later_ends_a_round_that_only_some_pservers_have_stepped(carrier: Carrier) -> None:

@@ -91,20 +91,20 @@ def test_diloco_with_an_outer_optimizer_and_by_settings(cluster: LocalCluster) -
 
 
 @pytest.mark.extended
-def test_it_goes_with_the_asynchronous_mode(shared_cluster: StartCluster) -> None:
+def test_it_goes_with_the_asynchronous_mode(own_cluster: StartCluster) -> None:
     weight = nn.Parameter(torch.zeros(20))
     inner = make_inner(weight)
     for step in range(1, STEPS + 1):
         set_gradient(weight, 0, step)
         inner.step()
-    cluster = shared_cluster(trainers=1, mode="async", min_block_size=4)
+    cluster = own_cluster(trainers=1, mode="async", min_block_size=4)
     [actual] = run_all(cluster, partial(train, local_steps=3))
     assert torch.allclose(actual, weight, atol=1e-6)  # alone, local SGD is the inner optimizer
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 @pytest.mark.extended
-def test_where_nothing_is_averaged_each_trainer_moves_its_share(shared_cluster: StartCluster, mode: str) -> None:
+def test_where_nothing_is_averaged_each_trainer_moves_its_share(own_cluster: StartCluster, mode: str) -> None:
     """All pull towards 1; if each moved the parameters by its whole difference, they would end far beyond."""
 
     def work(session: Session) -> float:
@@ -113,11 +113,11 @@ def test_where_nothing_is_averaged_each_trainer_moves_its_share(shared_cluster: 
             step_with(optimizer, weight, value=weight[0].item() - 1)
         return weight[0].item()
 
-    for value in run_all(shared_cluster(trainers=4, mode=mode, min_block_size=4), work):
+    for value in run_all(own_cluster(trainers=4, mode=mode, min_block_size=4), work):
         assert value == pytest.approx(1, abs=0.1)
 
 
-def test_what_does_not_go_together_is_refused(cluster: LocalCluster, shared_cluster: StartCluster) -> None:
+def test_what_does_not_go_together_is_refused(cluster: LocalCluster, own_cluster: StartCluster) -> None:
     def without_local_steps(session: Session) -> None:
         weight, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
         for arguments, said in (
@@ -136,4 +136,4 @@ def test_what_does_not_go_together_is_refused(cluster: LocalCluster, shared_clus
             wrap_weight(session, 2, local_steps=2)
 
     run_all(cluster, without_local_steps)
-    run_all(shared_cluster(pservers=1, trainers=1, max_delay=1), with_delay)
+    run_all(own_cluster(pservers=1, trainers=1, max_delay=1), with_delay)

@@ -168,9 +168,9 @@ def test_a_ring_of_trainers_does_the_same(ring: LocalCluster, way: str) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("overlap", [False, True])
-def test_with_delay_an_outcome_counts_later_and_for_all(shared_cluster: StartCluster, overlap: bool) -> None:
+def test_with_delay_an_outcome_counts_later_and_for_all(own_cluster: StartCluster, overlap: bool) -> None:
     """Scales are as torch's, with the outcomes of a delay before: halved more than once for one that is too large."""
-    cluster = shared_cluster(nonfinite="skip_round", on_trainer_loss="fail", max_delay=2)
+    cluster = own_cluster(nonfinite="skip_round", on_trainer_loss="fail", max_delay=2)
     one, other = run_all(cluster, partial(train, overlap=overlap), **SMALL)
     assert one.scales == other.scales
     assert one.scales[:2] == [SCALING["init_scale"]] * 2
@@ -287,17 +287,17 @@ def test_torchs_own_scaler_goes_by_its_own_gradients(
 
 @pytest.mark.parametrize("policy", ["reject", "allow"])
 def test_an_overflow_that_skips_no_round_is_an_error_that_says_what_to_do(
-    shared_cluster: StartCluster, policy: str
+    own_cluster: StartCluster, policy: str
 ) -> None:
     work = partial(take_scaled_steps, scaler_of=torch_scaler, infinite=(0, 1), num_steps=3)
     with raises_code("non_finite_gradient", match="it has to be skip_round"):
-        run_all(shared_cluster(trainers=1, on_trainer_loss="fail", nonfinite=policy), work)
+        run_all(own_cluster(trainers=1, on_trainer_loss="fail", nonfinite=policy), work)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("mode", "arguments"), [("async", {}), ("sync", {"local_steps": 2})])
 def test_where_steps_are_not_rounds_each_trainer_has_its_own_scale(
-    shared_cluster: StartCluster, mode: str, arguments: dict[str, Any]
+    own_cluster: StartCluster, mode: str, arguments: dict[str, Any]
 ) -> None:
     work = partial(
         take_scaled_steps,
@@ -305,7 +305,7 @@ def test_where_steps_are_not_rounds_each_trainer_has_its_own_scale(
         infinite=(0, 1),
         num_steps=4,
     )
-    [(scales, _)] = run_all(shared_cluster(trainers=1, mode=mode), work, **arguments)
+    [(scales, _)] = run_all(own_cluster(trainers=1, mode=mode), work, **arguments)
     assert scales == [64.0, 32, 32, 64]
 
 
@@ -331,14 +331,14 @@ def test_a_scaler_has_one_optimizer_which_has_one_scaler(cluster: LocalCluster) 
     [("sync", {}, "GRADPOST_NONFINITE.*reject"), ("async", {"overlap": True}, "bfloat16")],
 )
 def test_what_a_scaler_cannot_do_is_refused_with_the_remedy(
-    shared_cluster: StartCluster, mode: str, arguments: dict[str, Any], said: str
+    own_cluster: StartCluster, mode: str, arguments: dict[str, Any], said: str
 ) -> None:
     def work(session: Session) -> None:
         _, optimizer = wrap_weight(session, 4, **arguments)
         with pytest.raises(BadModel, match=said):
             GradScaler(optimizer, "cpu")
 
-    run_all(shared_cluster(trainers=1, mode=mode), work)
+    run_all(own_cluster(trainers=1, mode=mode), work)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -91,7 +91,7 @@ def test_copies_from_and_to_a_device_change_no_bit(
     assert counts["in"] > 0
 
 
-def test_delayed_steps_have_copies_of_their_own(shared_cluster: StartCluster, counts: dict[str, int]) -> None:
+def test_delayed_steps_have_copies_of_their_own(own_cluster: StartCluster, counts: dict[str, int]) -> None:
     def train(session: Session) -> list[float]:
         weight, optimizer = wrap_weight(session, 40_000)
         weight.grad = torch.empty(40_000)
@@ -102,7 +102,7 @@ def test_delayed_steps_have_copies_of_their_own(shared_cluster: StartCluster, co
         return weight.unique().tolist()
 
     expected = [-sum(1.5 * (step + 1) for step in range(12))]
-    assert run_all(shared_cluster(on_trainer_loss="fail", max_delay=2), train) == [expected, expected]
+    assert run_all(own_cluster(on_trainer_loss="fail", max_delay=2), train) == [expected, expected]
     assert counts["out"] > 0
 
 
@@ -171,7 +171,7 @@ def test_accumulated_gradients_leave_once(pair: LocalCluster, by_number: bool) -
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
-def test_gradients_of_dropped_passes_do_not_count(shared_cluster: StartCluster, strategy: str) -> None:
+def test_gradients_of_dropped_passes_do_not_count(own_cluster: StartCluster, strategy: str) -> None:
     def work(session: Session) -> float:
         weight, optimizer = wrap_weight(session, 100, overlap=True, accumulate_steps=3)
         for num_passes in (3, 2, 3, 1, 3):
@@ -184,7 +184,7 @@ def test_gradients_of_dropped_passes_do_not_count(shared_cluster: StartCluster, 
             session.close() or optimizer.step()
         return float(weight.unique().item())
 
-    assert run_all(shared_cluster(strategy=strategy), work) == [-9.0, -9.0]
+    assert run_all(own_cluster(strategy=strategy), work) == [-9.0, -9.0]
 
 
 def pass_again(model: Net, optimizer: RemoteOptimizer) -> None:
@@ -293,8 +293,8 @@ def push_given_gradients(session: Session, **arguments: Any) -> dict[str, Tensor
 
 
 @pytest.mark.extended
-def test_delayed_steps_overlap_too(shared_cluster: StartCluster) -> None:
-    cluster = shared_cluster(max_delay=1, on_trainer_loss="fail")
+def test_delayed_steps_overlap_too(own_cluster: StartCluster) -> None:
+    cluster = own_cluster(max_delay=1, on_trainer_loss="fail")
     overlapped, other = (
         run_all(cluster, partial(push_given_gradients, overlap=overlap), **SMALL) for overlap in (True, False)
     )
@@ -303,8 +303,8 @@ def test_delayed_steps_overlap_too(shared_cluster: StartCluster) -> None:
 
 
 @pytest.mark.extended
-def test_the_asynchronous_mode_overlaps_too(shared_cluster: StartCluster) -> None:
+def test_the_asynchronous_mode_overlaps_too(own_cluster: StartCluster) -> None:
     """Each step of a single trainer is applied before it pulls, as in one process."""
-    cluster = shared_cluster(trainers=1, mode="async", wait_for_apply=True, on_trainer_loss="fail")
+    cluster = own_cluster(trainers=1, mode="async", wait_for_apply=True, on_trainer_loss="fail")
     [actual] = run_all(cluster, partial(train_net, overlap=True), **SMALL)
     assert_identical(actual, train_net_locally("AdamW", num_trainers=1))

@@ -188,12 +188,12 @@ def test_computing_with_a_parameter_of_a_module_that_is_not_called_is_refused(se
         model(torch.ones(2, 4)).sum().backward()
 
 
-def test_delayed_pulls_are_refused(shared_cluster: StartCluster) -> None:
+def test_delayed_pulls_are_refused(own_cluster: StartCluster) -> None:
     def work(session: Session) -> None:
         with pytest.raises(BadModel, match="overlap_pulls with max_delay"):
             overlapping(Net(), session)
 
-    run_all(shared_cluster(pservers=1, trainers=1, max_delay=1), work)
+    run_all(own_cluster(pservers=1, trainers=1, max_delay=1), work)
 
 
 def test_a_forward_pass_does_not_wait_for_ever(pair: LocalCluster) -> None:

@@ -175,7 +175,7 @@ LARGE, FEW = 200_000, 1000
 
 
 @pytest.mark.parametrize("max_delay", [0, pytest.param(2, marks=pytest.mark.extended)])
-def test_frozen_parameters_travel_only_when_they_change(shared_cluster: StartCluster, max_delay: int) -> None:
+def test_frozen_parameters_travel_only_when_they_change(own_cluster: StartCluster, max_delay: int) -> None:
     def make() -> Parameters:
         return {"backbone": nn.Parameter(torch.ones(LARGE)), "head": nn.Parameter(torch.ones(FEW))}
 
@@ -199,7 +199,7 @@ def test_frozen_parameters_travel_only_when_they_change(shared_cluster: StartClu
     optimizer = torch.optim.SGD(expected.values(), lr=0.1, fused=True)
     for step in range(6):
         take_step(optimizer, expected, step)
-    for actual, pulled in run_all(shared_cluster(max_delay=max_delay), train):
+    for actual, pulled in run_all(own_cluster(max_delay=max_delay), train):
         assert_identical(actual, values(expected))
         assert pulled[3] > 4 * LARGE
         if max_delay == 0:  # else each set of receive buffers has to be filled once

@@ -269,10 +269,10 @@ def restart_pserver(cluster: LocalCluster, index: int) -> None:
     ids=str,
 )
 def test_loaded_slots_outlive_pservers_in_every_mode(
-    shared_cluster: StartCluster, kind: str, settings: dict[str, Any], restarts: bool
+    own_cluster: StartCluster, kind: str, settings: dict[str, Any], restarts: bool
 ) -> None:
     """One pserver dies before the next step, and one after it, with the slots in its log alone."""
-    cluster = shared_cluster(trainers=1, **settings)
+    cluster = own_cluster(trainers=1, **settings)
     checkpoint, expected = saved_locally(kind)
 
     def train(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -354,7 +354,7 @@ def test_local_steps_keep_the_state_of_their_own_optimizer(other_cluster: LocalC
     run_all(other_cluster, train, **SMALL)
 
 
-def test_slots_of_a_shard_that_is_larger_than_a_request_of_one_kind(shared_cluster: StartCluster) -> None:
+def test_slots_of_a_shard_that_is_larger_than_a_request_of_one_kind(own_cluster: StartCluster) -> None:
     """With buckets of the default size two kinds of slots travel together."""
 
     def train(session: Session) -> None:
@@ -365,11 +365,11 @@ def test_slots_of_a_shard_that_is_larger_than_a_request_of_one_kind(shared_clust
         optimizer.step()
         assert optimizer.state_dict()["state"][0]["step"] == 2
 
-    run_all(shared_cluster(pservers=1, trainers=1, on_trainer_loss="fail"), train)
+    run_all(own_cluster(pservers=1, trainers=1, on_trainer_loss="fail"), train)
 
 
 @pytest.mark.extended
-def test_slots_count_when_the_first_trainer_is_gone(shared_cluster: StartCluster) -> None:
+def test_slots_count_when_the_first_trainer_is_gone(own_cluster: StartCluster) -> None:
     def train(session: Session) -> Tensor:
         weight, optimizer = wrap_weight(session, 10, momentum=0.5)
         step_with(optimizer, weight)
@@ -379,7 +379,7 @@ def test_slots_count_when_the_first_trainer_is_gone(shared_cluster: StartCluster
         return weight.detach()
 
     # The momentum begins with zeros after the load.
-    assert run_all(shared_cluster(on_trainer_loss="continue"), train)[1].tolist() == [-2.0] * 10
+    assert run_all(own_cluster(on_trainer_loss="continue"), train)[1].tolist() == [-2.0] * 10
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])

@@ -214,9 +214,9 @@ def test_a_non_finite_gradient_names_the_block_and_ends_the_run(cluster: LocalCl
     assert all(len(line["run"]) == 12 for line in lines)
 
 
-def test_other_numbers_of_batches_and_a_late_start_break_nothing(shared_cluster: StartCluster) -> None:
+def test_other_numbers_of_batches_and_a_late_start_break_nothing(own_cluster: StartCluster) -> None:
     """Trainer 2 comes when the others wait for it; each round averages the trainers that have batches left."""
-    cluster, num_batches = shared_cluster(trainers=3, on_trainer_loss="fail"), [3, 5, 9]
+    cluster, num_batches = own_cluster(trainers=3, on_trainer_loss="fail"), [3, 5, 9]
 
     def train(rank: int) -> float:
         with Session(coordinator=cluster.address, rank=rank, world_size=3) as session:

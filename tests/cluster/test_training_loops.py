@@ -156,7 +156,7 @@ def test_the_bits_are_those_of_one_process(
     assert_identical(actual, train(loop, make_optimizer, None))
 
 
-def test_accumulated_gradients_of_two_trainers_are_their_mean(shared_cluster: StartCluster) -> None:
+def test_accumulated_gradients_of_two_trainers_are_their_mean(own_cluster: StartCluster) -> None:
     def work(session: Session) -> dict[str, Tensor]:
         return train(partial(accumulating, first_part=4 * session.rank), momentum, session)
 
@@ -165,7 +165,7 @@ def test_accumulated_gradients_of_two_trainers_are_their_mean(shared_cluster: St
             (loss_of(model, step, 4 * rank + part) / 4).backward()
         return loss_of(model, step, 4 * rank + 3) / 4
 
-    one, other = run_all(shared_cluster(min_block_size=50, on_trainer_loss="fail"), work)
+    one, other = run_all(own_cluster(min_block_size=50, on_trainer_loss="fail"), work)
     assert_identical(one, other)
     model = make_model()
     optimizer = momentum(model)
@@ -216,7 +216,7 @@ def test_schedules_change_the_rates_of_the_pservers(
     assert len(set(rates[0])) > 2
 
 
-def test_an_ordinary_script_trains_as_it_does_alone(shared_cluster: StartCluster) -> None:
+def test_an_ordinary_script_trains_as_it_does_alone(own_cluster: StartCluster) -> None:
     """A model, a DataLoader, a schedule and real images: three trainers end where one process with all images does."""
     torch.manual_seed(0)
     begin = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
@@ -240,5 +240,5 @@ def test_an_ordinary_script_trains_as_it_does_alone(shared_cluster: StartCluster
         return values(model)
 
     expected = train(None)
-    for together in run_all(shared_cluster(trainers=3, on_trainer_loss="fail"), train):
+    for together in run_all(own_cluster(trainers=3, on_trainer_loss="fail"), train):
         assert_close(together, expected, rtol=0, atol=2e-5)

@@ -34,12 +34,12 @@ LOOK_AT = 5  # in the middle
     ids=str,
 )
 def test_a_run_over_http1_gives_the_bits_of_a_run_over_http2(
-    shared_cluster: StartCluster, settings: dict[str, Any]
+    own_cluster: StartCluster, settings: dict[str, Any]
 ) -> None:
     def train(session: Session) -> tuple[dict[str, Tensor], str]:
         return train_remotely("AdamW", session, contributor=session.rank), session.summary().transport
 
-    results = [found for http2 in (True, False) for found in run_all(shared_cluster(http2=http2, **settings), train)]
+    results = [found for http2 in (True, False) for found in run_all(own_cluster(http2=http2, **settings), train)]
     assert [transport for _, transport in results] == ["HTTP/2"] * 2 + ["HTTP/1.1"] * 2
     for parameters, _ in results[1:]:
         assert_identical(parameters, results[0][0])
@@ -47,7 +47,7 @@ def test_a_run_over_http1_gives_the_bits_of_a_run_over_http2(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("http2", [True, False])
-def test_tls_on_every_link(http2: bool, tmp_path: Path, shared_cluster: StartCluster) -> None:
+def test_tls_on_every_link(http2: bool, tmp_path: Path, own_cluster: StartCluster) -> None:
     issued = Authority(tmp_path / "authority").issue("service")
 
     def train(session: Session) -> float:
@@ -56,7 +56,7 @@ def test_tls_on_every_link(http2: bool, tmp_path: Path, shared_cluster: StartClu
         assert session.summary().transport == ("HTTP/2" if http2 else "HTTP/1.1")
         return weight.sum().item()
 
-    cluster = shared_cluster(http2=http2, tls_ca=issued.ca, tls_cert=issued.cert, tls_key=issued.key)
+    cluster = own_cluster(http2=http2, tls_ca=issued.ca, tls_cert=issued.cert, tls_key=issued.key)
     assert cluster.address.startswith("https://")
     assert run_all(cluster, train, tls_ca=issued.ca) == [-100_000.0] * 2
 

@@ -159,16 +159,16 @@ def train_with_troubles(
     product(("int8", "topk"), ("reject", "skip_round")),
     [("topk", "reject"), ("int8", "skip_round")],
 )
-def test_a_push_that_is_not_applied_leaves_no_trace(shared_cluster: StartCluster, push: str, policy: str) -> None:
+def test_a_push_that_is_not_applied_leaves_no_trace(own_cluster: StartCluster, push: str, policy: str) -> None:
     troubles = [False, True, False, True, True, False]
     troubled = partial(train_with_troubles, push=push, troubles=troubles)
     if policy == "reject":  # the gradient is corrected
         untroubled = partial(train_with_troubles, push=push, troubles=[False] * 6)
     else:
         untroubled = partial(train_with_troubles, push=push, troubles=troubles, is_left_out=True)
-    one, other = run_all(shared_cluster(nonfinite=policy), troubled)
+    one, other = run_all(own_cluster(nonfinite=policy), troubled)
     assert_identical(one, other)
-    assert_identical(one, run_all(shared_cluster(nonfinite="reject"), untroubled)[0])
+    assert_identical(one, run_all(own_cluster(nonfinite="reject"), untroubled)[0])
 
 
 def expected_of_differences(rounds: int) -> str:

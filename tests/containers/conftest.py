@@ -1,4 +1,4 @@
-"""Real containers: with Docker Compose, or with what `COMPOSE` names, which must understand the same commands."""
+"""Real containers with Docker Compose, or with the compatible tool that `COMPOSE` names."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _command() -> list[str] | None:
     return ["docker", "compose"]
 
 
-@pytest.fixture(scope="module")  # its ports are those of every example
+@pytest.fixture(scope="module")  # all examples use the same ports
 def compose() -> Iterator[Compose]:
-    """Runs a command of the compose tool in the project's root and returns what it printed; removes all in the end."""
+    """Yield a function that runs the compose tool and returns its output. All containers are removed at the end."""
     command = _command()
     if command is None:
         pytest.skip("needs containers: `docker info` reaches no engine, and COMPOSE names no other tool")

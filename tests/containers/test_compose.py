@@ -19,21 +19,21 @@ pytestmark = [pytest.mark.extended, pytest.mark.alone, pytest.mark.timeout(1800)
 API = "http://127.0.0.1:7070"
 PROMETHEUS = "http://127.0.0.1:9090/api/v1/query"
 WAIT_SECONDS = 180.0
-# What docs/deploy.md says to type; the profiles want a GPU, or an image from elsewhere.
-[TYPED] = code_blocks(section(read("deploy.md"), "Containers"), "bash")
+# The commands of docs/deploy.md without profiles, which need a GPU or another image.
+[COMMANDS] = code_blocks(section(read("deploy.md"), "Containers"), "bash")
 UP, SCALE, EXEC, DOWN = (
-    shlex.split(line, comments=True)[2:] for line in TYPED.text.splitlines() if "--profile" not in line
+    shlex.split(line, comments=True)[2:] for line in COMMANDS.text.splitlines() if "--profile" not in line
 )
-UP.remove("--build")  # `compose` has built
+UP.remove("--build")  # the fixture has built them
 LAST_LINE = r"trained: mode=sync transport=HTTP/2 accuracy=0\.9\d+ rounds=\d+ seconds=[\d.]+"
 
 
 def wait_for_results(compose: Compose, number: int) -> list[str]:
-    """The last lines of so many trainers, which have ended well."""
+    """Wait for the last lines of so many successful trainers."""
     until = time.monotonic() + WAIT_SECONDS
     while len(lines := re.findall(LAST_LINE, compose("logs", "trainer"))) < number:
         assert time.monotonic() < until, compose("logs")
-        time.sleep(1)  # there is nothing to wait for but output
+        time.sleep(1)  # there is no event but output
     return lines
 
 
@@ -53,12 +53,14 @@ def ask_prometheus(query: str) -> list[dict[str, Any]]:
 
 
 def exit_codes(compose: Compose) -> list[str]:
-    """Of the trainers, as `ps` shows them."""
-    shown = compose("ps", "-a", check=False) or compose("ps")  # not every tool wants to be told to show those too
+    """Return the exit codes of the trainers, as `ps` shows them."""
+    shown = compose("ps", "-a", check=False) or compose("ps")  # not every tool has -a
     return [code for line in shown.splitlines() if "trainer" in line for code in re.findall(r"Exited \((\d+)\)", line)]
 
 
-def test_it_trains_and_what_stays_can_be_looked_at(compose: Compose, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_finishes_and_its_services_can_be_inspected(
+    compose: Compose, capsys: pytest.CaptureFixture[str]
+) -> None:
     began = time.monotonic()
     compose(*UP, "-d")
     while "loss" not in compose("logs", "trainer"):
@@ -68,7 +70,7 @@ def test_it_trains_and_what_stays_can_be_looked_at(compose: Compose, capsys: pyt
     lines = wait_for_results(compose, 2)
     assert len(set(lines)) == 1, lines  # both print the same
     until = time.monotonic() + 30
-    while len(codes := exit_codes(compose)) < 2:  # having printed it, they end
+    while len(codes := exit_codes(compose)) < 2:  # they end after this line
         assert time.monotonic() < until, compose("ps")
         time.sleep(1)
     assert codes == ["0", "0"]
@@ -89,7 +91,7 @@ def test_it_trains_and_what_stays_can_be_looked_at(compose: Compose, capsys: pyt
     assert second["run"] != first["run"]
 
 
-def test_nobody_in_a_container_may_do_more_than_is_needed(compose: Compose) -> None:
+def test_containers_have_no_privileges(compose: Compose) -> None:
     compose("up", "-d")
     for service in ("coordinator", "pserver-0", "prometheus"):
         assert compose("exec", "-T", service, "id", "-u").strip() == "10001"
@@ -103,8 +105,8 @@ def test_nobody_in_a_container_may_do_more_than_is_needed(compose: Compose) -> N
 
 
 @pytest.mark.parametrize("service", ["coordinator", "pserver-0", "pserver-1", "prometheus"])
-def test_it_is_well(compose: Compose, service: str) -> None:
-    """What the health check of the service runs; not every tool runs it by itself."""
+def test_the_health_check_succeeds(compose: Compose, service: str) -> None:
+    """Run the command of the health check, as not every tool does."""
     compose("up", "-d")
     command = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][service]["healthcheck"]["test"]
     assert command[0] == "CMD"
@@ -119,7 +121,7 @@ def test_it_is_well(compose: Compose, service: str) -> None:
             time.sleep(1)
 
 
-def test_a_run_has_as_many_trainers_as_come(compose: Compose) -> None:
+def test_a_run_has_the_scaled_number_of_trainers(compose: Compose) -> None:
     compose(*DOWN)
     up, *flags = SCALE
     compose(up, "-d", *flags)

@@ -1,4 +1,4 @@
-"""docker-compose.yml and the Dockerfile keep to their rules, whatever tool reads them; nothing is started."""
+"""The rules of docker-compose.yml and the Dockerfile, without starting containers."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ for_each_service = pytest.mark.parametrize("name", SERVICES)
 
 
 def stages() -> dict[str, str]:
-    """The stages of the Dockerfile, by name."""
+    """Return the stages of the Dockerfile, by name."""
     parts = re.split(r"^FROM \S+ AS (\S+)\n", DOCKERFILE.read_text(), flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def test_it_fits_the_specification() -> None:
-    """That of Docker Compose v2, as the validator holds it."""
+    """The specification is that of Docker Compose v2."""
     command = [sys.executable, "-P", "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @for_each_service
-def test_a_service_may_do_no_more_than_it_needs(name: str) -> None:
+def test_services_have_no_privileges(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -51,12 +51,12 @@ def test_a_service_may_do_no_more_than_it_needs(name: str) -> None:
     assert service.get("network_mode", "none") == "none"
     widening = {"cap_add", "privileged", "devices", "pid", "ipc", "userns_mode", "group_add", "volumes_from"}
     assert not widening & service.keys()
-    if name != "tokens":  # it alone writes them
+    if name != "tokens":  # the only writer of tokens
         assert all(volume.endswith(":ro") for volume in service.get("volumes", []) if volume.startswith("tokens:"))
 
 
 @for_each_service
-def test_nobody_is_root(name: str) -> None:
+def test_no_service_runs_as_root(name: str) -> None:
     service = SERVICES[name]
     if service["image"] in {"gradpost", *BUILT}:
         assert "user" not in service

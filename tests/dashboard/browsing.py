@@ -1,4 +1,4 @@
-"""A browser that keeps an eye on what a page does: errors, requests, and what it shows."""
+"""A browser that records the errors and requests of a page, and reads its content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Route, sync_playwright
 
-# As root there is no sandbox; nothing is asked of other hosts for the browser's own sake.
+# As root there is no sandbox; the browser itself must not contact other hosts.
 FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -22,7 +22,7 @@ FLAGS = [
 
 @contextmanager
 def start_browser() -> Iterator[Browser]:
-    """Debian's Chromium, headless, with a profile of its own; skips the test where there is none."""
+    """Yield Debian's Chromium, headless and with a new profile. The test is skipped without it."""
     path = shutil.which("chromium")
     if path is None:
         pytest.skip("chromium is not installed")
@@ -35,7 +35,7 @@ def start_browser() -> Iterator[Browser]:
 
 
 class Visit:
-    """One page in a context of its own, that is: with storage of its own."""
+    """One page in its own context, which has its own storage."""
 
     def __init__(self, browser: Browser, address: str, *, token: str = "", path: str = "/", **context: Any) -> None:
         self.address = address
@@ -52,7 +52,7 @@ class Visit:
             self.sign_in(token)
 
     def _note_console(self, message: ConsoleMessage) -> None:
-        # A run is training as soon as it has a plan; the initial values may still be on their way to the pservers.
+        # A run is training once it has a plan, before the pservers have the initial values.
         is_early = "503" in message.text and "/v1/statistics/" in message.location["url"]
         if message.type == "error" and not is_early:
             self.errors.append(message.text)
@@ -67,7 +67,7 @@ class Visit:
 
     @property
     def hosts(self) -> set[str]:
-        """Whom the page has asked."""
+        """The hosts that the page has contacted."""
         return {urlsplit(request.url).netloc for request in self.requests}
 
     def sign_in(self, token: str) -> None:
@@ -79,15 +79,15 @@ class Visit:
         self.page.wait_for_selector("#connection[data-state=live]")
 
     def wait_until(self, expression: str, *arguments: Any) -> None:
-        """Until an expression of the page's language holds."""
+        """Wait until a JavaScript expression is true."""
         self.page.wait_for_function(expression, arg=arguments[0] if arguments else None)
 
     def exact(self, selector: str) -> Any:
-        """What the API said, of the element that shows it."""
+        """Return the value of the API that an element shows."""
         return json.loads(self.page.get_attribute(selector, "data-value") or "null")
 
     def table(self, selector: str) -> list[list[Any]]:
-        """The same of every cell of a table's body; None where there is only text."""
+        """Return the values of all cells of a table's body; None for text without a value."""
         cells = "rows => rows.map(row => [...row.cells].map(cell => cell.dataset.value ?? 'null'))"
         rows = self.page.eval_on_selector_all(f"{selector} tbody tr", cells)
         return [[json.loads(cell) for cell in row] for row in rows]
@@ -96,7 +96,7 @@ class Visit:
         self.page.locator(selector).first.scroll_into_view_if_needed()
 
     def hold_answers(self, *paths: str) -> list[Any]:
-        """What the API answers next; from now on it is answered again and again, to be compared with what is shown."""
+        """Return the next answers of the API, and repeat them from now on, to be compared with the page."""
         held: dict[str, Any] = {}
 
         def answer(route: Route) -> None:

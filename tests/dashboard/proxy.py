@@ -1,4 +1,4 @@
-"""A proxy that serves a coordinator under a path of its own, as an ingress does."""
+"""A proxy that serves a coordinator under a path, as an ingress does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PREFIX = "/team/gradpost"
 
 @contextmanager
 def serve_under_a_path(address: str) -> Iterator[str]:
-    """The address of the proxy; what is not below `PREFIX` is not found."""
+    """Yield the address of the proxy, which serves paths below `PREFIX`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -33,11 +33,11 @@ def serve_under_a_path(address: str) -> Iterator[str]:
                     self.wfile.flush()
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Print nothing."""
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *_: object) -> None:
-            """The browser has gone away in the middle of a stream."""
+            """Ignore a browser that disconnects during a stream."""
 
     server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -26,7 +26,7 @@ def test_it_asks_for_the_token_once(browser: Browser, closed: Closed) -> None:
         assert not [r.url for r in visit.requests if "/v1/" in r.url]  # it does not try without one
         assert visit.errors == []
         visit.sign_in("x" * len(token))
-        visit.wait_until("() => document.querySelector('#sign-in-problem').textContent.includes('will not do')")
+        visit.wait_until("() => document.querySelector('#sign-in-problem').textContent.includes('was refused')")
         while len(visit.errors) < 2:  # of the status and the activity, which are asked for together
             visit.page.wait_for_event("console")
         assert all("401" in error for error in visit.errors)

@@ -1,4 +1,4 @@
-"""What the dashboard shows before, after and without a run, over a cluster that is open to this machine."""
+"""The dashboard before, after and without a run, of a cluster without tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 WAITS = "text => document.querySelector('#notices').textContent.includes(text)"
 
 
-def test_from_an_empty_cluster_to_one_that_is_gone(browser: Browser) -> None:
+def test_the_states_from_an_empty_cluster_to_a_stopped_one(browser: Browser) -> None:
     with (
         LocalCluster(pservers=1, trainers=2, mode="async", on_trainer_loss="fail", lease_seconds=3) as cluster,
         Visit(browser, cluster.address) as visit,
     ):
         page = visit.page
-        visit.wait_until_live()  # nobody asks for a token
+        visit.wait_until_live()  # without a token
         assert not page.is_visible("#sign-in")
         assert not page.is_visible("#forget")
         visit.wait_until(WAITS, "trainer")

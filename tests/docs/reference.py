@@ -19,10 +19,10 @@ from pydantic_settings import BaseSettings
 from gradpost.output import EXIT_CODES
 from ps_config.environment import PREFIX
 from ps_config.settings import Settings
-from ps_protocol import messages
+from ps_protocol import membership, messages
 from ps_protocol.errors import ERRORS
 from ps_protocol.fields import Message
-from ps_protocol.membership import Controls, MembershipMessage
+from ps_protocol.membership import MembershipMessage
 from services.coordinator.metrics import measure_cluster
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.metrics import PserverMetrics
@@ -125,7 +125,7 @@ def renew_protocol(text: str) -> str:
     """Return the page with the members of all messages and with all error codes."""
     classes = [
         cls
-        for name, cls in {**vars(messages), "Controls": Controls}.items()
+        for name, cls in {**vars(messages), **vars(membership)}.items()
         if inspect.isclass(cls) and issubclass(cls, Message) and cls not in (Message, MembershipMessage)
         and cls.__module__.startswith("ps_protocol") and name not in INSPECTION
     ]  # fmt: skip

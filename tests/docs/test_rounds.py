@@ -18,8 +18,8 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ERRORS
 from ps_protocol.fence import Fence
 from ps_protocol.frames import LENGTH_BYTES, encode_header, parse_frame
-from ps_protocol.membership import Membership
-from ps_protocol.messages import InstallRun, PserverRegistered, PushAnswer
+from ps_protocol.membership import InstallRun, Membership
+from ps_protocol.messages import PserverRegistered, PushAnswer
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import BARRIER, INITIAL
 

@@ -18,7 +18,7 @@ SCALING: dict[str, Any] = {"init_scale": 2.0**19, "growth_interval": 2}  # too l
 
 
 def make_model() -> nn.Sequential:
-    """The same weights at each call, in any thread."""
+    """Return a model with the same weights at each call, in any thread."""
     model = nn.Sequential(
         *(nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
         *(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()),
@@ -47,7 +47,7 @@ def batch(step: int, rank: int, part: int = 0) -> tuple[Tensor, Tensor]:
 def losses(
     model: nn.Module, step: int, ranks: list[int], parts: int = 1, dtype: torch.dtype | None = None
 ) -> Iterator[Tensor]:
-    """Their sum is the mean over all batches of this step."""
+    """Yield losses whose sum is the mean over all batches of this step."""
     for part in range(parts):
         for rank in ranks:
             inputs, labels = batch(step, rank, part)
@@ -61,7 +61,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train_alone(*, scaled: bool = False, max_norm: float | None = None, **how: Any) -> dict[str, Tensor]:
-    """What torch alone makes of the batches of two trainers."""
+    """Train on the batches of two trainers in one process."""
     model = make_model()
     optimizer = make_optimizer(model)
     scaler = torch.amp.GradScaler(DEVICE, enabled=scaled, **SCALING)
@@ -80,7 +80,7 @@ def train_alone(*, scaled: bool = False, max_norm: float | None = None, **how: A
 def train_remotely(
     session: Session, settings: Mapping[str, Any], *, scaled: bool = False, **how: Any
 ) -> dict[str, Tensor]:
-    """The same as one of two trainers."""
+    """Train as one of two trainers."""
     model = make_model()
     optimizer = RemoteOptimizer(make_optimizer(model), model=model, session=session, **settings)
     scaler = GradScaler(optimizer, DEVICE, enabled=scaled, **SCALING)

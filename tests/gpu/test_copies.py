@@ -22,7 +22,7 @@ LONG = 100_000  # nanoseconds: copies of whole layers are
 
 
 class Activity(NamedTuple):
-    """Of the GPU, in nanoseconds."""
+    """An activity of the GPU, with times in nanoseconds."""
 
     name: str
     stream: int
@@ -32,7 +32,7 @@ class Activity(NamedTuple):
 
 @pytest.fixture(scope="module")
 def activities(cluster: LocalCluster) -> dict[str, list[Activity]]:
-    """Of one trainer's process, which trains for a while: kernels, and copies by direction."""
+    """Return the kernels, and the copies by direction, of one trainer's process."""
     found: list[Any] = []
 
     def work(session: Session) -> None:

@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {  # settings, 
 
 
 def marks(settings: dict[str, Any], how: dict[str, Any]) -> list[pytest.MarkDecorator]:
-    """So that what concerns a part can be run with it."""
+    """Return the marks by which the kind is selected."""
     found = [pytest.mark.overlap] if settings.get("overlap") else []
     return [*found, pytest.mark.amp] if "dtype" in how else found
 

@@ -1,4 +1,4 @@
-"""Which connections NetworkPolicies allow.
+"""The connections that NetworkPolicies allow.
 
 https://kubernetes.io/docs/concepts/services-networking/network-policies/
 """
@@ -17,7 +17,7 @@ Port = tuple[str, int]  # protocol, number
 
 @dataclass(frozen=True)
 class Place:
-    """A pod as policies see it; `ports` are those that it serves, by name."""
+    """A pod as policies select it; `ports` are those that it serves, by name."""
 
     labels: Labels
     namespace: str
@@ -29,14 +29,14 @@ class Place:
 
 
 def place_of(pod: Object, namespace: str) -> Place:
-    """The place of a pod's only container."""
+    """Return the place of a pod with one container."""
     [container] = pod["spec"]["containers"]
     ports = {port["name"]: (port.get("protocol", "TCP"), port["containerPort"]) for port in container["ports"]}
     return Place(pod["metadata"]["labels"], namespace, ports)
 
 
 def selects(selector: Object, labels: Labels) -> bool:
-    """Whether a label selector has nothing against these labels."""
+    """Return whether a label selector matches these labels."""
     for one in selector.get("matchExpressions", []):
         assert one["operator"] == "In", "no other is used"
         if labels.get(one["key"]) not in one["values"]:
@@ -45,7 +45,7 @@ def selects(selector: Object, labels: Labels) -> bool:
 
 
 def allowed(policies: Iterable[Object], source: Place, target: Place) -> set[Port]:
-    """What `source` may connect to: what it may send there, and that may receive."""
+    """Return the ports of `target` that `source` may connect to, by egress and ingress policies."""
     policies = list(policies)
     return allowed_one_way(policies, "Egress", source, target) & allowed_one_way(policies, "Ingress", target, source)
 
@@ -53,8 +53,10 @@ def allowed(policies: Iterable[Object], source: Place, target: Place) -> set[Por
 def allowed_one_way(
     policies: Iterable[Object], direction: Literal["Ingress", "Egress"], own: Place, peer: Place
 ) -> set[Port]:
-    """The ports of the connection's target that the policies of `own` allow in this direction; all that there are
-    without any policy."""
+    """Return the ports of the connection's target that the policies of `own` allow in this direction.
+
+    Without any policy all ports are allowed.
+    """
     target = own if direction == "Ingress" else peer
     mine = [
         policy["spec"]
@@ -70,24 +72,21 @@ def allowed_one_way(
         port
         for spec in mine
         for rule in spec.get(rules, [])
-        if any(_is_meant(who, peer, spec_namespace=own.namespace) for who in rule[peers])
-        for said in rule["ports"]
-        if (port := _port(said, target)) is not None
+        if any(_matches(selector, peer, own.namespace) for selector in rule[peers])
+        for port_rule in rule["ports"]
+        if (port := _port(port_rule, target)) is not None
     }
 
 
-def _is_meant(who: Object, peer: Place, *, spec_namespace: str) -> bool:
-    assert who.keys() <= {"podSelector", "namespaceSelector"}
-    if "namespaceSelector" in who:
-        if not selects(who["namespaceSelector"], peer.namespace_labels):
-            return False
-    elif peer.namespace != spec_namespace:
-        return False
-    return selects(who.get("podSelector", {}), peer.labels)
+def _matches(selector: Object, peer: Place, namespace: str) -> bool:
+    assert selector.keys() <= {"podSelector", "namespaceSelector"}
+    own_namespace = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
+    is_in = selects(selector.get("namespaceSelector", own_namespace), peer.namespace_labels)
+    return is_in and selects(selector.get("podSelector", {}), peer.labels)
 
 
-def _port(said: Object, target: Place) -> Port | None:
-    if isinstance(said["port"], str):
-        return target.ports.get(said["port"])
-    port = said.get("protocol", "TCP"), said["port"]
+def _port(rule: Object, target: Place) -> Port | None:
+    if isinstance(rule["port"], str):
+        return target.ports.get(rule["port"])
+    port = rule.get("protocol", "TCP"), rule["port"]
     return port if port in target.ports.values() else None

@@ -1,4 +1,4 @@
-"""What `kubectl kustomize` makes of each overlay, and what Kubernetes would make of that."""
+"""The objects that `kubectl kustomize` renders from each overlay, and the pods that Kubernetes would make of them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _REFERENCE = re.compile(r"\$\(([A-Za-z_][\w.-]*)\)")
 
 @functools.cache
 def render(overlay: str) -> list[Object]:
-    """All objects of an overlay. Needs kubectl, or kustomize; nothing else, and no file that is not in the project."""
+    """Return all objects of an overlay. Needs kubectl or kustomize."""
     return render_folder(KUBERNETES / overlay)
 
 
 def render_folder(folder: Path) -> list[Object]:
-    """The same of any folder with a kustomization."""
+    """Return all objects of a folder with a kustomization."""
     for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
         if shutil.which(command[0]):
             done = subprocess.run([*command, folder], capture_output=True, text=True, timeout=60)
@@ -40,12 +40,12 @@ def render_folder(folder: Path) -> list[Object]:
 
 
 def of_kind(overlay: str, *kinds: str) -> list[Object]:
-    """The objects of these kinds."""
+    """Return the objects of these kinds."""
     return [one for one in render(overlay) if one["kind"] in kinds]
 
 
 def pods(overlay: str) -> Iterator[tuple[str, Object]]:
-    """Role and pod template of everything that makes pods."""
+    """Yield role and pod template of each object that makes pods."""
     for one in of_kind(overlay, "Deployment", "StatefulSet", "Job"):
         yield one["metadata"]["name"], one["spec"]["template"]
     for job in of_kind(overlay, "TrainJob"):
@@ -53,7 +53,7 @@ def pods(overlay: str) -> Iterator[tuple[str, Object]]:
 
 
 def pod_of_train_job(job: Object, runtime: Object) -> Object:
-    """What Kubeflow's controller makes of both, as far as we use it (its plugin `torch` for the variables).
+    """Return the pod that Kubeflow's controller makes of both, as far as we use it (with its plugin `torch`).
 
     https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go
     """
@@ -76,7 +76,7 @@ def pod_of_train_job(job: Object, runtime: Object) -> Object:
 
 
 def variables(objects: list[Object], pod: Object) -> dict[str, Any]:
-    """The variables of a pod's only container: text, or where it comes from."""
+    """Return the variables of a pod's only container: text, or its source."""
     [container] = pod["spec"]["containers"]
     [settings] = [one for one in objects if one["kind"] == "ConfigMap"]
     assert container["envFrom"] == [{"configMapRef": {"name": settings["metadata"]["name"]}}]
@@ -85,9 +85,9 @@ def variables(objects: list[Object], pod: Object) -> dict[str, Any]:
 
 
 def environment(objects: list[Object], pod: Object, fields: Mapping[str, str]) -> dict[str, str]:
-    """The same as a process of the pod gets it; `fields` are those of the pod that variables refer to.
+    """Return the environment of a process of the pod; variables may refer to its `fields`.
 
-    A reference to a variable that comes later is no reference and stays as it is, as in Kubernetes.
+    A reference to a later variable is not replaced, as in Kubernetes.
     """
     known: dict[str, str] = {}
     for name, value in variables(objects, pod).items():

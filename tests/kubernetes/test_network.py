@@ -1,4 +1,4 @@
-"""Who finds whom, who may connect to whom, and who is scraped, in every overlay."""
+"""The addresses, allowed connections and scraped pods of every overlay."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def places(overlay: str) -> dict[str, Place]:
 
 
 def certificates(overlay: str) -> dict[str, list[str]]:
-    """The names in each, by their Secret."""
+    """Return the DNS names of each certificate, by its Secret."""
     found = of_kind(overlay, "Certificate")
     return {one["spec"]["secretName"]: one["spec"].get("dnsNames", []) for one in found}
 
 
-def goes_by(names: list[str], host: str) -> bool:
-    """As OpenSSL compares, which takes a wildcard only with two labels behind it."""
+def matches_name(names: list[str], host: str) -> bool:
+    """Match names as OpenSSL, which accepts a wildcard only before two labels."""
     _, _, rest = host.partition(".")
     return host in names or ("." in rest and f"*.{rest}" in names)
 
 
 @every_overlay
-def test_the_network_is_closed_but_for_what_a_cluster_needs(overlay: str) -> None:
+def test_only_the_connections_of_a_cluster_are_allowed(overlay: str) -> None:
     policies = of_kind(overlay, "NetworkPolicy")
     roles = places(overlay)
     trainer = roles["trainer"]
@@ -50,18 +50,18 @@ def test_the_network_is_closed_but_for_what_a_cluster_needs(overlay: str) -> Non
         "trainer elsewhere": Place(trainer.labels, "default", trainer.ports),
         "prometheus elsewhere": Place(PROMETHEUS.labels, "default"),
     }
-    everybody = {**roles, **others}
+    all_places = {**roles, **others}
     is_monitored = bool(of_kind(overlay, "ServiceMonitor"))
-    for source in everybody:
-        for target in everybody:
+    for source in all_places:
+        for target in all_places:
             if not {source, target} & (roles.keys() | {"stranger"}):
-                continue  # it does not concern this namespace
+                continue  # outside this namespace
             expected = set()
             if (source, target) in CALLS or (source == "prometheus" and target in roles and is_monitored):
-                expected = set(everybody[target].ports.values())
+                expected = set(all_places[target].ports.values())
             if target == "dns":
                 expected = set(DNS.ports.values())
-            assert allowed(policies, everybody[source], everybody[target]) == expected, (source, target)
+            assert allowed(policies, all_places[source], all_places[target]) == expected, (source, target)
 
 
 @every_overlay
@@ -72,16 +72,16 @@ def test_services_find_their_pods_and_name_their_protocol(overlay: str) -> None:
         assert selects({"matchLabels": service["spec"]["selector"]}, place.labels)
         [port] = service["spec"]["ports"]
         assert place.ports[port["targetPort"]] == ("TCP", port["port"])
-        # With TLS the two agree on HTTP/2 in the handshake, which https means; without, it has to be known.
+        # With TLS the handshake selects HTTP/2; without it the protocol must be known.
         assert port["appProtocol"] == {"http": "kubernetes.io/h2c", "https": "https"}[scheme]
     [pservers] = of_kind(overlay, "StatefulSet")
     [headless] = [one for one in of_kind(overlay, "Service") if one["spec"].get("clusterIP") == "None"]
     assert headless["metadata"]["name"] == pservers["spec"]["serviceName"]
-    assert headless["spec"]["publishNotReadyAddresses"] is True  # it is installed before it is ready
+    assert headless["spec"]["publishNotReadyAddresses"] is True  # its run is installed before it is ready
 
 
 @every_overlay
-def test_addresses_are_names_of_services_for_which_there_are_certificates(overlay: str) -> None:
+def test_addresses_are_service_names_with_certificates(overlay: str) -> None:
     scheme = "https" if certificates(overlay) else "http"
     ports = {one["metadata"]["name"]: one["spec"]["ports"][0]["port"] for one in of_kind(overlay, "Service")}
     for name, pod in pods(overlay):
@@ -98,18 +98,18 @@ def test_addresses_are_names_of_services_for_which_there_are_certificates(overla
             assert allowed_hosts == [
                 f"coordinator.{NAMESPACE}{suffix}" for suffix in ("", ".svc", ".svc.cluster.local")
             ]
-        own = variables.get("GRADPOST_ADVERTISE_ADDRESS")  # else it is its pod's, which is in no certificate
+        own = variables.get("GRADPOST_ADVERTISE_ADDRESS")  # by default that of the pod, which is in no certificate
         is_named = name == "pserver" and scheme == "https"
         assert own == (f"https://pserver-1.pserver.{NAMESPACE}.svc:{ports['pserver']}" if is_named else None)
     if scheme == "https":
         names = certificates(overlay)
-        assert goes_by(names["coordinator-tls"], "coordinator")
-        assert goes_by(names["pserver-tls"], "pserver-1.pserver.gradpost.svc")
-        assert all(goes_by(names[secret], "localhost") for secret in ("coordinator-tls", "pserver-tls"))
+        assert matches_name(names["coordinator-tls"], "coordinator")
+        assert matches_name(names["pserver-tls"], "pserver-1.pserver.gradpost.svc")
+        assert all(matches_name(names[secret], "localhost") for secret in ("coordinator-tls", "pserver-tls"))
 
 
 def monitors(overlay: str) -> list[tuple[Object, Object]]:
-    """Each with its only endpoint."""
+    """Return each monitor with its only endpoint."""
     found = []
     for one in of_kind(overlay, "ServiceMonitor", "PodMonitor"):
         [endpoint] = one["spec"]["endpoints" if one["kind"] == "ServiceMonitor" else "podMetricsEndpoints"]
@@ -118,7 +118,7 @@ def monitors(overlay: str) -> list[tuple[Object, Object]]:
 
 
 @every_overlay
-def test_pods_are_scraped_with_the_labels_of_our_service_discovery_and_services_with_a_token(overlay: str) -> None:
+def test_pods_are_scraped_with_the_labels_of_our_service_discovery(overlay: str) -> None:
     if not monitors(overlay):
         return
     scraped = {}
@@ -138,7 +138,7 @@ def test_pods_are_scraped_with_the_labels_of_our_service_discovery_and_services_
 
 
 @every_overlay
-def test_prometheus_shows_a_certificate_where_it_has_to(overlay: str) -> None:
+def test_prometheus_shows_a_certificate_under_mutual_tls(overlay: str) -> None:
     names = certificates(overlay)
     for _, endpoint in monitors(overlay):
         assert endpoint.get("scheme", "http") == ("https" if names else "http")

@@ -1,19 +1,14 @@
-"""What every overlay keeps to."""
+"""Security, resources, probes, volumes and updates of every overlay."""
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ps_config.environment import check_environment
-from ps_config.tokens import SCOPES
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.registration import GOODBYE_SECONDS, LAST_CHECKPOINT_SECONDS
 from services.pserver.settings import PserverSettings
@@ -39,7 +34,7 @@ def environment_of(overlay: str, pod: Object) -> dict[str, str]:
 
 
 def mounts(pod: Object) -> dict[str, Object]:
-    """The volume at each path."""
+    """Return the volume at each path."""
     [container] = pod["spec"]["containers"]
     volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
     return {one["mountPath"]: volumes.get(one["name"], {"claim": one["name"]}) for one in container["volumeMounts"]}
@@ -50,7 +45,7 @@ def mounts(pod: Object) -> dict[str, Object]:
 
 @every_pod
 def test_pod_security_is_restricted(overlay: str, name: str, pod: Object) -> None:
-    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
+    # https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted
     spec = pod["spec"]
     own = spec["securityContext"]
     assert own["runAsNonRoot"] is True
@@ -69,7 +64,7 @@ def test_pod_security_is_restricted(overlay: str, name: str, pod: Object) -> Non
 
 
 @every_pod
-def test_nothing_talks_to_the_api_server_or_gets_variables_of_services(overlay: str, name: str, pod: Object) -> None:
+def test_pods_have_no_access_to_the_api_server_and_no_service_variables(overlay: str, name: str, pod: Object) -> None:
     [account] = of_kind(overlay, "ServiceAccount")
     assert account["automountServiceAccountToken"] is False
     assert pod["spec"]["serviceAccountName"] == account["metadata"]["name"]
@@ -78,7 +73,7 @@ def test_nothing_talks_to_the_api_server_or_gets_variables_of_services(overlay: 
 
 
 @every_pod
-def test_every_container_says_what_it_needs(overlay: str, name: str, pod: Object) -> None:
+def test_every_container_requests_its_resources(overlay: str, name: str, pod: Object) -> None:
     [container] = pod["spec"]["containers"]
     assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
     assert "memory" in container["resources"]["limits"]
@@ -108,7 +103,7 @@ def test_tokens_and_keys_are_files_of_secrets_by_name(overlay: str, name: str, p
 
 
 @every_pod
-def test_settings_are_taken_and_name_what_is_mounted(
+def test_settings_are_valid_and_refer_to_mounted_files(
     overlay: str, name: str, pod: Object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     environ = environment_of(overlay, pod)
@@ -142,13 +137,13 @@ def test_services_are_probed_and_trainers_are_not(overlay: str, name: str, pod: 
     [container] = pod["spec"]["containers"]
     probes = {key: value for key, value in container.items() if key.endswith("Probe")}
     if name == "trainer":
-        assert not probes  # one that waits for others lives
+        assert not probes  # a trainer that waits is alive
         return
     [port] = container["ports"]
     paths = {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
     assert probes.keys() == paths.keys()
     for kind, path in paths.items():
-        if certificates(overlay):  # which a kubelet has none of
+        if certificates(overlay):  # a kubelet has no certificate
             url = f"https://localhost:{port['containerPort']}{path}"
             assert probes[kind]["exec"]["command"] == ["python3", "-P", "-m", "services.runtime.probe", url]
         else:
@@ -163,11 +158,11 @@ def test_there_is_time_to_stop(overlay: str, name: str, pod: Object) -> None:
     grace = GRACE_SECONDS + 1
     needed = {"pserver": grace + LAST_CHECKPOINT_SECONDS + GOODBYE_SECONDS, "coordinator": grace, "trainer": 0}[name]
     assert pod["spec"]["terminationGracePeriodSeconds"] > needed + 10
-    assert pod["spec"].get("shareProcessNamespace", False) is (name == "trainer")  # SIGTERM ends no process 1
+    assert pod["spec"].get("shareProcessNamespace", False) is (name == "trainer")  # SIGTERM does not end process 1
 
 
 @every_pod
-def test_who_is_many_is_spread(overlay: str, name: str, pod: Object) -> None:
+def test_replicas_are_spread_over_nodes(overlay: str, name: str, pod: Object) -> None:
     if name != "coordinator":
         [spread] = pod["spec"]["topologySpreadConstraints"]
         assert spread["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
@@ -178,13 +173,13 @@ def test_who_is_many_is_spread(overlay: str, name: str, pod: Object) -> None:
 
 
 @every_overlay
-def test_the_namespace_enforces_it(overlay: str) -> None:
+def test_the_namespace_enforces_pod_security(overlay: str) -> None:
     [namespace] = of_kind(overlay, "Namespace")
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
 
 
 @every_overlay
-def test_there_is_no_secret_in_it(overlay: str) -> None:
+def test_overlays_contain_no_secrets(overlay: str) -> None:
     assert not of_kind(overlay, "Secret")
     assert not re.search(r"BEGIN [A-Z ]*PRIVATE KEY|BEGIN CERTIFICATE", str(render(overlay)))
 
@@ -212,7 +207,7 @@ def test_numbers_agree(overlay: str) -> None:
 
 
 @every_overlay
-def test_a_rank_has_one_life_at_a_time_and_comes_back(overlay: str) -> None:
+def test_a_rank_has_one_pod_at_a_time_and_is_restarted(overlay: str) -> None:
     specs = [job["spec"] for job in of_kind(overlay, "Job")] + [
         {**one["template"]["spec"], "completionMode": "Indexed"}  # JobSet's default
         for runtime in of_kind(overlay, "TrainingRuntime")
@@ -235,7 +230,7 @@ def test_one_coordinator_at_a_time_has_its_volume(overlay: str) -> None:
 
 
 @every_overlay
-def test_pservers_are_disturbed_one_at_a_time_and_keep_their_disks(overlay: str) -> None:
+def test_pservers_are_disrupted_one_at_a_time_and_keep_their_volumes(overlay: str) -> None:
     [budget] = of_kind(overlay, "PodDisruptionBudget")
     [pservers] = of_kind(overlay, "StatefulSet")
     assert budget["spec"]["maxUnavailable"] == 1
@@ -244,16 +239,5 @@ def test_pservers_are_disturbed_one_at_a_time_and_keep_their_disks(overlay: str)
     assert budget["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     [claim] = pservers["spec"]["volumeClaimTemplates"]
     assert mounts(template)[STATE] == {"claim": claim["metadata"]["name"]}
-    assert pservers["spec"]["podManagementPolicy"] == "Parallel"  # no one waits for another to be ready
-    assert "persistentVolumeClaimRetentionPolicy" not in pservers["spec"]  # which is to retain
-
-
-def test_the_documented_secret_has_what_is_mounted(tmp_path: Path) -> None:
-    """docs/deploy.md"""
-    if shutil.which("kubectl") is None:
-        pytest.skip("needs kubectl, to make a Secret")
-    tokens = tmp_path / "tokens"
-    subprocess.run([sys.executable, "-P", "-m", "gradpost", "token", "create", "--dir", tokens], check=True)
-    create = ["kubectl", "create", "secret", "generic", "gradpost-tokens", "--from-file", tokens]
-    made = subprocess.run([*create, "--dry-run=client", "-o", "json"], capture_output=True, check=True)
-    assert json.loads(made.stdout)["data"].keys() == set(SCOPES)
+    assert pservers["spec"]["podManagementPolicy"] == "Parallel"  # pservers are not ready one by one
+    assert "persistentVolumeClaimRetentionPolicy" not in pservers["spec"]  # the default is to retain

@@ -1,4 +1,4 @@
-"""What deploy/ says of Prometheus and Grafana: queries, rules, files."""
+"""The configuration of Prometheus and Grafana in deploy/: queries, rules, files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DASHBOARD = GRAFANA / "dashboards" / "gradpost.json"
 
 @dataclass(frozen=True)
 class Query:
-    """One query of a panel, with the title of the row that it stands in."""
+    """One query of a panel, with the title of its row."""
 
     row: str
     panel: str
@@ -30,7 +30,7 @@ class Query:
         return f"{self.row} / {self.panel} / {self.legend}"
 
     def at(self, scrape_seconds: float, step_seconds: float) -> str:
-        """The query as Grafana sends it, whose data source has this scrape interval, for points so far apart."""
+        """Return the query that Grafana sends with this scrape interval and this distance of points."""
         interval = max(step_seconds + scrape_seconds, 4 * scrape_seconds)
         return self.expr.replace("$__rate_interval", f"{interval:g}s")
 
@@ -48,6 +48,6 @@ def queries() -> Iterator[Query]:
 
 
 def rules(kind: str) -> dict[str, dict[str, Any]]:
-    """The rules of a kind, `alert` or `record`, by name."""
+    """Return the rules of a kind, `alert` or `record`, by name."""
     groups = yaml.safe_load(RULES.read_text())["groups"]
     return {rule[kind]: rule for group in groups for rule in group["rules"] if kind in rule}

@@ -64,19 +64,19 @@ class Prometheus:
             self._ready.set()
 
     def get(self, path: str, **params: str) -> Any:
-        """The data of an answer of the API; fails with Prometheus' words where it refuses."""
+        """Return the data of an answer of the API, which has to succeed."""
         answer = self._http.get(path, params=params).json()
         assert answer["status"] == "success", answer
         return answer["data"]
 
     def ask(self, query: str) -> list[Series]:
-        """What a query returns just now."""
+        """Return the current result of a query."""
         data = self.get("query", query=query)
         assert data["resultType"] == "vector", query
         return [(one["metric"], float(one["value"][1])) for one in data["result"]]
 
     def targets(self) -> list[dict[str, Any]]:
-        """Who is scraped."""
+        """Return the active targets."""
         return self.get("targets", state="active")["activeTargets"]  # type: ignore[no-any-return]
 
 
@@ -97,7 +97,7 @@ def _configure(coordinator: str, tokens: Path, folder: Path) -> None:
 
 
 def _replace(value: Any, old: str, new: str) -> Any:
-    """The same with other text, wherever it stands."""
+    """Return the value with the text replaced in all nested strings."""
     if isinstance(value, dict):
         return {key: _replace(one, old, new) for key, one in value.items()}
     if isinstance(value, list):

@@ -30,8 +30,8 @@ def documented() -> set[str]:
 @pytest.mark.parametrize(
     "expr", [*(query.expr for query in QUERIES), *(rule["expr"] for rule in rules("record").values())]
 )
-def test_queries_ask_for_what_there_is(expr: str) -> None:
-    """docs/metrics.md is held against the code by tests/docs."""
+def test_queries_use_existing_metrics(expr: str) -> None:
+    """The tests in tests/docs compare docs/metrics.md with the code."""
     names = set(re.findall(r"\b(?:gradpost|process|python)_\w+", expr))
     assert names <= documented()
     recorded = set(re.findall(r"\bgradpost:[\w:]+", expr))

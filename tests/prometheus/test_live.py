@@ -55,7 +55,7 @@ class Watched:
             time.sleep(SCRAPE_SECONDS / 2)
 
     def has(self, query: Query | str) -> bool:
-        """Whether a query returns numbers, with all labels that its legend shows."""
+        """Return whether a query returns numbers with all labels of its legend."""
         expr, legend = (
             (query, "") if isinstance(query, str) else (query.at(SCRAPE_SECONDS, SCRAPE_SECONDS), query.legend)
         )
@@ -79,7 +79,7 @@ def watch(stack: ExitStack, folder: Path, num_pservers: int, num_trainers: int, 
 
 
 def other_loopback() -> str:
-    """That of IPv6, where there is one: its addresses look different in a target."""
+    """Return the IPv6 loopback if there is one, as its addresses have another form in a target."""
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
             return "::1"
@@ -89,7 +89,7 @@ def other_loopback() -> str:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Watched]]:
-    """One cluster of each kind, as soon as both train."""
+    """Yield one cluster of each kind, once both train."""
     with ExitStack() as stack:
         found = {
             "sync": watch(stack, tmp_path_factory.mktemp("sync"), 2, 2, checkpoint_rounds=20),

@@ -1,4 +1,4 @@
-"""What tests of several packages need."""
+"""Fixtures for the tests of several packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ps_http2.local_sockets import bind_locally
 
 @pytest.fixture
 def local() -> Iterator[socket.socket]:
-    """A Unix socket with a name that nobody listens on yet."""
+    """Yield a bound Unix socket that does not listen yet."""
     bound = bind_locally()
     assert bound is not None
     with bound:

@@ -1,10 +1,10 @@
-"""Freeze, decide, install, as one machine: whatever dies and whenever, all pservers apply the same sets.
+"""Freeze, decide and install as one state machine: all pservers apply the same sets under any faults.
 
 The real `Rounds` of every pserver and the real `decide`, driven by trainers and a coordinator in arbitrary
 interleavings. A pserver that dies keeps what it has applied (the log) and loses what was staged; a trainer that is
-asked for a round's bytes again still has them until it has pulled the round from everybody. A trainer that is silent
-may still send, be heard again, or have a successor, which then sends beside it. What the coordinator has sent may
-arrive, or arrive once more, at any later time.
+asked for a round's bytes again still has them until it has pulled the round from all pservers. A silent trainer may
+still send, return, or have a successor that sends as well. Messages of the coordinator may arrive at any later time,
+and more than once.
 
 Where gradients are clipped, a trainer asks every pserver for its norm before a get brings the sum to each of them, one
 after the other, with anything in between.
@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import Conflict
-from ps_protocol.membership import Membership
-from ps_protocol.messages import FrozenRounds
+from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
 from services.coordinator.decision import Rollback, decide, newest_common
@@ -64,9 +63,9 @@ class Pserver:
             order, norm = self.rounds.finish_apply(norm), None
 
     def norm_of(self, round_: int, index: int) -> ShardNorm | None:
-        """What it tells of a round that is complete here: its sum says which lives are in it, and which pserver it is.
+        """Return the norm of a complete round, whose sum identifies the incarnations in it and the pserver.
 
-        None if the round is not, or was passed over.
+        Return None if the round is not complete, or was empty.
         """
         if round_ <= self.rounds.applied:
             return self.rounds.history.norms.get(round_)
@@ -77,7 +76,7 @@ class Pserver:
         return ShardNorm(repr(measured.identity), float(100 * index + sum(lives)))
 
     def take_norm(self, round_: int, index: int, norm: AgreedNorm) -> bool:
-        """A get brings it; whether it is the one of what was measured here, if that has not been applied."""
+        """Accept the norm of a get; return whether it matches the measured round, unless that is applied."""
         own = self.norm_of(round_, index)
         if own is None or not norm.own.is_same(own):
             return round_ <= self.rounds.applied
@@ -87,7 +86,7 @@ class Pserver:
         return True
 
     def restore(self, applied: int, max_delay: int) -> None:
-        """What is on the disk: everything up to a round."""
+        """Restore the state on the disk: all rounds up to `applied`."""
         for known in (self.history, self.norms, self.totals):
             for round_ in [round_ for round_ in known if round_ > applied]:
                 del known[round_]
@@ -153,9 +152,13 @@ class Faults(RuleBasedStateMachine):
         self.membership = Membership(dict(members))
         self.attempt, self.resume, self.number = 0, 0, 0
         self.pservers = [Pserver(Rounds(members, max_delay, clips=clips)) for _ in range(num_pservers)]
-        self.trainers = {rank: Trainer(rank, 1, 1, 0) for rank in members}  # whom the coordinator hears
-        self.silent: list[Trainer] = []  # whom it does not hear any more; their requests arrive yet
-        self.ended: dict[tuple[int, int], int] = {}  # by round and rank: the life that pulled it from everybody
+        self.trainers = {
+            rank: Trainer(rank, 1, 1, 0) for rank in members
+        }  # those whose heartbeats the coordinator receives
+        self.silent: list[Trainer] = []  # lost trainers, whose requests may still arrive
+        self.ended: dict[
+            tuple[int, int], int
+        ] = {}  # by round and rank: the incarnation that pulled it from all pservers
         self.lives = dict(members)
         self.awaited: set[int] = set()
         self.change: Change | None = None
@@ -169,7 +172,7 @@ class Faults(RuleBasedStateMachine):
         return living[which % len(living)] if living else None
 
     def _follow(self, trainer: Trainer) -> None:
-        """Whoever is heard hears of every rollback, too, by its heartbeats."""
+        """Let a trainer learn of a rollback by its heartbeat."""
         if trainer.attempt < self.attempt and self.trainers.get(trainer.rank) is trainer:
             trainer.attempt, trainer.round = self.attempt, self.resume + 1
             trainer.pushed, trainer.pulled, trainer.norms = set(), set(), {}
@@ -203,7 +206,7 @@ class Faults(RuleBasedStateMachine):
         return trainer.has_begun
 
     def _finish_rounds(self, trainer: Trainer) -> None:
-        """Those whose rounds they are may all be gone: who comes brings the norms, of one round after the other."""
+        """Send the norms of earlier rounds in their order, since the trainers of these rounds may be lost."""
         for round_ in range(max(1, trainer.round - 2 - 2 * self.max_delay), trainer.round):
             if round_ > trainer.finished:
                 brought = [self._bring_norm(trainer, index, round_) for index in range(len(self.pservers))]
@@ -246,10 +249,10 @@ class Faults(RuleBasedStateMachine):
             for asked in {index, *trainer.pulled}:  # the latter are asked again if it has changed elsewhere
                 self._ask_norm(trainer, asked, round_)
             return False
-        told = [trainer.norms[index] for index in range(len(self.pservers))]
-        if None in told:
+        norms = [trainer.norms[index] for index in range(len(self.pservers))]
+        if None in norms:
             return True
-        agreed = agree([norm for norm in told if norm is not None])
+        agreed = agree([norm for norm in norms if norm is not None])
         if agreed is not None:
             if not self._may_get(trainer, index, round_):
                 return False
@@ -260,9 +263,9 @@ class Faults(RuleBasedStateMachine):
 
     def _ask_norm(self, trainer: Trainer, index: int, round_: int) -> None:
         if self._may_get(trainer, index, round_):
-            told = self.pservers[index].norm_of(round_, index)
-            if told is not None or round_ <= self.pservers[index].rounds.applied:
-                trainer.norms[index] = told
+            norm = self.pservers[index].norm_of(round_, index)
+            if norm is not None or round_ <= self.pservers[index].rounds.applied:
+                trainer.norms[index] = norm
 
     def _may_get(self, trainer: Trainer, index: int, round_: int) -> bool:
         pserver = self.pservers[index]
@@ -316,7 +319,7 @@ class Faults(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9))
     def hear_trainer(self, which: int) -> None:
-        """It has its place back as long as that is nobody else's, and the members have not been changed without it."""
+        """Give a silent trainer its place back while it is free and still counts as a member."""
         if not self.silent or self.change is not None:
             return
         trainer = self.silent[which % len(self.silent)]
@@ -509,7 +512,7 @@ class Faults(RuleBasedStateMachine):
                         assert one.totals.get(round_) == other.totals.get(round_), f"round {round_}"
 
     @invariant()
-    def whoever_has_ended_a_round_is_in_it(self) -> None:
+    def a_trainer_that_completed_a_round_is_in_it(self) -> None:
         for pserver in self.pservers:
             for (round_, rank), life in self.ended.items():
                 assert pserver.history[round_].get(rank) == life, f"trainer {rank} in round {round_}"
@@ -527,7 +530,7 @@ class Faults(RuleBasedStateMachine):
         assert not stepped or max(stepped) - min(stepped) <= self.max_delay + 1
 
     def teardown(self) -> None:
-        """If nothing more dies, whoever was lost comes back, and everybody does what is due, three rounds follow."""
+        """Complete three rounds after all lost processes have come back without further faults."""
         if not hasattr(self, "pservers"):
             return
         for rank in sorted(self.lives):
@@ -578,7 +581,7 @@ def walk(seed: int) -> None:
         action()
         faults.all_pservers_apply_the_same()
         faults.applied_rounds_are_close()
-        faults.whoever_has_ended_a_round_is_in_it()
+        faults.a_trainer_that_completed_a_round_is_in_it()
         faults.who_is_awaited_is_in_every_round()
     faults.teardown()
 

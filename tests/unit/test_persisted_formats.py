@@ -1,4 +1,4 @@
-"""What services of November 2026 have written is read by those of today: record, identity, log and checkpoints."""
+"""Files of November 2026 stay readable: record, identity, log and checkpoints."""
 
 from __future__ import annotations
 

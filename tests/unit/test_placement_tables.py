@@ -1,4 +1,4 @@
-"""docs/modes.md has the table of benchmarks/placement.py, and its conclusion follows from it."""
+"""The table of benchmarks/placement.py in docs/modes.md, and the conclusion from it."""
 
 from __future__ import annotations
 

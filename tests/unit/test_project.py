@@ -125,9 +125,9 @@ UNREACHABLE = "Traceback\nrequests.exceptions.ConnectionError: no name api.osv.d
     ("packages", "error", "code", "expected_code", "said"),
     [
         ([FINE, FINE], "", 0, 0, r"audit: 2 packages looked up, 0 with known vulnerabilities\n$"),
-        ([FINE, VULNERABLE], "", 1, 1, r"audit: bad 0\.1: CVE-1, mended in 0\.2\n"),
+        ([FINE, VULNERABLE], "", 1, 1, r"audit: bad 0\.1: CVE-1, fixed in 0\.2\n"),
         ([FINE, SKIPPED], "", 0, 1, r"unknown was not looked up: Dependency not found"),
-        (None, UNREACHABLE, 1, 0, r"audit: NOT DONE, since osv\.dev cannot be reached: requests\.exceptions\.Conn"),
+        (None, UNREACHABLE, 1, 0, r"audit: NOT DONE, as osv\.dev cannot be reached: requests\.exceptions\.Conn"),
         (None, "KeyError: 'name'", 0, 1, ""),
         (None, "KeyError: 'name'", 1, 1, ""),
     ],
@@ -293,18 +293,35 @@ def test_soak_runs_what_test_all_leaves_out_and_ends_within_an_hour() -> None:
 
 # Folders whose docstrings, comments and strings follow the rules below.
 PLAIN = [
+    ".ci",
+    "benchmarks",
     "examples",
     "gradpost",
     "ps_config",
     "ps_http2",
+    "ps_protocol",
+    "services/coordinator",
     "services/pserver",
+    "tests/attacks",
+    "tests/chaos",
+    "tests/containers",
+    "tests/dashboard",
+    "tests/docs",
+    "tests/fuzz",
+    "tests/golden",
+    "tests/gpu",
+    "tests/kubernetes",
+    "tests/prometheus",
+    "tests/unit/benchmarks",
     "tests/unit/cli",
     "tests/unit/coordinator",
     "tests/unit/protocol",
+    "tests/unit/trainer",
     "tests/unit/up",
+    "tests/warm",
 ]
 
-FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Whoever|Those|What|Whether|The same)\b")
+FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Who(?:ever)|Those|What|Whether|The same)\b")
 # Spelt so that this file contains none of the words.
 ARCHAISM = re.compile(r"\b(a(?:new)|who(?:ever)|(?:no|some|every)(?:body))\b", re.IGNORECASE)
 QUOTATION = re.compile(r"""`[^`]*`|"[^"]*"|“[^”]*”""")

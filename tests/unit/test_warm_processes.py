@@ -91,7 +91,7 @@ def test_descriptors_are_inherited_under_their_numbers(warm: WarmServers, tmp_pa
     assert run(warm.start, [sys.executable, str(script)], pass_fds=[write_end]) == ([], 0)
     os.close(write_end)
     with open(read_end, "rb") as pipe:
-        assert pipe.read() == b"through the pipe"  # and nobody else holds its other end
+        assert pipe.read() == b"through the pipe"  # no other process holds its other end
 
 
 def test_sets_are_not_in_one_order(warm: WarmServers, tmp_path: Path) -> None:

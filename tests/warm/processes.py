@@ -1,4 +1,4 @@
-"""What `subprocess.Popen` is to Child, from a warm server where the command allows it."""
+"""A replacement of `subprocess.Popen` for Child that forks a warm server where the command allows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 SERVER = Path(__file__).with_name("server.py")
-NUM_SERVERS = 2  # sets are in another order in each, as they are in processes that nobody forked
+NUM_SERVERS = 2  # the order of sets differs between them, as between new processes
 SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
 # Prefixes of variables that imports, or the first computation, read; and variables that are read later.
 MATTERS = ("LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "ATEN_", "PYTHON")
@@ -23,7 +23,7 @@ DOES_NOT = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_RUN_ID", "TORCHELAST
 
 
 class Order:
-    """What a command line of Python means. ValueError if only a new interpreter can do that."""
+    """The parsed command line of Python. Raises ValueError if it needs a new interpreter."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], warm: Mapping[str, str]) -> None:
         """`warm` is the environment of the servers."""
@@ -50,11 +50,11 @@ class Order:
         place = os.getcwd() if self.is_module else os.path.dirname(os.path.abspath(rest[0]))
         given = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
         if any(os.path.exists(os.path.join(folder, "sitecustomize.py")) for folder in given):
-            raise ValueError  # that would come before all imports
+            raise ValueError  # it would run before all imports
         self.path = [*([] if is_safe else [place]), *given]
 
     def packet(self, inherits: Sequence[int]) -> bytes:
-        """For the server, beside the descriptors that the process is to inherit under these numbers."""
+        """Return the message to the server. The process inherits descriptors with these numbers."""
         more = {"environment": {**self.environment}, "folder": os.getcwd(), "inherits": inherits}
         return json.dumps({**vars(self), **more}).encode()
 
@@ -76,7 +76,7 @@ class WarmProcess:
 
 
 class WarmServers:
-    """Start them with the first process; `close` ends them. With a `channel` there is one, at its other end."""
+    """The servers, started with the first process and ended by `close`; or the one at the other end of `channel`."""
 
     def __init__(self, channel: socket.socket | None = None) -> None:
         self._given = channel
@@ -88,7 +88,7 @@ class WarmServers:
     def start(
         self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int] = (), **others: Any
     ) -> Any:
-        """As `subprocess.Popen`, of which Child gives the others."""
+        """Start a process, with the arguments of `subprocess.Popen`."""
         try:
             order = Order(command, env, self._environment)
         except ValueError:
@@ -129,5 +129,5 @@ class WarmServers:
 
 
 def _adopt(is_on: bool) -> None:
-    """Whether a process whose parent has ended becomes a child of this one."""
+    """Make this process the parent of orphaned descendants, or not."""
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)

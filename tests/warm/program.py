@@ -1,6 +1,6 @@
-"""`python program.py gradpost up …`: that program, in a process whose Child processes a warm server forks.
+"""Run `python program.py gradpost up …` in a process whose children are forked by a warm server.
 
-The program itself is not started faster, but imports what takes seconds only once for all that it starts.
+The program starts no faster, but its children do not repeat slow imports.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if __name__ == "__main__":
     from tests.warm.processes import WarmServers
     from trainer_client.testing import processes
 
-    server.import_what_takes_long()
+    server.import_slow_modules()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork():
         theirs.close()

@@ -1,7 +1,7 @@
-"""Imports what takes seconds, and then forks a process for each order: `python server.py DESCRIPTOR`.
+"""A server that imports slow modules, and forks a process for each order: `python server.py DESCRIPTOR`.
 
-The descriptor is a socket of packets: an order there, with the standard output and what else the process is to inherit;
-its process id back. It ends with whoever has the other end.
+The descriptor is a socket. It receives orders with the standard output and other inherited descriptors, and sends the
+process ids. The server ends when the other end is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 MAX_BYTES, MAX_DESCRIPTORS = 1 << 20, 16
 
 
-def import_what_takes_long() -> None:
+def import_slow_modules() -> None:
     import fastapi  # noqa: F401
     import httpx  # noqa: F401
     import prometheus_client  # noqa: F401
@@ -29,17 +29,17 @@ def import_what_takes_long() -> None:
     import uvicorn  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # the first one imports for seconds
-    gc.freeze()  # what is never looked at is never copied
+    gc.freeze()  # objects that the collector skips are not copied
 
 
 def await_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Returns in a new process, with each order and its descriptors."""
+    """Return in a new process for each order, with the order and its descriptors."""
     while True:
         packet, descriptors, _, _ = socket.recv_fds(channel, MAX_BYTES, MAX_DESCRIPTORS)
         if not packet:
             os._exit(0)
         read_end, write_end = os.pipe()
-        middle = os.fork()  # its own child falls to who ordered it, when this one has ended
+        middle = os.fork()  # when it ends, the client becomes the parent of its child
         if middle == 0:
             middle = os.getpid()
             if os.fork():
@@ -61,8 +61,8 @@ def await_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def become(order: dict[str, Any], descriptors: list[int]) -> None:
-    """Run the order's program as `__main__`."""
-    high = [os.dup2(descriptor, 1000 + descriptor) for descriptor in descriptors]  # out of the others' way
+    """Run the ordered program as `__main__`."""
+    high = [os.dup2(descriptor, 1000 + descriptor) for descriptor in descriptors]  # beyond the requested numbers
     for descriptor in descriptors:
         os.close(descriptor)
     output, *inherited = high
@@ -89,7 +89,7 @@ def become(order: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """As ever, from the program's first line on."""
+    """Print a traceback from the program's first line on."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename in (
         __file__,
         runpy.run_path.__code__.co_filename,
@@ -99,5 +99,5 @@ def show(kind: type[BaseException], error: BaseException, traceback: TracebackTy
 
 
 if __name__ == "__main__":
-    import_what_takes_long()
+    import_slow_modules()
     become(*await_order(socket.socket(fileno=int(sys.argv[1]))))

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ps_protocol.optimizers import OptimizerSpec
-from ps_protocol.slots import StepState
+from ps_protocol.optimizers import OptimizerSpec, StepState
 
 from ..steps import Steps
 from .torch_state import OptimizerState, needed_slots, read_state, write_state

@@ -13,8 +13,17 @@ import torch
 from torch import Tensor
 
 from ps_protocol.errors import BadModel
-from ps_protocol.optimizers import RULES, OptimizerSpec, check_hyper_parameters
-from ps_protocol.slots import FRESH, MASTER, MAX_STEPS, SLOTS, StepState, slots_under
+from ps_protocol.optimizers import (
+    FRESH,
+    MASTER,
+    MAX_STEPS,
+    RULES,
+    SLOTS,
+    OptimizerSpec,
+    StepState,
+    check_hyper_parameters,
+    slots_under,
+)
 
 Groups = Sequence[Mapping[str, Any]]
 

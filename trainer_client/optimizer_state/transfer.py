@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ps_protocol.frames import encode_header
+from ps_protocol.optimizers import FRESH, MASTER, StepState, slot_key, write_states
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATES_KEY
-from ps_protocol.slots import FRESH, MASTER, StepState, slot_key, write_states
 from ps_protocol.vocabulary import Block, Round
 
 from ..client import ParameterClient

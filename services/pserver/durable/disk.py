@@ -22,7 +22,7 @@ from pydantic import field_validator
 
 from ps_protocol.errors import GradpostError, StorageFailed
 from ps_protocol.fields import Message
-from ps_protocol.messages import FrozenRounds, HeldRun, InstallRun
+from ps_protocol.membership import FrozenRounds, HeldRun, InstallRun
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.checkpoints import complete_checkpoints, leave_out_removed, read_manifest, read_shard_file

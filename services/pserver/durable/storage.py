@@ -21,7 +21,8 @@ import torch
 import xxhash
 
 from ps_protocol.errors import GradpostError
-from ps_protocol.messages import InstallRun, ShardFile
+from ps_protocol.membership import InstallRun
+from ps_protocol.messages import ShardFile
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 from services.runtime.checkpoints import (

@@ -1,4 +1,4 @@
-"""A cluster as Kubernetes would make it of rendered objects, without Kubernetes."""
+"""A cluster of rendered objects without Kubernetes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..rendering import Object, pod_of_train_job
 from .container import make_image
 from .pod import NAMESPACE, Machine, Pod
 from .volumes import empty_volume, make_secrets, secret_volume
-from .wires import NOBODY, NODE, Namespace, Wires
+from .wires import NODE, UNUSED, Namespace, Wires
 
 WAIT_SECONDS = 180.0
 
 
 class Cluster:
-    """Makes every pod of these objects, all at once; closed at the end of the `with` block."""
+    """The pods of these objects, started at once and ended with the `with` block."""
 
     def __init__(self, objects: list[Object], folder: Path) -> None:
         self.objects = objects
@@ -67,7 +67,7 @@ class Cluster:
         self._guardian.close()
 
     def replace(self, name: str) -> Pod:
-        """A pod is gone with its machine; the next one has its name and volumes, and another address."""
+        """Replace a pod whose machine failed by one with the same name and volumes, and another address."""
         with self._rewiring:
             old = self.pods.pop(name)
         old.kill()
@@ -80,14 +80,14 @@ class Cluster:
         return new
 
     def add_stranger(self, name: str, labels: Labels, namespace: str) -> Namespace:
-        """A pod that is not of these objects, and runs nothing."""
+        """Add the network of a pod that is not of these objects, and runs nothing."""
         network, address = self.wires.plug()
         self.strangers[name] = network, address, Place(labels, namespace)
         self._rewire()
         return network
 
     def wait_for(self, pattern: str, number: int = 1) -> list[tuple[str, str]]:
-        """Names and whole lines of so many lines that match, once they are there."""
+        """Wait for so many matching lines, and return them with the names of their pods."""
         found: list[tuple[str, str]] = []
 
         def are_there() -> bool:
@@ -98,21 +98,21 @@ class Cluster:
         return found
 
     def wait_until_ready(self) -> None:
-        """Every pod is, or has ended well."""
+        """Wait until every pod is ready or has succeeded."""
         self._wait_until(lambda: all(pod.is_ready for pod in self.pods.values()))
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Raises AssertionError with all output if it never is, or if a pod ends badly."""
+        """Raise AssertionError with the output after the time, or if a pod fails."""
         until = time.monotonic() + WAIT_SECONDS
         with self._changed:
             while not is_so():
                 assert time.monotonic() < until, self.describe()
                 for pod in self.pods.values():
                     assert pod.process.is_running or pod.process.exit_code == 0, self.describe()
-                self._changed.wait(1)  # an end changes nothing here
+                self._changed.wait(1)  # the end of a pod does not notify
 
     def describe(self) -> str:
-        """For a failure."""
+        """Return pods and output for a failure."""
         return "\n".join([*map(repr, self.pods.values()), *(f"[{name}] {line}" for name, line in self.lines[-200:])])
 
     def _on_line(self, name: str, line: str) -> None:
@@ -121,7 +121,7 @@ class Cluster:
             self._changed.notify_all()
 
     def _wanted(self) -> Iterator[tuple[str, int, Object]]:
-        """The coordinator last: who starts first must not matter."""
+        """Yield name, index and template of all pods, the coordinator last, as the order must not matter."""
         for one in sorted(self.objects, key=lambda one: one["kind"], reverse=True):
             name, spec = one["metadata"]["name"], one.get("spec", {})
             if one["kind"] == "TrainJob":
@@ -135,7 +135,7 @@ class Cluster:
                 yield f"{name}-{index}", index, template
 
     def _mount(self, name: str, template: Object) -> dict[str, Path]:
-        """The folder at each path."""
+        """Return the folder at each path."""
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         [container] = template["spec"]["containers"]
         folders = {}
@@ -156,17 +156,17 @@ class Cluster:
             self._changed.notify_all()
 
     def _rewire(self) -> None:
-        """Bring names and rules to how the pods are now."""
+        """Update names and network rules for the current pods."""
         with self._rewiring:
             self._write_hosts()
-            everybody = [(pod.network, pod.address, pod.place) for pod in self.pods.values()]
-            everybody += self.strangers.values()
-            for network, address, place in everybody:
-                others = [(where, other) for _, where, other in everybody if where != address]
+            all_pods = [(pod.network, pod.address, pod.place) for pod in self.pods.values()]
+            all_pods += self.strangers.values()
+            for network, address, place in all_pods:
+                others = [(where, other) for _, where, other in all_pods if where != address]
                 network.nft(self._rules(place, others))
 
     def _write_hosts(self) -> None:
-        """What CoreDNS would answer, with the namespace's search path."""
+        """Write the names that CoreDNS would resolve, with the namespace's search path."""
         lines = ["127.0.0.1 localhost"]
         for one in self.objects:
             if one["kind"] != "Service":
@@ -177,8 +177,8 @@ class Cluster:
             if spec.get("clusterIP") == "None":
                 lines += [f"{pod.address} {_long_names(f'{pod.name}.{service}')}" for pod in published]
             else:
-                lines.append(f"{published[0].address if published else NOBODY} {_long_names(service)}")
-        with self._machine.hosts.open("r+") as file:  # in place: it is mounted; and never empty: it is read meanwhile
+                lines.append(f"{published[0].address if published else UNUSED} {_long_names(service)}")
+        with self._machine.hosts.open("r+") as file:  # in place, as it is mounted, and never empty
             file.write("".join(f"{line}\n" for line in lines))
             file.truncate()
 
@@ -186,7 +186,7 @@ class Cluster:
         policies = [one for one in self.objects if one["kind"] == "NetworkPolicy"]
         chains = []
         for hook, side, direction in (("input", "saddr", "Ingress"), ("output", "daddr", "Egress")):
-            # Who is under no policy in this direction may do everything, to addresses that nobody has, too.
+            # A pod without a policy in this direction may connect to any address.
             is_open = not any(
                 one["metadata"]["namespace"] == own.namespace and direction in one["spec"]["policyTypes"]
                 for one in policies

@@ -1,7 +1,7 @@
-"""A pod's container without an engine: an image made of what this machine has, and the pod's own volumes in it.
+"""A pod's container without an engine: an image of this machine's files with the pod's volumes.
 
-The image has what deploy/docker/Dockerfile puts there, at the same places: `python3` and `gradpost` on the path, and
-the examples. They are this checkout and the Python that runs the tests.
+As in deploy/docker/Dockerfile, `python3` and `gradpost` are on the path, and the examples at the same place. They are
+those of this checkout and of the Python that runs the tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AS_USER = (
 
 
 def make_image(folder: Path) -> None:
-    """Write what is not on this machine."""
+    """Write the programs that this machine lacks."""
     bin_ = folder / "bin"
     bin_.mkdir(parents=True)
     for name, command in (("python3", ""), ("gradpost", "-P -m gradpost")):
@@ -36,9 +36,9 @@ def make_image(folder: Path) -> None:
 
 
 def command_in(root: Path, image: Path, mounts: Mapping[str, Path], hosts: Path, command: Sequence[str]) -> list[str]:
-    """What runs `command` in a new mount namespace, with a read-only root and without any right.
+    """Return a command that runs `command` in a new mount namespace with a read-only root and without privileges.
 
-    It is the process that is started itself, in the end. `root` is an empty folder.
+    The started process becomes that of `command`. `root` is an empty folder.
     """
     script = ["set -e", f"mount -t tmpfs -o mode=755 image {root}"]
     for name in _SYSTEM:
@@ -61,7 +61,7 @@ def command_in(root: Path, image: Path, mounts: Mapping[str, Path], hosts: Path,
 
 
 def command_beside(pid: int, command: Sequence[str]) -> list[str]:
-    """What runs `command` in the container of a process, as the kubelet does for an exec probe."""
+    """Return a command that runs `command` in the container of a process, as the kubelet's exec probes do."""
     return ["nsenter", "--target", str(pid), "--mount", "--net", "--root", *_AS_USER, *command]
 
 

@@ -1,4 +1,4 @@
-"""One pod: its process, and the kubelet that probes it."""
+"""One pod: its process, and the kubelet's probes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMESPACE = "gradpost"
 
 @dataclass(frozen=True)
 class Machine:
-    """What all pods share."""
+    """The shared parts of all pods."""
 
     wires: Wires
     image: Path
@@ -37,7 +37,7 @@ class Machine:
 
 
 class Pod:
-    """Runs from now on, at a new address, until it is stopped or killed."""
+    """A pod with a new address."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Pod:
         self._environ = {**ENVIRON, **environment(objects, template, fields)}
         self.place: Place = place_of(template, NAMESPACE)
         self.is_ready = False
-        self.failures: list[str] = []  # for which a kubelet would start it again
+        self.failures: list[str] = []  # for which a kubelet would restart it
         self._ends = threading.Event()
         self._process: Child | None = None
 
@@ -91,13 +91,13 @@ class Pod:
         return self._process
 
     def kill(self) -> None:
-        """As if its machine had gone."""
+        """Kill it as if its machine had failed."""
         self._machine.wires.unplug(self.network)
         self.process.signal(SIGKILL)
         self.close()
 
     def stop(self) -> int:
-        """As a kubelet does it; the exit code."""
+        """Stop it as a kubelet does, and return the exit code."""
         self._ends.set()
         code = self.process.stop(self.template["spec"]["terminationGracePeriodSeconds"])
         self.close()
@@ -150,7 +150,7 @@ class Pod:
             self._ends.wait(probe["periodSeconds"])
 
     def _probe(self, probe: Object) -> str | None:
-        """None, or what is wrong."""
+        """Return None, or the reason of a failure."""
         try:
             if "exec" in probe:
                 command = command_beside(self.process.pid, probe["exec"]["command"])
@@ -165,7 +165,7 @@ class Pod:
     def _get(self, how: Object, timeout: float) -> str | None:
         _, port = self.place.ports[how["port"]]
         connection: http.client.HTTPConnection
-        if how.get("scheme", "HTTP") == "HTTPS":  # it compares nothing, and has no certificate of its own
+        if how.get("scheme", "HTTP") == "HTTPS":  # a kubelet verifies nothing and has no certificate
             context = ssl.create_default_context()
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             connection = http.client.HTTPSConnection(self.address, port, timeout=timeout, context=context)

@@ -1,4 +1,4 @@
-"""Prometheus, as far as the operator's monitors tell it how to ask."""
+"""The requests of Prometheus that the operator's monitors define."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .pod import Pod
 
 
 def scrape(cluster: Cluster) -> dict[str, str]:
-    """The page of every pod that a monitor leads to, asked for from Prometheus' own pod."""
+    """Return the page of every pod that a monitor selects, requested from the pod of Prometheus."""
     network = cluster.add_stranger("prometheus", {"app.kubernetes.io/name": "prometheus"}, "monitoring")
     pages = {}
     for monitor in cluster.objects:

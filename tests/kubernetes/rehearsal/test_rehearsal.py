@@ -1,6 +1,6 @@
-"""The pods of an overlay, really run: their commands, variables, volumes, probes, and the rules of the network.
+"""The pods of an overlay as real processes, with their commands, variables, volumes, probes and network rules.
 
-What is not Kubernetes here: names come from a hosts file, a Service leads straight to its pod, and volumes are folders.
+Unlike in Kubernetes names come from a hosts file, a Service is the address of its pod, and volumes are folders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAST_LINE = r"^trained: mode=sync transport=HTTP/2 accuracy=0\.9\d+ rounds=\d+ s
 
 
 def render_with_checkpoints(overlay: str, folder: Path) -> list[Object]:
-    """As a user would: an overlay over ours. The examples are too short for a checkpoint every 1,000 rounds."""
+    """Render an overlay over ours, as the examples are too short for a checkpoint every 1,000 rounds."""
     patch = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -46,14 +46,14 @@ def render_with_checkpoints(overlay: str, folder: Path) -> list[Object]:
 )
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("rehearsal")
-    for parent in folder.parents[:2]:  # pytest lets nobody else in, and the pods have a user of their own
+    for parent in folder.parents[:2]:  # pytest excludes other users, such as that of the pods
         parent.chmod(0o755)
     objects = render_with_checkpoints(request.param, folder)
     with Cluster(objects, folder / "machine") as cluster:
         yield cluster
 
 
-def test_it_trains_to_the_end_though_a_pserver_moves(cluster: Cluster) -> None:
+def test_training_succeeds_although_a_pserver_moves(cluster: Cluster) -> None:
     pods = cluster.pods
     cluster.wait_for(r"^epoch  2 of 8")
     if any(one["kind"] == "ServiceMonitor" for one in cluster.objects):
@@ -73,7 +73,7 @@ def test_it_trains_to_the_end_though_a_pserver_moves(cluster: Cluster) -> None:
     assert cluster.wait_for("restored from disk")[0][0] == "pserver-0"
 
     cluster.wait_until_ready()
-    check_who_reaches_whom(cluster)
+    check_network(cluster)
     services = [pod for pod in pods.values() if pod.role != "trainer"]
     assert [pod.failures for pod in services] == [[], [], []]
     assert not [line for _, line in cluster.lines if "may be read by others" in line]
@@ -82,8 +82,8 @@ def test_it_trains_to_the_end_though_a_pserver_moves(cluster: Cluster) -> None:
         assert not [line for _, line in cluster.lines if secret.decode() in line]
 
 
-def check_who_reaches_whom(cluster: Cluster) -> None:
-    """The rules do not merely stand there."""
+def check_network(cluster: Cluster) -> None:
+    """Check that the network rules have effect."""
     pods = cluster.pods
     coordinator, pserver = pods["coordinator-0"], pods["pserver-1"]
     trainer, other = (pod for pod in pods.values() if pod.role == "trainer")
@@ -92,8 +92,8 @@ def check_who_reaches_whom(cluster: Cluster) -> None:
     assert pods["pserver-0"].network.try_to_connect(coordinator.address, 7070) == "open"
     assert pods["pserver-0"].network.try_to_connect(pserver.address, 7071) == "blocked"
     assert trainer.network.try_to_connect(other.address, 7072) == "blocked"
-    assert trainer.network.try_to_connect(NODE, 7070) == "blocked"  # nor the world behind it
+    assert trainer.network.try_to_connect(NODE, 7070) == "blocked"  # nor other hosts
     elsewhere = cluster.add_stranger("elsewhere", trainer.place.labels, "default")
-    assert elsewhere.try_to_connect(NODE, 7070) == "refused"  # it may go where it likes
+    assert elsewhere.try_to_connect(NODE, 7070) == "refused"  # it has no policy
     for pod, port in ((coordinator, 7070), (pserver, 7071), (trainer, 7072)):
         assert elsewhere.try_to_connect(pod.address, port) == "blocked"

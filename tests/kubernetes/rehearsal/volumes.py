@@ -12,11 +12,11 @@ import trustme
 from ..rendering import Object
 from .container import USER
 
-Secrets = dict[str, dict[str, bytes]]  # by name: keys and what they hold
+Secrets = dict[str, dict[str, bytes]]  # by name and key
 
 
 def make_secrets(objects: list[Object]) -> Secrets:
-    """What `gradpost token create` and `kubectl create secret` make, and cert-manager."""
+    """Make the Secrets of `gradpost token create` and of cert-manager."""
     made = {"gradpost-tokens": {scope: secrets.token_urlsafe(32).encode() for scope in ("read", "train", "admin")}}
     authority = trustme.CA()
     for one in objects:
@@ -32,13 +32,13 @@ def make_secrets(objects: list[Object]) -> Secrets:
 
 
 def secret_volume(folder: Path, volume: Object, secret: Mapping[str, bytes]) -> Path:
-    """A folder of links, which lead to another folder that can be replaced as a whole; root's and the pod's group's."""
+    """Make a folder of links into another one, which is replaced atomically, for root and the pod's group."""
     data = folder / "..2026_11_22"
     data.mkdir(parents=True)
     keys = {item["key"]: item["path"] for item in volume.get("items", [{"key": key, "path": key} for key in secret])}
     for key, path in keys.items():
         (data / path).write_bytes(secret[key])
-        (data / path).chmod(volume["defaultMode"] | 0o440)  # what the group adds
+        (data / path).chmod(volume["defaultMode"] | 0o440)  # the group may read
         os.chown(data / path, 0, USER)
         (folder / path).symlink_to(Path("..data") / path)
     (folder / "..data").symlink_to(data.name)
@@ -49,7 +49,7 @@ def secret_volume(folder: Path, volume: Object, secret: Mapping[str, bytes]) -> 
 
 
 def empty_volume(folder: Path) -> Path:
-    """An emptyDir, or a claim: whoever is in the pod's group may write."""
+    """Make an emptyDir or a claim, which the pod's group may write to."""
     folder.mkdir(parents=True, exist_ok=True)
     os.chown(folder, 0, USER)
     folder.chmod(0o2775)

@@ -1,9 +1,9 @@
-"""Network namespaces on one bridge, as the pods of a cluster whose network plug-in keeps to policies.
+"""Network namespaces on one bridge, as pods of a cluster whose network plug-in enforces policies.
 
     the node: a bridge, 10.213.78.1  ═══ veth ═══ 10.213.78.10, a pod
                                      ═══ veth ═══ 10.213.78.11, another …
 
-The bridge is in a namespace of its own, so that nothing of this is seen on the machine.
+The bridge has its own namespace, so that the machine's network is not changed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks import namespaces
 from ...cluster.surroundings import run
 
 NODE = "10.213.78.1"  # where the kubelet's probes come from
-NOBODY = "10.213.78.2"  # the node's, too; nothing listens there, as on a Service without a pod that is ready
+UNUSED = "10.213.78.2"  # of the node, without a listener, as a Service without a ready pod
 CONNECT_SECONDS = 0.5  # the kernels answer
 
 
 class Namespace(namespaces.Namespace):
-    """One whose own loopback is up."""
+    """A network namespace with loopback."""
 
     def __init__(self) -> None:
         try:
@@ -43,7 +43,7 @@ class Namespace(namespaces.Namespace):
         assert done.returncode == 0, done.stderr
 
     def try_to_connect(self, address: str, port: int) -> Literal["open", "refused", "blocked"]:
-        """What becomes of a connection from here. Who is refused has got through."""
+        """Try a connection from here. A refused one has passed the network rules."""
         try:
             self.call(socket.create_connection, (address, port), CONNECT_SECONDS).close()
         except ConnectionRefusedError:
@@ -54,7 +54,7 @@ class Namespace(namespaces.Namespace):
 
 
 class Wires:
-    """The node and its bridge, and a new address for every pod."""
+    """The node with its bridge, and the addresses of pods."""
 
     def __init__(self) -> None:
         if os.geteuid() != 0:
@@ -67,13 +67,13 @@ class Wires:
         for command in (
             "link add bridge0 type bridge",
             f"address add {NODE}/24 dev bridge0",
-            f"address add {NOBODY}/24 dev bridge0",
+            f"address add {UNUSED}/24 dev bridge0",
             "link set bridge0 up",
         ):
             self.node.ip(command)
 
     def plug(self) -> tuple[Namespace, str]:
-        """A new namespace and its address."""
+        """Return a new namespace and its address."""
         pod = Namespace()
         self._taken += 1
         address = f"10.213.78.{self._taken}"
@@ -84,7 +84,7 @@ class Wires:
         return pod, address
 
     def unplug(self, pod: Namespace) -> None:
-        """As if its machine had gone: not even a last word gets out."""
+        """Disconnect a pod as if its machine had failed, so that it sends nothing more."""
         self.node.ip(f"link delete pod{pod.pid}")
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import httpx
 from starlette.types import ASGIApp, Message
 
 from ps_protocol.errors import GradpostError, NotReady
-from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun
 from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.settings import CoordinatorSettings

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import Conflict, NotFound, TryAgain
-from ps_protocol.messages import FrozenRounds, HeldRun
+from ps_protocol.membership import FrozenRounds, HeldRun
 from services.coordinator import administration
 from services.coordinator.administration import Administration
 from services.coordinator.coordinator import Coordinator

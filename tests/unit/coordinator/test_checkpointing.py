@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from ps_protocol.errors import NotReady, StaleRound, TryAgain
-from ps_protocol.membership import Controls, Membership
-from ps_protocol.messages import WantCheckpoint
+from ps_protocol.membership import Controls, Membership, WantCheckpoint
 from ps_protocol.routes import WANT_CHECKPOINT
 from services.coordinator import checkpointing
 from services.coordinator.administration import Administration

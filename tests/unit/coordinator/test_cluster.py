@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ps_protocol.errors import NotReady, RoundTimeout, StalePserver, TrainerLost
-from ps_protocol.messages import FrozenRounds, HeldRun
+from ps_protocol.membership import FrozenRounds, HeldRun
 from ps_protocol.plan import SlicePlan
 from services.coordinator.cluster import Cluster
 from services.coordinator.pservers import PserverRegistry
@@ -374,7 +374,7 @@ def test_successive_runs_on_the_same_pservers():
         assert cluster.run.state == "finished"
         assert not cluster.pserver_heartbeat(0, beat(), 2).stop
         assert not cluster.may_exit
-        join_all(cluster, 2, life=run)
+        join_all(cluster, 2, suffix=run)
         assert cluster.start_run_if_complete()
         assert cluster.installation(0, 1, None).incarnation == 1
         cluster.finish_change()

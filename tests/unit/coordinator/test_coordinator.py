@@ -15,7 +15,8 @@ import pytest
 
 from ps_protocol.errors import BadModel, NotReady, StalePserver, StorageFailed, TrainerLost, TryAgain
 from ps_protocol.fields import Message
-from ps_protocol.messages import InstallMembers, InstallRun, PserverState
+from ps_protocol.membership import InstallMembers, InstallRun
+from ps_protocol.messages import PserverState
 from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, LEAVE, REGISTER_PSERVER
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
@@ -183,11 +184,11 @@ async def test_all_trainers_receive_the_same_duration_of_a_round(tmp_path: Path,
         coordinator = Coordinator(CoordinatorSettings(state_dir=tmp_path), http)
 
     async def summarize(round_: int, now: float) -> tuple[int, float]:
-        async def answer(_: object) -> list[PserverState]:
+        async def answer() -> list[PserverState]:
             facts = {"index": 0, "transports": (), "shard_bytes": 0, "pushed_bytes": 0, "pulled_bytes": 0}
             return [PserverState.model_construct(run=coordinator.cluster.run.name, round=round_, **facts)]
 
-        monkeypatch.setattr(coordinator, "ask_pservers", answer)
+        monkeypatch.setattr(coordinator, "read_states", answer)
         monkeypatch.setattr(coordinator, "now", lambda: now)
         summary = await coordinator.summary()
         return summary.rounds, summary.seconds

@@ -10,8 +10,7 @@ import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import NotReady, TrainerLost
-from ps_protocol.membership import Controls, Membership
-from ps_protocol.messages import FrozenRounds, HeldRun
+from ps_protocol.membership import Controls, FrozenRounds, HeldRun, Membership
 from ps_protocol.plan import SlicePlan
 from services.coordinator import record as record_module
 from services.coordinator.cluster import Cluster

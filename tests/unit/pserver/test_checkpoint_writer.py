@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ps_protocol.errors import StaleRun, StorageFailed, TryAgain
-from ps_protocol.membership import Membership
-from ps_protocol.messages import PserverHeartbeatReply, WantCheckpoint
+from ps_protocol.membership import Membership, WantCheckpoint
+from ps_protocol.messages import PserverHeartbeatReply
 from services.pserver.durable import storage
 from services.pserver.durable.update_log import list_segments
 from services.runtime.checkpoints import Manifest, round_folder, write_manifest

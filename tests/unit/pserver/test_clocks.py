@@ -168,6 +168,18 @@ def test_a_setting_without_effect_is_refused() -> None:
     assert [Consistency(mode="ssp").max_staleness, Consistency(mode="ssp", max_staleness=0).max_staleness] == [4, 0]
 
 
+def test_a_clock_waits_for_the_oldest_step() -> None:
+    clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async"))
+    committed = []
+    for step, name in ((1, "slow"), (2, "quick")):
+        clocks.stage_blocks(0, {name: "g"}, 1, NUMBERS, step - 1)
+        committed.append(clocks.commit(0))
+    assert not clocks.count_applied_block(committed[1])
+    assert (clocks.clocks, clocks.applied) == ({0: 0}, 0)
+    assert clocks.count_applied_block(committed[0])
+    assert (clocks.clocks, clocks.applied) == ({0: 2}, 2)
+
+
 def test_the_open_step_of_a_rank_outlives_its_membership():
     clocks = Clocks({0: 1, 1: 1}, Consistency(mode="async"))
     clocks.install_members(Membership({1: 1}))

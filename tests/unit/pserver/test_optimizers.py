@@ -13,9 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ps_protocol.optimizers import MEAN, RULES
+from ps_protocol.optimizers import MEAN, RULES, StepState
 from ps_protocol.plan import make_plan
-from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import PLACEMENTS, WINDOW, ParameterSpec
 from services.pserver import optimizer_rules
 from services.pserver.layout import ShardLayout

@@ -17,7 +17,8 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import StorageFailed
-from ps_protocol.messages import PserverRegistered, RegisterPserver, WantCheckpoint
+from ps_protocol.membership import WantCheckpoint
+from ps_protocol.messages import PserverRegistered, RegisterPserver
 from services.pserver import registration
 from services.pserver.durable import storage
 from services.pserver.durable.disk import Disk

@@ -11,10 +11,9 @@ from torch import nn
 
 from ps_protocol.errors import BadModel
 from ps_protocol.frames import parse_frame
-from ps_protocol.optimizers import RULES
+from ps_protocol.optimizers import FRESH, RULES, StepState, read_states, split_key
 from ps_protocol.plan import make_plan
 from ps_protocol.routes import STATES_KEY
-from ps_protocol.slots import FRESH, StepState, read_states, split_key
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client.optimizer_state.loading import Loading
 from trainer_client.optimizer_state.torch_state import ParameterState, read_state, write_state

@@ -1,7 +1,7 @@
-// Asking the coordinator. Addresses are relative to the page, so that a port-forward or a path prefix changes nothing.
+// Requests to the coordinator. URLs are relative to the page, so that port-forwards and path prefixes work.
 
-// sessionStorage: the token stays in this tab and goes with it. localStorage would keep it for whatever is served under
-// this address next, and localhost:7070 is another cluster tomorrow. The path tells clusters behind one proxy apart.
+// sessionStorage: the token is deleted with this tab. localStorage would send it to the next cluster at this address,
+// such as localhost:7070. The path distinguishes clusters behind one proxy.
 const KEY = `gradpost.token:${new URL(".", location.href).pathname}`;
 const TIMEOUT_MS = 10_000;
 

@@ -1,4 +1,4 @@
-// The page: asks once a second while it is looked at, and says so when it cannot.
+// The page: polls once a second while it is visible, and shows when that fails.
 
 import { ask, forgetToken, hasToken, keepToken } from "./api.js";
 import { loadCharts } from "./charts.js";
@@ -13,9 +13,9 @@ import { showSpeed, showStaleness } from "./rates.js";
 import { setUpTheme } from "./theme.js";
 
 const PERIOD_MS = 1000;
-const CURVES_EVERY = 2; // rounds of asking
+const CURVES_EVERY = 2; // polls
 const MAX_RETRY_MS = 5000;
-const POINTS = 3000; // of all curves of one name
+const POINTS = 3000; // of all curves of one result
 
 let turn = 0;
 let silentSince = null;
@@ -45,7 +45,7 @@ async function refresh() {
   if (canRead && isSeen(byId("parameter"))) await refreshStatistics();
 }
 
-// A pserver that is away or a value that is not there yet is no reason to stop showing the rest.
+// A missing pserver or value must not hide the others.
 async function refreshStatistics() {
   try {
     await parameters.refreshStatistics();
@@ -79,7 +79,7 @@ async function run() {
       silentSince ??= Date.now() / 1000;
       wait = Math.min(MAX_RETRY_MS, PERIOD_MS * 2);
       const why = error.status ? error.message : "the coordinator does not answer";
-      connection("gone", `${why}, since ${format.clock(silentSince)}; trying again`);
+      connection("gone", `${why}, since ${format.clock(silentSince)}; retrying`);
     }
   } finally {
     asking = false;
@@ -97,14 +97,14 @@ function connection(state, text) {
 function askForToken(error) {
   connection("locked", "signed out");
   leaveEvents();
-  show(byId("sign-in-problem"), error && hasToken() ? `This token will not do: ${error.message}.` : "");
+  show(byId("sign-in-problem"), error && hasToken() ? `This token was refused: ${error.message}.` : "");
   forgetToken();
   byId("forget").hidden = true;
   byId("token").value = "";
   byId("sign-in").showModal();
 }
 
-byId("sign-in").addEventListener("cancel", (event) => event.preventDefault()); // without one there is nothing to see
+byId("sign-in").addEventListener("cancel", (event) => event.preventDefault()); // without a token there is nothing to show
 byId("sign-in").addEventListener("close", () => {
   keepToken(byId("token").value.trim());
   byId("token").value = "";

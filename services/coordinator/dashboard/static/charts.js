@@ -1,4 +1,4 @@
-// Charts, drawn by Plotly: it is loaded after the page, and draws what is on the screen, once in two seconds.
+// Charts by Plotly, which is loaded after the page. Visible charts are drawn every two seconds.
 
 import { byId } from "./dom.js";
 
@@ -32,7 +32,7 @@ export function loadCharts() {
   document.head.append(script);
 }
 
-// A colour of the style sheet as the browser has worked it out: light or dark.
+// The computed colour of the style sheet, for the light or dark theme.
 export function colour(name) {
   const probe = byId("main");
   probe.style.setProperty("outline-color", `var(--${name})`);
@@ -41,7 +41,7 @@ export function colour(name) {
 
 export const series = (i) => colour(SERIES[i % SERIES.length]);
 
-// Show this figure: { traces: () => […], layout, label }. Colours are asked for when it is drawn.
+// Show this figure: { traces: () => […], layout, label }. Colours are computed when it is drawn.
 export function draw(id, figure, { now = false } = {}) {
   wanted.set(id, figure);
   byId(id).setAttribute("aria-label", figure.label);
@@ -49,7 +49,7 @@ export function draw(id, figure, { now = false } = {}) {
   drawDue();
 }
 
-// The colours have changed.
+// Redraw all charts in the colours of another theme.
 export function redraw() {
   drawnAt.clear();
   drawDue(true);

@@ -1,14 +1,14 @@
-// What trainers report: one curve for each trainer, of the name that is chosen.
+// Reported results: one curve for each trainer, of the selected name.
 
 import { draw, series } from "./charts.js";
 import { byId, flag, keep, make, show } from "./dom.js";
 import * as format from "./format.js";
 
-const MAX_NAMED = 6; // more trainers than colours: all alike, and pale
+const MAX_NAMED = 6; // with more trainers than colours, all are pale
 
 let chosen = "loss";
 let newest = { curves: {} };
-let steps = "round"; // what is counted on the axis
+let steps = "round"; // the unit of the axis
 
 export function showCurves(answer, unit) {
   newest = answer;

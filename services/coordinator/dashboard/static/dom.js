@@ -1,4 +1,4 @@
-// Writing into the page: only what has changed, so that selections, focus and scroll positions stay.
+// Updates of the page: only changes are written, so that selections, focus and scroll positions stay.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -11,7 +11,7 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Show `text`; `value` is what the API said, for whoever wants the exact figure.
+// Show `text`; `value` is the exact value of the API.
 export function show(element, text, value) {
   if (element.textContent !== text) element.textContent = text;
   const exact = value === undefined ? null : JSON.stringify(value);
@@ -22,7 +22,7 @@ export function flag(element, name, on) {
   if (element.hasAttribute(name) !== Boolean(on)) element.toggleAttribute(name, Boolean(on));
 }
 
-// One child for each item, made once by `create` and brought up to date by `update`; a key names it.
+// One child for each item and its key: created by `create`, then updated by `update`.
 export function keep(parent, items, key, create, update) {
   const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   items.forEach((item, i) => {

@@ -1,4 +1,4 @@
-// The event log: newest first, followed while the page is looked at.
+// The event log: newest first, streamed while the page is visible.
 
 import { readEvents } from "./api.js";
 import { byId, flag, make, show } from "./dom.js";
@@ -26,10 +26,10 @@ export async function followEvents() {
       show(byId("events-note"), "live");
       for await (const event of readEvents("v1/events/stream", lastId, mine.signal)) add(event);
     } catch (error) {
-      if (error.wantsToken) break; // the next status asks for one
+      if (error.wantsToken) break; // the next status request asks for one
     }
     if (mine.signal.aborted) break;
-    show(byId("events-note"), "connecting again");
+    show(byId("events-note"), "reconnecting");
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
   if (following === mine) following = null;

@@ -1,4 +1,4 @@
-// Numbers as people read them: three significant digits, with a unit.
+// Numbers for people: three significant digits and a unit.
 
 const whole = new Intl.NumberFormat("en");
 const NONE = "–";
@@ -17,7 +17,7 @@ export function digits(value, most = 3) {
   return text.replaceAll("-", "−");
 }
 
-// A rate keeps its decimals, so that it does not jump about while it changes.
+// A rate has fixed decimals, so that its width is stable.
 export function rate(value) {
   if (!isNumber(value)) return NONE;
   return value >= 100 ? whole.format(Math.round(value)) : value.toFixed(value >= 10 ? 1 : 2);
@@ -45,7 +45,7 @@ export function seconds(value) {
   return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
 }
 
-// Of a heartbeat: how many tenths of a second is enough to see that it is late.
+// The age of a heartbeat: tenths of a second show that it is late.
 export const age = (value) => (value < 60 ? `${value.toFixed(1)} s` : seconds(value));
 
 export const clock = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");

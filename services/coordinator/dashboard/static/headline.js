@@ -1,9 +1,9 @@
-// What comes first: the run, its figures, and what somebody should know about it.
+// The headline: the run, its figures and notices.
 
 import { byId, keep, make, show } from "./dom.js";
 import * as format from "./format.js";
 
-export const LATE_SECONDS = 2; // heartbeats come once a second: what has lasted for longer is worth a look
+export const LATE_SECONDS = 2; // heartbeats come once a second, so a longer wait is a notice
 
 export const isSync = (status) => status.mode === "sync";
 export const isRing = (status) => status.num_pservers === 0;
@@ -35,7 +35,7 @@ export function showHeadline(status, activity) {
   show(byId("taking-part-more"), sync ? where : "in five seconds");
   const here = status.pservers.length;
   show(byId("num-pservers"), `${here} of ${status.num_pservers}`, here);
-  show(byId("pservers-more"), here === status.num_pservers ? "all here" : "some are missing");
+  show(byId("pservers-more"), here === status.num_pservers ? "all registered" : "incomplete");
   const number = status.num_parameters;
   show(byId("model-bytes"), number ? format.bytes(status.parameter_bytes) : "–", status.parameter_bytes);
   show(byId("model-more"), number ? `${format.count(number)} parameters` : "not declared");

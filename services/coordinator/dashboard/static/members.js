@@ -1,4 +1,4 @@
-// Who is here and takes part: trainers, their barrier, and pservers.
+// The members: trainers, their barrier, and pservers.
 
 import { byId, flag, keep, keepRows, make, show } from "./dom.js";
 import * as format from "./format.js";
@@ -11,7 +11,7 @@ function showAge(cell, seconds, matters = true) {
   flag(cell, "data-late", matters && seconds > LATE_SECONDS);
 }
 
-// What both answers say of each member, by its number.
+// The values of both answers for each member, by its number.
 function join(first, second, key) {
   const more = new Map(second.map((one) => [one[key], one]));
   return first.map((one) => ({ ...one, ...more.get(one[key]) }));
@@ -48,7 +48,7 @@ export function showTrainers(status, activity) {
     ["number", (cell, t) => show(cell, format.digits(t.results.loss, 4), t.results.loss)],
     ["number", (cell, t) => showAge(cell, t.heartbeat_age_seconds, isHere(t))],
   ]);
-  const here = `${trainers.filter(isHere).length} here, ${format.count(status.num_trainers)} wanted`;
+  const here = `${trainers.filter(isHere).length} of ${format.count(status.num_trainers)} present`;
   show(byId("trainers-note"), trainers.length ? here : "");
 }
 
@@ -78,14 +78,14 @@ export function showBarrier(status, activity) {
 }
 
 function arrivals(barrier) {
-  if (!barrier) return "All are computing";
+  if (!barrier) return "All trainers are computing";
   return `${barrier.arrived.length} of ${barrier.arrived.length + barrier.missing.length} have arrived`;
 }
 
-const waiting = (barrier) => (barrier ? "A trainer waits for others" : "Everybody goes on");
+const waiting = (barrier) => (barrier ? "A trainer waits for others" : "No trainer waits");
 
 function sinceWhen(barrier, wait) {
-  if (!barrier) return "Nobody waits for a trainer";
+  if (!barrier) return "No trainer waits for another";
   const text = `Waiting for ${format.names("trainer", barrier.missing)} since ${format.clock(barrier.waiting_since)}`;
   return wait > LATE_SECONDS ? `${text}, for ${format.seconds(wait)}` : text;
 }
@@ -96,7 +96,7 @@ export function showPservers(status, activity) {
   keepRows(byId("pservers"), join(status.pservers, activity.pservers, "index"), (pserver) => pserver.index, [
     ["", (cell, p) => {
       show(cell, String(p.index), p.index);
-      cell.title = `${p.address}, life ${p.incarnation}`;
+      cell.title = `${p.address}, incarnation ${p.incarnation}`;
     }],
     ["balance", (cell, p) => showShare(cell, (p.shard_bytes ?? 0) / largest)],
     figure("shard_bytes", format.bytes),

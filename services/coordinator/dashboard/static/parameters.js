@@ -1,15 +1,15 @@
-// The parameter browser: a list with a filter, and the statistics of the one that is chosen, read again and again.
+// The parameter browser: a list with a filter, and the statistics of the selected parameter, polled.
 
 import { ask } from "./api.js";
 import { colour, draw } from "./charts.js";
 import { byId, flag, keep, make, show } from "./dom.js";
 import * as format from "./format.js";
 
-const MAX_SHOWN = 500; // rows; the filter finds the others
+const MAX_SHOWN = 500; // rows; the filter finds others
 
 let known = { run: "", digest: "", parameters: [] };
 let chosen = null;
-let wanted = null; // what was asked for last: an answer for another one is late
+let wanted = null; // the parameter of the newest request; other answers are late
 
 export function setUpParameters(refresh) {
   byId("filter").addEventListener("input", showList);
@@ -67,7 +67,7 @@ function showList() {
     row.setAttribute("aria-selected", String(name === chosen));
     if (name === chosen) list.setAttribute("aria-activedescendant", row.id);
   });
-  show(byId("parameter-name"), chosen ?? "Choose a parameter");
+  show(byId("parameter-name"), chosen ?? "Select a parameter");
 }
 
 function makeRow({ name, shape, bytes, blocks }) {

@@ -1,4 +1,4 @@
-// How fast it goes, and how stale updates are.
+// Rates and staleness.
 
 import { colour, draw, series } from "./charts.js";
 import { byId, flag, show } from "./dom.js";
@@ -26,7 +26,7 @@ export function showSpeed(status, { rates }) {
 export function showStaleness(status, { staleness }) {
   flag(byId("staleness"), "data-empty", staleness.length === 0);
   const why = isSync(status)
-    ? "Nothing is stale in the synchronous mode: every gradient is aggregated in the round that it was computed for."
+    ? "The synchronous mode has no staleness: a gradient is aggregated in the round that it was computed for."
     : "Shown as soon as updates are applied.";
   show(byId("staleness-empty"), why);
   const bounds = staleness.map(([bound]) => bound);
@@ -48,7 +48,7 @@ export function showStaleness(status, { staleness }) {
   });
 }
 
-// Of a bin, by its upper bound and the one before it.
+// The label of a bin, from its upper bound and the one before.
 function nameOf(bound, i, bounds) {
   if (bound === null) return `> ${bounds[i - 1]}`;
   const low = i === 0 ? 0 : bounds[i - 1] + 1;

@@ -1,4 +1,4 @@
-// Light or dark: as the system says, unless somebody has chosen. The choice is no secret and stays.
+// The theme: the system's, unless the user selects one. The selection is kept in localStorage.
 
 import { redraw } from "./charts.js";
 import { byId, show } from "./dom.js";

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.messages import InstallRun
+from ps_protocol.membership import InstallRun
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.vocabulary import Durability, ParameterSpec
 from services.pserver.durable.storage import RunStorage
