@@ -81,7 +81,7 @@ def make_pserver_app(
     @app.get(routes.STATE, tags=["inspection"])
     async def state(digest: bool = False) -> PserverState:
         """Return the run, its barriers and counters; with `digest` also a digest of the whole state."""
-        async with large.place() if digest else nullcontext():
+        async with large.slot() if digest else nullcontext():
             return await pserver.describe_state(with_digest=digest)
 
     add_inspection_routes(app, pserver, large)

@@ -1,1 +1,1 @@
-"""What every service process needs, whatever its role: settings, HTTP application and server, metrics, logs."""
+"""The common part of all services: settings, HTTP application and server, metrics, logs, storage."""

@@ -1,4 +1,4 @@
-"""The FastAPI application that every service starts from."""
+"""The FastAPI application that the services have in common."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _TOKEN_SCHEME = {
 
 
 class Healthy(BaseModel):
-    """Answer of a probe that succeeds."""
+    """The answer to a successful probe."""
 
     status: Literal["ok"] = "ok"
 
@@ -70,10 +70,10 @@ def make_app(
     lifespan: Lifespan | None = None,
     limits: RequestLimits = _DEFAULT_LIMITS,
 ) -> FastAPI:
-    """An application with problem documents for errors, request metrics, and the routes that every service has.
+    """Return an application with problem documents for errors, request metrics, and the common routes.
 
-    `is_ready` returns None, or what is still missing; it is called for every probe and must be quick. `lifespan`
-    runs around serving; what it yields is not used.
+    `is_ready` returns None, or the missing condition as text; it is called for every probe and must be quick.
+    `lifespan` is entered before serving.
     """
 
     @asynccontextmanager
@@ -89,7 +89,7 @@ def make_app(
         title=title,
         version=str(PROTOCOL_VERSION),
         lifespan=measured_lifespan,
-        docs_url=None,  # ours needs no scripts
+        docs_url=None,  # the services' own page needs no scripts
         redoc_url=None,
         responses={"default": _PROBLEM_RESPONSE},
         # OpenTelemetry would measure every request a second time, those that carry tensors included.
@@ -98,24 +98,24 @@ def make_app(
     app.router.route_class = MessageRoute
     install_error_handlers(app)
     app.add_middleware(LimitRequests, limits=limits)
-    app.add_middleware(MeasureRequests, metrics=metrics)  # outside the others: it sees what the client gets
+    app.add_middleware(MeasureRequests, metrics=metrics)  # outside the others, to see what the client gets
     app.add_middleware(AnswerHead)  # added last, so outermost
 
     @app.get(HEALTH, tags=["service"])
     async def health() -> Healthy:
-        """The process lives and its event loop runs."""
+        """The process is alive and its event loop runs."""
         return Healthy()
 
     @app.get(READY, tags=["service"])
     async def ready() -> Healthy:
-        """The service can do its work; else `not_ready`, and `waiting_for` says what is missing."""
+        """The service can work; else `not_ready`, with the missing condition in `waiting_for`."""
         if missing := is_ready():
             raise NotReady(f"this {role} is not ready", waiting_for=missing)
         return Healthy()
 
     @app.options(DASHBOARD, include_in_schema=False)
     async def options(request: Request) -> Response:
-        """The process lives, as `health` says it; see RFC 9110, 9.3.7."""
+        """The process is alive, as for `health`; see RFC 9110, section 9.3.7."""
         return Response(status_code=HTTPStatus.NO_CONTENT, headers={"allow": ", ".join(allowed_methods(request))})
 
     @app.get(METRICS, tags=["service"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
@@ -126,7 +126,7 @@ def make_app(
 
     @app.get(DOCS, include_in_schema=False)
     async def docs() -> HTMLResponse:
-        """What can be asked of this service, as a page."""
+        """The requests of this service, as a page."""
         return HTMLResponse(render_operations(app.openapi()), headers=PAGE_HEADERS)
 
     return app
@@ -141,16 +141,16 @@ def add_raw_route(
     summary: str,
     openapi_extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Serve `path` with an ASGI function or method, spared the cost of a path operation.
+    """Serve `path` with an ASGI function or method, without the cost of a path operation.
 
-    A GradpostError that it raises before its response begins is answered as everywhere. It reads the request's body
-    itself, and has to limit it. OpenAPI cannot be derived from it: `openapi_extra` is the operation object
-    (parameters, requestBody, responses), completed here.
+    A GradpostError that the endpoint raises before its response begins becomes a problem document. The endpoint reads
+    and limits the request's body itself. `openapi_extra` is its OpenAPI operation object (parameters, requestBody,
+    responses), completed here.
     """
     extra = openapi_extra or {}
     responses = {**extra.get("responses", {}), "default": _PROBLEM_RESPONSE}
     operation = {"summary": summary, **extra, "responses": responses}
-    # First, because routes are tried in turn and these are the ones that every step of a training calls.
+    # First, because routes are tried in turn, and every step of a training calls these.
     app.router.routes.insert(0, RawRoute(path, asgi_endpoint, methods=methods, operation=operation))
 
 

@@ -1,8 +1,8 @@
-"""Checkpoints as files: what their folders and files are called, and what their manifests say.
+"""Names and manifests of checkpoint files.
 
 {run}/{round}/pserver-0-of-2.safetensors    the shard, flat tensors in its layout
-              pserver-0-of-2.json           its digest; written after it
-              manifest.json                 written when all of them are there: now it is a checkpoint of the model
+              pserver-0-of-2.json           its digest, written after it
+              manifest.json                 written last: it makes the shards a checkpoint of the model
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ PassOver = Callable[[str, Round, OSError], None]
 
 
 def leave_out_removed(consistency: Any) -> Any:
-    """Return a `Consistency`, as a file has it, without the settings that only earlier versions had."""
+    """Return the `Consistency` of a file without settings of earlier versions."""
     if not isinstance(consistency, dict):
         return consistency
     return {name: value for name, value in consistency.items() if name not in ("max_merged", "step_count")}
 
 
 class Manifest(Message):
-    """What makes shard files a checkpoint. The same bits are promised for the `torch` and `cpu` of its shards only."""
+    """The file that makes shards a checkpoint. Bits are reproducible with the `torch` and `cpu` of its shards only."""
 
     format: int = FORMAT
     run: str
@@ -50,14 +50,16 @@ class Manifest(Message):
     round: Round
     consistency: Annotated[Consistency, BeforeValidator(leave_out_removed)]
     plan: dict[str, Any]
-    aliases: dict[str, str] = Field(default={}, description="names of tied parameters, and what they are tied to")
+    aliases: dict[str, str] = Field(
+        default={}, description="names of tied parameters, and the parameters that they share"
+    )
     shards: tuple[ShardFile, ...]
-    controls: Controls = Field(default=Controls(), description="what an administrator had set when it was written")
+    controls: Controls = Field(default=Controls(), description="controls of an administrator when it was written")
     created: str = Field(description="date and time in UTC, ISO 8601")
 
     @property
     def newest_steps(self) -> dict[Rank, Round]:
-        """Asynchronous modes: the newest step of each rank that is in any shard."""
+        """The newest step of each rank in any shard; asynchronous modes only."""
         newest: dict[Rank, Round] = {}
         for file in self.shards:
             for rank, step in file.steps.items():
@@ -65,12 +67,12 @@ class Manifest(Message):
         return newest
 
     def slice_plan(self) -> SlicePlan:
-        """The plan that the shards were cut by."""
+        """Return the slice plan of the shards."""
         return SlicePlan.from_json(self.plan)
 
 
 def round_folder(run: str, round_: Round) -> str:
-    """Where the checkpoint of a round lies.
+    """Return the folder of the checkpoint of a round.
 
     >>> round_folder("4f1c", 128)
     '4f1c/000000000128'
@@ -79,7 +81,7 @@ def round_folder(run: str, round_: Round) -> str:
 
 
 def shard_name(index: PserverIndex, num_pservers: int) -> str:
-    """What the files of one shard are called, without their suffix.
+    """Return the name of the files of a shard, without suffix.
 
     >>> shard_name(0, 2)
     'pserver-0-of-2'
@@ -88,12 +90,12 @@ def shard_name(index: PserverIndex, num_pservers: int) -> str:
 
 
 def list_rounds(storage: CheckpointStorage, run: str) -> list[Round]:
-    """Rounds of which there is anything at all, newest first."""
+    """Return the rounds with any file, newest first."""
     return sorted((int(name) for name in storage.list(run) if _ROUND.fullmatch(name)), reverse=True)
 
 
 def read_manifest(storage: CheckpointStorage, run: str, round_: Round) -> Manifest | None:
-    """The manifest of a round; None if it has none yet. Raises DamagedFile, OSError."""
+    """Return the manifest of a round, None if it is missing. Raises DamagedFile, OSError."""
     name = f"{round_folder(run, round_)}/{MANIFEST}"
     try:
         data = storage.read(name)
@@ -103,9 +105,9 @@ def read_manifest(storage: CheckpointStorage, run: str, round_: Round) -> Manife
 
 
 def is_undone(round_: Round, attempt: int, began: Mapping[int, Round | None]) -> bool:
-    """Return whether a later attempt than this one has begun before this round.
+    """Return True if a later attempt started before this round, so that the round was discarded.
 
-    `began` has the round after which each attempt has begun, None for one that has begun with initial values.
+    `began` has the round from which each attempt started, None if it started with initial values.
 
     >>> is_undone(10, 0, {1: 12, 2: 7}), is_undone(10, 1, {1: 12, 2: 10}), is_undone(0, 0, {1: None})
     (True, False, True)
@@ -114,18 +116,18 @@ def is_undone(round_: Round, attempt: int, began: Mapping[int, Round | None]) ->
 
 
 def _pass_over_damage(run: str, round_: Round, error: OSError) -> None:
-    """A manifest that cannot be read now may be whole: what rests on an older one would be lost rounds."""
+    """Raise errors other than damage: an unreadable manifest may be intact, and an older one would lose rounds."""
     if not isinstance(error, DamagedFile):
         raise error
-    log.warning("the manifest of a checkpoint cannot be used", run=run, round=round_, error=str(error))
+    log.warning("skipping a checkpoint with a damaged manifest", run=run, round=round_, error=str(error))
 
 
 def complete_checkpoints(
     storage: CheckpointStorage, run: str, pass_over: PassOver = _pass_over_damage
 ) -> list[Manifest]:
-    """The manifests of a run, newest first; `pass_over` is called with errors, by default it raises all but damage.
+    """Return the manifests of a run, newest first. `pass_over` handles errors; by default it raises all but damage.
 
-    Those of a later attempt come before those of rounds that it has undone.
+    Manifests of a later attempt come before the rounds that it discarded.
     """
     found = []
     for round_ in list_rounds(storage, run):
@@ -140,27 +142,27 @@ def complete_checkpoints(
 
 
 def all_checkpoints(storage: CheckpointStorage, pass_over: PassOver = _pass_over_damage) -> list[Manifest]:
-    """The manifests of all runs, newest first: what `--resume` goes on with, and what `export` writes, is the first.
+    """Return the manifests of all runs, newest first; `--resume` and `export` use the first.
 
-    Runs stand in the order of the dates of their newest ones, and dates order nothing within a run: a clock that jumps
-    puts no checkpoint before a later one. Raises OSError.
+    Runs are sorted by the date of their newest manifest. Within a run dates are ignored, since clocks may jump. Raises
+    OSError.
     """
     runs = [found for run in storage.list("") if (found := complete_checkpoints(storage, run, pass_over))]
     return [manifest for one in sorted(runs, key=lambda one: one[0].created, reverse=True) for manifest in one]
 
 
 def write_manifest(storage: CheckpointStorage, manifest: Manifest) -> None:
-    """Make it a checkpoint."""
+    """Write a manifest, which completes its checkpoint."""
     storage.write(f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}", [seal(manifest)])
 
 
 def delete_manifest(storage: CheckpointStorage, manifest: Manifest) -> None:
-    """Make it none any more; its shards are left."""
+    """Delete a manifest, and leave the shards of its checkpoint."""
     storage.delete(f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}")
 
 
 def read_shard_file(storage: CheckpointStorage, run: str, file: ShardFile) -> memoryview:
-    """The bytes of a shard, checked. Raises DamagedFile."""
+    """Return the bytes of a shard after checking their digest. Raises DamagedFile."""
     name = f"{round_folder(run, file.round)}/{file.name}"
     try:
         data = storage.read(name)

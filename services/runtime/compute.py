@@ -1,4 +1,4 @@
-"""The one thread of a process on which tensor work runs, so that the event loop never does."""
+"""The compute thread of a process, which keeps tensor work off the event loop."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class _Job:
     def run(self) -> None:
         try:
             self.result = self.call()
-        except StopIteration as error:  # no future takes it
+        except StopIteration as error:  # futures refuse it
             self.error = RuntimeError(f"a job raised {error!r}")
-        except BaseException as error:  # whoever waits for it shall have it
+        except BaseException as error:  # raised in the waiting task
             self.error = error
 
-    def tell(self) -> None:
+    def resolve(self) -> None:
         if self.waiter.done():
             return
         if self.error is None:
@@ -45,13 +45,12 @@ class _Job:
 
 
 class ComputeExecutor:
-    """Runs jobs one after another, in the order in which they were submitted.
+    """An executor that runs jobs one after another, in the order of their submission.
 
-    So a job owns what it touches while it runs, without a lock, as long as only jobs touch it. Jobs must not wait
-    for the event loop. `num_jobs` may feed a gauge: `gauge.set_function(lambda: executor.num_jobs)`.
+    State that only jobs access needs no lock. Jobs must not wait for the event loop.
 
-    Waking the thread, and the loop again, costs more than stepping a small block. So jobs that are submitted in one
-    turn of the loop go to the thread together, and the loop takes all results that are there when it is woken.
+    Waking the thread, and the loop again, costs more than stepping a small block. So the jobs of one turn of the loop
+    go to the thread together, and the loop resolves all finished jobs when it is woken.
     """
 
     def __init__(self) -> None:
@@ -67,20 +66,19 @@ class ComputeExecutor:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that were submitted and are not done, the running one included."""
+        """The number of unfinished jobs, including the running one."""
         return self._num_jobs
 
     async def run(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Submit a job and wait for its result or exception.
 
-        The job belongs to the state that it changes, not to the request that asked for it: when the waiting task
-        is cancelled, the job still runs to its end, and an exception of it is logged. Raises RuntimeError once
-        the executor is closed.
+        If the waiting task is cancelled, the job still runs to its end, and its exception is logged. Raises
+        RuntimeError once the executor is closed.
         """
         if self._is_closed:
             raise RuntimeError("the compute thread has been closed")
         loop = asyncio.get_running_loop()
-        context = contextvars.copy_context()  # so that what the job logs names the request
+        context = contextvars.copy_context()  # so that log lines of the job name the request
         waiter: asyncio.Future[R] = loop.create_future()
         self._num_jobs += 1
         waiter.add_done_callback(self._job_done)
@@ -94,7 +92,7 @@ class ComputeExecutor:
             raise
 
     def close(self) -> None:
-        """Refuse further jobs, and block until those that were submitted are done."""
+        """Refuse further jobs, and block until the submitted ones are done."""
         self._is_closed = True
         self._start()
         self._pool.shutdown()
@@ -105,19 +103,19 @@ class ComputeExecutor:
             self._submitted = []
 
     def _run_all(self, jobs: list[_Job]) -> None:
-        """On the thread."""
+        """Run jobs. Called on the thread."""
         for job in jobs:
             job.run()
             self._done.append(job)
             if not self._loop_is_called:
                 self._loop_is_called = True
-                with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile, and nobody waits
-                    job.waiter.get_loop().call_soon_threadsafe(self._tell_all)
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and no task waits
+                    job.waiter.get_loop().call_soon_threadsafe(self._resolve_all)
 
-    def _tell_all(self) -> None:
-        self._loop_is_called = False  # first: whatever is done from now on calls again
+    def _resolve_all(self) -> None:
+        self._loop_is_called = False  # first, so that later jobs wake the loop again
         while self._done:
-            self._done.popleft().tell()
+            self._done.popleft().resolve()
 
     def _job_done(self, _: asyncio.Future[R]) -> None:
         self._num_jobs -= 1
@@ -125,4 +123,4 @@ class ComputeExecutor:
 
 def _log_failure(job: asyncio.Future[R]) -> None:
     if not job.cancelled() and (error := job.exception()):
-        log.error("a job failed that nobody waits for any more", exc_info=error)
+        log.error("a job failed after its request was cancelled", exc_info=error)

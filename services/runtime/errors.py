@@ -1,7 +1,7 @@
-"""Every failure of a service as one shape: an RFC 9457 problem document.
+"""Failures of a service as RFC 9457 problem documents.
 
-What a service refuses is a `GradpostError`. FastAPI's and Starlette's own errors are translated into one. Anything
-else is a bug: it is logged with its traceback, and the client learns no more than `internal_error`.
+Errors of FastAPI and Starlette are translated into `GradpostError`. Any other exception is a bug: it is logged with its
+traceback, and the client receives `internal_error` without details.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .logs import get_logger
 
 log = get_logger()
 
-MAX_PLACES = 10  # of a message that are named as wrong
+MAX_PLACES = 10  # of a message, reported as invalid
 MAX_PLACE = 200  # characters of each
 
 _CODE_OF_STATUS: Mapping[int, str] = {
@@ -53,9 +53,9 @@ _CODE_OF_STATUS: Mapping[int, str] = {
 def problem_response(
     error: GradpostError, *, instance: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The answer to a request that failed with `error`; `instance` is the request's path.
+    """Return the response to a request that failed with `error`; `instance` is the request's path.
 
-    A TryAgain says when: at once if the server has already waited on the client's behalf, else in a second.
+    The `retry-after` of a TryAgain is 0 if the server has already waited for the client, else one second.
     """
     document = error.to_problem()
     if instance is not None:
@@ -63,12 +63,12 @@ def problem_response(
     all_headers = dict(headers or {})
     if isinstance(error, TryAgain):
         all_headers["retry-after"] = "0" if error.code in ("round_pending", "queue_full") else "1"
-    # A fact that JSON does not know must not turn a clear answer into an internal error.
+    # A fact that JSON cannot represent must not cause an internal error.
     return Response(json.dumps(document, default=str), error.status, all_headers, PROBLEM_CONTENT_TYPE)
 
 
 def raise_for_problem(response: httpx.Response) -> None:
-    """Raise the GradpostError that an answer stands for, if it is one; a gateway's page is an httpx.TransportError."""
+    """Raise the GradpostError of a problem document; other errors, as of a gateway, are httpx.TransportError."""
     if response.is_error:
         if (error := error_from_answer(response.content)) is not None:
             raise error
@@ -76,29 +76,29 @@ def raise_for_problem(response: httpx.Response) -> None:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer every failure of `app`, raw ASGI routes included, with a problem document."""
+    """Answer every failure of `app`, including raw ASGI routes, with a problem document."""
     for kind in (GradpostError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)
     app.add_middleware(AnswerFailures)
 
 
 class AnswerFailures:
-    """ASGI middleware: a bug is answered with `internal_error` and logged once, and every failure gets through.
+    """ASGI middleware that answers bugs with `internal_error`, and discards the rest of a refused body.
 
-    An exception handler cannot do the first: Starlette raises an unexpected exception again after its handler has
-    answered, and the HTTP server logs it a second time. The second: over HTTP/1 a client may still be sending its
-    body when it is refused, and would be cut off before it reads why. So what it sends is read and dropped first.
+    An exception handler does not suffice: Starlette raises an unexpected exception again after its handler has
+    answered, and the HTTP server logs it a second time. Over HTTP/1 a client may still be sending its body when it is
+    refused, and would lose the connection before it reads the answer.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on. If it fails after its response began, the server cuts that off."""
+        """Process a request. If it fails after its response began, the server aborts the response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body_ended = scope["http_version"] == "2"  # which answers first and then drops the rest
+        body_ended = scope["http_version"] == "2"  # which answers first and then discards the rest
         started = False
 
         async def watch_receive() -> Message:
@@ -110,7 +110,7 @@ class AnswerFailures:
         async def watch_send(message: Message) -> None:
             nonlocal started
             if not started and message["status"] >= HTTPStatus.BAD_REQUEST and not body_ended:
-                with suppress(TimeoutError, HTTPException):  # too slow for us, or for the limit of bodies
+                with suppress(TimeoutError, HTTPException):  # slower than DISCARD_SECONDS, or than the limit of bodies
                     async with asyncio.timeout(asgi.DISCARD_SECONDS):
                         while not body_ended:
                             await watch_receive()
@@ -120,12 +120,12 @@ class AnswerFailures:
         try:
             await self._app(scope, watch_receive, watch_send)
         except ClientDisconnect:
-            if not started:  # it may have closed one direction only; saying nothing would be the server's own 500
+            if not started:  # it may have closed one direction only; without an answer uvicorn sends a 500
                 cut_off = BadInput("the request ended before its body did", code="malformed_frame")
                 await problem_response(cut_off, instance=scope["path"])(scope, watch_receive, watch_send)
         except Exception as error:
             if started and isinstance(error.__cause__, GradpostError):
-                return  # refused too late to be told: its reply was called back, for one
+                return  # too late for an answer, such as a reply that was revoked
             log.error("unexpected error", exc_info=error, method=scope["method"], path=scope["path"])
             if not started:
                 internal = GradpostError("an unexpected error; the log of the service has the traceback")

@@ -1,7 +1,7 @@
-"""Named places in the code at which a test makes this process die, pause or fail, in the way of FreeBSD's fail(9).
+"""Named places in the code at which a test can kill, stop or fail the process, as FreeBSD's fail(9) does.
 
-Off unless the setting `failpoints` arms some, such as `log.append.before=kill@3,checkpoint.rename=enospc`: what happens
-there, and at which passage (the first by default). `make chaos` and tests arm them.
+The setting `failpoints` arms them: `log.append.before=kill@3,checkpoint.rename=enospc` names an action for each, and
+the passage at which it happens (the first by default). `make chaos` and tests use it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _armed: dict[str, _Armed] = {}
 
 
 def parse_failpoints(text: str) -> dict[str, _Armed]:
-    """What is armed, by name. Raises ValueError for what does not exist.
+    """Return the armed failpoints by name. Raises ValueError for unknown names and actions.
 
     >>> parse_failpoints("apply.before=kill@3")
     {'apply.before': _Armed(action='kill', countdown=3)}
@@ -61,22 +61,22 @@ def parse_failpoints(text: str) -> dict[str, _Armed]:
         action, _, count = what.partition("@")
         if name not in NAMES or action not in ("kill", "stop", *_ERRORS) or not (count or "1").isdigit():
             expected = f"NAME=kill|stop|enospc|eio|erofs[@N], NAME one of {', '.join(sorted(NAMES))}"
-            raise ValueError(f"{item!r} is no failpoint; expected {expected}")
+            raise ValueError(f"{item!r} is not a failpoint; expected {expected}")
         armed[name] = _Armed(action, int(count or 1))
     return armed
 
 
 def arm_failpoints(text: str) -> None:
-    """Arm those that are named, and disarm all others."""
+    """Arm the named failpoints, and disarm all others."""
     armed = parse_failpoints(text)
     _armed.clear()
     _armed.update(armed)
     if armed:
-        log.warning("failpoints are armed; this process will not do its work to the end", failpoints=text)
+        log.warning("failpoints are armed; this process will fail on purpose", failpoints=text)
 
 
 def reach_failpoint(name: str) -> None:
-    """Do what was armed for this place, if anything. Raises OSError if that is an error of the disk."""
+    """Perform the action that is armed for this place, if any. Raises OSError for an error of the disk."""
     if not _armed or (armed := _armed.get(name)) is None:
         return
     armed.countdown -= 1

@@ -1,6 +1,6 @@
-"""uvicorn's HTTP/1.1 protocol with what it lacks: limits for headers, in bytes and seconds, and for connections.
+"""uvicorn's HTTP/1.1 protocol with limits for headers, connections, TLS handshakes and unread replies.
 
-And HTTP/2: a client that begins with its preface is handed over to `ps_http2`.
+A connection that begins with the preface of HTTP/2 is handed over to `ps_http2`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BadInput, GradpostError, Tr
 
 from .settings import ServiceSettings
 
-MAX_HEAD_BYTES = 64 * 1024  # the request line and all headers
-PART_BYTES = 64 * 1024  # of a reply, for one write: asyncio copies the bytes that the kernel does not take
+MAX_HEAD_BYTES = 64 * 1024  # of the request line and all headers
+PART_BYTES = 64 * 1024  # of a reply, for one write; asyncio copies what the kernel does not take
 
 
 def guard_protocol(settings: ServiceSettings, connections: int) -> type[HttpToolsProtocol]:
-    """The class of which uvicorn makes an object for each connection, without passing on settings of ours."""
+    """Return a protocol class with these settings; uvicorn creates an object of it for each connection."""
 
     class Guarded(GuardedProtocol):
         limits = settings
@@ -37,7 +37,7 @@ def guard_protocol(settings: ServiceSettings, connections: int) -> type[HttpTool
 
 
 def send_in_parts(app: ASGIApp) -> ASGIApp:
-    """Wrap `app` so that a large body is sent in parts, each of which waits until the client takes the one before."""
+    """Wrap `app` so that a large body is sent in parts, each after the client has taken the one before."""
 
     async def divided(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_parts(message: Message) -> None:
@@ -56,9 +56,10 @@ def send_in_parts(app: ASGIApp) -> ASGIApp:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. The time for a request's headers begins with the connection, later with their first byte.
+    """A connection with time-outs.
 
-    A reply that is not taken is given up, too: within the time for a body there has to be room for its next part.
+    The time-out for headers begins with the connection, later with their first byte. A reply whose next part cannot be
+    written within the time-out for bodies is aborted.
     """
 
     limits: ServiceSettings
@@ -68,17 +69,17 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.app = send_in_parts(config.loaded_app)
-        self._head_bytes = 0  # that have come since the request began, or since the last part of its body
+        self._head_bytes = 0  # received since the request began, or since the last part of its body
         self._in_head = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._refusal: GradpostError | None = None  # of what came behind a request that is not answered yet
-        self._first: bytes | None = b""  # what has come, as long as it may be HTTP/2's preface
+        self._refusal: GradpostError | None = None  # of data after a request that is not answered yet
+        self._first: bytes | None = b""  # received bytes, while they may be the preface of HTTP/2
         if config.ssl is not None:
             self.handshakes.watch(len(self.connections))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for headers, or refuse if there are too many connections."""
+        """Start the time-out for headers, or refuse if there are too many connections."""
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             self._refuse(TryAgain(f"{self.max_connections} connections are open already", code="overloaded"))
@@ -86,15 +87,15 @@ class GuardedProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the timers with their connection."""
+        """Stop the timers of the connection."""
         self._stop_timer()
         super().connection_lost(exc)
-        # uvicorn leaves both running, and each keeps the connection and its buffer in memory.
+        # uvicorn does not stop these two, and each refers to the connection and its buffer.
         self._stop_write_timer()
         self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
-        """Parse it, and refuse headers, and trailers behind a body, without an end."""
+        """Parse data, and refuse endless headers and trailers."""
         if self.transport.is_closing() or self._refusal is not None:
             return
         if self._first is not None:
@@ -115,10 +116,10 @@ class GuardedProtocol(HttpToolsProtocol):
                 BadInput("the headers are too large", code="body_too_large", expected=f"<= {MAX_HEAD_BYTES} bytes")
             )
         else:
-            self.transport.abort()  # it may have been answered already
+            self.transport.abort()  # the request may have been answered already
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Start the time-out for headers at the first byte of a request."""
         super().on_message_begin()
         self._in_head = True
         self._head_bytes = 0
@@ -126,17 +127,17 @@ class GuardedProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; a trailer, which comes the same way, is of no use to anybody."""
+        """Store a header, and drop trailers, which arrive the same way."""
         if self._in_head:
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
-        """What comes is a body, for which there are other limits."""
+        """Reset the count of header bytes: a body has other limits."""
         self._head_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Everything of this request is here."""
+        """Reset the count of header bytes at the end of a request."""
         self._head_bytes = 0
         super().on_message_complete()
 
@@ -156,7 +157,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(BadInput(msg))
 
     def on_response_complete(self) -> None:
-        """Take the next request, unless the rest of this one's body was not wanted: it could go on for ever."""
+        """Process the next request, or close the connection if the rest of this one's body was not read."""
         super().on_response_complete()
         if not self.cycle.response_complete:
             return
@@ -166,13 +167,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(self._refusal)
 
     def pause_writing(self) -> None:
-        """The client does not take its reply as fast as it is made."""
+        """Start the time-out for a client that does not read its reply."""
         super().pause_writing()
         # Not `close`, which would wait for the client.
         self._write_timer = self.loop.call_later(self.limits.body_timeout_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has taken what there was."""
+        """Stop the time-out for unread replies."""
         self._stop_write_timer()
         super().resume_writing()
 
@@ -207,17 +208,17 @@ class GuardedProtocol(HttpToolsProtocol):
     def _headers_are_late(self) -> None:
         if self._in_head:
             self._refuse(TryAgain("the headers came too slowly", code="slow_body"))
-        else:  # nothing came at all, so that nobody waits for an answer
+        else:  # without any request there is nothing to answer
             self.transport.close()
 
     def _refuse(self, error: GradpostError) -> None:
         self._stop_timer()
         if self.cycle is not None and not self.cycle.response_complete:
             if not self.cycle.more_body:
-                self._refusal = error  # what is wrong comes behind this request, and is answered after it
+                self._refusal = error  # the invalid data follows this request, and is answered after it
                 return
             if self.cycle.response_started or self.pipeline:
-                self.transport.abort()  # an answer now would be read as another one's
+                self.transport.abort()  # the client would take an answer for that of another request
                 return
         body = json.dumps(error.to_problem()).encode()
         headers = {
@@ -232,9 +233,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class Handshakes:
-    """Closes a connection whose handshake takes over `seconds`, and the oldest ones when there are too many.
+    """Limits for incomplete TLS handshakes: uvicorn does not count them, and asyncio allows a minute for each.
 
-    Too many are more than `max_connections`, with the connections whose handshake is complete.
+    A handshake may take `seconds`. If all connections together exceed `max_connections`, the oldest handshakes are
+    closed.
     """
 
     def __init__(self, *, seconds: float, max_connections: int) -> None:
@@ -244,13 +246,13 @@ class Handshakes:
         self._timers: dict[asyncio.Task[Any], asyncio.TimerHandle] = {}
 
     def watch(self, num_complete: int) -> None:
-        """Watch the connection that the current task accepts, beside `num_complete` others."""
+        """Limit the handshake of the current task; `num_complete` connections have completed theirs."""
         accepting = asyncio.current_task()
-        assert accepting is not None  # asyncio makes the protocol there
+        assert accepting is not None  # asyncio creates the protocol in that task
         close_handshake.set(accepting.cancel)  # the callbacks of its connection run in copies of this context
         self._timers[accepting] = accepting.get_loop().call_later(self._seconds, accepting.cancel)
         accepting.add_done_callback(self._forget)
-        # The newest one may go on: when its handshake is complete, it is refused with an answer.
+        # The newest one continues: after its handshake it is refused with an answer.
         while len(self._timers) > 1 and num_complete + len(self._timers) > self._max_connections:
             oldest = next(iter(self._timers))
             self._forget(oldest)

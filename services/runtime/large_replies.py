@@ -1,4 +1,4 @@
-"""Replies that are large and made anew for each request: few at once, and sent part by part."""
+"""Large replies that are created for each request: few at once, and sent in parts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ps_protocol.errors import TryAgain
 
 PART_BYTES = 1024 * 1024
 MAX_AT_ONCE = 4
-PATIENCE_SECONDS = 10.0  # of who waits for a place
+PATIENCE_SECONDS = 10.0  # for which a request waits for a slot
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A reply that is about to flow; `parts` can be read once, and are `num_bytes` in all."""
+    """A reply whose parts arrive one by one; `parts` can be read once and contain `num_bytes` together."""
 
     num_bytes: int
     parts: AsyncIterator[bytes]
@@ -28,44 +28,44 @@ class Stream:
 
 
 class LargeReplies:
-    """Places for those who look at much: inspection must not take the memory, or the compute thread, of training."""
+    """Slots for large replies: inspection must not exhaust the memory or the compute thread of training."""
 
     def __init__(self, max_at_once: int = MAX_AT_ONCE) -> None:
-        self._places = asyncio.Semaphore(max_at_once)
+        self._slots = asyncio.Semaphore(max_at_once)
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Wait for a place and hold it for the block. Raises TryAgain if there is none for long."""
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for a slot and hold it for the block. Raises TryAgain after `PATIENCE_SECONDS`."""
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                await self._places.acquire()
+                await self._slots.acquire()
         except TimeoutError:
-            raise TryAgain("too many are reading large replies", code="overloaded") from None
+            raise TryAgain("too many large replies are being read", code="overloaded") from None
         try:
             yield
         finally:
-            self._places.release()
+            self._slots.release()
 
 
 class LargeReply(Response):
-    """A reply that is made when there is a place for it, which it holds until the client has taken it.
+    """A reply that `make` creates once a slot is free, and that holds the slot until the client has received it.
 
-    What `make` raises is answered as everywhere.
+    An exception of `make` becomes a problem document.
     """
 
-    def __init__(self, places: LargeReplies, make: Callable[[], Awaitable[Sequence[bytes]]], media_type: str) -> None:
+    def __init__(self, replies: LargeReplies, make: Callable[[], Awaitable[Sequence[bytes]]], media_type: str) -> None:
         super().__init__(media_type=media_type)
-        self._places = places
+        self._replies = replies
         self._make = make
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Make it and send it."""
-        while (await receive()).get("more_body"):  # to its end, behind which a disconnect is all that can come
+        """Create and send the reply."""
+        while (await receive()).get("more_body"):  # after the end of the body only a disconnect can follow
             pass
         left = asyncio.create_task(_wait_until_left(receive))
         try:
-            async with self._places.place():
-                await asyncio.sleep(0)  # if its client has left meanwhile, let us hear of it
+            async with self._replies.slot():
+                await asyncio.sleep(0)  # so that a disconnect meanwhile is noticed
                 if left.done():
                     raise ClientDisconnect
                 await self._send(send, left)
@@ -77,20 +77,20 @@ class LargeReply(Response):
 
 
 class StreamedReply(LargeReply):
-    """The same of something that is not in this process's memory: `open_it` gives its size and its parts."""
+    """A large reply that is not in the memory of this process; `open_it` opens a stream of its parts."""
 
     def __init__(
-        self, places: LargeReplies, open_it: Callable[[], AbstractAsyncContextManager[Stream]], media_type: str
+        self, replies: LargeReplies, open_it: Callable[[], AbstractAsyncContextManager[Stream]], media_type: str
     ) -> None:
         Response.__init__(self, media_type=media_type)
-        self._places = places
+        self._replies = replies
         self._open = open_it
 
     async def _send(self, send: Send, left: asyncio.Task[None]) -> None:
         async with self._open() as stream:
             await send_start(send, stream.num_bytes, str(self.media_type), stream.headers)
             async for part in stream.parts:
-                if left.done():  # servers take what nobody takes any more, as fast as it comes
+                if left.done():  # servers accept any number of parts after a disconnect
                     return
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
@@ -102,7 +102,7 @@ async def _wait_until_left(receive: Receive) -> None:
 
 
 async def send_parts(send: Send, chunks: Sequence[bytes], content_type: str) -> None:
-    """Send a whole 200 reply in parts of `PART_BYTES` at most, each when the one before it was taken over."""
+    """Send a complete 200 reply in parts of `PART_BYTES` at most, each after the one before has been taken."""
     await send_start(send, sum(map(len, chunks)), content_type)
     for chunk in chunks:
         for begin in range(0, len(chunk), PART_BYTES):
@@ -112,7 +112,7 @@ async def send_parts(send: Send, chunks: Sequence[bytes], content_type: str) -> 
 
 
 async def send_start(send: Send, num_bytes: int, content_type: str, more: Mapping[str, str] | None = None) -> None:
-    """Begin a 200 reply."""
+    """Send the headers of a 200 reply."""
     headers = {"content-type": content_type, "content-length": str(num_bytes), **(more or {})}
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": 200, "headers": raw})

@@ -1,4 +1,4 @@
-"""How many requests a service takes at once, and how slowly their bodies may come."""
+"""Limits for the number of concurrent requests, and for the time of their bodies."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from .errors import problem_response
 from .scopes import PROBES, needed_scope
 from .settings import RequestLimits
 
-MIN_BODY_BYTES_PER_SECOND = 4 * 1024  # beyond the time-out, in all: a byte now and then is no progress
-HURRIED_BYTES_PER_SECOND = 64 * 1024  # who is slower makes room when there are too many requests
-HURRIED_SECONDS = 1.0  # but not at once
+MIN_BODY_BYTES_PER_SECOND = 4 * 1024  # on average, after the time-out: single bytes are no progress
+HURRIED_BYTES_PER_SECOND = 64 * 1024  # slower uploads are ended if there are too many requests
+HURRIED_SECONDS = 1.0  # before that an upload is not judged
 
 
 class LimitRequests:
-    """ASGI middleware: one request too many is `overloaded`, and a body that does not come is `slow_body`.
+    """ASGI middleware that answers requests beyond the limit with `overloaded`, and slow bodies with `slow_body`.
 
-    Both are decided without reading a body. When there are too many requests, one that crawls is ended in favour of
-    a new one, so that a crowd of slow senders keeps nobody out. Those who only look, and may wait long for something
-    to look at, get half of the places: heartbeats get through, however many look.
+    Excess requests are refused without reading their bodies. If a slow upload exists, it is ended in favour of a new
+    request, so that slow senders cannot block a service. Reading requests, which may wait long, get half of the limit:
+    heartbeats are always accepted.
     """
 
     def __init__(self, app: ASGIApp, limits: RequestLimits) -> None:
         self._app = app
         self._limits = limits
         self._num_requests = 0
-        self._num_readers = 0  # of them
-        self._uploads: set[Upload] = set()  # whose bodies are not here yet
+        self._num_readers = 0  # among them
+        self._uploads: set[Upload] = set()  # whose bodies are incomplete
 
     def __repr__(self) -> str:
         return f"<LimitRequests [{self._num_requests} of {self._limits.max_requests} | {len(self._uploads)} uploads]>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer that there are too many."""
+        """Process a request, or answer that there are too many."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         needed = needed_scope(scope["method"], scope["path"])
         is_reader = needed == "read" or (needed is None and (scope["method"], scope["path"]) not in PROBES)
         if is_reader and self._num_readers >= max(1, self._limits.max_requests // 2):
-            error = TryAgain(f"{self._num_readers} requests that only look are being served already", code="overloaded")
+            error = TryAgain(f"{self._num_readers} reading requests are being served already", code="overloaded")
             await problem_response(error, instance=scope["path"])(scope, receive, send)
             return
         if self._num_requests >= self._limits.max_requests and not self._end_slowest_upload():
@@ -72,7 +72,7 @@ class LimitRequests:
             self._uploads.discard(upload)
 
     def _end_slowest_upload(self) -> bool:
-        """End the slowest of the uploads that crawl; whether there was one."""
+        """End the slowest of the slow uploads, and return True if there was one."""
         now = asyncio.get_running_loop().time()
         crawling = [upload for upload in self._uploads if upload.is_crawling(now)]
         if not crawling:
@@ -84,11 +84,11 @@ class LimitRequests:
 
 
 class Upload:
-    """The body of one request on its way here. Only the time that it is waited for counts."""
+    """The body of a request while it is received. Only time that the application waits for it counts."""
 
     def __init__(self, receive: Receive, timeout_seconds: float) -> None:
         self.num_bytes = 0
-        self.is_over = False  # it is here, or it will not be
+        self.is_over = False  # complete, or given up
         self.was_too_slow = False
         self._receive = receive
         self._timeout_seconds = timeout_seconds
@@ -97,10 +97,10 @@ class Upload:
         self._wait: asyncio.Timeout | None = None
 
     async def receive(self) -> Message:
-        """The next message. HTTPException 408 once the body is too slow: no other would get through FastAPI."""
+        """Return the next message. Raises HTTPException 408 for a slow body: FastAPI hides other exceptions."""
         if self.was_too_slow:
             return {"type": "http.disconnect"}
-        if self.is_over:  # who asks now waits for the client to go, which may take any time
+        if self.is_over:  # the application waits for the client to disconnect, which may take any time
             return await self._receive()
         loop = asyncio.get_running_loop()
         begin = self._waits_since = loop.time()
@@ -121,13 +121,13 @@ class Upload:
         return message
 
     def is_crawling(self, now: float) -> bool:
-        """Whether it is being waited for, and slow enough to be ended in favour of another."""
+        """Return True if the application waits for the upload, and it is slow enough to be ended for another."""
         if self._waits_since is None:
             return False
         waited = self._waited_seconds + now - self._waits_since
         return waited > HURRIED_SECONDS and self.num_bytes < HURRIED_BYTES_PER_SECOND * waited
 
     def end(self, now: float) -> None:
-        """Let the wait time out."""
-        if self._wait is not None and not self._wait.expired():  # else it is about to end by itself
+        """Time out the current wait."""
+        if self._wait is not None and not self._wait.expired():  # else it is about to time out by itself
             self._wait.reschedule(now)

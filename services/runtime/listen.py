@@ -1,4 +1,4 @@
-"""The address of a service: taking it, waiting until it answers, and how others are told of it."""
+"""The address of a service: binding it, waiting until it accepts connections, and announcing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .settings import ServiceSettings
 
 
 class ListenError(OSError):
-    """The host and port cannot be taken; the message says why and what to do."""
+    """The host and port cannot be bound; the message has the reason and a remedy."""
 
 
 def take_port(host: str, port: int) -> socket.socket:
@@ -34,10 +34,10 @@ def take_port(host: str, port: int) -> socket.socket:
 
 
 def _bind(family: int, address: Any) -> socket.socket:
-    # asyncio turns Nagle's algorithm off only where the protocol is named, and with it a request may take 40 ms.
+    # asyncio disables Nagle's algorithm, which can delay a request by 40 ms, only if the protocol is named.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        # It passes over connections in TIME_WAIT of an earlier process, not over a socket that listens.
+        # Ignores connections in TIME_WAIT of an earlier process, but no listening socket.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError:
@@ -58,10 +58,10 @@ async def wait_until_listening(bound: socket.socket) -> None:
 
 
 def advertised_address(settings: ServiceSettings, port: int) -> str:
-    """The base URL under which others reach a service that listens on `port`, without a slash at its end.
+    """Return the base URL under which others reach a service that listens on `port`, without a trailing slash.
 
-    What the settings say, else the host that it listens on; if that is every interface, the address from which this
-    machine reaches other networks, and its name if it reaches none. With TLS the certificate must be valid for it.
+    It is `advertise_address`, else made from `host`. If that is every interface, it is the address from which this
+    machine reaches other networks, or its name if it reaches none. With TLS the certificate must be valid for it.
     """
     if settings.advertise_address is not None:
         return settings.advertise_address
@@ -70,7 +70,7 @@ def advertised_address(settings: ServiceSettings, port: int) -> str:
 
 
 def announce(settings: ServiceSettings, address: str) -> None:
-    """Tell the process that started this one, over `ready_fd`, that it serves and where; then close that."""
+    """Write the address to `ready_fd`, for the process that started this one, and close it."""
     if settings.ready_fd is not None:
         os.write(settings.ready_fd, f"{address}\n".encode())
         os.close(settings.ready_fd)

@@ -1,4 +1,4 @@
-"""Logs: short coloured lines on a terminal, one JSON object a line elsewhere; always to stderr.
+"""Logs on stderr: short coloured lines on a terminal, else one JSON object per line.
 
 log = get_logger()
 configure_logs("pserver", format=settings.log_format, level=settings.log_level)
@@ -24,18 +24,18 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 _NAME = "gradpost"
 
-# A process plays one role; a context variable would reach neither the tasks of the HTTP server nor other threads.
+# Not a context variable, which would reach neither the tasks of the HTTP server nor other threads.
 _facts: dict[str, Any] = {}
 
 
 def get_logger() -> structlog.stdlib.BoundLogger:
-    """The logger of all services: `log.info("what happened", key=value)`. May be called before `configure_logs`."""
+    """Return the logger of all services: `log.info("message", key=value)`. It works before `configure_logs`, too."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(_NAME)
     return logger
 
 
 def configure_logs(role: str, format: LogFormat = "auto", level: LogLevel = "info") -> None:  # noqa: A002
-    """Send our logs of `level` and everybody else's warnings through one renderer to stderr; replaces what was set.
+    """Send the services' logs of `level`, and warnings of other libraries, to stderr in one format.
 
     `auto` means console if stderr is a terminal, else JSON.
     """
@@ -91,7 +91,7 @@ def _print_traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None
 
 
 def bind_facts(**facts: Any) -> None:
-    """Add facts to every later line of this process, whichever task or thread writes it; None takes one away."""
+    """Add facts to every later line of this process, from any task or thread; None removes a fact."""
     _facts.update(facts)
     for name in [name for name, fact in _facts.items() if fact is None]:
         del _facts[name]

@@ -24,7 +24,7 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 INTERVAL_SECONDS = 0.25
 
-# Both labels come from the client, so that only what is listed may become one.
+# Methods and paths come from the client, so only listed values may become labels.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _NO_ROUTE = "unmatched"
 
@@ -39,10 +39,10 @@ class _Request(NamedTuple):
 
 
 class ServiceMetrics:
-    """One process's metrics in a registry of its own, to which a role adds with `registry=metrics.registry`."""
+    """The metrics of a process in a registry of its own; a role adds to it with `registry=metrics.registry`."""
 
     def __init__(self, role: str) -> None:
-        # A second series for each counter, which nothing reads.
+        # These would be a second, unused series for each counter.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -75,7 +75,7 @@ class ServiceMetrics:
     def observe_request(
         self, route: str, method: str, status: int, *, seconds: float, received_bytes: int, sent_bytes: int
     ) -> None:
-        """Count one request. `route` is a template, never a path; status 0 means that none was sent."""
+        """Count a request. `route` is a template, never a path; status 0 stands for a request without an answer."""
         method = method if method in _METHODS else "other"
         key = (route, method, status // 100)
         request = self._requests.get(key)
@@ -94,23 +94,23 @@ class ServiceMetrics:
         request.sent.inc(sent_bytes)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """All metrics in the text format that the Accept header asks for, with its content type."""
+        """Return all metrics in the text format of the Accept header, and its content type."""
         try:
             encode, content_type = choose_encoder(accept)
-        except Exception:  # it takes some headers apart that it does not understand
+        except Exception:  # it raises for some malformed headers
             encode, content_type = choose_encoder("")
         return encode(self.registry), content_type
 
 
 class MeasureRequests:
-    """ASGI middleware that counts requests, their seconds and bytes; about ten microseconds a request."""
+    """ASGI middleware that counts requests, their seconds and bytes; it costs about ten microseconds a request."""
 
     def __init__(self, app: ASGIApp, metrics: ServiceMetrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on and observe it once it is over, however it ended."""
+        """Process a request, and observe it in any case."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -145,7 +145,7 @@ class MeasureRequests:
 
 
 async def watch_loop_lag(observe: Callable[[float], object], *, interval_seconds: float = INTERVAL_SECONDS) -> None:
-    """Measure forever by how many seconds a sleep of `interval_seconds` is late; run it as a task and cancel it."""
+    """Observe in an endless loop by how many seconds a sleep of `interval_seconds` is late, as other tasks are."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + interval_seconds

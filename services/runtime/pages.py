@@ -1,7 +1,7 @@
-"""The page about the API that every service shows to people, and the headers that keep pages from doing anything.
+"""The page about a service's API, and the headers that restrict pages.
 
-Not Swagger UI: that comes from another site's servers, in whatever version they hand out that day, and its script
-could send whatever this origin accepts. Besides, a cluster often has no way to the internet. The page has no script.
+It replaces Swagger UI, which browsers load from another site: its script could send requests to this origin, and many
+clusters have no connection to the internet. This page has no script.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGE_HEADERS = {
 
 
 def render_operations(document: dict[str, Any]) -> str:
-    """An OpenAPI document as a page: each request with the scope that its token needs, and a summary."""
+    """Return an OpenAPI document as a page: each request with the scope that its token needs, and a summary."""
     rows = [
         f"<tr><td><code>{escape(method.upper())} {escape(path)}</code></td>"
         f"<td>{needed_scope(method.upper(), path) or ''}</td>"

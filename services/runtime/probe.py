@@ -15,15 +15,15 @@ TIMEOUT_SECONDS = 5.0
 
 
 def probe(url: str) -> None:
-    """Raise OSError, with the reason, unless the answer is 200."""
+    """Raise OSError with the reason unless the answer is 200."""
     context = client_context(client_files())
-    nothing_between = urllib.request.ProxyHandler({})
-    opener = urllib.request.build_opener(nothing_between, urllib.request.HTTPSHandler(context=context))
+    no_proxy = urllib.request.ProxyHandler({})
+    opener = urllib.request.build_opener(no_proxy, urllib.request.HTTPSHandler(context=context))
     opener.open(url, timeout=TIMEOUT_SECONDS).close()
 
 
 if __name__ == "__main__":
     try:
         probe(sys.argv[1])
-    except OSError as error:  # HTTPError is one, too
+    except OSError as error:  # including HTTPError
         sys.exit(f"{sys.argv[1]}: {error}")

@@ -1,4 +1,4 @@
-"""The process of a service: its imports, its files, and its memory."""
+"""The process of a service: imports, open files and memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from .logs import get_logger
 
 log = get_logger()
 
-RESERVED = 128  # for logs, checkpoints, connections to others and what Python needs
-_MOST = 1 << 16  # more are of no use here, and some systems name a billion
+RESERVED = 128  # for logs, checkpoints, other connections and Python itself
+_MAX_FILES = 1 << 16  # enough here; some systems allow a billion
 _M_TRIM_THRESHOLD = -1  # from glibc's malloc.h
 _M_MMAP_THRESHOLD = -3
 _ONE_GIB = 1 << 30
-# Of a container, as it sees itself: version 2 of control groups, then version 1.
+# The limits of a container: control groups version 2, then version 1.
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def import_process(role: str) -> ModuleType:
-    """Import what a role runs, without looking for garbage meanwhile, nor ever again among what was imported.
+    """Return the imported module of a role's process, and exclude all imported objects from garbage collection.
 
-    That takes a tenth of the imports at least, and 0.1 s of the event loop now and then. https://docs.python.org/3/library/gc.html
+    Collection takes at least a tenth of the imports' time, and later blocks the event loop for 0.1 s now and then.
+    https://docs.python.org/3/library/gc.html#gc.freeze
     """
     gc.disable()
     try:
@@ -39,15 +40,15 @@ def import_process(role: str) -> ModuleType:
 
 
 def allow_many_files() -> None:
-    """Raise the process's own limit as far as the system lets it: often 1,024 is what it begins with."""
+    """Raise the soft limit of open files, often 1,024, towards the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bound_connections(wanted: int) -> int:
-    """As many connections as are wanted, or fewer if there could not be files for them; that is said."""
+    """Return `wanted`, or a smaller number of connections if the limit of open files requires it; log that."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(1, soft - RESERVED) if soft != resource.RLIM_INFINITY else wanted
     if most < wanted:
@@ -56,11 +57,10 @@ def bound_connections(wanted: int) -> int:
 
 
 def keep_large_buffers() -> bool:
-    """Let freed buffers below 1 GiB be used again instead of going back to the kernel; whether that worked.
+    """Let the C library reuse freed buffers below 1 GiB; return True if that worked.
 
-    By default glibc maps every buffer of some MiB anew and unmaps it when freed, so that each body is faulted in
-    page by page: half the cost of receiving it. Call it once, before large buffers exist. Does nothing where the
-    C library is not glibc.
+    By default glibc returns every buffer of a few MiB to the kernel, so that each body causes page faults: half the
+    cost of receiving it. Call it once, before large buffers exist. It does nothing without glibc.
     """
     if sys.platform != "linux":
         return False
@@ -72,9 +72,9 @@ def keep_large_buffers() -> bool:
 
 
 def usable_memory_bytes() -> int:
-    """The memory of the machine, or of the container if that is less."""
+    """Return the memory of the machine, or of the container if that is less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in _CGROUP_FILES:
-        with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+        with suppress(OSError, ValueError):  # the file is missing, or contains "max"
             limits.append(int(file.read_text()))
     return min(limits)

@@ -1,4 +1,4 @@
-"""Two kinds of routes: messages, whose bodies are read whole and therefore capped, and raw ASGI, which costs less."""
+"""Two kinds of routes: messages, whose bodies are read completely and limited, and raw ASGI, which costs less."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ps_protocol.routes import DECLARE_MODEL, MEMBERS, RUN
 RawEndpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_MESSAGE_BYTES = 1024 * 1024
-MAX_PLAN_BYTES = 64 * 1024 * 1024  # what names all parameters or blocks of a model
-MAX_MESSAGE_ITEMS = 4 * 1024 * 1024  # members and elements; each takes up some 60 bytes when it is parsed
-MAX_MESSAGES_BYTES = 2 * MAX_PLAN_BYTES  # of all messages that are being received or worked on
+MAX_PLAN_BYTES = 64 * 1024 * 1024  # of messages that name all parameters or blocks of a model
+MAX_MESSAGE_ITEMS = 4 * 1024 * 1024  # members and elements; each occupies some 60 bytes once parsed
+MAX_MESSAGES_BYTES = 2 * MAX_PLAN_BYTES  # of all messages that are being received or processed
 
 _LARGE = frozenset({DECLARE_MODEL, MEMBERS, RUN})
 
 
 class MessageRoute(APIRoute):
-    """A path operation that reads no more than `MAX_MESSAGE_BYTES` of a body and then answers `body_too_large`.
+    """A path operation that answers bodies over `MAX_MESSAGE_BYTES` with `body_too_large`.
 
-    All messages together may have `MAX_MESSAGES_BYTES`; beyond that they are `overloaded`. FastAPI's own limit is not
+    If all messages together exceed `MAX_MESSAGES_BYTES`, further ones are `overloaded`. FastAPI's own limit is not
     used: older versions have none, and its answer is not a problem document.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler, given a request that counts what it receives."""
+        """Return FastAPI's handler with a request that limits its body."""
         handle = super().get_route_handler()
 
         async def handle_limited(request: Request) -> Response:
@@ -49,12 +49,12 @@ class RawRoute(Route):
         self, path: str, endpoint: RawEndpoint, *, methods: Sequence[str], operation: Mapping[str, Any]
     ) -> None:
         super().__init__(path, endpoint)
-        self.app = endpoint  # Starlette takes a function for `request -> response`; this one is the ASGI app itself
+        self.app = endpoint  # Starlette would take the function for `request -> response`
         self.methods = set(methods)  # without the HEAD that Starlette adds to GET: see AnswerHead
         self.operations = {m.lower(): {**operation, "operationId": f"{self.name}_{m.lower()}"} for m in methods}
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Starlette's match, with the route itself in the scope as FastAPI's routes do it; metrics are named by it."""
+        """Match a request, and add the route to its scope as FastAPI does, for the names of metrics."""
         match, child_scope = super().matches(scope)
         if match is not Match.NONE:
             child_scope["route"] = self
@@ -62,13 +62,13 @@ class RawRoute(Route):
 
 
 class AnswerHead:
-    """ASGI middleware: HEAD is answered as GET is, up to the headers. The application then sees a client that left."""
+    """ASGI middleware that answers HEAD with the headers of GET."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, as a GET if it is a HEAD."""
+        """Process a request, a HEAD as a GET without its body."""
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
@@ -82,7 +82,7 @@ class AnswerHead:
 
 
 class _Message(Request):
-    """A request whose body is read whole, in bounds. HTTPException is all that FastAPI lets through meanwhile."""
+    """A request whose body is limited. It raises HTTPException, because FastAPI hides other exceptions."""
 
     def __init__(self, request: Request, most: int) -> None:
         super().__init__(request.scope, self._receive_counted)
@@ -115,7 +115,7 @@ class _Message(Request):
         return message
 
     def _count(self, num_bytes: int) -> int:
-        """Add bytes to what all messages of this application hold; returns the sum."""
+        """Add bytes to the total of all messages of this application, and return the total."""
         self._num_bytes += num_bytes
         state = self.scope["app"].state
         state.message_bytes = getattr(state, "message_bytes", 0) + num_bytes

@@ -1,7 +1,7 @@
-"""Which scope each request needs: the one table that says who may call what.
+"""The table of the token scopes that requests need.
 
-A new route goes here; a test compares this table with the routes of both applications. Whatever is not in it, paths
-that do not exist included, needs `admin`.
+A new route goes here; a test compares this table with the routes of both applications. Any other request, also with a
+path that does not exist, needs `admin`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ DASHBOARD_FILE = "/dashboard/{name}"
 # HAProxy's `option httpchk` sends the last one.
 PROBES = frozenset({("GET", routes.HEALTH), ("GET", routes.READY), ("OPTIONS", DASHBOARD)})
 
-# None: everybody may, so that probes need no token.
+# None: no token is needed, as for probes.
 ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.HEALTH): None,
     ("GET", routes.READY): None,
     ("OPTIONS", DASHBOARD): None,
-    # a page without data; it asks for a token
+    # a page without data, which asks for a token
     ("GET", DASHBOARD): None,
     ("GET", DASHBOARD_FILE): None,
-    # looking
+    # reading
     ("GET", routes.METRICS): "read",
     ("GET", OPENAPI): "read",
     ("GET", DOCS): "read",
@@ -53,7 +53,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.CONTROLS): "read",
     ("GET", routes.TARGETS): "read",
     ("GET", routes.CHECKPOINTS): "read",
-    # what a trainer does
+    # trainers
     ("POST", routes.SEND): "train",
     ("POST", routes.GET): "train",
     ("POST", routes.SLOTS): "train",
@@ -66,7 +66,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.PLAN): "train",
     ("POST", routes.TRAINER_HEARTBEAT): "train",
     ("POST", routes.LEAVE): "train",
-    # what services do to each other
+    # services among each other
     ("POST", routes.REGISTER_PSERVER): "admin",
     ("POST", routes.PSERVER_HEARTBEAT): "admin",
     ("PUT", routes.RUN): "admin",
@@ -74,7 +74,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("PUT", routes.FREEZE): "admin",
     ("GET", routes.RESTORABLE): "admin",
     ("PUT", routes.WANT_CHECKPOINT): "admin",
-    # what an administrator asks for
+    # administrators
     ("POST", routes.CHECKPOINTS): "admin",
     ("POST", routes.PAUSE): "admin",
     ("POST", routes.RESUME): "admin",
@@ -93,14 +93,14 @@ _TEMPLATES: list[tuple[str, re.Pattern[str], Scope | None]] = [
 
 
 def needed_scope(method: str, path: str) -> Scope | None:
-    """The scope that a request needs; None if everybody may.
+    """Return the scope that a request needs, None if it needs no token.
 
     >>> needed_scope("POST", "/v1/trainers/0/leave"), needed_scope("DELETE", "/v1/run"), needed_scope("GET", "/healthz")
     ('train', 'admin', None)
     """
     if (method, path) in _EXACT:
         return _EXACT[method, path]
-    for its_method, pattern, scope in _TEMPLATES:
-        if its_method == method and pattern.match(path):
+    for route_method, pattern, scope in _TEMPLATES:
+        if route_method == method and pattern.match(path):
             return scope
     return "admin"

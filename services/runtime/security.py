@@ -1,4 +1,4 @@
-"""Who may call a service: host names, origins and bearer tokens, checked at a request's headers."""
+"""Access control: host names, origins and bearer tokens, checked on a request's headers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .settings import ServiceSettings
 
 log = get_logger()
 
-TOKEN_WAIT_SECONDS = 60.0  # for whoever writes the tokens: services and trainers may be started in any order
+TOKEN_WAIT_SECONDS = 60.0  # until the token is written: services and trainers may be started in any order
 TOKEN_KEY = "gradpost.token"  # in a request's scope
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _READING = frozenset({"GET", "OPTIONS"})
 
 
 async def wait_for_token(settings: ServiceSettings, stop: asyncio.Event) -> bool:
-    """Wait until the token that the settings name is there, saying so once; False if `stop` came before it.
+    """Wait until the token file of the settings exists, and log that once; return False if `stop` was set before.
 
     Raises SettingsError after `TOKEN_WAIT_SECONDS`.
     """
@@ -47,30 +47,30 @@ def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
 
 
 def guard(app: FastAPI, settings: ServiceSettings, address: str) -> None:
-    """Let `app` answer only those who may ask, once it is served under `address`; log what is left unprotected.
+    """Add access control to `app`, which is served under `address`, and log a warning about missing protection.
 
-    Raises RuntimeError if it has answered before: then it is too late.
+    Raises RuntimeError if the application has answered a request before.
     """
     if app.middleware_stack is not None:
-        raise RuntimeError("an application that has answered already cannot be guarded any more")
+        raise RuntimeError("an application that has answered already cannot be guarded")
     tokens = None if settings.tokens_dir is None else TokenFolder(settings.tokens_dir, log.warning)
     app.state.wants_token = tokens is not None
     names = [settings.host, *(urlsplit(url).hostname or "" for url in (address, settings.coordinator))]
-    # Innermost, so that a refusal is measured, and whoever is still sending a body gets to read it.
+    # Innermost, so that refusals are measured, and clients that are still sending a body receive them.
     app.state.hosts = KnownHosts([*names, *_listed(settings.allowed_hosts)])
     app.user_middleware.append(Middleware(CheckAccess, tokens=tokens, hosts=app.state.hosts))
     if not is_loopback(settings.host):
         if tokens is None:
-            log.warning("insecure: whoever reaches this port may do everything", host=settings.host)
+            log.warning("insecure: every client that reaches this port may do everything", host=settings.host)
         elif settings.tls_cert is None:
             log.warning("tokens travel unencrypted: set tls_cert and tls_key, or use a private network")
 
 
 class KnownHosts:
-    """The names that a service goes by.
+    """The host names of a service, against DNS rebinding.
 
-    A page on the web can point its own name at 127.0.0.1 or an inner address and then read and change what a browser
-    reaches there; but the requests carry that name. Addresses and the loopback's names cannot be pointed elsewhere.
+    A web page can point its own name at 127.0.0.1 or an internal address, and then read and change what a browser
+    reaches there; but its requests carry that name. Addresses and loopback names cannot be rebound.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -83,12 +83,12 @@ class KnownHosts:
         return is_ip_literal(host) or self.lists(host)
 
     def lists(self, host: str) -> bool:
-        """Return whether the host is one of the configured names; an address is none unless it is listed."""
+        """Return True if the host is one of the configured names; an address must be listed, too."""
         return self._any or host in self._exact or host.endswith(self._suffixes or ("\0",))
 
 
 class CheckAccess:
-    """ASGI middleware that refuses before a body is read: `bad_host`, `bad_origin`, `unauthenticated`, `forbidden`."""
+    """ASGI middleware for refusals before the body: `bad_host`, `bad_origin`, `unauthenticated`, `forbidden`."""
 
     def __init__(self, app: ASGIApp, tokens: TokenFolder | None, hosts: KnownHosts) -> None:
         self._app = app
@@ -97,7 +97,7 @@ class CheckAccess:
         self._good_authorities: set[bytes] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer why not."""
+        """Process a request, or answer with the reason of its refusal."""
         try:
             self._check(scope)
         except GradpostError as error:
@@ -127,7 +127,7 @@ class CheckAccess:
                     "the body of a request is sent uncompressed",
                     code="unsupported_content_coding", actual=_quote(value),
                 )  # fmt: skip
-        # Load balancers probe without a Host header, and browsers never do.
+        # Load balancers probe without a Host header; browsers always send one.
         if host is None and (scope["method"], scope["path"]) not in PROBES:
             if scope["http_version"] == "1.1":
                 raise BadInput("an HTTP/1.1 request needs a Host header")
@@ -157,7 +157,7 @@ class CheckAccess:
         token = parse_authorization(authorization)
         if not token:
             raise Unauthenticated(
-                f"this needs a bearer token of scope {needed}; whoever asks sets token_file (GRADPOST_TOKEN_FILE)",
+                f"this needs a bearer token of scope {needed}; the client sets token_file (GRADPOST_TOKEN_FILE)",
                 needed=needed,
             )
         given = tokens.scope_of(token)
@@ -173,7 +173,7 @@ def _quote(value: bytes) -> str:
 
 
 def name_token(scope: Scope) -> str:
-    """Which token a request was sent with: by the beginning of its digest, which gives nothing away."""
+    """Return a name for the token of a request: the beginning of its digest, which does not reveal the token."""
     token = scope.get(TOKEN_KEY)
     return "anybody" if token is None else f"token {hashlib.sha256(token.encode()).hexdigest()[:8]}"
 
@@ -182,9 +182,9 @@ def _check_origin(origin: str, authority: str) -> None:
     try:
         url = urlsplit(origin)
     except ValueError:
-        raise BadInput("the origin is no URL", code="bad_origin", expected=authority, actual=origin[:300]) from None
+        raise BadInput("the origin is not a URL", code="bad_origin", expected=authority, actual=origin[:300]) from None
     default = _DEFAULT_PORTS.get(url.scheme, "")
-    # Of the scheme only the port counts: a proxy may end TLS before us.
+    # Only the port of the scheme counts: a proxy may terminate TLS.
     theirs, ours = split_port(url.netloc), split_port(authority)
     if theirs[0] != ours[0] or not theirs[0] or (theirs[1] or default) != (ours[1] or default):
         raise BadInput("a page of another site sent this", code="bad_origin", expected=authority, actual=origin[:300])

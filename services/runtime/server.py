@@ -1,4 +1,4 @@
-"""Serving an application on a port until told to stop, and the life of a service process around it."""
+"""The HTTP server of a service, and the main function of its process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from .security import guard, wait_for_token
 from .settings import ServiceSettings
 
 BACKLOG = 1024
-KEEP_ALIVE_SECONDS = 75  # longer than most rounds: a connection that closes between two costs a failed request
-GRACE_SECONDS = 5.0  # what a request in flight gets to end when the service stops
+KEEP_ALIVE_SECONDS = 75  # longer than most rounds: a connection closed between two costs a failed request
+GRACE_SECONDS = 5.0  # for requests in flight when the service stops
 
 log = get_logger()
 
@@ -50,10 +50,10 @@ async def serve(
 
     In order: wait for the token file, take the port, enter the app's lifespan, listen, write the advertised address to
     `ready_fd`, call `on_started` with it. On stop: cancel `on_started` if it still waits, refuse new connections, let
-    requests in flight finish, answer those that take longer with `try_again`, leave the lifespan. The service listens
-    on `local`, too, a bound Unix socket; requests there are under the same limits and checks. Raises SettingsError
-    if the token file does not come, ListenError, what the lifespan or `on_started` raises, and RuntimeError if the HTTP
-    server ends by itself.
+    requests in flight finish, answer slower ones with `try_again`, leave the lifespan. The service also listens on
+    `local`, a bound Unix socket, with the same limits and checks. Raises SettingsError if the token file does not
+    appear, ListenError, exceptions of the lifespan and of `on_started`, and RuntimeError if the HTTP server ends by
+    itself.
     """
     if not await wait_for_token(settings, stop):
         return
@@ -61,7 +61,7 @@ async def serve(
     with take_port(settings.host, settings.port) as bound:
         address = advertised_address(settings, bound.getsockname()[1])
         guard(app, settings, address)
-        # Not through the server: it would turn what the lifespan raises into a log line and an exit code.
+        # Not by uvicorn, which turns exceptions of the lifespan into a log line and an exit code.
         async with app.router.lifespan_context(app):
             server = UvicornServer(requests, settings, bound, local)
             serving = asyncio.create_task(server.serve())
@@ -77,7 +77,7 @@ async def serve(
 
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
-    """Run a whole service process and end it with the exit code that `main` returns; the event tells it to stop.
+    """Run `main` as a whole process, which exits with the code that it returns; the event requests the end.
 
     SIGTERM and SIGINT set the event; a second SIGINT exits at once. An exception is exit code 1 and a log
     entry: one line for a GradpostError, ListenError or SettingsError, also when a task group wraps it, a traceback for
@@ -100,7 +100,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
         except Exception as error:
             cause: BaseException = error
             while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
-                [cause] = cause.exceptions  # a task group wraps what one of its tasks raised
+                [cause] = cause.exceptions  # a task group wraps the exception of a task
             if isinstance(cause, GradpostError | ListenError | SettingsError):
                 log.error(str(cause))
             else:
@@ -109,7 +109,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
 
     async def run_and_exit() -> NoReturn:
         exit_code = await run()
-        # Python's own way out waits for threads, one of which may be writing to a disk that hangs.
+        # Python's own exit waits for threads, one of which may be writing to a hanging disk.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -121,7 +121,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
 
 
 class _RequestsInFlight:
-    """The application as the server sees it: knows the requests that are not answered yet, and can end them."""
+    """The application as uvicorn calls it, with its unanswered requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -143,13 +143,14 @@ class _RequestsInFlight:
             self._tasks.discard(task)
 
     def end(self) -> None:
+        """Cancel all requests; they are answered with `try_again`."""
         self._ended |= self._tasks
         for task in self._tasks:
             task.cancel()
 
 
 async def _while_serving(serving: asyncio.Task[None], *waiting: Awaitable[Any]) -> None:
-    """Wait for the first of `waiting`, cancel the others and raise what it raises; or raise if the server ends."""
+    """Wait for the first of `waiting`, cancel the others and raise its exception; or raise if the server ends."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in waiting]
     try:
         done, _ = await asyncio.wait({serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -170,7 +171,7 @@ async def _shut_down(server: UvicornServer, serving: asyncio.Task[None], request
         requests.end()
         await asyncio.wait({serving}, timeout=1.0)
     if not serving.done():
-        log.warning("leaving connections that do not end")  # such as one whose client does not take its reply
+        log.warning("leaving connections that do not end")  # such as one whose client does not read its reply
         serving.cancel()
         await asyncio.wait({serving})
     elif error := serving.exception():
@@ -178,15 +179,15 @@ async def _shut_down(server: UvicornServer, serving: asyncio.Task[None], request
 
 
 class UvicornServer(uvicorn.Server):
-    """An HTTP server on this event loop, without signal handlers, logs and lifespan of its own.
+    """An HTTP server on this event loop, without its own signal handlers, logs and lifespan.
 
-    It listens on `bound`, and on the Unix socket `local` if there is one.
+    It listens on `bound`, and on the Unix socket `local`, if given.
     """
 
     def __init__(
         self, app: ASGIApp, settings: ServiceSettings, bound: socket.socket, local: socket.socket | None = None
     ) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else a line for each request that is not HTTP
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # or it logs each request that is not HTTP
         config = uvicorn.Config(
             app,
             http=guard_protocol(settings, bound_connections(settings.max_connections)),
@@ -204,11 +205,11 @@ class UvicornServer(uvicorn.Server):
             else None,
         )
         super().__init__(config)
-        # In this order: a client that reaches the port may tell others of the Unix socket.
+        # In this order: a client that reaches the port may use the Unix socket next.
         self._sockets = [bound] if local is None else [local, bound]
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until `stop`, and then until the requests in flight are answered, however long that takes."""
+        """Serve until `stop`, then wait until the requests in flight are answered."""
         await super().serve(sockets or self._sockets)
 
     def stop(self) -> None:
@@ -217,7 +218,7 @@ class UvicornServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """See uvicorn.Server. Signals are the process's, not the server's."""
+        """See uvicorn.Server; the process handles signals itself."""
         yield
 
 

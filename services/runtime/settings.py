@@ -1,4 +1,4 @@
-"""Settings that every service has; a role adds its own in a subclass."""
+"""The common settings of all services; a role adds its own in a subclass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RequestLimits:
 
 
 class ServiceSettings(Settings):
-    """Settings that every service has."""
+    """The common settings of all services."""
 
     sent_scope = "admin"
 
@@ -48,7 +48,7 @@ class ServiceSettings(Settings):
     )
     exit_when_done: bool = Field(
         default=False,
-        description="exit when the run is over and everybody has left: 0 if it finished, 1 if it failed. A pserver "
+        description="exit when the run is over and all trainers have left: 0 if it finished, 1 if it failed. A pserver "
         "needs it too",
     )
     log_format: LogFormat = Field(default="auto", description="`auto`: console on a terminal, JSON lines elsewhere")
@@ -103,7 +103,7 @@ class ServiceSettings(Settings):
 
     @property
     def frame_limits(self) -> FrameLimits:
-        """What a receiver of tensors accepts."""
+        """The limits for frames of tensors."""
         return FrameLimits(self.max_body_bytes, self.max_header_bytes, self.max_tensors)
 
     @field_validator("failpoints")
@@ -114,7 +114,7 @@ class ServiceSettings(Settings):
 
     @property
     def request_limits(self) -> RequestLimits:
-        """How many requests at once, and how slow they may be."""
+        """The limits for concurrent requests and their bodies."""
         return RequestLimits(self.max_requests, self.body_timeout_seconds)
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
-"""Statistics of tensors that lie in pieces on several pservers: each describes its own, and two can be merged exactly.
+"""Statistics of tensors that are sharded over pservers; the statistics of two shards can be merged exactly.
 
-Histograms have bins whose edges are multiples of a power of two, so that those of two pieces fall together:
+The edges of histogram bins are multiples of a power of two, so that the edges of two shards coincide:
 
     bins of 1/4:    |-0.25  0|0  0.25|0.25  0.5|0.5  0.75|
     bins of 1/2:    |-0.5   0|0           0.5  |0.5     1|
@@ -29,11 +29,11 @@ class Histogram(Message):
 
     @property
     def width(self) -> float:
-        """Of every bin."""
+        """The width of every bin."""
         return math.ldexp(1.0, self.exponent)
 
     def coarsen(self, exponent: int) -> Histogram:
-        """The same values in wider bins.
+        """Return the histogram with wider bins.
 
         >>> Histogram(exponent=-2, first=-1, counts=(5, 1, 2, 3)).coarsen(-1)
         Histogram(exponent=-1, first=-1, counts=(5, 3, 3))
@@ -46,7 +46,7 @@ class Histogram(Message):
         return Histogram(exponent=exponent, first=first, counts=tuple(counts))
 
     def merge(self, other: Histogram) -> Histogram:
-        """Of the values of both, in as few bins as one of them may have."""
+        """Return the histogram of the values of both, with at most `MAX_BINS` bins."""
         if not self.counts or not other.counts:
             return self if self.counts else other
         exponent = max(self.exponent, other.exponent)
@@ -65,10 +65,10 @@ class Histogram(Message):
 
 
 class Statistics(Message):
-    """Of the elements of one block, or of several; sums and extremes are of the finite ones, sums in float64.
+    """Statistics of the elements of one or several blocks. Sums and extremes are of finite ones, sums in float64.
 
     `deviations` is the sum of squared deviations from the mean. `update_squares` and `before_squares` are sums of
-    squares of what the newest update has added, and of the values before it; None if no update was seen.
+    squares of the newest update, and of the values before it; None without an observed update.
     """
 
     version: Round
@@ -87,11 +87,11 @@ class Statistics(Message):
 
     @property
     def num_finite(self) -> int:
-        """Elements that are numbers."""
+        """The number of finite elements."""
         return self.num_elements - self.num_nan - self.num_infinite
 
     def merge(self, other: Statistics) -> Statistics:
-        """Of the elements of both (Chan, Golub, LeVeque 1979); `version` is the older one."""
+        """Return the statistics of the elements of both (Chan, Golub, LeVeque 1979); `version` is the older one."""
         n = self.num_finite + other.num_finite
         apart = other.mean - self.mean
         share = other.num_finite / n if n else 0.0
@@ -112,7 +112,7 @@ class Statistics(Message):
         )
 
     def describe(self) -> dict[str, Any]:
-        """What people ask for. `update_ratio` is the norm of the newest update over that of the values before it."""
+        """Return the fields of `ParameterStatistics` that follow from these."""
         n = self.num_finite
         ratio = None
         if self.update_squares is not None and self.before_squares:
@@ -146,11 +146,11 @@ class ValueHistogram(Message):
 
 
 class ParameterStatistics(Message):
-    """What people are shown of one parameter; all but the counts of NaN and infinities is of the finite elements.
+    """Statistics of one parameter in the HTTP API; all but the counts of NaN and infinities are of finite elements.
 
-    `version` is the round, in asynchronous modes contributions, of the pserver with the fewest; `norm` the square root
-    of the sum of squares; `deviation` that of the whole population; `update_ratio` the norm of the newest update over
-    that of the values before it, null if none was seen.
+    `version` is the smallest round (in asynchronous modes number of contributions) of a pserver; `norm` the square
+    root of the sum of squares; `deviation` that of the whole population; `update_ratio` the norm of the newest update
+    over that of the values before it, null without an observed update.
     """
 
     run: str

@@ -1,7 +1,7 @@
-"""Where checkpoints live: a folder on this machine, or any place that fsspec can reach (`s3://`, `gs://`, `memory://`).
+"""Storage of checkpoints and state: a local folder, or a file system of fsspec (`s3://`, `gs://`, `memory://`).
 
-On a local disk a file is whole or not there, which takes a temporary file, its fsync, a rename and the folder's fsync.
-Elsewhere it appears when it is closed, as object stores have it.
+On a local disk a file is written atomically: a temporary file, its fsync, a rename and the folder's fsync. In an object
+store a file appears when it is closed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SEALED = re.compile(rb'\{"xxh3_128":"([0-9a-f]{32})","content":(.*)\}\n', re.DO
 
 
 class CheckpointStorage(ABC):
-    """Names are relative, with slashes. Every method blocks on the disk or the network, and raises OSError."""
+    """A folder of files with relative names. Every method blocks on the disk or the network, and raises OSError."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -42,9 +42,9 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """Write a file, in place of one of that name.
+        """Write a file, and replace one of that name.
 
-        On an error a local one stays as it was; elsewhere there may be a part of the new one, without its digest.
+        On an error a local file is unchanged; elsewhere a part of the new one, without its digest, may remain.
         """
 
     @abstractmethod
@@ -53,11 +53,11 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def list(self, folder: str) -> list[str]:
-        """Names of what is in a folder, without the folder's; nothing if there is none."""
+        """Return the names in a folder, without the folder's own; empty if it does not exist."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Delete a file, or a folder with what is in it, if it is there."""
+        """Delete a file, or a folder with its content, if it exists."""
 
 
 class LocalStorage(CheckpointStorage):
@@ -68,41 +68,41 @@ class LocalStorage(CheckpointStorage):
         self._folder = folder
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """See Place."""
+        """See CheckpointStorage."""
         write_file(self._folder / name, chunks)
 
     def read(self, name: str) -> memoryview:
-        """See Place."""
+        """See CheckpointStorage."""
         return read_file(self._folder / name)
 
     def list(self, folder: str) -> list[str]:
-        """See Place."""
+        """See CheckpointStorage."""
         path = self._folder / folder
         return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
 
     def delete(self, name: str) -> None:
-        """See Place."""
+        """See CheckpointStorage."""
         path = self._folder / name
         if not path.is_dir():
             path.unlink(missing_ok=True)
         while path.is_dir():
-            with suppress(FileNotFoundError):  # of a file in it that another process has deleted meanwhile
+            with suppress(FileNotFoundError):  # if another process deletes a file in it meanwhile
                 shutil.rmtree(path)
 
 
 class RemoteStorage(CheckpointStorage):
-    """A folder in a file system of fsspec's."""
+    """A folder in a file system of fsspec."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        from fsspec.core import url_to_fs  # takes 60 ms, for those who use one
+        from fsspec.core import url_to_fs  # takes 60 ms
 
         self._fs: Any
         self._fs, self._root = url_to_fs(url)
 
     @contextmanager
     def _os_errors(self) -> Iterator[None]:
-        """Every file system raises what its library does; here it is OSError, as with any disk."""
+        """Raise the exceptions of a file system's library as OSError."""
         try:
             yield
         except OSError:
@@ -114,7 +114,7 @@ class RemoteStorage(CheckpointStorage):
         return f"{self._root.rstrip('/')}/{name}".rstrip("/")
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """See Place."""
+        """See CheckpointStorage."""
         path = self._path(name)
         with self._os_errors():
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -123,28 +123,28 @@ class RemoteStorage(CheckpointStorage):
                     file.write(chunk)
 
     def read(self, name: str) -> memoryview:
-        """See Place."""
+        """See CheckpointStorage."""
         with self._os_errors():
             return memoryview(bytearray(self._fs.cat_file(self._path(name))))
 
     def list(self, folder: str) -> list[str]:
-        """See Place."""
+        """See CheckpointStorage."""
         try:
             with self._os_errors():
-                self._fs.invalidate_cache()  # others write there, too
+                self._fs.invalidate_cache()  # other processes write there, too
                 paths = self._fs.ls(self._path(folder), detail=False)
         except FileNotFoundError:
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def delete(self, name: str) -> None:
-        """See Place."""
+        """See CheckpointStorage."""
         with suppress(FileNotFoundError), self._os_errors():
             self._fs.rm(self._path(name), recursive=True)
 
 
 def open_checkpoint_storage(url: str) -> CheckpointStorage:
-    """The place that a path or an fsspec URL names. Raises ValueError or ImportError if fsspec cannot reach it."""
+    """Return the storage of a path or an fsspec URL. Raises ValueError or ImportError if fsspec does not support it."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return LocalStorage(Path(url))
@@ -152,7 +152,7 @@ def open_checkpoint_storage(url: str) -> CheckpointStorage:
 
 
 def write_file(path: Path, chunks: Iterable[Buffer]) -> None:
-    """Put a file on the disk so that it is there as a whole, whenever the machine stops. Raises OSError."""
+    """Write a file atomically and durably. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -170,7 +170,7 @@ def write_file(path: Path, chunks: Iterable[Buffer]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names in a folder durable: a file that was synced may still be lost with its name."""
+    """Make names in a folder durable: fsync of a file does not include its name."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -179,9 +179,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_file(path: Path) -> memoryview:
-    """Return the bytes of a file as they are now, writable as torch wants them. Raises OSError.
+    """Return a writable copy of the bytes of a file. Raises OSError.
 
-    They are not mapped: a sector that cannot be read, or a file that is gone from a server, would end the process.
+    The file is not mapped: a read error would kill the process.
     """
     with path.open("rb", buffering=0) as file:
         data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
@@ -192,22 +192,27 @@ def read_file(path: Path) -> memoryview:
 
 
 class DamagedFile(OSError):  # noqa: N818 - the name says what happened
-    """A file is missing where one must be, or does not have the digest that was written for it."""
+    """A required file is missing, or does not match its digest."""
 
     @classmethod
     def wrong_digest(cls, name: object) -> DamagedFile:
-        """Return the error for a file of this name whose digest differs."""
+        """Return the error for a file of this name with another digest."""
         return cls(f"{name} is damaged: it does not have the digest that was written for it")
 
 
 def seal(message: Message) -> bytes:
-    """What is to be written to a file."""
+    """Return a JSON file with its digest, because a flipped bit would still be valid JSON with another number in it.
+
+        {"xxh3_128":"1f0c…","content":{"run":"4f1c",…}}
+
+    The digest is that of the content's bytes as they are in the file, which must not be reformatted.
+    """
     content = message.model_dump_json().encode()
     return b'{"xxh3_128":"%s","content":%s}\n' % (xxhash.xxh3_128_hexdigest(content).encode(), content)
 
 
 def unseal(data: bytes | memoryview, kind: type[_MessageT], name: str) -> _MessageT:
-    """What a file of this name says. Raises DamagedFile."""
+    """Return the message in a sealed file of this name. Raises DamagedFile."""
     found = _SEALED.fullmatch(data)
     if found is None or xxhash.xxh3_128_hexdigest(found[2]).encode() != found[1]:
         raise DamagedFile.wrong_digest(name)
@@ -220,10 +225,10 @@ def unseal(data: bytes | memoryview, kind: type[_MessageT], name: str) -> _Messa
 
 
 def lock_folder(folder: Path) -> int | None:
-    """Lock a folder, which is made if need be, until the returned descriptor is closed, or the process ends.
+    """Create and lock a folder until the returned descriptor is closed, or the process ends.
 
-    None if another process has it. A file named `lock` is left in it; children do not inherit the descriptor. Raises
-    OSError if the disk cannot be used.
+    Returns None if another process has locked it. A file named `lock` remains; children do not inherit the descriptor.
+    Raises OSError if the disk cannot be used.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)

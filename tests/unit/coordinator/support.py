@@ -1,4 +1,4 @@
-"""Messages and members with what a test does not care about filled in."""
+"""Messages and members with defaults for tests."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def leaving(outcome: Any = "done", incarnation: int = 1, run: str = "run1", **ch
     return Leave(run=run, incarnation=incarnation, outcome=outcome, **changes)
 
 
-def join_all(cluster: Cluster, now: float = 0.0, life: str = "") -> list[TrainerJoined]:
-    """All trainers join and declare."""
+def join_all(cluster: Cluster, now: float = 0.0, suffix: str = "") -> list[TrainerJoined]:
+    """Let all trainers join and declare."""
     joined = [
-        cluster.join_trainer(joining(f"{life}{i}", rank=i), now) for i in range(cluster.run.settings.num_trainers)
+        cluster.join_trainer(joining(f"{suffix}{i}", rank=i), now) for i in range(cluster.run.settings.num_trainers)
     ]
     for answer in joined:
         cluster.run.declare(answer.rank, model(answer.incarnation, answer.run))
@@ -105,7 +105,7 @@ def join_all(cluster: Cluster, now: float = 0.0, life: str = "") -> list[Trainer
 
 
 def train(cluster: Cluster, now: float = 0.0) -> None:
-    """All are here, the run is installed, and every pserver has said so."""
+    """Let all members join and train; every pserver has sent a heartbeat."""
     for index in range(cluster.registry.num_pservers):
         cluster.register_pserver(registration(str(index), index=index), now)
     join_all(cluster, now)

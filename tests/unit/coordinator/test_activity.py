@@ -1,4 +1,4 @@
-"""Rates, participants and where a run waits, as heartbeats bring them."""
+"""The activity of a run, from heartbeats: rates, participants and barriers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load(**changes: Any) -> PserverLoad:
     return PserverLoad(**{**values, **lists, **changes})
 
 
-def hear(log: ActivityLog, cluster: Cluster, round_: int, now: float, **changes: Any) -> None:
+def record(log: ActivityLog, cluster: Cluster, round_: int, now: float, **changes: Any) -> None:
     message = beat(run="run1", round_=round_, load=load(**changes))
     for index in range(2):
         cluster.pserver_heartbeat(index, message, now)
@@ -30,11 +30,11 @@ def hear(log: ActivityLog, cluster: Cluster, round_: int, now: float, **changes:
         log.record_trainer(cluster, rank, alive(round_=round_), now)
 
 
-def test_rates_are_over_the_newest_seconds() -> None:
+def test_rates_are_those_of_the_newest_seconds() -> None:
     cluster, log = make_cluster(), ActivityLog()
     train(cluster)
     for second in range(21):
-        hear(log, cluster, 3 * second if second < 6 else 10 * second, float(second), num_applies=second)
+        record(log, cluster, 3 * second if second < 6 else 10 * second, float(second), num_applies=second)
     assert log.samples[0].rounds_per_second is None
     assert (log.samples[5].rounds, log.samples[5].rounds_per_second) == (12, 12 / 5)
     assert (log.samples[-1].rounds, log.samples[-1].rounds_per_second) == (190, 10)  # one has 200 already
@@ -43,17 +43,17 @@ def test_rates_are_over_the_newest_seconds() -> None:
     assert log.pservers[0][0].load.num_applies == 15
 
 
-def test_what_belongs_together_is_kept_together() -> None:
+def test_samples_of_other_incarnations_runs_and_attempts_are_dropped() -> None:
     cluster, log = make_cluster(), ActivityLog()
-    hear_before = beat(run="run1", load=load())
-    log.record_pserver(cluster, 0, hear_before, 0.0)  # nothing to compare yet, and no run trains
+    early = beat(run="run1", load=load())
+    log.record_pserver(cluster, 0, early, 0.0)  # nothing to compare yet, and no run trains
     assert not log.samples
     train(cluster)
     for second in range(MAX_SAMPLES + 10):
-        hear(log, cluster, second, float(second))
+        record(log, cluster, second, float(second))
     assert len(log.samples) == MAX_SAMPLES
-    other_life = beat(2, run="run1", round_=5, load=load())
-    log.record_pserver(cluster, 0, other_life, 400.0)
+    other_incarnation = beat(2, run="run1", round_=5, load=load())
+    log.record_pserver(cluster, 0, other_incarnation, 400.0)
     assert [heard.incarnation for heard in log.pservers[0]] == [2]
     log.record_trainer(cluster, 1, alive(2, round_=3), 400.0)
     assert list(log.trainers[1]) == [(400.0, 3)]
@@ -69,14 +69,14 @@ def describe(log: ActivityLog, cluster: Cluster, now: float) -> Activity:
     return describe_activity(coordinator, 1000.0)
 
 
-def test_who_takes_part_and_where_it_waits() -> None:
+def test_the_activity_names_participants_and_the_barrier() -> None:
     cluster, log = make_cluster(), ActivityLog()
     empty = describe(log, cluster, 0.0)
     assert (empty.round, empty.barrier, empty.pservers, empty.trainers, empty.staleness) == (0, None, (), (), ())
     train(cluster)
     for second in range(4):
         done = {"num_applies": 10 * second, "apply_seconds": 0.5 * second, "pushed_bytes": 7 * second}
-        hear(log, cluster, 20 + second, float(second), participants=(0,), batch_barriers=(0,), **done)
+        record(log, cluster, 20 + second, float(second), participants=(0,), batch_barriers=(0,), **done)
     for index, wait in ((0, 0.5), (1, 2.5)):
         message = beat(
             run="run1", round_=23 + index, missing=(1,), waiting_seconds=wait, load=load(batch_barriers=(0,))
@@ -87,7 +87,7 @@ def test_who_takes_part_and_where_it_waits() -> None:
     barrier = (found.barrier.pserver, found.barrier.round, found.barrier.arrived, found.barrier.missing)
     assert barrier == (1, 25, (0,), (1,))
     assert found.barrier.waiting_since == log.pservers[1][-1].wall - 2.5
-    hear(log, cluster, 24, 4.0, participants=(0,), num_applies=40, apply_seconds=2.0, pushed_bytes=28)
+    record(log, cluster, 24, 4.0, participants=(0,), num_applies=40, apply_seconds=2.0, pushed_bytes=28)
     found = describe(log, cluster, 4.0)
     assert (found.round, found.participants, found.barrier) == (24, (0,), None)
     assert [(t.rank, t.steps, t.steps_per_second, t.has_contributed) for t in found.trainers] == [
@@ -97,8 +97,8 @@ def test_who_takes_part_and_where_it_waits() -> None:
     assert [(p.apply_seconds, p.wait_seconds, p.pushed_bytes_per_second) for p in found.pservers] == [
         (0.05, None, 7)
     ] * 2
-    silent = describe(log, cluster, 20.0)
-    assert [t.steps_per_second for t in silent.trainers] == [None, None]
+    later = describe(log, cluster, 20.0)
+    assert [t.steps_per_second for t in later.trainers] == [None, None]
     cluster.pserver_heartbeat(1, beat(run="run1", round_=24), LEASE + 3)
     cluster.expire(LEASE + 5)
     assert [p.index for p in describe(log, cluster, LEASE + 5).pservers] == [1]
@@ -109,7 +109,7 @@ def test_asynchronous_trainers_are_behind_the_fastest() -> None:
     train(cluster)
     staleness = ((0.0, 3), (1.0, 2), (None, 1))
     for second in range(3):
-        hear(log, cluster, 5, float(second), clocks={0: 5 + second, 1: 5}, staleness=staleness)
+        record(log, cluster, 5, float(second), clocks={0: 5 + second, 1: 5}, staleness=staleness)
     found = describe(log, cluster, 2.0)
     assert [(t.steps, t.steps_behind, t.has_contributed) for t in found.trainers] == [(7, 0, False), (5, 2, False)]
     assert found.staleness == ((0.0, 6), (1.0, 4), (None, 2))

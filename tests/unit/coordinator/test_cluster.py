@@ -374,7 +374,7 @@ def test_successive_runs_on_the_same_pservers():
         assert cluster.run.state == "finished"
         assert not cluster.pserver_heartbeat(0, beat(), 2).stop
         assert not cluster.may_exit
-        join_all(cluster, 2, life=run)
+        join_all(cluster, 2, suffix=run)
         assert cluster.start_run_if_complete()
         assert cluster.installation(0, 1, None).incarnation == 1
         cluster.finish_change()

@@ -30,7 +30,7 @@ async def get(app: FastAPI, path: str, **headers: str) -> httpx.Response:
 
 
 @pytest.mark.asyncio
-async def test_all_that_the_page_names_is_there_for_everybody(app: FastAPI) -> None:
+async def test_all_files_of_the_page_are_public(app: FastAPI) -> None:
     page = await get(app, "/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     names = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
@@ -52,7 +52,7 @@ async def test_all_that_the_page_names_is_there_for_everybody(app: FastAPI) -> N
 
 
 @pytest.mark.asyncio
-async def test_nothing_in_the_page_is_run_and_nobody_else_is_asked(app: FastAPI) -> None:
+async def test_the_page_has_no_inline_code_and_no_other_origins(app: FastAPI) -> None:
     page = await get(app, "/")
     assert "script-src 'self'; style-src 'self';" in page.headers["content-security-policy"]
     assert "unsafe" not in page.headers["content-security-policy"]
@@ -63,7 +63,7 @@ async def test_nothing_in_the_page_is_run_and_nobody_else_is_asked(app: FastAPI)
 
 
 @pytest.mark.asyncio
-async def test_a_browser_is_sent_each_file_once_and_packed(app: FastAPI) -> None:
+async def test_files_are_compressed_and_cached(app: FastAPI) -> None:
     plain = await get(app, "/dashboard/app.js", accept_encoding="identity")
     assert "content-encoding" not in plain.headers
     packed = await get(app, "/dashboard/app.js", accept_encoding="gzip")
@@ -75,7 +75,7 @@ async def test_a_browser_is_sent_each_file_once_and_packed(app: FastAPI) -> None
 
 
 @pytest.mark.asyncio
-async def test_other_names_are_not_found_and_not_kept(app: FastAPI) -> None:
+async def test_other_names_are_not_found_and_not_cached(app: FastAPI) -> None:
     kept = routes._read_file.cache_info().currsize
     for name in ("files.py", "..%2Ffiles.py", "index.html", "x" * 1000, "%00"):
         reply = await get(app, f"/dashboard/{name}")
@@ -84,7 +84,7 @@ async def test_other_names_are_not_found_and_not_kept(app: FastAPI) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_page_knows_whether_a_token_is_wanted(app: FastAPI) -> None:
+async def test_the_page_contains_whether_it_needs_a_token(app: FastAPI) -> None:
     before = await get(app, "/")
     app.state.wants_token = True
     after = await get(app, "/")
@@ -92,7 +92,7 @@ async def test_the_page_knows_whether_a_token_is_wanted(app: FastAPI) -> None:
     assert before.headers["etag"] != after.headers["etag"]
 
 
-def test_the_chart_library_finds_what_keeps_it_from_writing_styles() -> None:
+def test_the_chart_library_does_not_write_styles() -> None:
     charts = routes.read_file(routes.CHARTS)
     assert charts is not None
     assert charts.body.startswith(b"/**\n* plotly.js v"), "the package plotly is not installed, or another one"

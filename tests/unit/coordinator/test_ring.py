@@ -1,4 +1,4 @@
-"""Strategy ring: a run without pservers, whose trainers wait for each other and not for anybody else."""
+"""Strategy ring: a run without pservers, whose trainers wait for each other."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def barrier(cluster: Cluster, now: float) -> Any:
     return describe_activity(coordinator, 1000.0).barrier
 
 
-def test_the_barrier_names_who_computes_while_others_wait() -> None:
+def test_the_barrier_names_the_trainers_that_compute_while_others_wait() -> None:
     cluster = ring(3)
     begin(cluster)
     assert barrier(cluster, 1.0) is None
@@ -61,20 +61,20 @@ def test_the_barrier_names_who_computes_while_others_wait() -> None:
     found = barrier(cluster, 1.5)
     assert (found.pserver, found.round, found.arrived, found.missing) == (None, 5, (0,), (1, 2))
     assert found.waiting_since == 1000.0 - 2.5
-    waits(cluster, 2, 0.0, round_=5, now=2.0)  # it has been there already
+    waits(cluster, 2, 0.0, round_=5, now=2.0)  # it has completed the round
     assert barrier(cluster, 2.0).missing == (1,)
     waits(cluster, 1, 0.1, now=2.0)
     assert barrier(cluster, 2.0) is None
     waits(cluster, 0, 4.0, now=5.0)
-    assert barrier(cluster, 5.0).missing == (1,)  # it is silent
+    assert barrier(cluster, 5.0).missing == (1,)  # it sends no heartbeats
     waits(cluster, 1, 0.0, now=5.0, is_done=True)
     assert barrier(cluster, 5.0) is None
     waits(cluster, 1, 3.0, now=2.0, is_done=True)
     waits(cluster, 0, 0.0, now=2.0)
-    assert barrier(cluster, 2.0) is None  # who is done waits patiently
+    assert barrier(cluster, 2.0) is None  # a trainer that is done may wait
 
 
-def test_it_begins_without_pservers_and_any_optimizer_will_do() -> None:
+def test_a_ring_begins_without_pservers_and_with_any_optimizer() -> None:
     cluster = ring()
     assert cluster.waiting_for == ["trainer 0", "trainer 1"]
     begin(cluster)
@@ -86,15 +86,15 @@ def test_it_begins_without_pservers_and_any_optimizer_will_do() -> None:
     assert cluster.run.plan.num_bytes == 4 * 10010
 
 
-def test_a_trainer_that_expects_pservers_is_refused() -> None:
+def test_pservers_and_requests_for_them_are_refused() -> None:
     with raises_code("mode_mismatch") as refused:
         ring().join_trainer(joining(expects={"strategy": "ps"}), 0.0)
     assert refused.value.facts == {"expected": {"strategy": "ring"}, "actual": {"strategy": "ps"}}
-
-
-def test_a_pserver_is_refused() -> None:
     with raises_code("mode_mismatch", match="no pservers"):
         ring().register_pserver(registration(), 0.0)
+    with raises_code("no_pservers"):
+        ring().require_pservers()
+    make_cluster().require_pservers()
 
 
 @pytest.mark.parametrize(
@@ -102,16 +102,13 @@ def test_a_pserver_is_refused() -> None:
     [{"local_steps": 2}, {"push_type": "int8"}, {"min_block_size": 8}, {"slice_parameters": True}, {"topk": 1.0}],
     ids=str,
 )
-def test_what_only_pservers_do_is_refused(changes: dict[str, Any]) -> None:
+def test_declarations_without_effect_in_a_ring_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(BadModel, match=f"{next(iter(changes))} would have no effect with strategy ring"):
         declare(ring(), 0, **changes)
-
-
-def test_what_is_so_anyhow_is_taken() -> None:
     declare(ring(), 0, push_type="float32", pull_type="float32", local_steps=0)
 
 
-def test_it_outlives_its_coordinator() -> None:
+def test_a_restarted_coordinator_keeps_the_ring() -> None:
     cluster = ring()
     begin(cluster)
     record = describe_cluster(cluster)
@@ -119,14 +116,14 @@ def test_it_outlives_its_coordinator() -> None:
     restore_cluster(again, type(record).model_validate_json(record.model_dump_json()), 1.0)
     assert again.run.state == "training"
     waits(again, 1, 0.0)
-    again.run.declare(1, model(1, optimizer="Muon"))  # its answer was lost, and it says so again
+    again.run.declare(1, model(1, optimizer="Muon"))  # a retry, whose first response was lost
     again.finish_change(again.run.number)
     ready = again.plan_ready(1, 1)
     assert ready is not None
     assert ready.rendezvous == "10.0.0.5:4711"
 
 
-def test_who_is_silent_ends_the_run() -> None:
+def test_a_silent_trainer_ends_the_run() -> None:
     cluster = ring()
     begin(cluster)
     waits(cluster, 0, 3.0, now=LEASE)
@@ -136,7 +133,7 @@ def test_who_is_silent_ends_the_run() -> None:
     assert failure.facts == {"ranks": [1]}
 
 
-def test_who_lives_and_does_not_come_ends_the_run_after_the_round_time_out() -> None:
+def test_a_missing_trainer_ends_the_run_after_the_round_timeout() -> None:
     cluster = ring(3)
     begin(cluster)
     waits(cluster, 1, 0.0)
@@ -150,21 +147,22 @@ def test_who_lives_and_does_not_come_ends_the_run_after_the_round_time_out() -> 
     assert "trainer 1 did not bring gradients into the ring for round 5" in failure.detail
 
 
-def test_all_may_wait_for_each_other() -> None:
+def test_a_round_in_which_all_trainers_wait_ends_the_run_after_the_round_timeout() -> None:
     cluster = ring()
     begin(cluster)
     waits(cluster, 0, 59.5)
     waits(cluster, 1, 60.5)
     failure = cluster.run.failure
     assert isinstance(failure, RoundTimeout)
+    assert "all trainers wait for each other in round 5" in failure.detail
     assert "check the network between them" in failure.detail
 
 
-def test_who_is_done_before_the_others_ends_the_run() -> None:
+def test_a_trainer_that_leaves_before_the_others_ends_the_run() -> None:
     cluster = ring()
     begin(cluster)
     cluster.leave_trainer(1, leaving(round=5), 1.0)
-    waits(cluster, 0, 0.5, round_=4)  # in the last round of both: it will come out of it
+    waits(cluster, 0, 0.5, round_=4)  # in the last round of both, which can complete
     waits(cluster, 0, 0.0, round_=5)
     assert cluster.run.failure is None
     waits(cluster, 0, 0.5, round_=5)
@@ -174,7 +172,7 @@ def test_who_is_done_before_the_others_ends_the_run() -> None:
     assert "trainer 1 left before round 6" in failure.detail
 
 
-def test_who_is_done_and_accompanies_the_others_waits_patiently_and_is_not_missing() -> None:
+def test_a_trainer_that_joins_without_gradients_may_wait_and_is_not_missing() -> None:
     cluster = ring(3)
     begin(cluster)
     waits(cluster, 0, 1000.0, round_=5, is_done=True)
@@ -184,12 +182,6 @@ def test_who_is_done_and_accompanies_the_others_waits_patiently_and_is_not_missi
     failure = cluster.run.failure
     assert isinstance(failure, RoundTimeout)
     assert failure.facts == {"missing": [2]}
-
-
-def test_controls_are_refused() -> None:
-    with raises_code("no_pservers"):
-        ring().require_pservers()
-    make_cluster().require_pservers()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +201,7 @@ def test_settings_of_pservers_are_refused(settings: dict[str, Any], said: str) -
         CoordinatorSettings(strategy="ring", **settings)
 
 
-def test_what_says_the_same_as_the_ring_is_taken() -> None:
+def test_settings_that_a_ring_has_anyway_are_accepted() -> None:
     settings = CoordinatorSettings(strategy="ring", on_trainer_loss="fail", durability="none", push_type="float32")
     assert (settings.wanted_pservers, settings.loss_policy) == (0, "fail")
     settings = CoordinatorSettings(strategy="ring")

@@ -64,7 +64,7 @@ def test_several_are_armed_and_disarmed_together():
 
 @pytest.mark.parametrize("text", ["apply=kill", "apply.before", "apply.before=explode", "apply.before=kill@soon"])
 def test_what_does_not_exist_is_refused(text):
-    with pytest.raises(ValueError, match=r"is no failpoint; expected NAME=kill\|stop\|enospc\|eio"):
+    with pytest.raises(ValueError, match=r"is not a failpoint; expected NAME=kill\|stop\|enospc\|eio"):
         parse_failpoints(text)
 
 

@@ -310,7 +310,7 @@ async def test_it_is_never_too_late_in_silence() -> None:
     app = Sample().make_app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://service") as http:
         assert (await http.get("/healthz")).status_code == 200
-    with pytest.raises(RuntimeError, match="cannot be guarded any more"):
+    with pytest.raises(RuntimeError, match="cannot be guarded"):
         await serve(app, ServiceSettings(), stop=asyncio.Event())
 
 
@@ -347,7 +347,7 @@ def test_beyond_loopback_is_refused(host: str, tmp_path: Path) -> None:
 async def test_what_is_left_unprotected_is_said(tokens_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("sample", "json")
     async with running(Sample().make_app(), host="0.0.0.0", insecure=True):
-        assert "whoever reaches this port may do everything" in capsys.readouterr().err
+        assert "every client that reaches this port may do everything" in capsys.readouterr().err
     async with running(Sample().make_app(), host="0.0.0.0", tokens_dir=tokens_dir):
         assert "tokens travel unencrypted" in capsys.readouterr().err
     async with running(Sample().make_app(), tokens_dir=tokens_dir):
