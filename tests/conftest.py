@@ -41,7 +41,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts() -> None:
-    """What a shell starts in the background ignores SIGINT, and so would all that tests start."""
+    """Handle SIGINT, which background processes of a shell and their children ignore."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

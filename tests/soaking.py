@@ -1,4 +1,4 @@
-"""What CI runs of long campaigns and large matrices is a sample; `make soak` runs all of them.
+"""Sampling of long campaigns and large matrices for CI; `make soak` runs all of them.
 
 It selects the hypothesis profile "soak" and tests that are marked `soak`.
 """

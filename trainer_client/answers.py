@@ -1,4 +1,4 @@
-"""What a service answers, told from what something in front of it, or in its place, answers instead."""
+"""Answers of services, and pages of gateways and proxies in their place."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A model's float buffers, such as the statistics of batch norm, whose mean over all trainers the pservers keep.
+"""Averages of a model's float buffers, such as the statistics of batch norm, over all trainers.
 
-They are parameters of the plan whose update rule is MEAN: each step pushes their values instead of gradients. The mean
-is what is pulled, exported and written to checkpoints.
+They are parameters of the plan with the update rule MEAN: each step pushes their values instead of gradients. Pulls,
+exports and checkpoints have the mean.
 """
 
 from __future__ import annotations

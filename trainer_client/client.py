@@ -1,4 +1,4 @@
-"""The protocol as a trainer speaks it: one asynchronous client for all pservers of a run."""
+"""An asynchronous client for all pservers of a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ps_protocol.vocabulary import (
     Round,
 )
 
-from .destinations import Differences
+from .destinations import Deltas
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient, Pulled
@@ -81,11 +81,11 @@ class ParameterClient:
         values = await client.get(r)        # waits until all trainers' barriers are in and the round is applied
         await client.fetch_barrier(r)
 
-    Every method raises what ended the run (`TrainerLost`, `RoundTimeout`, …) instead of waiting for ever.
+    Every method raises the error that ended the run (`TrainerLost`, `RoundTimeout`, …) instead of waiting forever.
     """
 
     def __init__(self, coordinator: str | None = None, **arguments: Any) -> None:
-        """Arguments are those of `TrainerSettings`; what is None comes from `GRADPOST_*`."""
+        """Read the settings: `arguments` are those of `TrainerSettings`; None stands for `GRADPOST_*`."""
         self.settings: TrainerSettings = read_settings(coordinator=coordinator, **arguments)
         self.metrics = TrainerMetrics()
         self.joined: TrainerJoined
@@ -94,7 +94,7 @@ class ParameterClient:
         self.pservers: list[PserverClient] = []
         self.is_declared = False  # all trainers have declared the same, and there is a plan
         self.unfinished: set[asyncio.Task[Any]] = set()  # steps that are on their way
-        self.at_leave: list[Callable[[], None]] = []  # what has to be let go of, once the run was left
+        self.at_leave: list[Callable[[], None]] = []  # called once the run was left
         self._pushed_round: Round = 0  # the newest that something was pushed for
         self._begun_round: Round = 0  # the newest that some pserver may have counted this trainer in
         self._is_finite = True  # the gradient that was sent last
@@ -109,7 +109,7 @@ class ParameterClient:
         self._bulk: dict[tuple[bool, str | None], Exchange] = {}
         self.start: Round = 1  # the first round that this trainer pushes for
         self.nonfinite: NonfinitePolicy = "reject"  # of the run
-        self.rendezvous: str | None = None  # strategy ring: where trainers meet
+        self.rendezvous: str | None = None  # strategy ring: the address of the lowest rank
         self.max_grad_norm: float | None = None  # of the run
         self.grad_norm: float | None = None  # of the newest round, before it was clipped; NaN if that was skipped
         self.must_upload = False  # the initial values are this trainer's to push
@@ -123,7 +123,7 @@ class ParameterClient:
     def configure(self, **arguments: Any) -> None:
         """Change settings that count from the declaration of the model on; None changes nothing.
 
-        Raises TypeError for any other, which was decided when the trainer joined.
+        Raises TypeError for any other setting, which was decided when the trainer joined.
         """
         given = {name: value for name, value in arguments.items() if value is not None}
         if late := given.keys() - DECLARED_SETTINGS:
@@ -136,9 +136,9 @@ class ParameterClient:
     # ------------------------------------------------------------------ life
 
     async def join(self) -> TrainerJoined:
-        """Take a place in the run that is gathering; waits for the coordinator and for an earlier run to end.
+        """Join the run that is gathering. Waits for the coordinator, and for an earlier run to end.
 
-        Waits for the file of the token, too, up to `retry_seconds`; raises SettingsError if it does not come.
+        It also waits up to `retry_seconds` for the token's file, and raises SettingsError if there is none.
         """
         settings, address = self.settings, None
         try:
@@ -156,10 +156,10 @@ class ParameterClient:
         self._lag = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
         return self.joined
 
-    def follow(self, joined: TrainerJoined, process: int) -> None:
-        """Of a further process of a trainer's host, instead of `join`: the trainer's place, in which another one is."""
+    def adopt_place(self, joined: TrainerJoined, process: int) -> None:
+        """Adopt the leader's place in the run. Called by the follower processes of a host instead of `join`."""
         self.joined = joined
-        self.membership.follow(joined, process)
+        self.membership.adopt_place(joined, process)
 
     def _warn(self, line: str) -> None:
         self.log.warning(line)
@@ -172,10 +172,10 @@ class ParameterClient:
         aliases: Mapping[str, str] | None = None,
         rendezvous: str | None = None,
     ) -> SlicePlan:
-        """Say what will be trained; waits until all trainers said the same and the pservers have the plan.
+        """Declare the model, and wait until all trainers have declared the same and the pservers have the plan.
 
-        `aliases` are further names of tied tensors (alias -> name), under which exported models have them, too;
-        `rendezvous` is where the trainers of a ring meet, from the lowest rank.
+        `aliases` are further names of tied tensors (alias -> name), which exported models have, too. `rendezvous` is
+        the address at which the trainers of a ring meet, from the lowest rank.
         """
         settings = self.settings
         ready = await self.membership.guard(
@@ -242,34 +242,31 @@ class ParameterClient:
         return self.plan
 
     def _bulk_client(self, info: PserverInfo) -> Exchange:
-        """The connections for tensors: one kind for pservers with HTTP/2, another for those without.
-
-        A life of a pserver that has a Unix socket has its own, which are closed with the others in the end.
-        """
+        """Return the connections for tensors. A pserver with a Unix socket has connections of its own."""
         kind = info.http2, info.local if self.settings.local_transport else None
         if kind not in self._bulk:
             self._bulk[kind] = Exchange(self.settings.client_tls, self._token, http2=kind[0], local=kind[1])
         return self._bulk[kind]
 
     async def go_back(self) -> Round:
-        """After RolledBack: follow the run to its newest attempt; returns the version to pull, which comes next.
+        """Follow the run to its newest attempt after RolledBack, and return the version to pull next.
 
-        Nothing may be under way. `must_upload` says whether it is to be pushed by this trainer first.
+        No request may be under way. `must_upload` says if this trainer pushes the values of that version first.
         """
         news = self.membership.news
-        news.follow()
+        news.adopt_newest_attempt()
         for pserver in self.pservers:
             pserver.go_back(news.attempt)
         if news.uploader is not None:
             self.uploader = news.uploader
-        self.feedback.forget()
+        self.feedback.reset()
         self.outcomes = Outcomes()
         self._pushed_round = self._begun_round = self._sent_round = self.membership.round = news.resume
         self.must_upload = news.uploader == self.joined.rank
         return news.resume
 
     def begin_round(self, round_: Round) -> None:
-        """From now on, until `membership.round` is this one, leaving is leaving in the middle of it."""
+        """Note that pservers may count this trainer in the round: leaving before its end is a failure."""
         self._begun_round = round_
 
     async def finish(self) -> None:
@@ -280,16 +277,15 @@ class ParameterClient:
     async def leave(self, outcome: str = "done", reason: str = "") -> None:
         """Leave the run, `done` or `failed`, and close all connections.
 
-        Leaving in the middle of a round is failing: some pservers may have counted this trainer, others not. Of one
-        that has not begun they drop what they have. In asynchronous modes a step is over once its pushes are
-        acknowledged.
+        Leaving in the middle of a round counts as failed, because only some pservers may have counted this trainer. In
+        asynchronous modes a step is over once its pushes are acknowledged.
         """
         over = self._sent_round if self.is_declared and self.joined.consistency.is_async else 0
         if outcome == "done" and self._begun_round > max(over, self.membership.round):
             outcome, reason = "failed", f"it left in the middle of round {self._begun_round}"
         await self.membership.leave(outcome, reason)
-        for let_go in self.at_leave:
-            let_go()
+        for close in self.at_leave:
+            close()
         await self._control.aclose()
         for exchange in self._bulk.values():
             await exchange.aclose()
@@ -306,7 +302,7 @@ class ParameterClient:
         await self.leave("done" if error is None else "failed", "" if error is None else repr(error))
 
     async def summary(self) -> RunSummary:
-        """The run in a few numbers, as the servers saw it."""
+        """Return the results of the run, as the services know them."""
         return await self.membership.summary()
 
     # ------------------------------------------------------------------ whole parameters
@@ -352,7 +348,7 @@ class ParameterClient:
         self._sent_round = round_
 
     async def batch_barrier(self, round_: Round) -> None:
-        """Tell every pserver that this trainer's contribution is complete everywhere. Nothing in asynchronous modes."""
+        """Report to every pserver that this trainer's contribution is complete. Asynchronous modes have no barrier."""
         if self.joined.consistency.is_async:
             return
         await self.ask_all(lambda pserver: pserver.barrier(round_, "batch", is_finite=self._is_finite))
@@ -372,31 +368,31 @@ class ParameterClient:
 
         indices = [index for index, wanted in enumerate(destinations) if wanted or names is None]
         pulled = await self._fetch_all(round_, indices, fetch)
-        self._settle(round_, pulled)
+        self._note_results(round_, pulled)
         if names is None:
             self.membership.round = max(self.membership.round, round_)
         return {spec.name: values[spec.name].to(TORCH_DTYPES[spec.dtype]) for spec in specs}
 
-    def _settle(self, round_: Round, pulled: Sequence[Pulled]) -> None:
-        """What was pushed for a round has been applied, or was skipped."""
+    def _note_results(self, round_: Round, pulled: Sequence[Pulled]) -> None:
+        """Note the outcome of the rounds that a pull reports: applied or skipped."""
         max_delay = self.joined.consistency.max_delay
         skipped = {told: ranks for one in pulled for told, ranks in one.skipped.items()}
         if not max_delay and round_ >= self._pushed_round:  # else the next one is on its way
-            self.feedback.settle(is_applied=round_ not in skipped)
+            self.feedback.resolve(is_applied=round_ not in skipped)
         if round_ in skipped:
             self.grad_norm = None if self.max_grad_norm is None else math.nan
         fresh = sorted(skipped.keys() - set(self.outcomes.skipped))
         scaler = next((one.scaler for one in pulled if one.scaler is not None), None)
-        self.outcomes = self.outcomes.followed_by(skipped, scaler, newest=round_, keep=2 * max_delay + 2)
+        self.outcomes = self.outcomes.advance(skipped, scaler, newest=round_, keep=2 * max_delay + 2)
         for told in fresh:
             self.metrics.skipped.inc()
             names = ", ".join(f"trainer {rank}" for rank in sorted(skipped[told]))
             self.log.warning(f"round {told} was skipped on all pservers: NaN or infinity in gradients of {names}")
 
     async def fetch_barrier(self, round_: Round) -> None:
-        """Tell every pserver that this version was read; any message for a later round implies it.
+        """Report to every pserver that this version was read; any message for a later round implies it.
 
-        Nothing in asynchronous modes.
+        Asynchronous modes have no barrier.
         """
         if self.joined.consistency.is_async:
             return
@@ -419,10 +415,10 @@ class ParameterClient:
             flat[name] = tensor.reshape(-1)
         return flat
 
-    # ------------------------------------------------------------------ for those who keep their own buffers
+    # ------------------------------------------------------------------ callers with their own buffers
 
     def destinations(self, memory: Mapping[str, memoryview]) -> list[dict[str, memoryview]]:
-        """For each pserver, where its blocks land in the bytes of whole parameters as they are pulled (name: bytes)."""
+        """Return for each pserver the memory of its blocks (name -> bytes) within that of whole parameters."""
         result: list[dict[str, memoryview]] = []
         for shard in self.plan.shards:
             wanted = {}
@@ -433,16 +429,16 @@ class ParameterClient:
             result.append(wanted)
         return result
 
-    def make_differences(self, destinations: Sequence[Mapping[str, memoryview]]) -> list[Differences] | None:
-        """Memory for what is added to these destinations, for each pserver, if the run's pulls are differences.
+    def make_deltas(self, destinations: Sequence[Mapping[str, memoryview]]) -> list[Deltas] | None:
+        """Return memory for the deltas of these destinations, for each pserver; None if the run does not pull deltas.
 
-        Then the destinations must be flat float32 memory that nobody else writes to as long as `have` says so.
+        The destinations must be flat float32 memory that keeps the pulled values as long as `have` names their version.
         """
         if not self.plan.wire.pulls_deltas:
             return None
         plan = self.plan
         rounded = {b.name for b in plan.blocks if plan.pulled(b.parameter) == "F32" and b.parameter not in plan.means}
-        return [Differences({name: data for name, data in one.items() if name in rounded}) for one in destinations]
+        return [Deltas({name: data for name, data in one.items() if name in rounded}) for one in destinations]
 
     async def pull(
         self,
@@ -452,15 +448,15 @@ class ParameterClient:
         with_batch_barrier: bool,
         is_finite: bool = True,
         have: Sequence[Round] | None = None,
-        differences: Sequence[Differences] | None = None,
-        on_landed: Callable[[str], None] | None = None,
+        deltas: Sequence[Deltas] | None = None,
+        on_block: Callable[[str], None] | None = None,
     ) -> list[Round]:
-        """Wait for version `round_` of every shard and write it to `destinations`; the barrier may ride on it.
+        """Wait for version `round_` of every shard and write it to `destinations`; the batch barrier may come with it.
 
-        Returns the version of each shard, which `have` may be the next time if these bytes stay as they are: what has
-        not changed since is not sent then; for pulls that are differences it needs those of `make_differences`.
-        `is_finite` says whether every pserver found this trainer's gradient finite. `on_landed` is told the name of
-        each block as soon as it is there, if the run's pulls are no differences.
+        Returns the version of each shard. If its bytes stay as they are, it may be the `have` of the next pull, which
+        then leaves out blocks that have not changed. Deltas need those of `make_deltas`. `is_finite` is True if every
+        pserver found this trainer's gradient finite. Without deltas `on_block` is called with the name of each complete
+        block.
         """
 
         async def fetch(index: int, norm: AgreedNorm | None) -> Pulled:
@@ -471,14 +467,14 @@ class ParameterClient:
                 is_finite=is_finite,
                 norm=norm,
                 have=None if have is None else have[index],
-                differences=None if differences is None else differences[index],
-                on_landed=on_landed,
+                deltas=None if deltas is None else deltas[index],
+                on_block=on_block,
             )
 
         pulled = await self._fetch_all(
             round_, range(len(self.pservers)), fetch, with_batch_barrier=with_batch_barrier, is_finite=is_finite
         )
-        self._settle(round_, pulled)
+        self._note_results(round_, pulled)
         self.membership.round = round_
         return [one.version for one in pulled]
 
@@ -491,9 +487,9 @@ class ParameterClient:
         with_batch_barrier: bool = False,
         is_finite: bool = True,
     ) -> list[Pulled]:
-        """Call `fetch` for these pservers; where gradients are clipped, with the round's norm.
+        """Call `fetch` for these pservers, with the round's norm if gradients are clipped.
 
-        The barrier rides on the question for that.
+        The batch barrier comes with the request for the norm.
         """
         if self.max_grad_norm is None or round_ == 0:
             return await self.membership.guard(_gather(fetch(index, None) for index in indices))
@@ -521,7 +517,7 @@ class ParameterClient:
         await self.membership.guard(_gather(self.pservers[i].get_buffers(wanted) for i, wanted in owned.items()))
 
     async def push(self, round_: Round, pserver: PserverIndex, frame: Payload) -> bool:
-        """Push one frame; its memory belongs to this request until it returns. Whether the pserver found it finite."""
+        """Push one frame, whose memory must not change until this returns; True if the pserver found it finite."""
         self._pushed_round = round_
         answer = await self.membership.guard(self.pservers[pserver].push(round_, frame))
         return answer.finite
@@ -538,7 +534,7 @@ class ParameterClient:
         return all(await _gather(push(frame) for frame in frames))
 
     async def ask_all(self, ask: Callable[[PserverClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """The answers of all pservers, which are asked at once, in the order of their indices."""
+        """Return the answers of all pservers, which are asked concurrently, in the order of their indices."""
         return await self.membership.guard(_gather(ask(pserver) for pserver in self.pservers))
 
 
@@ -548,10 +544,10 @@ def completion(
     computed_on: Round | None = None,
     num_slots: int = 0,
 ) -> dict[str, str]:
-    """Metadata of a contribution's last push to a pserver: how many blocks there are, and the optimizer's numbers.
+    """Return the metadata of a contribution's last push to a pserver: the number of blocks, and the hyperparameters.
 
-    In the asynchronous modes also after which step the trainer pulled what it computed the gradient on. And how many
-    slots and step states belong to it, if any do.
+    In asynchronous modes it names the step after which the trainer pulled the parameters of the gradient. `num_slots`
+    is the number of slots and step states that belong to it.
     """
     metadata = {
         NUM_BLOCKS_KEY: str(sum(len(bucket.present) for bucket in shard)),

@@ -1,4 +1,4 @@
-"""Where pulls land: in the parameters' own memory if that can be, else beside it, to be copied from there."""
+"""Memory that pulls are written to: that of the parameters where it has their form on the wire, else a copy."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ps_protocol.vocabulary import Block
 from ps_protocol.wire_types import SCALES, quantised
 
 from .device_copies import ParameterCopies, host_memory, is_away
-from .tensors import TORCH_DTYPES, lands_directly, wire_dtype, writable_bytes
+from .tensors import TORCH_DTYPES, has_wire_layout, wire_dtype, writable_bytes
 
 
-class Landing:
+class Destinations:
     """Sets of host tensors by parameter name, one for each step that may be on its way, in the dtype on the wire.
 
-    They are the parameters' own memory if nobody computes with these meanwhile. A difference is added to what was
-    pulled, and not to what a script may have made of that: then they lie apart, too.
+    They are the parameters' own memory if the script computes nothing meanwhile. A delta is added to pulled values,
+    which the script must not have changed: then the sets are separate, too.
     """
 
     def __init__(
         self, parameters: Mapping[str, Tensor], plan: SlicePlan, max_delay: int, *, are_awaited: bool = False
     ) -> None:
-        """`are_awaited`: whoever computes with a parameter takes its new value first."""
+        """Make the sets. `are_awaited`: each computation with a parameter waits for its new value first."""
         self._parameters = parameters
         self._copies = ParameterCopies(are_awaited=are_awaited)
         self._plan = plan
@@ -38,7 +38,7 @@ class Landing:
         self.sets: list[dict[str, Tensor]] = (
             [{name: host_memory(p, self._dtypes[name]) for name, p in parameters.items()} for _ in range(max_delay + 1)]
             if self._is_apart
-            else [landing_of(parameters, self._dtypes)]
+            else [make_destinations(parameters, self._dtypes)]
         )
         self._note_memory()
 
@@ -46,9 +46,9 @@ class Landing:
         self._memory = {name: _memory_of(parameter) for name, parameter in self._parameters.items()}
 
     def has_moved(self) -> bool:
-        """Whether a script has given a parameter other memory, as `module.to()` does; then `sets` are new.
+        """Return True, and make new sets, if a script has given a parameter other memory, as `module.to()` does.
 
-        Raises BadModel if it has become another parameter.
+        Raises BadModel if the parameter has another shape or dtype.
         """
         if all(_memory_of(parameter) == self._memory[name] for name, parameter in self._parameters.items()):
             return False
@@ -61,37 +61,37 @@ class Landing:
                     actual=f"{parameter.dtype} {list(parameter.shape)}",
                 )
         if not self._is_apart:
-            self.sets = [landing_of(self._parameters, self._dtypes)]
+            self.sets = [make_destinations(self._parameters, self._dtypes)]
         self._note_memory()
         return True
 
     def begin(self) -> None:
-        """A step has begun, and its pull will write to a set. Blocks for copies from there to a device."""
+        """Begin a step, whose pull will write to a set. Blocks for copies from there to a device."""
         self._copies.begin(self._parameters)
 
-    def take(self, index: int, names: Iterable[str], *, is_noticed: bool = True) -> None:
-        """What a set holds goes to these parameters.
+    def write_back(self, index: int, names: Iterable[str], *, is_noticed: bool = True) -> None:
+        """Write the tensors of a set back to these parameters.
 
-        Unless `is_noticed` autograd does not see it: a graph that was made before may be gone through once more.
+        Unless `is_noticed`, autograd does not see the write: the graph of an earlier pass stays valid.
         """
         taken = {name: self._parameters[name] for name in names}
         seen = taken if is_noticed else {name: parameter.data for name, parameter in taken.items()}
-        copy_landed(seen, self.sets[index], self._copies)
+        write_back(seen, self.sets[index], self._copies)
 
 
-def landing_of(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """For each tensor where its bytes are written to, in the dtype on the wire: its own memory, or some beside it."""
+def make_destinations(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Return the memory that each tensor is pulled to, in the dtype on the wire: its own, or a copy."""
     return {
         name: tensor.detach()
-        if lands_directly(tensor) and tensor.dtype == dtypes[name]
+        if has_wire_layout(tensor) and tensor.dtype == dtypes[name]
         else host_memory(tensor, dtypes[name])
         for name, tensor in tensors.items()
     }
 
 
-def copy_landed(tensors: Mapping[str, Tensor], landed: Mapping[str, Tensor], copies: ParameterCopies) -> None:
-    """Copy what was pulled to where it could not be written directly: other devices, other memory formats."""
-    written = []  # by the network
+def write_back(tensors: Mapping[str, Tensor], landed: Mapping[str, Tensor], copies: ParameterCopies) -> None:
+    """Copy pulled values to tensors with other memory: on other devices, or in other memory formats."""
+    written = []  # by the network already
     with torch.no_grad():
         for name, tensor in tensors.items():
             if tensor.data_ptr() == landed[name].data_ptr():
@@ -100,7 +100,7 @@ def copy_landed(tensors: Mapping[str, Tensor], landed: Mapping[str, Tensor], cop
                 copies.copy(tensor, landed[name])
             else:
                 tensor.copy_(landed[name])
-    # Autograd did not see that: a second backward through the old graph must fail, as ever.
+    # Autograd did not see that; a second backward through the old graph must fail.
     torch.autograd.graph.increment_version(written)
 
 
@@ -108,22 +108,22 @@ def _memory_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-class Arrivals:
-    """Of one pull. Blocks may land again, with the same bytes, when a reply had broken off."""
+class PullProgress:
+    """The complete parameters of one pull: the I/O thread counts blocks, and another thread waits."""
 
     def __init__(self, blocks_of: Mapping[str, Sequence[Block]]) -> None:
-        """`blocks_of` are the blocks of each parameter, by its name."""
+        """Count the blocks of each parameter, by its name."""
         self._parameter_of = {block.name: name for name, blocks in blocks_of.items() for block in blocks}
         self._missing = {name: len(blocks) for name, blocks in blocks_of.items()}
-        self._landed: set[str] = set()
+        self._complete: set[str] = set()
         self._is_over = False
         self._changed = threading.Condition()
 
-    def landed(self, block: str) -> None:
-        """All bytes of this block are where they belong."""
-        if block in self._landed:
+    def mark_complete(self, block: str) -> None:
+        """Note that a block is complete. It may be repeated, with the same bytes, after a broken reply."""
+        if block in self._complete:
             return
-        self._landed.add(block)
+        self._complete.add(block)
         name = self._parameter_of[block]
         self._missing[name] -= 1
         if not self._missing[name]:
@@ -131,24 +131,28 @@ class Arrivals:
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """Nothing more will land, whether all has or not."""
+        """Note that no further block will come."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def wait(self, name: str) -> bool:
-        """Wait until this parameter has landed; False if the pull has ended without."""
+        """Wait until this parameter is complete; return False if the pull has ended without it."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or not self._missing[name])
         return not self._missing[name]
 
 
-class Differences:
-    """Memory for those of one pserver's blocks, made once: some 26 bytes for 100 of the values."""
+class Deltas:
+    """Memory for the deltas of one pserver's blocks, made once: some 26 bytes for 100 bytes of values.
+
+    Deltas are received apart and added once all of them are there. A reply that breaks off leaves the values unchanged,
+    and may be requested again.
+    """
 
     def __init__(self, values: Mapping[str, memoryview]) -> None:
-        """`values` are the bytes of float32 blocks by name, which hold what was pulled and nothing else."""
-        self.memory: dict[str, memoryview] = {}  # by the name of a tensor in a frame: where it is received
+        """Make the memory for float32 blocks; `values` are their bytes by name, which hold pulled values only."""
+        self.memory: dict[str, memoryview] = {}  # by the name of a tensor in a frame
         self._blocks = {}
         for name, data in values.items():
             block = torch.frombuffer(data, dtype=torch.float32)
@@ -160,13 +164,13 @@ class Differences:
             self._blocks[name] = block, integers, scales
 
     async def add(self, received: Collection[str]) -> None:
-        """Add what has been received (names of tensors) to the values; on an error some are added, and some are not.
+        """Add the received deltas (names of tensors) to the values. An error may leave some of them added.
 
-        Others of the loop have their turn now and then. Raises BadInput, before anything is added.
+        Yields to other tasks of the loop now and then. Raises BadInput before anything is added.
         """
         names = [name for name in received if name in self._blocks]
         if set(received) != {*names, *(name + SCALES for name in names)}:
-            raise BadInput("a difference has integers and scales", code="malformed_frame", actual=sorted(received)[:8])
+            raise BadInput("a delta has integers and scales", code="malformed_frame", actual=sorted(received)[:8])
         num_elements = 0
         for name in names:
             add_delta(*self._blocks[name])

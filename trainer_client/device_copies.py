@@ -1,9 +1,9 @@
-"""Between an accelerator and the network: copies on streams of their own, to and from page-locked host memory.
+"""Copies between an accelerator and page-locked host memory, on streams of their own, beside the computation.
 
     backward ──event──► side stream: gradient ──► host ──► network
     network ──► host ──► side stream: parameter ──event──► the next forward
 
-So they go on while the accelerator computes. https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
+https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from ps_protocol.errors import BadModel
 
 
 class SideStreams:
-    """For each device one stream for copies. Its modules are those of torch.cuda; torch.cpu has the same, and waits."""
+    """A stream for copies on each device, from torch.cuda. torch.cpu has the same interface, and blocks."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
     def of(self, device: torch.device) -> Any:
-        """Made when it is first needed."""
+        """Return the stream of a device."""
         if device not in self._streams:
             module: Any = torch.get_device_module(device)
             self._streams[device] = module.Stream() if device.type == "cpu" else module.Stream(device=device)
         return self._streams[device]
 
     def mark(self, device: torch.device) -> Any:
-        """An event after all that the calling thread has given the device to do."""
+        """Return an event after all work that the calling thread has given to the device."""
         module: Any = torch.get_device_module(device)
         event = module.Event()
         event.record(module.current_stream(device))
         return event
 
     def copy(self, target: Tensor, source: Tensor, device: torch.device, after: Any) -> Any:
-        """Begin a copy once `after` has happened; returns the event of its end. Both must stay until then."""
+        """Begin a copy after the event `after`, and return the event of its end. Both tensors must stay until then."""
         module: Any = torch.get_device_module(device)
         stream = self.of(device)
         stream.wait_event(after)
@@ -54,7 +54,7 @@ class SideStreams:
 class GradientCopies:
     """Flat gradients of one step after the other, on their way to the host. Used by one thread at a time.
 
-    Their memory is the step's until that was pulled, and there are as many sets of it as steps can be on their way.
+    Each step owns its memory until it was pulled; there is one set for each step that can be on its way.
     """
 
     def __init__(self, num_sets: int) -> None:
@@ -64,7 +64,7 @@ class GradientCopies:
         self._begun: set[str] = set()  # of the step that begins next
 
     def begin(self, step: int, gradients: Mapping[str, Tensor]) -> None:
-        """Begin to copy those of this step that were not begun before. Does not block."""
+        """Begin to copy the gradients of this step that were not begun before. Does not block."""
         host = self._sets[step % len(self._sets)]
         for name, gradient in gradients.items():
             if name in self._begun:
@@ -76,7 +76,7 @@ class GradientCopies:
             self._under_way[name] = gradient, host[name], done
 
     def arrived(self) -> Iterator[tuple[str, Tensor]]:
-        """Names, and flat host tensors, of those that have arrived since. Does not block."""
+        """Yield names and flat host tensors of gradients that have arrived since the last call. Does not block."""
         while self._under_way:
             name, (_, host, done) = next(iter(self._under_way.items()))
             if not done.query():
@@ -85,7 +85,7 @@ class GradientCopies:
             yield name, host
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """All that are left, each as soon as it is there. Blocks for the device."""
+        """Yield the rest, each as soon as it has arrived. Blocks for the device."""
         for name, (_, host, done) in self._under_way.items():
             done.synchronize()
             yield name, host
@@ -93,11 +93,11 @@ class GradientCopies:
         self._begun.clear()
 
     def host(self, step: int, name: str) -> Tensor:
-        """Of a gradient that has arrived."""
+        """Return the host tensor of a gradient that has arrived."""
         return self._sets[step % len(self._sets)][name]
 
     def forget(self) -> None:
-        """Give up what was begun. A request that was given up may still read its memory: leave that alone."""
+        """Discard the copies. A cancelled request may still read their memory, so new sets replace it."""
         for _, _, done in self._under_way.values():
             done.synchronize()
         self._under_way.clear()
@@ -106,17 +106,17 @@ class GradientCopies:
 
 
 class ParameterCopies:
-    """Values on their way from host memory to parameters on a device, between two computations with them."""
+    """Copies of values from host memory to parameters on a device, between two computations with them."""
 
     def __init__(self, *, are_awaited: bool) -> None:
-        """`are_awaited`: from `begin` on nobody computes with a parameter before its new value has been copied."""
+        """Make no copy yet. `are_awaited`: computations after `begin` wait for the copy of their parameters."""
         self._are_awaited = are_awaited
         self._streams = SideStreams()
         self._computed: dict[torch.device, Any] = {}  # after all that has computed with the values before
         self._written: list[Any] = []  # ends of copies from host memory that will be written to again
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
-        """New values are to come, into the same host memory. Blocks for copies from it."""
+        """Prepare for new values in the same host memory. Blocks for copies from it."""
         for done in self._written:
             done.synchronize()
         self._written.clear()
@@ -125,7 +125,7 @@ class ParameterCopies:
             self._computed = {device: self._streams.mark(device) for device in devices}
 
     def copy(self, parameter: Tensor, host: Tensor) -> None:
-        """Begin to copy; what is computed on the device from now on comes after it. Does not block."""
+        """Begin a copy; later work of the device comes after it. Does not block."""
         device = parameter.device
         module: Any = torch.get_device_module(device)
         after = self._computed[device] if device in self._computed else self._streams.mark(device)
@@ -135,7 +135,7 @@ class ParameterCopies:
 
 
 def host_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous memory for its values, page-locked if it is on a device, which can copy by itself then."""
+    """Return contiguous host memory for a tensor's values, page-locked if the tensor is on a device."""
     return torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
 
 
@@ -150,5 +150,5 @@ def check_devices(tensors: Mapping[str, Tensor]) -> None:
 
 
 def is_away(tensor: Tensor) -> bool:
-    """Whether it is in an accelerator's own memory."""
+    """Return True if the tensor is in an accelerator's memory."""
     return tensor.device.type != "cpu"

@@ -1,4 +1,4 @@
-"""Flat float32 memory in which gradients are added up by collectives, cut once and kept."""
+"""Flat float32 memory for gradients in collectives, allocated once."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ PIECE = 1 << 16  # elements that are squared at once, in memory that an allocato
 
 
 class FlatBucket:
-    """Several parameters' gradients, one behind the other, last layers first."""
+    """The gradients of several parameters in one flat tensor, last layers first."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
-        """`sizes`: elements of each parameter."""
+        """Allocate the memory; `sizes` are the numbers of elements by parameter name."""
         self.flat = torch.zeros(sum(sizes.values()), dtype=torch.float32, device=device)  # (sum of sizes,)
         self.parts = dict(
             zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True)
         )  # name -> (size,) float32
-        self.filled: set[str] = set()  # those of whom it has the next gradient
+        self.filled: set[str] = set()  # parameters with a gradient of the next step
 
     def put(self, name: str, gradient: Tensor) -> None:
-        """Copy a flat gradient of any dtype into it."""
+        """Copy a flat gradient of any dtype into the bucket."""
         self.parts[name].copy_(gradient)
         self.filled.add(name)
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
-        """Copy what is not in it yet; zeros for parameters without a gradient."""
+        """Copy the missing gradients, with zeros for parameters without one."""
         for name, part in self.parts.items():
             if name in self.filled:
                 continue
@@ -40,12 +40,12 @@ class FlatBucket:
                 part.zero_()
 
     def sum_of_squares(self) -> Tensor:
-        """Of all elements: a float64 scalar, on their device."""
+        """Return the sum of squares of all elements, a float64 scalar on their device."""
         pieces = (piece.double() for piece in torch.split(self.flat, PIECE))
         return torch.stack([torch.dot(piece, piece) for piece in pieces]).sum()
 
     def begin(self) -> None:
-        """The next gradients are to come."""
+        """Begin the next step, without gradients."""
         self.filled.clear()
 
 
@@ -69,28 +69,25 @@ def cut_buckets(parameters: Mapping[str, Tensor], bucket_bytes: int, device: tor
 class FlatGradients:
     """The gradients of one step after the other, in buckets that leave in the same order in all processes.
 
-    That is how collectives have to come. Used by one thread at a time; nothing blocks.
+    Collectives need that order. Used by one thread at a time; no method blocks.
     """
 
     def __init__(
         self, parameters: Mapping[str, Tensor], buckets: Sequence[FlatBucket], send: Callable[[FlatBucket], None]
     ) -> None:
-        """`send` begins to add a bucket up; its memory must not change until `begin`."""
+        """Use these buckets; `send` begins the collective of one, whose memory must not change until `begin`."""
         self.buckets = buckets
-        self.num_left = 0  # of this step, from the first one on
+        self.num_sent = 0  # buckets of this step, in order
         self._parameters = parameters
         self._send = send
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.parts}
-        self._is_spoiled = False  # something has left that the script does not stand by
+        self._is_spoiled = False  # a bucket has left with discarded gradients
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Take a flat gradient before all are there.
-
-        Buckets leave each once it and those before it are full. Frozen parameters are not waited for.
-        """
+        """Add a flat gradient. Buckets leave once they and all earlier ones are full, without frozen parameters."""
         self.check()
         self._bucket_of[name].put(name, gradient)
-        while self.num_left < len(self.buckets) and self._is_full(self.buckets[self.num_left]):
+        while self.num_sent < len(self.buckets) and self._is_full(self.buckets[self.num_sent]):
             self._send_next()
 
     def _is_full(self, bucket: FlatBucket) -> bool:
@@ -100,45 +97,47 @@ class FlatGradients:
         return is_full
 
     def _send_next(self) -> None:
-        bucket = self.buckets[self.num_left]
-        self.num_left += 1
+        bucket = self.buckets[self.num_sent]
+        self.num_sent += 1
         self._send(bucket)
 
     def check(self, gradients: Mapping[str, Tensor] | None = None) -> None:
-        """Raise ContributionConflict if the step cannot be taken, `gradient_changed` if one of these comes too late."""
+        """Raise ContributionConflict if the step cannot be taken, `gradient_changed` if a gradient comes too late."""
         if self._is_spoiled:
-            raise ContributionConflict("what has left for the others cannot be taken back; the script has to end")
-        for bucket in self.buckets[: self.num_left]:
+            raise ContributionConflict(
+                "gradients of a discarded step have left for the other processes; the script has to end"
+            )
+        for bucket in self.buckets[: self.num_sent]:
             if late := bucket.parts.keys() & (gradients or {}).keys() - bucket.filled:
                 raise BadInput(
                     f"{min(late)!r} was frozen, and has a gradient now, whose bucket has left", code="gradient_changed"
                 )
 
     def send_rest(self, gradients: Mapping[str, Tensor]) -> None:
-        """Let the other buckets leave, with these flat gradients, and zeros where there is none."""
-        for bucket in self.buckets[self.num_left :]:
+        """Send the other buckets with these flat gradients, and zeros for parameters without one."""
+        for bucket in self.buckets[self.num_sent :]:
             bucket.complete(gradients)
             self._send_next()
 
     def begin(self) -> None:
-        """The next step's gradients are to come."""
-        self.num_left = 0
+        """Begin the next step, without gradients."""
+        self.num_sent = 0
         for bucket in self.buckets:
             bucket.begin()
 
     def forget(self) -> None:
-        """Give up what was added. What has left cannot be taken back, and then nor can this step be taken again."""
-        self._is_spoiled = self._is_spoiled or self.num_left > 0
+        """Discard the added gradients. If a bucket has left, this step cannot be taken again."""
+        self._is_spoiled = self._is_spoiled or self.num_sent > 0
         for bucket in self.buckets:
             bucket.begin()
 
-    def empty(self) -> bool:
-        """From now on there are no gradients here. Whether something has left already, which is void."""
-        has_left = self.num_left > 0
+    def discard_all(self) -> bool:
+        """Discard the gradients for good; return True if a bucket has left, which is void then."""
+        has_left = self.num_sent > 0
         self.forget()
         self._is_spoiled = False
         return has_left
 
-    def spoil(self, *, is_spoiled: bool) -> None:
-        """Whether the others are elsewhere by now, so that no step can be taken."""
+    def mark_spoiled(self, *, is_spoiled: bool) -> None:
+        """Note if the other processes are at another step, so that none can be taken."""
         self._is_spoiled = is_spoiled

@@ -97,7 +97,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._remote.overlaps and not self._is_shared:
             raise BadModel(
                 "with overlap=True what has overflowed has left before a GradScaler finds it, and without rounds "
-                "nobody else skips it: use bfloat16, which needs no GradScaler, or overlap=False"
+                "no other trainer skips it: use bfloat16, which needs no GradScaler, or overlap=False"
             )
 
     def _begin_with(self, state: ScalerState) -> None:
@@ -130,12 +130,12 @@ class GradScaler(torch.amp.GradScaler):
             gradient.mul_(self._inverse)
 
     def _unscale_rest(self) -> None:
-        for gradient in self._remote.gradients_here():
+        for gradient in self._remote.unsent_gradients():
             self.unscale_early(gradient)
         self._inverse = None
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step like `RemoteOptimizer.step`, with unscaled gradients; nobody steps if they are not finite somewhere.
+        """Step like `RemoteOptimizer.step`, with unscaled gradients; no trainer steps if those of one are not finite.
 
         Takes no closure, whose gradients would come after those that are unscaled; nor does torch's.
         """

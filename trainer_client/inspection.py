@@ -1,4 +1,4 @@
-"""Looking at a cluster from outside, by blocking calls: for the command line, tests, and whoever waits for a run."""
+"""Blocking calls of the inspection API, for the command line, tests and scripts."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class ClusterView:
         self._http = httpx.Client(verify=verify, auth=auth, trust_env=False, timeout=timeout_seconds)
 
     def status(self) -> ClusterStatus:
-        """How the cluster stands."""
+        """Return the status of the cluster."""
         return self._get(ClusterStatus, self.coordinator + STATUS)
 
     def summary(self) -> RunSummary:
-        """The run in a few numbers, as the servers saw it."""
+        """Return the results of the run, as the services know them."""
         return self._get(RunSummary, self.coordinator + SUMMARY, SUMMARY_SECONDS)
 
     def create_checkpoint(self) -> CheckpointCreated:
@@ -119,17 +119,17 @@ class ClusterView:
         return [CheckpointCreated.model_validate(one) for one in self._get_json(CHECKPOINTS)]
 
     def curves(self) -> dict[str, Any]:
-        """What trainers have reported: by name and rank, in columns."""
+        """Return the reported curves, in columns by name and rank."""
         found: dict[str, Any] = self._get_json(CURVES)
         return found
 
     def events(self, after: int = 0) -> list[dict[str, Any]]:
-        """What has happened behind this event, oldest first."""
+        """Return the events after this one, oldest first."""
         found: list[dict[str, Any]] = self._get_json(f"{EVENTS}?after={after}&limit=1000")
         return found
 
     def follow_events(self, after: int = 0) -> Iterator[dict[str, Any]]:
-        """The same as they happen; waits for them, and ends when the coordinator does."""
+        """Yield events as they happen, until the coordinator ends. Blocks for them."""
         url = f"{self.coordinator}{EVENT_STREAM}?after={after}"
         try:
             with self._http.stream("GET", url, timeout=httpx.Timeout(STREAM_SECONDS)) as response:
@@ -143,7 +143,7 @@ class ClusterView:
             raise Unreachable(f"the events of {self.coordinator} broke off: {error!r}") from error
 
     def roll_back(self, round_: int) -> dict[str, Any]:
-        """Take everybody back to a complete checkpoint; returns where they go on."""
+        """Roll the run back to a complete checkpoint; return the round at which it continues."""
         message = {"round": round_}
         done: dict[str, Any] = json.loads(
             self._request("POST", self.coordinator + ROLL_BACK, json.dumps(message), timeout=CHECKPOINT_SECONDS)
@@ -165,7 +165,7 @@ class ClusterView:
             raise _something_else(url) from error
 
     def pserver_state(self, index: int, *, digest: bool = False) -> PserverState:
-        """What pserver `index` tells about itself."""
+        """Return the state of pserver `index`."""
         address = next((p.address for p in self.status().pservers if p.index == index), None)
         if address is None:
             raise NotFound(f"pserver {index} is not here")
@@ -173,9 +173,9 @@ class ClusterView:
         return self._get(PserverState, url)
 
     def leave_for(self, run: str, trainer: TrainerStatus, reason: str | None) -> None:
-        """Leave the run in place of a trainer whose process is gone: as done, or as failed with the reason.
+        """Leave the run for a trainer whose process is gone: as done, or as failed with the reason.
 
-        So the others learn of it now, and not when its lease ends.
+        The other trainers learn of it before its lease ends.
         """
         message = Leave(
             run=run,

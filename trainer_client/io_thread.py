@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class IoLoop(asyncio.SelectorEventLoop):
-    """Looks names up on a thread of its own.
+    """An event loop that resolves host names on a thread of its own.
 
-    The usual threads take no work any more once the interpreter ends, and then a script that is done has to tell the
-    coordinator, which may be away, or be called by a name.
+    The default executor accepts no work once the interpreter ends, and a script that is done must still report to the
+    coordinator, which may be known by a host name.
     """
 
     def __init__(self) -> None:
@@ -58,13 +58,13 @@ class IoLoop(asyncio.SelectorEventLoop):
             error: Exception | None = None
             try:
                 found = look_up()
-            except Exception as problem:  # whoever asked shall have it
+            except Exception as problem:  # goes to the caller
                 error = problem
             with suppress(RuntimeError):  # the loop has been closed
-                self.call_soon_threadsafe(_tell, future, found, error)
+                self.call_soon_threadsafe(_set_result, future, found, error)
 
 
-def _tell(future: asyncio.Future[Any], found: Any, error: Exception | None) -> None:
+def _set_result(future: asyncio.Future[Any], found: Any, error: Exception | None) -> None:
     if not future.done():
         future.set_result(found) if error is None else future.set_exception(error)
 
@@ -91,7 +91,7 @@ class IoThread:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process was forked from the one whose thread this is, so that nothing can run on it."""
+        """True in a process that was forked from the one with this thread, so that nothing can run on it."""
         return os.getpid() != self._pid
 
     def check_process(self) -> None:

@@ -96,14 +96,14 @@ class Membership:
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
         return self.joined
 
-    def follow(self, joined: TrainerJoined, process: int) -> None:
-        """Of a further process of a trainer's host: know its place, without taking part in the run."""
+    def adopt_place(self, joined: TrainerJoined, process: int) -> None:
+        """Adopt the leader's place in the run, without heartbeats. Called by the follower processes of a host."""
         self.joined = joined
         self.log = make_log(run=joined.run, trainer=joined.rank, process=process)
         self.failure = asyncio.get_running_loop().create_future()
 
     async def declare(self, message: DeclareModel) -> PlanReady:
-        """Declare the model and wait until everybody is here and the pservers have the plan."""
+        """Declare the model, and wait until all trainers have and the pservers have the plan."""
         await self._request_with_retry("POST", DECLARE_MODEL.format(rank=self.joined.rank), message)
         query = {
             "rank": self.joined.rank,
@@ -114,7 +114,7 @@ class Membership:
         return PlanReady.model_validate_json(await self._request_with_retry("GET", PLAN, params=query))
 
     async def leave(self, outcome: str, reason: str = "") -> None:
-        """Say goodbye until it is heard, for `retry_seconds` at most; after a failure once, since the lease ends."""
+        """Report the end of this trainer, for up to `retry_seconds`; after a failure once, since the lease ends."""
         if self._heartbeats is not None:
             self._heartbeats.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -168,7 +168,7 @@ class Membership:
         path = TRAINER_HEARTBEAT.format(rank=self.joined.rank)
         period = heartbeat_period(self.joined.lease_seconds)
         while True:
-            await self.news.wait_until_wanted(period)
+            await self.news.wait_for_next_heartbeat(period)
             try:
                 reply = TrainerHeartbeatReply.model_validate_json(await self._request("POST", path, self._heartbeat()))
             except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
@@ -187,7 +187,7 @@ class Membership:
             self._logged.pop("heartbeats", None)
             self._log_once("notice", reply.notice)
             self._log_once("pages", "; ".join(f"pserver {index}: {page}" for index, page in self.news.pages.items()))
-            self.news.heard(reply, asyncio.get_running_loop().time())
+            self.news.update(reply, asyncio.get_running_loop().time())
             if reply.failure is not None:
                 self.fail(error_from_problem(reply.failure))
                 return
@@ -200,7 +200,7 @@ class Membership:
             self.failure.set_result(error)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work`, but end it with the run's failure as soon as that is known. Nobody waits for ever."""
+        """Run `work`; raise the run's failure instead as soon as it is known."""
         assert self.failure is not None
         task = asyncio.ensure_future(work)
         try:
@@ -218,11 +218,11 @@ class Membership:
     # ------------------------------------------------------------------ inspection
 
     async def status(self) -> ClusterStatus:
-        """How the cluster stands."""
+        """Return the status of the cluster."""
         return ClusterStatus.model_validate_json(await self._request_with_retry("GET", STATUS))
 
     async def summary(self) -> RunSummary:
-        """The run in a few numbers, as the servers saw it; carries what was reported until now."""
+        """Send the newest reported numbers, and return the results of the run."""
         if self._heartbeats is not None:
             await self._try_post(TRAINER_HEARTBEAT, self._heartbeat())
         return RunSummary.model_validate_json(await self._request_with_retry("GET", SUMMARY))
@@ -303,7 +303,7 @@ def _is_certificate_refused(error: BaseException | None) -> bool:
 
 
 def make_log(**context: object) -> FilteringBoundLogger:
-    """A logger bound to `context` (run, trainer, …) that does not touch structlog's global configuration."""
+    """Return a logger bound to `context` (run, trainer, …). structlog's global configuration stays as it is."""
     is_terminal = sys.stderr.isatty()
     rendering: list[Processor] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     if is_terminal:

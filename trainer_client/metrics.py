@@ -1,4 +1,4 @@
-"""What a trainer measures, and the port on which Prometheus scrapes it."""
+"""Metrics of a trainer, the port on which Prometheus scrapes them, and the speed of its links to the pservers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TrainerMetrics:
         return Histogram(name, text, labels, buckets=_BUCKETS, registry=self.registry)
 
     async def watch_loop_lag(self) -> None:
-        """Measure for ever how late the running loop is; run it as a task and cancel it."""
+        """Measure how late the running loop is, until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_INTERVAL_SECONDS
@@ -120,7 +120,7 @@ WINDOW_SECONDS = 10.0  # of traffic; when there is more, all of it counts for ha
 
 @dataclass(slots=True)
 class TrafficMeter:
-    """One direction. Requests that are on their way at once share their time, so that bytes a second are the link's."""
+    """Traffic in one direction. Concurrent requests share their time, so the rate is that of the link."""
 
     _num_requests: float = 0.0
     _num_bytes: float = 0.0
@@ -130,7 +130,7 @@ class TrafficMeter:
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
-        """The block lasts as long as the bytes are on their way."""
+        """Count the time of this block as that of a transfer."""
         if self._in_flight == 0:
             self._busy_since = perf_counter()
         self._in_flight += 1
@@ -143,7 +143,7 @@ class TrafficMeter:
             self._busy_since = now
 
     def add(self, num_bytes: int) -> None:
-        """So many have arrived in one request, whose time is over."""
+        """Count the bytes of one request that has ended."""
         self._num_requests += 1
         self._num_bytes += num_bytes
         if self._seconds > WINDOW_SECONDS:
@@ -152,13 +152,13 @@ class TrafficMeter:
             )  # fmt: skip
 
     def describe(self) -> Traffic:
-        """As it travels."""
+        """Return the message of the heartbeat."""
         return Traffic(num_requests=round(self._num_requests), num_bytes=round(self._num_bytes), seconds=self._seconds)
 
 
 @dataclass(slots=True)
 class LinkMeter:
-    """Of one pserver."""
+    """The measured speed of the link to one pserver."""
 
     is_local: bool = False  # the newest answer came over a Unix socket
     round_trip_seconds: float | None = None  # of a small request over a connection that is open
@@ -166,7 +166,7 @@ class LinkMeter:
     pulls: TrafficMeter = field(default_factory=TrafficMeter)
 
     def describe(self) -> Link:
-        """As it travels."""
+        """Return the message of the heartbeat."""
         return Link(
             is_local=self.is_local,
             round_trip_seconds=self.round_trip_seconds,

@@ -1,4 +1,4 @@
-"""What a model consists of: names of its parameters, what else is stored, and further names of tied tensors."""
+"""The tensors of a model: names of its parameters, other stored tensors, and further names of tied tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ps_protocol.vocabulary import ParameterSpec
 
 
 def name_parameters(optimizer: Optimizer, model: nn.Module | None) -> tuple[dict[str, Tensor], int]:
-    """Names from the model, from `named_parameters()`, or by position; and how many are by position."""
+    """Return names from the model, `named_parameters()` or the position, and the number of the latter."""
     from_model = {} if model is None else {id(p): _plain(name) for name, p in model.named_parameters()}
     named: dict[str, Tensor] = {}
     by_position = 0
@@ -37,7 +37,7 @@ def name_parameters(optimizer: Optimizer, model: nn.Module | None) -> tuple[dict
 
 
 def stored_tensors(model: nn.Module | None, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What else belongs to the model: the buffers of its state_dict, and parameters that no group trains."""
+    """Return the other tensors of the model: buffers of its state_dict, and parameters that no group trains."""
     if model is None:
         return {}
     state = model.state_dict(keep_vars=True)
@@ -55,7 +55,7 @@ def frozen_parameters(model: nn.Module | None, trained: dict[str, Tensor]) -> di
 
 
 def find_aliases(model: nn.Module | None, known: dict[str, Tensor]) -> dict[str, str]:
-    """Further names that the model's state_dict has for tied tensors: alias -> the name that they are known by."""
+    """Return further names of tied tensors in the model's state_dict: alias -> the known name."""
     if model is None:
         return {}
     names = {id(tensor): name for name, tensor in known.items()}
@@ -64,14 +64,14 @@ def find_aliases(model: nn.Module | None, known: dict[str, Tensor]) -> dict[str,
 
 
 def _plain(name: str) -> str:
-    """What is called the same whether `torch.compile` wraps it or not, so that trainers agree, and checkpoints load."""
+    """Return the name without the prefix of `torch.compile`, so that trainers agree and checkpoints load."""
     return name.replace("_orig_mod.", "")
 
 
 def describe_model(
     parameters: Sequence[ParameterSpec], stored: Sequence[tuple[Any, ...]], optimizer: OptimizerSpec, **settings: Any
 ) -> dict[str, str]:
-    """A digest of each thing that has to be the same."""
+    """Return a digest of each property that must be the same in all processes of a host."""
     told = {
         "parameters": [(p.name, p.shape, p.dtype, p.group) for p in parameters],
         "buffers": stored,
@@ -82,7 +82,7 @@ def describe_model(
 
 
 def check_alike(ours: Mapping[str, str], theirs: Mapping[str, str], process: int) -> None:
-    """Raise ModelMismatch, which names what is different."""
+    """Raise ModelMismatch, with the properties that differ."""
     different = [name for name in ours if ours[name] != theirs.get(name)]
     if different:
         names = " and ".join(different)

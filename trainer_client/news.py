@@ -1,7 +1,7 @@
-"""What a trainer and the coordinator tell each other while training goes on: who is where, and who cannot be reached.
+"""State of the cluster that a trainer's heartbeats bring: addresses, incarnations, and rollbacks.
 
-Requests to pservers that meet a closed door wait here for news instead of giving up: a pserver may come back at another
-address in another life, and the whole run may go back to an earlier round.
+A request without an answer waits here for the next heartbeat, because the pserver may restart at another address, and
+the run may go back to an earlier round.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from ps_protocol.messages import PserverInfo, TrainerHeartbeatReply
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
-MIN_PERIOD_SECONDS = 0.2  # between two heartbeats, however much somebody wants news: many trainers want it at once
+MIN_PERIOD_SECONDS = 0.2  # between two heartbeats: many trainers may request one at the same time
 
 
 @dataclass
 class News:
-    """Lives on the I/O loop."""
+    """The newest known state of the cluster. Lives on the I/O loop."""
 
     attempt: int = 0  # of the run, as far as this trainer has followed it
     newest_attempt: int = 0
@@ -34,22 +34,22 @@ class News:
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    def heard(self, reply: TrainerHeartbeatReply, now: float) -> None:
-        """The coordinator has answered a heartbeat."""
+    def update(self, reply: TrainerHeartbeatReply, now: float) -> None:
+        """Take over the coordinator's answer to a heartbeat."""
         self.heard_at = now
         self.newest_attempt, self.resume, self.uploader = reply.attempt, reply.resume, reply.uploader
         for info in reply.pservers:
             known = self.pservers.get(info.index)
-            if known is None or info.incarnation >= known.incarnation:  # never an older life again
+            if known is None or info.incarnation >= known.incarnation:  # an older incarnation never comes back
                 self.pservers[info.index] = info
             if known is not None and info.incarnation > known.incarnation:
                 for limit in self._waiting.get(info.index, ()):
                     if not limit.expired():
-                        limit.reschedule(now)  # the older life may be silent for long: paused, or its machine gone
+                        limit.reschedule(now)  # a paused pserver, or a lost machine, would not answer
 
     @contextlib.contextmanager
     def waiting_for(self, index: PserverIndex, limit: asyncio.Timeout) -> Iterator[None]:
-        """In this block an answer of the pserver is waited for: `limit` ends when another life has taken its place."""
+        """Wait for an answer of the pserver in this block: `limit` ends when it has restarted."""
         waiting = self._waiting.setdefault(index, set())
         waiting.add(limit)
         try:
@@ -57,26 +57,26 @@ class News:
         finally:
             waiting.discard(limit)
 
-    def is_in_touch(self, now: float, seconds: float) -> bool:
-        """Whether the coordinator has answered within the last seconds, so that it decides how long to wait."""
+    def has_recent_heartbeat(self, now: float, seconds: float) -> bool:
+        """Return True if the coordinator has answered within the last seconds."""
         return self.heard_at is not None and now - self.heard_at < seconds
 
     def unreachable(self, now: float) -> dict[PserverIndex, tuple[Incarnation, float]]:
-        """Those that do not answer, and for how long."""
+        """Return the pservers that do not answer, and for how many seconds."""
         return {index: (incarnation, now - since) for index, (incarnation, since) in self.failing.items()}
 
-    def answered(self, index: PserverIndex) -> None:
-        """This pserver can be reached, or another incarnation has taken its place."""
+    def mark_reachable(self, index: PserverIndex) -> None:
+        """Note that this pserver has answered, or has restarted."""
         self.failing.pop(index, None)
         self.pages.pop(index, None)
 
-    def follow(self) -> None:
-        """This trainer has gone back to where the newest attempt began."""
+    def adopt_newest_attempt(self) -> None:
+        """Note that this trainer has gone back to the start of the newest attempt."""
         self.attempt = self.newest_attempt
         self.ahead_of.clear()
 
-    async def wait_until_wanted(self, period: float) -> None:
-        """Wait for the time of the next heartbeat, which comes sooner if somebody wants news; tells who waited."""
+    async def wait_for_next_heartbeat(self, period: float) -> None:
+        """Wake the waiting requests, and wait until the next heartbeat is due, or is requested early."""
         async with self._changed:
             self._changed.notify_all()
         await asyncio.sleep(min(MIN_PERIOD_SECONDS, period))
@@ -84,8 +84,8 @@ class News:
             await asyncio.wait_for(self._wanted.wait(), max(0.0, period - MIN_PERIOD_SECONDS))
         self._wanted.clear()
 
-    async def wait(self, seconds: float) -> None:
-        """Ask for a heartbeat now, and wait for its end, up to some seconds."""
+    async def wait_for_heartbeat(self, seconds: float) -> None:
+        """Request a heartbeat now, and wait for its end, for up to some seconds."""
         self._wanted.set()
         async with self._changed:
             with contextlib.suppress(TimeoutError):

@@ -1,7 +1,8 @@
-"""Gradients that leave while backward still runs, each as soon as autograd has put it into `grad`; last layers first.
+"""Communication beside the computation: gradients leave during backward, and pulls end during the next forward pass.
 
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704). Peng et
+al. 2019, "A Generic Communication Scheduler for Distributed DNN Training Acceleration" (SOSP).
 https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_post_accumulate_grad_hook.html
-Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .session import Session
 
 
 class Overlap:
-    """Watches the gradients of one step after the other. Hooks run on the thread, or threads, that run backward."""
+    """Hooks that send the gradients of each step. They run on the threads that run backward."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class Overlap:
         accumulate_steps: int,
         waits: ForwardWaits | None,
     ) -> None:
-        """`send` gets the name of a parameter and its gradient once it is complete; by one thread at a time."""
+        """Call `send` with the name and the gradient of each complete parameter, from one thread at a time."""
         self._waits = waits
         self._session = session
         self._parameters = parameters
@@ -46,7 +47,7 @@ class Overlap:
         self.watch()
 
     def watch(self) -> None:
-        """Watch every parameter that has gradients. One that was frozen gets its hook once it is not any more."""
+        """Add a hook to each parameter that has gradients, and later to those that were frozen."""
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and name not in self._watched:
                 hook = partial(self._accumulated, name)
@@ -55,7 +56,7 @@ class Overlap:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Gradients of the backward passes in the block stay here, and are added to by those after it."""
+        """Keep the gradients of the backward passes in the block; passes after it add to them."""
         before, self._is_accumulating = self._is_accumulating, True
         try:
             yield
@@ -84,18 +85,18 @@ class Overlap:
                 self._send(name, gradient)
                 self._left[name] = gradient, gradient._version
 
-    def begin_again(self) -> None:
-        """The gradients of the passes until now are no more; if some have left, `check` says so."""
+    def discard_passes(self) -> None:
+        """Forget the passes until now. If gradients have left, `check` raises."""
         if not self._left:
             self._num_passes.clear()
 
     @property
     def left(self) -> Collection[str]:
-        """Names of those parameters whose gradients of this step have left."""
+        """The names of the parameters whose gradients of this step have left."""
         return self._left.keys()
 
     def check(self) -> None:
-        """Raise BadInput (`gradient_changed`) if a gradient that has left is not what it was."""
+        """Raise BadInput (`gradient_changed`) if a gradient has changed after it left."""
         for name, (gradient, version) in self._left.items():
             if self._parameters[name].grad is not gradient or gradient._version != version:
                 raise BadInput(
@@ -106,32 +107,32 @@ class Overlap:
                 )
 
     def begin(self) -> None:
-        """The next step's gradients are to come."""
+        """Begin the next step, without gradients."""
         self._num_passes.clear()
         self._left.clear()
         self.watch()
 
 
 class ForwardWaits:
-    """Hooks of a model, and which parameters they have waited for since the last step.
+    """Hooks of a model's modules that wait for parameters before each forward pass.
 
-    Where there will be no gradients, modules wait for everything: nothing would tell what they have computed with.
-    Nothing tells either who computes with a parameter before its module is called, and calls that afterwards.
+    Without gradients, modules wait for all parameters, because nothing would show which ones they use. A script that
+    uses a parameter before it calls the module is not noticed either.
     """
 
     def __init__(
         self,
         model: nn.Module,
         parameters: Mapping[str, Tensor],
-        land: Callable[[Collection[str]], None],
-        land_all: Callable[[], None],
+        wait: Callable[[Collection[str]], None],
+        wait_for_all: Callable[[], None],
     ) -> None:
-        """`land` waits until parameters have their new values, by name; it is cheap if they have.
+        """Add the hooks. `wait` waits for the new values of parameters by name, and is cheap if they are there.
 
-        `land_all` does so outside of a forward pass, before somebody saves them.
+        `wait_for_all` waits for all parameters, before the script saves them.
         """
         self._names = parameters.keys()
-        self._land = land
+        self._wait = wait
         self._waited_for: set[str] = set()
         names = {id(parameter): name for name, parameter in parameters.items()}
         for module, used in _computing_modules(model):
@@ -139,7 +140,7 @@ class ForwardWaits:
             hook = partial(self._before, own)
             hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
             module.register_forward_pre_hook(hook, prepend=True)
-        model.register_state_dict_pre_hook(lambda *_: land_all())  # type: ignore[no-untyped-call]
+        model.register_state_dict_pre_hook(lambda *_: wait_for_all())  # type: ignore[no-untyped-call]
 
     def _before(self, names: Collection[str], module: nn.Module, arguments: Any) -> None:
         if getattr(module, "_is_replica", False):
@@ -149,19 +150,19 @@ class ForwardWaits:
             )
         if not torch.is_grad_enabled():
             names = self._names
-        self._land(names)
+        self._wait(names)
         self._waited_for.update(names)
 
     def check(self, name: str) -> None:
-        """Raise BadModel if a parameter that has a gradient now is one that nobody has waited for."""
+        """Raise BadModel if a parameter that has a gradient now is one whose new value was not waited for."""
         if name not in self._waited_for:
             raise BadModel(
-                f"somebody computes with {name!r}, but does not call the module that it belongs to, which would wait "
+                f"the script computes with {name!r}, but does not call the module that it belongs to, which would wait "
                 "for it: this model needs overlap_pulls=False"
             )
 
     def begin(self) -> None:
-        """The next step's parameters are to come."""
+        """Begin the next step, without waits."""
         self._waited_for.clear()
 
 

@@ -21,9 +21,9 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
 from .client import ParameterClient
-from .destinations import Arrivals, Differences
+from .destinations import Deltas, PullProgress
 from .io_thread import IoThread
-from .optimizer_state.transfer import SlotFrames
+from .optimizer_state.transfer import StateFrames
 from .pushing.buckets import Bucket, make_buckets
 from .pushing.outgoing import Outgoing, note_task, nothing_to_wait_for
 from .tensors import writable_bytes
@@ -32,24 +32,24 @@ from .tensors import writable_bytes
 class Pipeline:
     """All methods are called by the training thread; `wait` blocks for the network.
 
-    Gradients are sent from where they lie if nobody computes meanwhile; else, and if they are something else on the
-    wire, from copies of our own, k + 1 sets of them.
+    Gradients are sent from their own memory if the script computes nothing meanwhile and they have their form on the
+    wire; else from k + 1 sets of copies.
     """
 
     def __init__(self, client: ParameterClient, io: IoThread, *, by_parameter: bool) -> None:
-        """`by_parameter`: somebody computes with those parameters of a step that have landed, while others have not."""
+        """Prepare the sets. `by_parameter`: the script computes with complete parameters while others are missing."""
         self._is_by_parameter = by_parameter
         self.max_delay = client.joined.consistency.max_delay
         self.newest: Round = 0  # that was waited for, or was found to be there already
         self._client = client
         self._io = io
         self._destinations: list[list[dict[str, memoryview]]] = []
-        self._differences: list[list[Differences] | None] = []
+        self._deltas: list[list[Deltas] | None] = []
         self._have: dict[int, list[Round]] = {}  # by landing set: the version of each shard in it, if that is known
         self._layouts: list[_Layout | None] = [None] * (self.max_delay + 1)
         self._outgoing: Outgoing | None = None  # of a step that has not begun, and has gradients already
-        self._pulls: dict[Round, Future[None]] = {}  # those that nobody has waited for
-        self._arrivals: dict[Round, Arrivals] = {}  # of these, as long as they last
+        self._pulls: dict[Round, Future[None]] = {}  # not waited for yet
+        self._arrivals: dict[Round, PullProgress] = {}  # of these, as long as they last
         self._pushed = nothing_to_wait_for()  # of the newest step
         self._newest_pull: Future[None] | None = None
 
@@ -62,11 +62,11 @@ class Pipeline:
             self._client.destinations({name: writable_bytes(tensor) for name, tensor in one.items() if tensor.numel()})
             for one in landing
         ]
-        self._differences = [self._client.make_differences(one) for one in self._destinations]
+        self._deltas = [self._client.make_deltas(one) for one in self._destinations]
         self.forget_versions()
 
     def forget_versions(self) -> None:
-        """Somebody else has written to the landing sets: pull all blocks next time. Nothing may be under way."""
+        """Pull all blocks the next time, because the sets were changed. Nothing may be under way."""
         self._have.clear()
 
     def pull_start(self, version: Round) -> None:
@@ -75,7 +75,7 @@ class Pipeline:
         self.forget_versions()
         slot = self.slot(version)
         versions = self._io.run(self._client.pull(version, self._destinations[slot], with_batch_barrier=False))
-        if self._differences[slot] is not None:  # into memory that no script writes to, until its first step
+        if self._deltas[slot] is not None:  # into memory that no script writes to, until its first step
             self._have[slot] = versions
         self.newest = version
 
@@ -87,7 +87,7 @@ class Pipeline:
         computed_on: Round,
         *,
         is_finite: bool = True,
-        slots: Sequence[SlotFrames] | None = None,
+        slots: Sequence[StateFrames] | None = None,
     ) -> None:
         """Start to push flattened gradients (name -> shape (numel,)), and slots if there are any; a pull will follow.
 
@@ -104,7 +104,7 @@ class Pipeline:
             raise
         self._outgoing = None
         self._pushed = outgoing.acknowledged  # from here on: a step that could not begin is not waited for
-        arrivals = Arrivals(self._client.plan.blocks_of) if self._is_by_parameter else None
+        arrivals = PullProgress(self._client.plan.blocks_of) if self._is_by_parameter else None
         pull = self._io.start(self._pull(outgoing, self._newest_pull, is_finite, arrivals))
         if arrivals is not None:
             self._arrivals[step] = arrivals
@@ -127,17 +127,17 @@ class Pipeline:
 
     @property
     def _borrows(self) -> bool:
-        """Whether nobody computes before a step was pulled, or writes to its gradients."""
+        """True if no computation runs before a step was pulled, so that its gradients stay as they are."""
         return self.max_delay == 0 and not self._is_by_parameter
 
     def _begin_pushes(self, step: Round) -> Outgoing:
-        if self.max_delay:  # nobody waits for what becomes of the step before
-            self._client.feedback.settle(is_applied=True)
+        if self.max_delay:  # the outcome of the step before is not awaited
+            self._client.feedback.resolve(is_applied=True)
         shards = self._layout(step).shards
         return Outgoing(self._client, self._io, step, shards, self._pushed, borrow=self._borrows)
 
     async def _pull(
-        self, outgoing: Outgoing, before: Future[None] | None, is_finite: bool, arrivals: Arrivals | None
+        self, outgoing: Outgoing, before: Future[None] | None, is_finite: bool, arrivals: PullProgress | None
     ) -> None:
         note_task(self._client.unfinished)
         step, is_finite_everywhere = outgoing.step, await outgoing.join()
@@ -153,8 +153,8 @@ class Pipeline:
             with_batch_barrier=is_sync,
             is_finite=is_finite and is_finite_everywhere,
             have=self._have.pop(slot, None),  # what a failure leaves there is nothing that is known
-            differences=self._differences[slot],
-            on_landed=arrivals.landed if arrivals is not None and self._differences[slot] is None else None,
+            deltas=self._deltas[slot],
+            on_block=arrivals.mark_complete if arrivals is not None and self._deltas[slot] is None else None,
         )
         metrics, ended = self._client.metrics, perf_counter()
         metrics.push_seconds.observe(acknowledged - outgoing.begun)

@@ -19,10 +19,10 @@ from ps_protocol.optimizers import HyperParameters, StepState, read_states
 from ps_protocol.vocabulary import Rank, Round
 
 from .answers import may_be_problem, raise_for_problem
-from .destinations import Differences
+from .destinations import Deltas
 from .pserver_connection import PserverConnection
 from .pushing.buckets import Payload
-from .transport.frame_sink import NO_DIFFERENCES, FrameSink
+from .transport.frame_sink import NO_DELTAS, FrameSink
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Pulled(NamedTuple):
     scaler: HyperParameters | None  # the state of the lowest rank's GradScaler in this round
 
 
-class HeldSlots(NamedTuple):
+class HeldState(NamedTuple):
     """The optimizer state that a pserver has."""
 
     states: Mapping[str, StepState]  # of blocks that have been stepped
@@ -170,24 +170,24 @@ class PserverClient:
         norm: AgreedNorm | None = None,
         names: Sequence[str] = (),
         have: Round | None = None,
-        differences: Differences | None = None,
-        on_landed: Callable[[str], None] | None = None,
+        deltas: Deltas | None = None,
+        on_block: Callable[[str], None] | None = None,
     ) -> Pulled:
         """Wait for version `round_` and write its blocks to `destinations` (block name -> its writable bytes).
 
         `names` are the blocks to fetch; without them, every block of the shard needs a destination. `have` is the
         version that the destinations hold already: blocks that have not changed since are left as they are. If the run
-        pulls deltas, it needs `differences`, which are added at the end. `norm` lets the pserver step a round that is
-        clipped; raises NormChanged if the pserver has another gradient. Without deltas `on_landed` is called with the
+        pulls deltas, it needs `deltas`, which are added at the end. `norm` lets the pserver step a round that is
+        clipped; raises NormChanged if the pserver has another gradient. Without deltas `on_block` is called with the
         name of each block as soon as it is complete.
         """
         headers = _wait_headers(with_batch_barrier, is_finite, norm)
         if have is not None:
             headers[routes.HAVE_HEADER] = str(have)
         asked = perf_counter()
-        memory = differences.memory if differences else NO_DIFFERENCES
-        metadata, answered, differing = await self._fetch(
-            "POST", routes.GET, round_, headers, destinations, names, memory, on_landed
+        memory = deltas.memory if deltas else NO_DELTAS
+        metadata, answered, delta_names = await self._fetch(
+            "POST", routes.GET, round_, headers, destinations, names, memory, on_block
         )
         self.connection.metrics.barrier_wait.observe(answered - asked)
         version = self._check_version(metadata, round_)
@@ -197,15 +197,15 @@ class PserverClient:
                 "it",
                 actual=dict(metadata),
             )
-        if differing:
-            assert differences is not None  # or there was no memory for them
+        if delta_names:
+            assert deltas is not None  # or there was no memory for them
             if have is None or routes.SINCE_KEY not in metadata:
                 raise GradpostError(
                     f"pserver {self.index} sent a delta without naming its base version; this is a bug, please report "
                     "it",
                     actual=dict(metadata),
                 )
-            await differences.add(differing)
+            await deltas.add(delta_names)
         if not names:
             self._forget(round_)
         before = json.loads(metadata.get(routes.SKIPPED_BEFORE_KEY, "{}"))
@@ -219,14 +219,14 @@ class PserverClient:
         metadata, _, _ = await self._fetch("GET", routes.BUFFERS, 0, {}, destinations, ())
         self._check_version(metadata, 0)
 
-    async def describe_slots(self, round_: Round) -> HeldSlots:
+    async def describe_optimizer_state(self, round_: Round) -> HeldState:
         """Return which optimizer state there is after a round that this trainer has pulled."""
         metadata, _, _ = await self._fetch("POST", routes.SLOTS, round_, {}, {}, ())
         self._check_version(metadata, round_)
         names = json.loads(metadata[routes.SLOT_NAMES_KEY])
-        return HeldSlots(read_states(metadata[routes.STATES_KEY]), frozenset(names))
+        return HeldState(read_states(metadata[routes.STATES_KEY]), frozenset(names))
 
-    async def get_slots(self, round_: Round, destinations: Mapping[str, memoryview]) -> None:
+    async def get_optimizer_state(self, round_: Round, destinations: Mapping[str, memoryview]) -> None:
         """Fetch slots (`{slot}/{block}` -> its writable bytes) as of that round."""
         metadata, _, _ = await self._fetch("POST", routes.SLOTS, round_, {}, destinations, list(destinations))
         self._check_version(metadata, round_)
@@ -251,14 +251,14 @@ class PserverClient:
         extra: Mapping[str, str],
         destinations: Mapping[str, memoryview],
         names: Sequence[str],
-        differences: Mapping[str, memoryview] = NO_DIFFERENCES,
-        on_landed: Callable[[str], None] | None = None,
+        deltas: Mapping[str, memoryview] = NO_DELTAS,
+        on_block: Callable[[str], None] | None = None,
     ) -> tuple[Mapping[str, str], float, list[str]]:
-        """Return the metadata of the answer, its begin (`perf_counter`), and the tensors that went to `differences`."""
+        """Return the metadata of the answer, its begin (`perf_counter`), and the tensors that went to `deltas`."""
         connection = self.connection
 
         async def attempt() -> tuple[Mapping[str, str], float, list[str]]:
-            sink = FrameSink(destinations, LIMITS, differences, on_landed)
+            sink = FrameSink(destinations, LIMITS, deltas, on_block)
             body = (memoryview(json.dumps(list(names)).encode()),) if names else ()
             response = await connection.exchange.begin(
                 method, connection.url(path), {**self._headers(round_), **extra}, body=body, sink=sink
@@ -275,7 +275,7 @@ class PserverClient:
                 connection.metrics.pulled_bytes.inc(sink.num_bytes)
             finally:
                 await response.aclose()
-            return sink.finish(), answered, sink.differing
+            return sink.finish(), answered, sink.delta_names
 
         return await self._request_with_repush(path, attempt, round_)
 

@@ -82,7 +82,7 @@ class PserverConnection:
 
     def is_coordinator_reachable(self) -> bool:
         """Return whether the coordinator answers. It then decides how long this trainer waits for the pserver."""
-        return self.news.is_in_touch(asyncio.get_running_loop().time(), self.retry_seconds)
+        return self.news.has_recent_heartbeat(asyncio.get_running_loop().time(), self.retry_seconds)
 
     def refresh(self) -> None:
         """Take over the pserver's newest address and incarnation. Raises RolledBack if the run has a newer attempt."""
@@ -91,7 +91,7 @@ class PserverConnection:
             raise RolledBack(f"the run went back to round {round_}", round=round_)
         info = self.news.pservers.get(self.info.index, self.info)
         if info.incarnation > self.info.incarnation:
-            self.news.answered(info.index)
+            self.news.mark_reachable(info.index)
         if info.incarnation >= self.info.incarnation:
             self.info = info
             self.fence = replace(self.fence, pserver_incarnation=info.incarnation)
@@ -117,14 +117,14 @@ class PserverConnection:
                     try:
                         result = await attempt()
                     except GradpostError:
-                        self.news.answered(self.info.index)
+                        self.news.mark_reachable(self.info.index)
                         raise
-            self.news.answered(self.info.index)
+            self.news.mark_reachable(self.info.index)
             return result
 
 
 class _Retries:
-    """What has failed in one request until now."""
+    """The failures of one request until now."""
 
     def __init__(self, connection: PserverConnection, push_again: Callable[[], Awaitable[bool]] | None) -> None:
         self._connection = connection
@@ -171,7 +171,7 @@ class _Retries:
             ) from error
         self._count(type(error).__name__)
         seconds = choose_backoff(self._num_unanswered)
-        await news.wait(seconds)
+        await news.wait_for_heartbeat(seconds)
         await asyncio.sleep(min(seconds, PAUSE_SECONDS))
 
     async def _pause_busy(self, answer: TryAgain) -> None:
@@ -204,7 +204,7 @@ class _Retries:
         if has_lost_rounds:
             news.ahead_of[connection.info.index] = incarnation
         self._count(answer.code)
-        await news.wait(NEWS_SECONDS)
+        await news.wait_for_heartbeat(NEWS_SECONDS)
 
     def _is_refused_for_long(self) -> bool:
         incarnation = self._connection.info.incarnation

@@ -1,4 +1,4 @@
-"""What a trainer knows of the newest rounds: which were skipped, and the lowest rank's GradScaler."""
+"""Results of rounds: which were skipped, and the agreement of all pservers on the norm of a clipped gradient."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Outcomes(NamedTuple):
     skipped: Collection[Round] = ()
     scaler: HyperParameters | None = None  # that the lowest rank pushed in the newest round, for a trainer that joins
 
-    def followed_by(
+    def advance(
         self, skipped: Collection[Round], scaler: HyperParameters | None, *, newest: Round, keep: int
     ) -> Outcomes:
         """Return the outcomes of the `keep` newest rounds, with those that came with version `newest`.
 
-        >>> Outcomes(skipped=(4, 5)).followed_by([6], None, newest=6, keep=2)
+        >>> Outcomes(skipped=(4, 5)).advance([6], None, newest=6, keep=2)
         Outcomes(skipped=(5, 6), scaler=None)
         """
         known = sorted({*self.skipped, *skipped})
@@ -40,10 +40,10 @@ MAX_ASKED = 200  # in one pull: a change of members makes it twice or three time
 
 
 class NormAgreement:
-    """On one round's norm, in one pull. All methods run on the I/O loop."""
+    """The agreement on one round's norm, in one pull. All methods run on the I/O loop."""
 
     def __init__(self, ask: Callable[[], Awaitable[Sequence[ShardNorm | None]]]) -> None:
-        """`ask` asks every pserver, in order; None: the round is over there, and none is known."""
+        """Use `ask`, which asks every pserver, in order; None: the round is over there without a norm."""
         self._ask = ask
         self._lock = asyncio.Lock()
         self._num_asked = 0
@@ -68,7 +68,7 @@ class NormAgreement:
                 continue
 
     async def _agree_after(self, known: int) -> int:
-        """Ask, if nobody has since so many times."""
+        """Ask the pservers, unless another call has asked since `known`."""
         async with self._lock:
             while self._num_asked <= known or not self._agreed:
                 if self._num_asked == MAX_ASKED:

@@ -41,8 +41,8 @@ class Session:
             raise
         self._is_open = True
         self._reported: set[str] = set()  # names
-        self.land_last_step: Callable[[], object] | None = None  # where `step` does not wait for its parameters
-        self.accompany: Callable[[], None] | None = None  # in a ring: the others, who may have more batches
+        self.finish_last_step: Callable[[], object] | None = None  # where `step` does not wait for its parameters
+        self.join_others: Callable[[], None] | None = None  # in a ring: the others, who may have more batches
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
@@ -73,7 +73,7 @@ class Session:
 
     @property
     def strategy(self) -> Strategy:
-        """Who adds gradients up: pservers, or the trainers in a ring."""
+        """The strategy: pservers aggregate gradients, or the trainers in a ring."""
         return self._joined.consistency.strategy
 
     @property
@@ -83,7 +83,7 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        """Whether this trainer is still in the run; False in a process that was forked from it."""
+        """True while this trainer is in the run; False in a process that was forked from it."""
         return self._is_open and not self.io.is_inherited
 
     def check_open(self, call: str) -> None:
@@ -120,7 +120,7 @@ class Session:
     def close(self, outcome: str = "done", reason: str = "") -> None:
         """Leave the run, `done` or `failed`. Blocks for steps that are on their way if done; safe to call twice.
 
-        In a ring whoever is done takes part in the others' rounds, without gradients, and leaves with them.
+        In a ring a trainer that is done takes part in the others' rounds, without gradients, and leaves with them.
         """
         global _current
         # A forked child (a data loader's worker) has neither the thread nor the membership.
@@ -132,21 +132,21 @@ class Session:
         try:
             if outcome == "done":
                 self.io.run(self.client.finish())
-                outcome, reason = self._land_last_step()
+                outcome, reason = self._finish_last_step()
             if self.host is not None:
                 self.io.run(self.host.leave(outcome, reason))
-            if outcome == "done" and self.accompany is not None:
-                self._accompany()
+            if outcome == "done" and self.join_others is not None:
+                self._join_others()
             self._leave(outcome, reason)
         except Exception as error:
             print(f"gradpost: leaving the run failed, and it counts as lost: {error!r}", file=sys.stderr)
         finally:
             self.io.close()
 
-    def _accompany(self) -> None:
-        assert self.accompany is not None
+    def _join_others(self) -> None:
+        assert self.join_others is not None
         try:
-            self.accompany()
+            self.join_others()
         except BaseException as error:  # an interrupt: the others cannot go on without this one, and hear of it now
             self._leave(*outcome_of(error))
             raise
@@ -155,12 +155,12 @@ class Session:
         patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
         self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
 
-    def _land_last_step(self) -> tuple[str, str]:
-        """Into the parameters, for whoever uses the model afterwards; returns the outcome and its reason."""
-        if self.land_last_step is None:
+    def _finish_last_step(self) -> tuple[str, str]:
+        """Write the last step to the parameters; return the outcome and its reason."""
+        if self.finish_last_step is None:
             return "done", ""
         try:
-            self.land_last_step()
+            self.finish_last_step()
         except GradpostError as error:
             return "failed", f"{type(error).__name__}: {error}"
         return "done", ""
@@ -173,7 +173,7 @@ class Session:
 
 
 async def _make_client(arguments: dict[str, Any]) -> tuple[ParameterClient, HostPlace | None]:
-    """On the loop that it will live on. Who is told which trainer it is, is one by itself."""
+    """Make the client on its loop. A trainer with an explicit rank or world size is a single process."""
     is_told = arguments.get("rank") is not None or arguments.get("world_size") is not None
     place = None if is_told else find_place(os.environ)
     if place is None or not read_settings(**arguments).one_trainer_per_host:

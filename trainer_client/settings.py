@@ -101,13 +101,13 @@ class TrainerSettings(Settings):
     )
     overlap: bool = Field(
         default=False,
-        description="whether gradients leave while backward still runs; then nobody may change them before the step, "
+        description="whether gradients leave while backward still runs; then they must not change before the step, "
         "and several backward passes in a step need `accumulate_steps`, or `with optimizer.accumulate():`",
     )
     overlap_pulls: bool = Field(
         default=False,
         description="overlap: whether a step ends before its parameters are here; each module of `model` waits for its "
-        "own when it is about to compute, and whoever else looks at them calls `synchronize()` before",
+        "own before it computes, and other readers call `synchronize()` before",
     )
     accumulate_steps: int = Field(
         default=1, ge=1, description="overlap: after how many backward passes a gradient is complete"
@@ -132,17 +132,17 @@ class TrainerSettings(Settings):
 
     @property
     def chosen_bucket_bytes(self) -> int:
-        """What `bucket_bytes` is in the end."""
+        """The value of `bucket_bytes`, or its default."""
         return self.bucket_bytes or (EARLY_BUCKET_BYTES if self.overlap else BUCKET_BYTES)
 
     @property
     def outer_is_set(self) -> bool:
-        """Whether anything is said of the outer optimizer."""
+        """True if a setting of the outer optimizer is given."""
         return self.outer_lr is not None or bool(self.outer_momentum) or self.outer_nesterov
 
     @property
     def expectations(self) -> dict[str, Any]:
-        """What the servers' mode must be, as far as this trainer was told."""
+        """The properties of the servers' mode that this trainer expects."""
         told = {field.name: getattr(self, field.name) for field in fields(Consistency)}
         return {name: value for name, value in told.items() if value is not None}
 

@@ -21,19 +21,19 @@ from ps_protocol.optimizers import HyperParameters, StepState
 from ps_protocol.vocabulary import Round
 
 from .buffer_averages import BufferAverages
-from .destinations import Landing, copy_landed, landing_of
+from .destinations import Destinations, make_destinations, write_back
 from .device_copies import GradientCopies, ParameterCopies, is_away
 from .local_steps import LocalSteps
 from .optimizer_state.loading import Loading
-from .optimizer_state.torch_state import Slots
-from .optimizer_state.transfer import pull_slots
+from .optimizer_state.torch_state import OptimizerState
+from .optimizer_state.transfer import pull_optimizer_state
 from .pipeline import Pipeline
 from .session import Session
 from .tensors import writable_bytes
 
 
 class Contribution(NamedTuple):
-    """What a step begins with."""
+    """The arguments of a step."""
 
     gradients: Mapping[str, Tensor]  # flat, by parameter name
     numbers: list[HyperParameters]
@@ -41,7 +41,7 @@ class Contribution(NamedTuple):
 
 
 class Steps:
-    """Of one trainer, whose model has been declared. All methods block for the network unless they say otherwise."""
+    """The steps of one trainer whose model is declared. All methods block for the network unless stated otherwise."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class Steps:
         self._local = local
         self._is_by_parameter = self._client.settings.overlap_pulls
         self._pipeline = Pipeline(self._client, self._io, by_parameter=self._is_by_parameter)
-        self._landing = Landing(
+        self._destinations = Destinations(
             parameters, self._client.plan, self._pipeline.max_delay, are_awaited=self._is_by_parameter
         )
         self._copies = GradientCopies(self._pipeline.max_delay + 1)
-        self._pipeline.bind(self._landing.sets)
+        self._pipeline.bind(self._destinations.sets)
         self.begun: Round = 0  # the newest one
-        self.landed: Round = 0  # the step whose pull is in the parameters
+        self.version: Round = 0  # the step whose pull is in the parameters
         self.num_rollbacks = 0  # that this trainer has followed
         self._pending: set[str] = set()  # by parameter: those that the newest step's pull has not been taken into
         self._refused: NonFiniteGradient | None = None
@@ -90,30 +90,30 @@ class Steps:
             except RolledBack:
                 version = self._io.run(self._client.go_back())
             else:
-                self.begun = self.landed = version
-                self._loading.went_back(version)
+                self.begun = self.version = version
+                self._loading.note_rollback(version)
                 self._averages.write_back()
                 return
 
     def _initial_values(self) -> dict[str, Tensor]:
-        """What the run begins with. Raises `pserver_lost` after the first round: no pserver has those values."""
-        if self.landed > 0:
+        """Return the values that the run begins with. Raises `pserver_lost` after the first round."""
+        if self.version > 0:
             text = "the pservers have lost all that was trained, and there is no checkpoint"
-            raise Ended(f"{text}; this trainer had round {self.landed}", code="pserver_lost")
+            raise Ended(f"{text}; this trainer had round {self.version}", code="pserver_lost")
         begun = {} if self._local is None else self._local.starting_values
         values = {**self._parameters, **begun, **self._stored}
         return {name: tensor.detach().to("cpu") for name, tensor in values.items()}
 
     def _pull_stored(self) -> None:
-        landing = landing_of(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
+        landing = make_destinations(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
         self._io.run(self._client.pull_buffers({name: writable_bytes(tensor) for name, tensor in landing.items()}))
-        copy_landed(self._stored, landing, ParameterCopies(are_awaited=False))
+        write_back(self._stored, landing, ParameterCopies(are_awaited=False))
         self._has_stored = True
 
-    def look_for_changes(self) -> None:
+    def refresh_parameters(self) -> None:
         """Follow parameters that the script has given other memory. Does not block."""
-        if self._landing.has_moved():
-            self._pipeline.bind(self._landing.sets)
+        if self._destinations.has_moved():
+            self._pipeline.bind(self._destinations.sets)
         if self._local is not None:  # whose optimizer changes them
             self._pipeline.forget_versions()
 
@@ -158,7 +158,7 @@ class Steps:
         self._check_repeated(gradients, self._parameters)
         if self._pipeline.max_delay == 0 and not self._is_by_parameter:
             self._under_way = Contribution(gradients, numbers, is_finite)
-        self._landing.begin()
+        self._destinations.begin()
         gradients = {**gradients, **self._averages.changed_values()}
         away = {name: gradients[name] for name in reversed(list(gradients)) if is_away(gradients[name])}
         if away:
@@ -168,7 +168,7 @@ class Steps:
             gradients = {**gradients, **{name: self._copies.host(step, name) for name in away}}
         slots = self._loading.frames_for(step)
         try:
-            self._pipeline.begin(step, gradients, numbers, computed_on=self.landed, is_finite=is_finite, slots=slots)
+            self._pipeline.begin(step, gradients, numbers, computed_on=self.version, is_finite=is_finite, slots=slots)
         except BaseException as error:
             if not isinstance(error, GradpostError):
                 self._keep_contribution()
@@ -201,7 +201,7 @@ class Steps:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a step was interrupted or failed after its push had begun."""
+        """True if a step was interrupted or failed after its push had begun."""
         return self._unfinished is not None
 
     def finish(self) -> None:
@@ -211,11 +211,11 @@ class Steps:
         self.begin(gradients, numbers, is_finite=is_finite)
         self._take(self.begun)
 
-    def load_slots(self, slots: Slots) -> None:
+    def load_optimizer_state(self, slots: OptimizerState) -> None:
         """Push these with the next step, if they are this trainer's to push. Does not block."""
         self._loading.load(slots, self.begun)
 
-    def pull_slots(self, needed: Callable[[str, StepState], Sequence[str]], *, leads: bool) -> Slots:
+    def pull_optimizer_state(self, needed: Callable[[str, StepState], Sequence[str]], *, leads: bool) -> OptimizerState:
         """The slots as of the newest step, which is taken first; those that were loaded and have not left, if any.
 
         Where it `leads` other processes it takes nothing, and does not go back, without them: raises BadModel if steps
@@ -224,18 +224,18 @@ class Steps:
         while True:
             if not leads:
                 self.take()
-            elif self.landed < self.begun:
+            elif self.version < self.begun:
                 raise BadModel("steps are on their way: all processes of the host have to call synchronize() before")
             if self._loading.slots is not None:
                 return self._loading.slots
             try:
-                return self._io.run(pull_slots(self._client, self.landed, needed))
+                return self._io.run(pull_optimizer_state(self._client, self.version, needed))
             except RolledBack as error:
                 if leads:
                     raise
                 self._go_back(error)
 
-    def take_due(self) -> None:
+    def finish_due_step(self) -> None:
         """Wait for the step that is due, `max_delay` steps behind the newest, and take the newest that is there."""
         self._take(self.begun - self._pipeline.max_delay)
 
@@ -270,9 +270,9 @@ class Steps:
                 self._keep_contribution()
             raise
         self._refused = self._unfinished = self._under_way = None
-        if newest > self.landed:
-            self.landed = newest
-            self._loading.landed(newest)
+        if newest > self.version:
+            self.version = newest
+            self._loading.note_pulled(newest)
             self._land(newest, self._pending if self._is_by_parameter else set(self._parameters))
             if newest == self.begun and not self._is_by_parameter:
                 self._averages.write_back()  # else later forward passes have changed the buffers
@@ -298,12 +298,12 @@ class Steps:
             f"{error.detail}: {before - version} steps of this trainer are lost and have to be taken again; "
             f"the next one is {version + 1}"
         )
-        # In the middle of a forward pass its backward pass is still to come, though nobody takes its gradients.
+        # In the middle of a forward pass its backward pass is still to come; its gradients are dropped.
         self._begin_after(version, is_noticed=not self._is_by_parameter)
 
     def _land(self, version: Round, names: set[str], *, is_noticed: bool = True) -> None:
         with torch.no_grad():
-            self._landing.take(self._pipeline.slot(version), names, is_noticed=is_noticed)
+            self._destinations.write_back(self._pipeline.slot(version), names, is_noticed=is_noticed)
         self._pending = self._pending - names
         if self._local is not None:
             self._local.begin()

@@ -1,4 +1,4 @@
-"""Between torch tensors and the wire: dtype names, flat views, bytes."""
+"""Torch tensors and the wire: dtype names, flat views, bytes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def writable_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def lands_directly(tensor: Tensor) -> bool:
-    """Whether pulled bytes may be written to the tensor's own memory: it lies flat, in order, in host memory."""
+def has_wire_layout(tensor: Tensor) -> bool:
+    """Return True if pulled bytes may be written to the tensor's memory: contiguous, in host memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 class Flattening:
-    """Of one model's gradients. Those that do not lie in order (`channels_last`) are copied to memory that is kept."""
+    """Flat gradients of one model. Those that are not contiguous (`channels_last`) are copied to kept memory."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}

@@ -85,7 +85,7 @@ class TensorEndpoints:
         run = self._pserver.run
         run.check_fence(fence)
         async with self._waiting.place(fence.rank):
-            await _send_parts(scope, send, (await run.get_buffers(fence)).parts)
+            await _send_parts(scope, send, await run.get_buffers(fence))
 
     async def slots(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the slots named in the body (a JSON list), or with the names of all."""

@@ -366,12 +366,12 @@ class PserverRun(ABC):
         self._check_slots(fence, version)
         return chunks
 
-    async def get_buffers(self, fence: Fence) -> Reply:
-        """Return this shard's buffers, which no round changes, for a member."""
+    async def get_buffers(self, fence: Fence) -> Sequence[bytes]:
+        """Return a frame of this shard's buffers, which no round changes, for a member."""
         self.check_fence(fence)
         self.check_member(fence)
         self.check_readable()
-        return Reply(0, await self._compute.run(self.shard.encode_buffers, self._metadata(0)))
+        return await self._compute.run(self.shard.encode_buffers, self._metadata(0))
 
     # ------------------------------------------------------------------ members and the end
 

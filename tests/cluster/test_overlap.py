@@ -77,7 +77,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(ParameterCopies, "copy", copy_and_count)
     monkeypatch.setattr(steps, "is_away", lambda _: True)
     monkeypatch.setattr(destinations, "is_away", lambda _: True)
-    monkeypatch.setattr(destinations, "lands_directly", lambda _: False)
+    monkeypatch.setattr(destinations, "has_wire_layout", lambda _: False)
     return counts
 
 

@@ -265,17 +265,17 @@ def test_the_run_may_go_back_while_later_layers_are_waited_for(carrier: Carrier)
             pull = session.client.pull
 
             async def pull_all_but_the_last_layer(
-                round_: int, destinations: Any, on_landed: Callable[[str], None], **options: Any
+                round_: int, destinations: Any, on_block: Callable[[str], None], **options: Any
             ) -> Any:
                 await pull(
                     round_,
                     destinations,
-                    on_landed=lambda block: None if block.startswith("2.") else on_landed(block),
+                    on_block=lambda block: None if block.startswith("2.") else on_block(block),
                     **options,
                 )
                 session.client.pull = pull
                 went_back.append((await asyncio.to_thread(cluster.view.roll_back, made.round))["round"])
-                return await pull(round_, destinations, on_landed=on_landed, **options)
+                return await pull(round_, destinations, on_block=on_block, **options)
 
             session.client.pull = pull_all_but_the_last_layer
             take_step()

@@ -1,4 +1,4 @@
-"""Slots in `state_dict`: a checkpoint of a cluster goes on in one process with the same bits, and the reverse."""
+"""Optimizer state in `state_dict`: a cluster's checkpoint continues in one process bit by bit, and the reverse."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def round_gradient(push: str, gradient: Tensor, remainder: Remainder) -> Tensor:
     tensors = WireTypes(push=push, topk=TOPK).pushed("w", "F32", len(flat))
     sent = [torch.empty(count, dtype=TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]
     encode_gradient(push, flat, remainder if len(sent) > 1 else None, sent)
-    remainder.settle(is_applied=True)
+    remainder.resolve(is_applied=True)
     if push == "int8":
         decoded = sent[0].float() * sent[1].repeat_interleave(GROUP)[: len(flat)]
     elif push == "topk":

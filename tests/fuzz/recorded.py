@@ -1,4 +1,4 @@
-"""What real trainers sent, and how to spoil it: cut off, bits flipped, parts repeated, headers replaced."""
+"""Recorded requests of trainers, and mutations: truncation, bit flips, repetition, other headers."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def fuzz(strategy: st.SearchStrategy[Any], num: int, send: Callable[[Any], None]
 
 
 def send_described(fuzzed: Fuzzed, num: int) -> None:
-    """What fits the OpenAPI document of a service, and what does not."""
+    """Requests that fit the OpenAPI document of a service, and requests that do not."""
     for address in fuzzed.addresses[:2]:
         document = fuzzed.client.get(address + "/openapi.json").text
         # It has to be a type for which schemathesis can make bytes.

@@ -2,9 +2,9 @@
 
 The real `Rounds` of every pserver and the real `decide`, driven by trainers and a coordinator in arbitrary
 interleavings. A pserver that dies keeps what it has applied (the log) and loses what was staged; a trainer that is
-asked for a round's bytes again still has them until it has pulled the round from everybody. A trainer that is silent
-may still send, be heard again, or have a successor, which then sends beside it. What the coordinator has sent may
-arrive, or arrive once more, at any later time.
+asked for a round's bytes again still has them until it has pulled the round from all pservers. A silent trainer may
+still send, return, or have a successor that sends as well. Messages of the coordinator may arrive at any later time,
+and more than once.
 
 Where gradients are clipped, a trainer asks every pserver for its norm before a get brings the sum to each of them, one
 after the other, with anything in between.

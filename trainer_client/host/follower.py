@@ -39,11 +39,11 @@ class FollowerSteps:
         self._local = local
         self._averages = averages
         self.begun: Round = 0
-        self.landed: Round = 0
+        self.version: Round = 0
         self.num_rollbacks = 0  # that the process that leads has followed
         device = choose_device(parameters)
-        host.tell("model", model=model)
-        [started] = host.hear("started")
+        host.send("model", model=model)
+        [started] = host.receive("started")
         self._client.nonfinite = started["nonfinite"]
         self._client.outcomes = Outcomes(*started["outcomes"])
         self._client.is_declared = True
@@ -52,11 +52,11 @@ class FollowerSteps:
             parameters, cut_buckets(parameters, started["bucket_bytes"], device), self._send
         )
         self._values = Values({**parameters, **averages.means, **stored}, device)
-        self._land(started["round"])
-        self.begun = self.landed
+        self._write_back(started["round"])
+        self.begun = self.version
         self._values = Values({**parameters, **averages.means}, device)
 
-    def look_for_changes(self) -> None:
+    def refresh_parameters(self) -> None:
         """Raise BadModel if a parameter has become another one."""
         self._values.check()
 
@@ -70,7 +70,7 @@ class FollowerSteps:
         self._gradients.add(name, gradient)
 
     def _send(self, bucket: FlatBucket) -> None:
-        self._host.collectives.collect(bucket.flat)
+        self._host.collectives.reduce(bucket.flat)
 
     def forget_gradients(self) -> None:
         """Give up what was added. What has left cannot be taken back, and then nor can this step be taken again."""
@@ -82,34 +82,34 @@ class FollowerSteps:
         self._gradients.check(gradients)
         self._gradients.send_rest(gradients)
         absent = [index for index, name in enumerate(self._names) if name not in gradients]
-        self._host.tell("step", absent=absent, is_finite=is_finite)
+        self._host.send("step", absent=absent, is_finite=is_finite)
         self._host.finish_with_leader()
         self._gradients.begin()
 
-    def take_due(self) -> None:
+    def finish_due_step(self) -> None:
         """Wait for the parameters. Raises what went wrong in the process that leads."""
         self._take_result()
 
     def take(self, names: Collection[str] | None = None) -> bool:
-        """The same, for the newest step. Nothing is on its way, and nobody waited for, without `max_delay`."""
+        """Wait for the newest step's parameters. Without `max_delay` there is nothing to wait for."""
         if self._client.joined.consistency.max_delay:
-            self._host.tell("synchronize")
+            self._host.send("synchronize")
             self._take_result()
         return False
 
     def _take_result(self) -> None:
-        [result] = self._host.hear("result")
+        [result] = self._host.receive("result")
         self._client.grad_norm = result["grad_norm"]
         self._client.outcomes = Outcomes(*result["outcomes"])
         self.num_rollbacks += result["begun"] < self.begun
         self.begun = result["begun"]
-        self._land(result["round"])
+        self._write_back(result["round"])
 
-    def _land(self, version: Round) -> None:
-        self._values.take(self._host.collectives)
+    def _write_back(self, version: Round) -> None:
+        self._values.receive(self._host.collectives)
         self._host.finish()
-        self._values.land()
+        self._values.write_back()
         self._averages.write_back()
-        self.landed = self._client.membership.round = version
+        self.version = self._client.membership.round = version
         if self._local is not None:
             self._local.begin()

@@ -1,7 +1,7 @@
-"""This process among those of its host: who is there, what they tell each other, and the group that they add up in.
+"""The processes of a host: their connections, their messages, and the process group of their collectives.
 
-Process 0 leads: it listens on loopback, and each of the others has one connection to it. Whatever they wait for, they
-do so on the I/O loop, where the end of a connection, a long silence or the run's failure ends it.
+Process 0 leads: it listens on loopback, and each of the others has one connection to it. They wait on the I/O loop,
+where the end of a connection, a long silence or the run's failure ends the wait.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ..client import ParameterClient
 from ..collectives import Collectives, make_group, run_aside
 from ..io_thread import IoThread
 from .peer import MAX_LINE_BYTES, Line, Peer, encode
-from .rendezvous import START_SECONDS, HostPlace, Meeting
+from .rendezvous import START_SECONDS, HostPlace, Rendezvous
 
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 HELLO_SECONDS = 5.0
 PAUSE_SECONDS = 0.2
-SAY_SECONDS = 10.0  # after which it is worth a line whom this one waits for
+LOG_SECONDS = 10.0  # after which a wait is logged
 NEWS_SECONDS = 5.0  # from the break of a group's connection to the end of the process that broke it
 CLOSE_SECONDS = 1.0
 
 
 class Host:
-    """All processes of a host make the same calls, in the same order. They block, for the others."""
+    """The processes of this host, which make the same calls in the same order, and block for each other."""
 
     def __init__(self, place: HostPlace, client: ParameterClient, io: IoThread) -> None:
         self.place = place
@@ -49,7 +49,7 @@ class Host:
         self._all_here = asyncio.Event()
         self._joined: TrainerJoined | None = None
         self._failure: GradpostError | None = None  # the first one
-        self._meeting: Meeting
+        self._rendezvous: Rendezvous
         self._address = ""
         self._server: asyncio.Server | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -61,9 +61,9 @@ class Host:
     # ------------------------------------------------------------------ life, on the I/O loop
 
     async def join(self) -> TrainerJoined:
-        """Of process 0: join the run; of the others: wait until it has. Raises what `ParameterClient.join` does."""
+        """Join the run in process 0, or wait until process 0 has. Raises the errors of `ParameterClient.join`."""
         try:
-            self._meeting = await run_aside(lambda: Meeting(self.place))
+            self._rendezvous = await run_aside(lambda: Rendezvous(self.place))
             joined = await (self._lead() if self.is_leader else self._follow())
         except RuntimeError as error:  # torchrun's store
             raise Ended(
@@ -73,18 +73,18 @@ class Host:
         if self._failure is not None:
             self._client.membership.fail(self._failure)
         for peer in self._peers.values():
-            self._tell_joined(peer)
+            self._send_joined(peer)
         self._watching = asyncio.create_task(self._watch(joined.lease_seconds), name="host")
         return joined
 
     async def _lead(self) -> TrainerJoined:
         self._server = await asyncio.start_server(self._welcome, LOOPBACK, 0, limit=MAX_LINE_BYTES)
         self._address = f"{self._server.sockets[0].getsockname()[1]}:{secrets.token_hex(16)}"
-        await run_aside(lambda: self._meeting.tell(self._address))
+        await run_aside(lambda: self._rendezvous.publish(self._address))
         try:
             return await self._client.join()
         except GradpostError as error:
-            self._tell_all("failure", problem=error.to_problem())
+            self._send_to_all("failure", problem=error.to_problem())
             await self.leave("failed", str(error))
             raise
 
@@ -104,58 +104,58 @@ class Host:
             writer.close()
             return
         peer = self._peers[process] = Peer(process, reader, writer, self._fail)
-        peer.tell("welcome")
+        peer.send("welcome")
         if self._joined is not None:
-            self._tell_joined(peer)
+            self._send_joined(peer)
         if len(self._peers) == self.place.num_processes - 1:
             self._all_here.set()
 
-    def _tell_joined(self, peer: Peer) -> None:
+    def _send_joined(self, peer: Peer) -> None:
         if self.is_leader and self._joined is not None:
-            peer.tell("joined", joined=self._joined.model_dump(mode="json"))
+            peer.send("joined", joined=self._joined.model_dump(mode="json"))
 
     async def _follow(self) -> TrainerJoined:
         self._peers[0] = leader = await self._find_leader()
         self._all_here.set()
-        joined = TrainerJoined.model_validate((await leader.hear("joined"))["joined"])
-        self._client.follow(joined, self.place.process)
+        joined = TrainerJoined.model_validate((await leader.receive("joined"))["joined"])
+        self._client.adopt_place(joined, self.place.process)
         return joined
 
     async def _find_leader(self) -> Peer:
         loop = asyncio.get_running_loop()
         begun, was_said = loop.time(), False
         while (waited := loop.time() - begun) < START_SECONDS:
-            self._address = await run_aside(self._meeting.find)
+            self._address = await run_aside(self._rendezvous.look_up)
             if self._address:
                 with contextlib.suppress(OSError, ValueError, TimeoutError):  # an earlier life's
                     async with asyncio.timeout(HELLO_SECONDS):
                         return await self._connect(*self._address.split(":"))
-            if waited > SAY_SECONDS and not was_said:
+            if waited > LOG_SECONDS and not was_said:
                 self._client.log.info("waiting for process 0 of this host")
                 was_said = True
             await asyncio.sleep(PAUSE_SECONDS)
         raise Ended(f"process 0 of this host has not called connect() for {START_SECONDS:g} s", code="host_broken")
 
     async def _connect(self, port: str, secret: str) -> Peer:
-        """Raises OSError, ValueError or TimeoutError if it is not process 0 that listens there."""
+        """Connect to process 0. Raises OSError, ValueError or TimeoutError if another process listens there."""
         reader, writer = await asyncio.open_connection(LOOPBACK, int(port), limit=MAX_LINE_BYTES)
         try:
             writer.write(encode("hello", process=self.place.process, secret=secret))
             if await reader.readline() != encode("welcome"):
-                raise ValueError("somebody else listens there")
+                raise ValueError("another process listens there")
         except BaseException:
             writer.close()
             raise
         return Peer(0, reader, writer, self._fail)
 
     async def _watch(self, lease_seconds: float) -> None:
-        """As heartbeats: who says nothing for a lease is as good as gone. Counts only while this process runs."""
+        """Send signs of life, and fail when a process is silent for a lease. Counts periods of this process only."""
         period = heartbeat_period(lease_seconds)
         limit = math.ceil(lease_seconds / period)
         while True:
             await asyncio.sleep(period)
             for peer in [peer for peer in self._peers.values() if not peer.left.is_set()]:
-                peer.tell("alive")
+                peer.send("alive")
                 peer.silent_periods += 1
                 if peer.silent_periods > limit:
                     text = f"process {peer.process} of this host has said nothing for {lease_seconds:g} s"
@@ -168,9 +168,9 @@ class Host:
         self._client.membership.fail(error)
 
     async def leave(self, outcome: str, reason: str) -> None:
-        """Tell the others how this process's script has ended, and hang up.
+        """Report the outcome of this process's script to the others, and close the connections.
 
-        If all is well those are waited for that have not come yet: they would look for this one in vain.
+        If it is done, process 0 waits for processes that have not connected yet.
         """
         if self.is_leader and outcome == "done":
             with contextlib.suppress(TimeoutError):
@@ -180,56 +180,56 @@ class Host:
             self._watching.cancel()
         if self._server is not None:
             self._server.close()
-        self._tell_all("left", outcome=outcome, reason=reason)
+        self._send_to_all("left", outcome=outcome, reason=reason)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):  # a process that is stopped does not read
                 await asyncio.gather(*(peer.close() for peer in self._peers.values()))
 
-    def _tell_all(self, kind: str, **facts: Any) -> None:
+    def _send_to_all(self, kind: str, **facts: Any) -> None:
         for peer in self._peers.values():
-            peer.tell(kind, **facts)
+            peer.send(kind, **facts)
 
     # ------------------------------------------------------------------ what they tell each other
 
-    def tell(self, kind: str, **facts: Any) -> None:
-        """Tell all whom this process has a connection to. Does not wait."""
-        self._io.loop.call_soon_threadsafe(lambda: self._tell_all(kind, **facts))
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send a message to all connected processes. Does not wait."""
+        self._io.loop.call_soon_threadsafe(lambda: self._send_to_all(kind, **facts))
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """What goes wrong in this block goes wrong for the others, too."""
+    def reporting_failure(self) -> Iterator[None]:
+        """Report an error of this block to the other processes."""
         try:
             yield
         except BaseException as error:
-            told = error if isinstance(error, GradpostError) else Ended(f"process 0 of this host: {error!r}")
-            self.tell("failure", problem=told.to_problem())
+            reported = error if isinstance(error, GradpostError) else Ended(f"process 0 of this host: {error!r}")
+            self.send("failure", problem=reported.to_problem())
             raise
 
-    def hear(self, kind: str, patience: float | None = None) -> list[Line]:
-        """Wait for the next message of all whom this process has a connection to, in the order of processes.
+    def receive(self, kind: str, patience: float | None = None) -> list[Line]:
+        """Receive the next message of all connected processes, in the order of processes.
 
-        Raises what ended the run, what another process says has failed, Ended, and BadModel if a message is of
-        another kind.
+        Raises the error that ended the run, the failure that another process reports, Ended, and BadModel for another
+        kind.
         """
-        return self._run(self._hear_all(kind, patience))
+        return self._run(self._receive_all(kind, patience))
 
-    async def _hear_all(self, kind: str, patience: float | None) -> list[Line]:
+    async def _receive_all(self, kind: str, patience: float | None) -> list[Line]:
         if not self._all_here.is_set():
             missing = self.place.num_processes - 1 - len(self._peers)
             await self._wait(self._all_here.wait(), START_SECONDS, f"{missing} other processes of this host", kind)
         return [
-            await self._wait(peer.hear(kind), patience, f"process {process} of this host", kind)
+            await self._wait(peer.receive(kind), patience, f"process {process} of this host", kind)
             for process, peer in sorted(self._peers.items())
         ]
 
     async def _wait(self, work: Coroutine[Any, Any, T], patience: float | None, whom: str, what: str) -> T:
         task = asyncio.ensure_future(work)
         try:
-            done, _ = await asyncio.wait({task}, timeout=min(SAY_SECONDS, patience or SAY_SECONDS))
-            if not done and (patience is None or patience > SAY_SECONDS):
+            done, _ = await asyncio.wait({task}, timeout=min(LOG_SECONDS, patience or LOG_SECONDS))
+            if not done and (patience is None or patience > LOG_SECONDS):
                 if self.is_leader:  # the others would only repeat what it says of its own waits
                     self._client.log.info(f"waiting for {whom} ({what})")
-                await asyncio.wait({task}, timeout=None if patience is None else patience - SAY_SECONDS)
+                await asyncio.wait({task}, timeout=None if patience is None else patience - LOG_SECONDS)
             if not task.done():
                 raise Ended(f"{whom} was waited for, for {patience:g} s, and has not come ({what})", code="host_broken")
             return task.result()
@@ -242,32 +242,32 @@ class Host:
     # ------------------------------------------------------------------ the group
 
     def open_group(self, device: torch.device) -> None:
-        """Connect with all others for collectives on tensors there."""
+        """Connect with all others for collectives of tensors on this device."""
         place = self.place
 
         def make() -> Any:
-            store = self._meeting.store_for(self._address)
+            store = self._rendezvous.store_for(self._address)
             return make_group(store, place.process, place.num_processes, device, LOOPBACK)
 
         self.collectives = Collectives(self._run(self._with_news(run_aside(make))))
         self._client.at_leave.append(self.collectives.close)
 
     def finish(self) -> None:
-        """Wait for all collectives that were begun, in which all others take part. Raises as `hear`."""
+        """Wait for all collectives that were begun, in which all processes take part. Raises as `receive`."""
         self._run(self._with_news(self.collectives.finish()))
-        self.collectives.settle()
+        self.collectives.release()
 
     def finish_with_leader(self) -> None:
-        """The same, where process 0 may not come any more."""
+        """Wait for all collectives that were begun; raises Ended if process 0 has left."""
         self._run(self._with_news(self._finish_or_give_up(self._peers[0])))
-        self.collectives.settle()
+        self.collectives.release()
 
     async def _finish_or_give_up(self, leader: Peer) -> None:
         finish, left = asyncio.ensure_future(self.collectives.finish()), asyncio.ensure_future(leader.left.wait())
         try:
             await asyncio.wait({finish, left}, return_when=asyncio.FIRST_COMPLETED)
             if not finish.done():
-                raise leader.was_done()
+                raise leader.left_early_error()
             finish.result()
         finally:
             finish.cancel()

@@ -27,7 +27,7 @@ from .values import Values
 
 
 class LeaderSteps:
-    """As `Steps`, which it has, or those of a ring."""
+    """The steps of the process that leads: the mean of the host's gradients is its contribution to the run."""
 
     def __init__(
         self,
@@ -45,20 +45,20 @@ class LeaderSteps:
         self._parameters = parameters
         self._num_handed_on = 0  # buckets of the next step, whose mean is on its way already
         device = choose_device(parameters)
-        with host.telling():
-            for process, line in enumerate(host.hear("model"), 1):
+        with host.reporting_failure():
+            for process, line in enumerate(host.receive("model"), 1):
                 check_alike(model, line["model"], process)
             self._steps = start()
             bucket_bytes = self._client.settings.chosen_bucket_bytes
-            host.tell(
+            host.send(
                 "started",
-                round=self._steps.landed,
+                round=self._steps.version,
                 nonfinite=self._client.nonfinite,
                 bucket_bytes=bucket_bytes,
                 outcomes=self._client.outcomes,
             )
             host.open_group(device)
-            Values({**parameters, **averages.means, **stored}, device).give(host.collectives)
+            Values({**parameters, **averages.means, **stored}, device).send(host.collectives)
             host.finish()
         self._values = Values({**parameters, **averages.means}, device)
         self._gradients = FlatGradients(parameters, cut_buckets(parameters, bucket_bytes, device), self._send)
@@ -74,13 +74,13 @@ class LeaderSteps:
         return self._steps.num_rollbacks
 
     @property
-    def landed(self) -> Round:
+    def version(self) -> Round:
         """The step that is in the parameters."""
-        return self._steps.landed
+        return self._steps.version
 
-    def look_for_changes(self) -> None:
+    def refresh_parameters(self) -> None:
         """See Steps."""
-        self._steps.look_for_changes()
+        self._steps.refresh_parameters()
         self._values.check()
 
     def replace_values(self, names: Collection[str]) -> None:
@@ -92,7 +92,7 @@ class LeaderSteps:
     def add(self, name: str, gradient: Tensor) -> None:
         """Take a flat gradient of the next step, before that begins. Does not block.
 
-        Buckets that have come from everybody meanwhile go on to the run.
+        Buckets that all processes have reduced meanwhile go on to the run.
         """
         self._gradients.add(name, gradient)
         while self._host.collectives.has_ended(self._num_handed_on):
@@ -103,7 +103,7 @@ class LeaderSteps:
                     self._steps.add(filled, mean)
 
     def _send(self, bucket: FlatBucket) -> None:
-        self._host.collectives.collect(bucket.flat)
+        self._host.collectives.reduce(bucket.flat)
 
     def _mean_of(self, bucket: FlatBucket) -> dict[str, Tensor]:
         bucket.flat.mul_(1 / self._host.place.num_processes)
@@ -120,11 +120,11 @@ class LeaderSteps:
         A parameter has no gradient if it has none in any process. If those of one have overflowed, the host takes part
         with nothing.
         """
-        with self._host.telling():
+        with self._host.reporting_failure():
             try:
                 self._gradients.check(gradients)
                 self._gradients.send_rest(gradients)
-                lines = self._host.hear("step", self._client.joined.round_timeout_seconds)
+                lines = self._host.receive("step", self._client.joined.round_timeout_seconds)
                 self._host.finish()
                 means = self._all_means()
             finally:
@@ -146,29 +146,29 @@ class LeaderSteps:
 
     # ------------------------------------------------------------------ the step
 
-    def take_due(self) -> None:
+    def finish_due_step(self) -> None:
         """See Steps. The other processes get the parameters, or what went wrong."""
-        with self._host.telling():
-            self._steps.take_due()
-            self._give()
+        with self._host.reporting_failure():
+            self._steps.finish_due_step()
+            self._send_result()
 
     def take(self, names: Collection[str] | None = None) -> bool:
-        """The same, for the newest step. Nothing is on its way, and nobody waited for, without `max_delay`."""
+        """Wait for the newest step's parameters. Without `max_delay` there is nothing to wait for."""
         if not self._client.joined.consistency.max_delay:
             return False
-        with self._host.telling():
-            self._host.hear("synchronize", self._client.joined.round_timeout_seconds)
-            has_gone_back = self._steps.take(names)
-            self._give()
-        return has_gone_back
+        with self._host.reporting_failure():
+            self._host.receive("synchronize", self._client.joined.round_timeout_seconds)
+            is_rolled_back = self._steps.take(names)
+            self._send_result()
+        return is_rolled_back
 
-    def _give(self) -> None:
-        self._host.tell(
+    def _send_result(self) -> None:
+        self._host.send(
             "result",
-            round=self._steps.landed,
+            round=self._steps.version,
             begun=self._steps.begun,
             grad_norm=self._client.grad_norm,
             outcomes=self._client.outcomes,
         )
-        self._values.give(self._host.collectives)
+        self._values.send(self._host.collectives)
         self._host.finish()

@@ -1,6 +1,6 @@
-"""Another process of this host, at the other end of a connection: lines of JSON, and a sign of life now and then.
+"""A connection to another process of this host: lines of JSON, and regular signs of life.
 
-Collectives do not say who is missing, and NCCL's do not even notice. The end of this connection does.
+Collectives do not report which process is missing, and NCCL's do not even notice. The end of this connection does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Line = dict[str, Any]
 
 
 class Peer:
-    """Lives on the I/O loop."""
+    """Another process of this host. Lives on the I/O loop."""
 
     def __init__(
         self,
@@ -28,29 +28,29 @@ class Peer:
         writer: asyncio.StreamWriter,
         on_failure: Callable[[GradpostError], None],
     ) -> None:
-        """`on_failure` hears what makes it useless to wait for this process any longer."""
+        """Listen on a connection; `on_failure` is called with an error that makes further waits useless."""
         self.process = process
-        self.silent_periods = 0  # since something was heard; whoever counts them knows how long one is
+        self.silent_periods = 0  # since the last message; `Host` counts them
         self.left = asyncio.Event()  # its script has ended, and it said so
         self._reader = reader
         self._writer = writer
         self._on_failure = on_failure
         self._inbox: asyncio.Queue[Line] = asyncio.Queue()
-        self._unread: GradpostError | None = None  # what has failed and nobody has heard
+        self._unread: GradpostError | None = None  # a failure that was not received yet
         self._listening = asyncio.create_task(self._listen(), name=f"process {process}")
 
     def __repr__(self) -> str:
         return f"<Peer [process {self.process} | {self._inbox.qsize()} messages | silent {self.silent_periods}]>"
 
-    def tell(self, kind: str, **facts: Any) -> None:
-        """Does not wait; who has gone away is not told."""
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send a message, unless the process has gone. Does not wait."""
         if not self._writer.is_closing():
             self._writer.write(encode(kind, **facts))
 
-    async def hear(self, kind: str) -> Line:
-        """Wait for its next message, which must be of this kind. Raises what it says has failed, Ended, BadModel.
+    async def receive(self, kind: str) -> Line:
+        """Receive its next message, which must be of this kind. Raises its reported failure, Ended, BadModel.
 
-        It stays in the inbox if somebody else gives up waiting.
+        A cancelled wait leaves the message in the inbox.
         """
         line = await self._inbox.get()
         if line["kind"] == "failure":
@@ -58,7 +58,7 @@ class Peer:
             raise error_from_problem(line["problem"])
         if line["kind"] == "left":
             self._inbox.put_nowait(line)
-            raise self.was_done()
+            raise self.left_early_error()
         if line["kind"] != kind:
             raise BadModel(
                 f"process {self.process} of this host has called another method of its optimizer than this one",
@@ -67,8 +67,8 @@ class Peer:
             )
         return line
 
-    def was_done(self) -> Ended:
-        """For who still needs it."""
+    def left_early_error(self) -> Ended:
+        """Return the error for a process that still needs this one."""
         return Ended(f"process {self.process} of this host was done before the others", code="host_broken")
 
     async def _listen(self) -> None:
@@ -96,7 +96,7 @@ class Peer:
         self._inbox.put_nowait(line)
 
     async def close(self) -> None:
-        """Send what is to be sent, and hang up."""
+        """Send the rest, and close the connection."""
         self._listening.cancel()
         self._writer.close()
         with contextlib.suppress(OSError):
@@ -104,5 +104,5 @@ class Peer:
 
 
 def encode(kind: str, **facts: Any) -> bytes:
-    """One line."""
+    """Return a message as one line of JSON."""
     return json.dumps({"kind": kind, **facts}, default=str).encode() + b"\n"

@@ -1,6 +1,7 @@
-"""Where a process stands among those that torchrun has started, on its host and on all.
+"""The place of a process among those that torchrun has started, and the store in which they find process 0.
 
-https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+Process 0 publishes its address there. For a moment the address of an earlier incarnation may still be there; nothing
+listens at it, or not with this secret. https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ps_protocol.vocabulary import Rank
 
 @dataclass(frozen=True)
 class HostPlace:
-    """One process of a host that is a trainer with several of them."""
+    """The place of one process, on a host that is a trainer with several of them."""
 
     rank: int  # among the processes of all hosts
     world_size: int
@@ -42,7 +43,7 @@ _VARIABLES = {
 
 
 def find_place(environ: Mapping[str, str]) -> HostPlace | None:
-    """What torchrun says; None without torchrun, or with one process on each host, which is a trainer by itself.
+    """Return the place from torchrun's variables; None without torchrun, or with one process on each host.
 
     `gradpost up` sets LOCAL_RANK and LOCAL_WORLD_SIZE, too, for trainers that are one process each. Raises
     SettingsError if torchrun's variables are not all there.
@@ -63,33 +64,33 @@ def find_place(environ: Mapping[str, str]) -> HostPlace | None:
 
 
 _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined] # not in its stubs
-START_SECONDS = 1800.0  # as long as torch.distributed waits for everybody by default
+START_SECONDS = 1800.0  # the default of torch.distributed
 
 _numbers = itertools.count()  # of the sessions of this process; the same one has the same number in all processes
 
 
-class Meeting:
-    """For one session. All methods block, for torchrun's store."""
+class Rendezvous:
+    """The entry of one session in torchrun's store. All methods block for the store."""
 
     def __init__(self, place: HostPlace) -> None:
         self._key = f"gradpost/host {place.trainer}/session {next(_numbers)}"
         self._store = _reach_store()
 
-    def tell(self, address: str) -> None:
-        """Of process 0: say where it listens."""
+    def publish(self, address: str) -> None:
+        """Publish the address of process 0."""
         self._store.set(self._key, address)
 
-    def find(self) -> str:
-        """Where process 0 listens; nothing if it has not said so yet."""
+    def look_up(self) -> str:
+        """Return the address of process 0; an empty string if it is not published yet."""
         return str(self._store.get(self._key).decode()) if self._store.check([self._key]) else ""
 
     def store_for(self, address: str) -> Any:
-        """A store for those who meet at this address alone."""
+        """Return a store for the processes that have found this address."""
         return _PrefixStore(f"{self._key}/{address}", self._store)
 
 
 @functools.cache
 def _reach_store() -> Any:
-    """Once for the life of the process: where the agents of torchrun have no store it is the first process's own."""
+    """Connect once in the life of the process: without an agent's store it is that of the first process."""
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
     return store

@@ -1,4 +1,4 @@
-"""Tensors of process 0 on their way to the other processes of its host, packed into few and large ones."""
+"""Transfer of the tensors of process 0 to the other processes of its host, packed into few large ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALIGNMENT_BYTES = 16  # of a tensor in it, for any dtype
 
 
 class Values:
-    """Of tensors of any dtype and on any device; shapes and dtypes stay. Keeps a copy of all of them on `device`."""
+    """Tensors of any dtype and device, whose shapes and dtypes stay, and a packed copy of them on `device`."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._tensors = tensors
@@ -40,7 +40,7 @@ class Values:
             self._parts.append((flat, views))
 
     def check(self) -> None:
-        """Raise BadModel if a tensor has become another one."""
+        """Raise BadModel if a tensor has another shape or dtype."""
         for name, tensor in self._tensors.items():
             if (tensor.shape, tensor.dtype) != self._forms[name]:
                 shape, dtype = self._forms[name]
@@ -51,21 +51,21 @@ class Values:
                 )
 
     @torch.no_grad()
-    def give(self, collectives: Collectives) -> None:
-        """Of process 0: begin to send them, as they are now."""
+    def send(self, collectives: Collectives) -> None:
+        """Begin to send the current tensors. Called by process 0."""
         for flat, views in self._parts:
             for name, view in views.items():
                 view.copy_(self._tensors[name])
-            collectives.spread(flat)
+            collectives.broadcast(flat)
 
-    def take(self, collectives: Collectives) -> None:
-        """Of the others: begin to receive them; `land` when that has finished."""
+    def receive(self, collectives: Collectives) -> None:
+        """Begin to receive the tensors; `write_back` follows the end. Called by the other processes."""
         for flat, _ in self._parts:
-            collectives.spread(flat)
+            collectives.broadcast(flat)
 
     @torch.no_grad()
-    def land(self) -> None:
-        """Copy what was received to the tensors."""
+    def write_back(self) -> None:
+        """Copy the received values to the tensors."""
         for _, views in self._parts:
             for name, view in views.items():
                 self._tensors[name].copy_(view)

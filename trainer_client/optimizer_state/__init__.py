@@ -1,1 +1,1 @@
-"""Slots of the optimizer between `torch.optim`'s form, a trainer and the pservers."""
+"""Optimizer state in the forms of `torch.optim`, the trainer and the pservers."""

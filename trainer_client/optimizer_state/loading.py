@@ -1,4 +1,4 @@
-"""Slots and values that a script has loaded, until they are in the run: they go with the trainer's next step."""
+"""Loaded optimizer state and values, until the trainer's next step brings them to the pservers."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 from ps_protocol.vocabulary import Round
 
 from ..client import ParameterClient
-from .torch_state import Slots, split_masters
-from .transfer import SlotFrames, make_slot_frames
+from .torch_state import OptimizerState, split_masters
+from .transfer import StateFrames, make_state_frames
 
 
 class Loading:
-    """What one trainer has loaded. Nothing here blocks.
+    """Optimizer state and values that one trainer has loaded. No method blocks.
 
-    Before the first round only the trainer that brings the initial values pushes it: all others would bring the same.
+    Before the first round only the trainer that brings the initial values pushes them.
     """
 
     def __init__(self, client: ParameterClient, parameters: Mapping[str, Tensor]) -> None:
         """`parameters` are those of the script, which has its values in them by the next step."""
         self._parameters = parameters
-        self.slots: Slots | None = None  # those that no round has taken yet
+        self.slots: OptimizerState | None = None  # those that no round has taken yet
         self._masters: Mapping[str, Tensor] = {}  # the same of values, by parameter
         self._client = client
         self._after: Round = -1  # the round after which the newest ones were loaded; -1: none ever were
-        self._frames: list[SlotFrames] = []
+        self._frames: list[StateFrames] = []
         self._has_stepped = False  # in this life of the trainer
 
-    def load(self, slots: Slots, begun: Round) -> None:
-        """Push these with the step after `begun`, instead of any that were loaded before and have not left."""
+    def load(self, slots: OptimizerState, begun: Round) -> None:
+        """Push this state with the step after `begun`, in place of earlier state that has not left."""
         if not self._is_pushed_here(begun):
             return
         if self._belongs_to_run(begun):
@@ -68,8 +68,8 @@ class Loading:
             self._forget()
         self._after, self._frames = begun, []
 
-    def frames_for(self, step: Round) -> list[SlotFrames] | None:
-        """What goes to each pserver with this step, if anything does."""
+    def frames_for(self, step: Round) -> list[StateFrames] | None:
+        """Return the frames for each pserver that belong to this step; None if there are none."""
         self._has_stepped = True
         if (self.slots is None and not self._masters) or step > self._after + 1:
             return None
@@ -79,16 +79,16 @@ class Loading:
                 slots, exact = split_masters(slots, self._parameters)
                 masters = {**masters, **exact}
             size = self._client.settings.chosen_bucket_bytes
-            self._frames = make_slot_frames(self._client.plan, slots, masters, bucket_bytes=size)
+            self._frames = make_state_frames(self._client.plan, slots, masters, bucket_bytes=size)
         return self._frames
 
-    def landed(self, version: Round) -> None:
-        """This version was pulled."""
+    def note_pulled(self, version: Round) -> None:
+        """Forget the loaded state if this version, which was pulled, contains it."""
         if version > self._after:
             self._forget()
 
-    def went_back(self, version: Round) -> None:
-        """The run begins, or goes on, after this version."""
+    def note_rollback(self, version: Round) -> None:
+        """Forget the loaded state if it is in this version, after which the run goes on, or was lost."""
         is_taken = self.slots is None and not self._masters
         is_lost = version < self._after or (version == self._after and is_taken)
         if version > self._after:  # they are in it

@@ -1,4 +1,4 @@
-"""What `state_dict` and `load_state_dict` of a `RemoteOptimizer` do with slots that live on the pservers."""
+"""`state_dict` and `load_state_dict` of a `RemoteOptimizer` whose state lives on the pservers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from ps_protocol.optimizers import OptimizerSpec, StepState
 
 from ..steps import Steps
-from .torch_state import Slots, needed_slots, read_state, write_state
+from .torch_state import OptimizerState, needed_slots, read_state, write_state
 
 
-class RemoteSlots:
-    """Of the optimizer that steps on the pservers."""
+class RemoteOptimizerState:
+    """The state of the optimizer that steps on the pservers."""
 
     def __init__(self, spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         """`names` are those of its parameters, by id. Raises BadModel for slots that no pserver could have."""
@@ -24,14 +24,15 @@ class RemoteSlots:
         self._names = names
         # Of steps that it has taken, or of a checkpoint: they are the run's initial slots.
         own = optimizer.state_dict() if optimizer.state else None
-        self._initial: Slots = {} if own is None else read_state(spec, self._groups(), names, own)
+        self._initial: OptimizerState = {} if own is None else read_state(spec, self._groups(), names, own)
         self._steps: Steps | None = None
         self._leads = False
 
     def begin(self, steps: Steps | None, *, leads: bool = False) -> None:
-        """There is a run; the optimizer's own slots move there, and take no memory here any more.
+        """Push the optimizer's own state to the run, and free it in the trainer.
 
-        None: another process of this host speaks to the pservers, `leads`, and only that one has slots to show.
+        Without `steps` another process of this host talks to the pservers. That one `leads`, and only it has state to
+        show.
         """
         self._steps, self._leads = steps, leads
         if self._initial:
@@ -46,7 +47,7 @@ class RemoteSlots:
 
     @contextmanager
     def in_state(self, remote: Optimizer) -> Iterator[None]:
-        """Within the block `remote.state` is what it would be in one process. Blocks for the pservers."""
+        """Put the state into `remote.state` within the block. Blocks for the pservers."""
         named = {self._names[id(p)]: (group, p) for group in remote.param_groups for p in group["params"]}
 
         def needed(name: str, state: StepState) -> tuple[str, ...]:
@@ -54,22 +55,22 @@ class RemoteSlots:
             return needed_slots(self._spec.name, group, state, parameter.dtype)
 
         if self._steps is not None:
-            slots = self._steps.pull_slots(needed, leads=self._leads)
+            slots = self._steps.pull_optimizer_state(needed, leads=self._leads)
             remote.state.update(write_state(self._spec, self._groups(), self._names, slots))
         try:
             yield
         finally:
             dict.clear(remote.state)  # which is no reset by the script
 
-    def read(self, state_dict: dict[str, Any]) -> tuple[Slots, dict[str, Any]]:
-        """The slots of a state_dict, and the rest of it, whose groups lack nothing. Raises BadModel."""
+    def read(self, state_dict: dict[str, Any]) -> tuple[OptimizerState, dict[str, Any]]:
+        """Return the state in a state_dict, and its rest with complete groups. Raises BadModel."""
         groups = self._optimizer.param_groups
         slots = read_state(self._spec, self._groups(), self._names, state_dict)
         saved = state_dict["param_groups"]
         whole = [{**group, **theirs} for group, theirs in zip(groups, saved, strict=True)]
         return slots, {**state_dict, "state": {}, "param_groups": whole}
 
-    def load(self, slots: Slots) -> None:
-        """Push these with the next step. Does not block."""
+    def load(self, slots: OptimizerState) -> None:
+        """Push this state with the next step. Does not block."""
         if self._steps is not None:
-            self._steps.load_slots(slots)
+            self._steps.load_optimizer_state(slots)

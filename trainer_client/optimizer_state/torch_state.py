@@ -1,7 +1,7 @@
 """An optimizer's slots as `torch.optim` has them in a `state_dict`, and as pservers have them; pure.
 
 torch   {0: {"step": tensor(3.), "exp_avg": …}, …}           by index, in the parameter's shape
-here    {"w": ParameterSlots(StepState(3), {"exp_avg": …})}   by name, flat float32 host tensors
+here    {"w": ParameterState(StepState(3), {"exp_avg": …})}   by name, flat float32 host tensors
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Groups = Sequence[Mapping[str, Any]]
 MOMENTUM = "momentum_buffer"
 
 
-class ParameterSlots(NamedTuple):
-    """What is remembered of one parameter."""
+class ParameterState(NamedTuple):
+    """The optimizer state of one parameter."""
 
     state: StepState
     slots: Mapping[str, Tensor]  # of shape (numel,), float32, in host memory
 
 
-Slots = Mapping[str, ParameterSlots]  # by parameter name; who is not in it was never stepped
+OptimizerState = Mapping[str, ParameterState]  # by parameter name; without those that were never stepped
 
 
 def needed_slots(
@@ -58,11 +58,13 @@ def needed_slots(
 # ---------------------------------------------------------------------- to torch
 
 
-def write_state(spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], slots: Slots) -> dict[Tensor, Any]:
+def write_state(
+    spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], slots: OptimizerState
+) -> dict[Tensor, Any]:
     """The state of each parameter that has one, as torch's optimizer of this name keeps it; `names` are by id.
 
     `groups` say with which value the optimizer fills a new sum (Adagrad), which is its own argument's.
-    Slots are float32 whatever the parameter is: `load_state_dict` rounds them. They share memory with `slots`.
+    OptimizerState are float32 whatever the parameter is: `load_state_dict` rounds them. They share memory with `slots`.
     """
     state: dict[Tensor, Any] = {}
     for group in groups:
@@ -71,13 +73,13 @@ def write_state(spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], s
             if found is None and spec.name == "Adagrad":  # which has a state from the start
                 start = float(group["initial_accumulator_value"])
                 filled = torch.full((parameter.numel(),), start, dtype=torch.float32, device="cpu")
-                found = ParameterSlots(FRESH, {"sum": filled})
+                found = ParameterState(FRESH, {"sum": filled})
             if found is not None:
                 state[parameter] = _write(spec.name, found, parameter.shape)
     return state
 
 
-def _write(optimizer: str, found: ParameterSlots, shape: torch.Size) -> dict[str, Tensor]:
+def _write(optimizer: str, found: ParameterState, shape: torch.Size) -> dict[str, Tensor]:
     slots = {name: slot.reshape(shape) for name, slot in found.slots.items()}
     if optimizer == "SGD":
         return slots
@@ -96,10 +98,12 @@ def _scalar(value: float) -> Tensor:
 # ---------------------------------------------------------------------- from torch
 
 
-def read_state(spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], state_dict: Mapping[str, Any]) -> Slots:
-    """The slots of a `state_dict` of an optimizer with these groups.
+def read_state(
+    spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], state_dict: Mapping[str, Any]
+) -> OptimizerState:
+    """Return the state in a `state_dict` of an optimizer with these groups; it may share memory with it.
 
-    They may share memory with it. Raises BadInput for anything that does not fit.
+    Raises BadInput for a `state_dict` that does not fit.
     """
     match state_dict:
         case {"state": dict(state), "param_groups": [*saved]}:
@@ -108,7 +112,7 @@ def read_state(spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], st
             raise BadModel("a state_dict of an optimizer is an object of state and param_groups")
     _check_groups(spec, groups, saved)
     rest = dict(state)
-    slots: dict[str, ParameterSlots] = {}
+    slots: dict[str, ParameterState] = {}
     for group, theirs in zip(groups, saved, strict=True):
         for parameter, index in zip(group["params"], theirs["params"], strict=True):
             entry = rest.pop(index, None)
@@ -123,7 +127,7 @@ def read_state(spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], st
 
 
 def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer does not take over from another's groups."""
+    """Return the values that an optimizer does not load from another's groups."""
     return {key: group[key] for key in ("initial_accumulator_value",) if key in group}
 
 
@@ -156,8 +160,8 @@ def _plain(name: str, value: Any) -> float | list[float]:
 
 def _read(
     optimizer: str, group: Mapping[str, Any], name: str, parameter: Tensor, entry: Mapping[str, Any]
-) -> ParameterSlots | None:
-    """What is remembered of one parameter; None if that is nothing."""
+) -> ParameterState | None:
+    """Return the state of one parameter; None if there is none."""
     if not isinstance(entry, Mapping):
         raise BadModel(f"the state of {name!r} is none of a parameter", actual=type(entry).__name__)
     entry = dict(entry)
@@ -165,11 +169,11 @@ def _read(
     found = _read_optimizer_slots(optimizer, group, name, parameter, entry) if entry else None
     if parameter.dtype == torch.float32 or not isinstance(master, Tensor) or master.dtype != torch.float32:
         return found
-    state, slots = found or ParameterSlots(FRESH, {})
-    return ParameterSlots(state, {**slots, MASTER: _read_slot(name, MASTER, parameter, master)})
+    state, slots = found or ParameterState(FRESH, {})
+    return ParameterState(state, {**slots, MASTER: _read_slot(name, MASTER, parameter, master)})
 
 
-def split_masters(slots: Slots, parameters: Mapping[str, Tensor]) -> tuple[Slots, dict[str, Tensor]]:
+def split_masters(slots: OptimizerState, parameters: Mapping[str, Tensor]) -> tuple[OptimizerState, dict[str, Tensor]]:
     """Return slots without masters, and the masters, (numel,) float32, that the parameters were rounded from.
 
     A master was not if its parameter was loaded from another checkpoint, or stepped by `torch.optim`, which leaves a
@@ -180,7 +184,7 @@ def split_masters(slots: Slots, parameters: Mapping[str, Tensor]) -> tuple[Slots
         if MASTER in of_parameter:
             rest = dict(of_parameter)
             master, parameter = rest.pop(MASTER), parameters[name].detach()
-            without[name] = ParameterSlots(state, rest)
+            without[name] = ParameterState(state, rest)
             if torch.equal(master.to(parameter), parameter.reshape(-1)):
                 masters[name] = master
     return without, masters
@@ -188,14 +192,14 @@ def split_masters(slots: Slots, parameters: Mapping[str, Tensor]) -> tuple[Slots
 
 def _read_optimizer_slots(
     optimizer: str, group: Mapping[str, Any], name: str, parameter: Tensor, entry: Mapping[str, Any]
-) -> ParameterSlots | None:
+) -> ParameterState | None:
     counts = {} if optimizer == "SGD" else {"step"} if optimizer != "NAdam" else {"step", "mu_product"}
     given = {key: value for key, value in entry.items() if key not in counts and value is not None}
     if unknown := given.keys() - set(SLOTS[optimizer]):
         raise BadModel(f"the state of {name!r} has {min(map(str, unknown))!r}, which {optimizer} does not keep")
     slots = {key: _read_slot(name, key, parameter, value) for key, value in given.items()}
     if optimizer == "SGD":
-        return ParameterSlots(StepState(has_momentum=True), slots) if slots else None
+        return ParameterState(StepState(has_momentum=True), slots) if slots else None
     state = StepState(_read_steps(name, entry), mu_product=_read_scalar(name, "mu_product", entry, default=1.0))
     if missing := [
         key for key in (*counts, *needed_slots(optimizer, group, state._replace(steps=1))) if entry.get(key) is None
@@ -206,7 +210,7 @@ def _read_optimizer_slots(
         if not bool((slots["sum"] == float(group["initial_accumulator_value"])).all()):
             raise BadModel(f"the state of {name!r} has a sum before the first step")
         return None
-    return ParameterSlots(state, slots)
+    return ParameterState(state, slots)
 
 
 def _read_slot(name: str, slot: str, parameter: Tensor, value: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Slots between a trainer and the pservers: fetched block by block, and pushed with a contribution."""
+"""Transfer of optimizer state: fetched block by block, and pushed with a contribution."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from ..client import ParameterClient
 from ..pserver_client import PserverClient
 from ..pushing.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTES, Payload
 from ..tensors import writable_bytes
-from .torch_state import ParameterSlots, Slots
+from .torch_state import OptimizerState, ParameterState
 
-NOTHING = ParameterSlots(FRESH, {})
+NOTHING = ParameterState(FRESH, {})
 
 
-async def pull_slots(
+async def pull_optimizer_state(
     client: ParameterClient, round_: Round, needed: Callable[[str, StepState], Sequence[str]]
-) -> dict[str, ParameterSlots]:
+) -> dict[str, ParameterState]:
     """Return newly allocated slots of all stepped parameters, as of a round that this trainer has pulled.
 
     Waits for pservers alone. `needed` says which slots of a parameter are wanted; one that no pserver has is zeros.
     """
-    held = await client.ask_all(lambda pserver: pserver.describe_slots(round_))
-    found: dict[str, ParameterSlots] = {}
+    held = await client.ask_all(lambda pserver: pserver.describe_optimizer_state(round_))
+    found: dict[str, ParameterState] = {}
     wanted: list[dict[str, memoryview]] = [{} for _ in held]
     for name, blocks in client.plan.blocks_of.items():
         if name in client.plan.means:
             continue  # a buffer has no slots
-        # In asynchronous modes blocks may differ for a moment; a checkpoint that is cut anew goes by the first, too.
+        # In asynchronous modes blocks may differ for a moment; a checkpoint that is sliced again uses the first, too.
         state = held[blocks[0].pserver].states.get(blocks[0].name, FRESH) if blocks else FRESH
         names = needed(name, state)
         if state == FRESH and not names:
             continue
         size = client.plan.parameter[name].num_elements
         slots = {slot: torch.zeros(size, dtype=torch.float32, device="cpu") for slot in names}
-        found[name] = ParameterSlots(state, slots)
+        found[name] = ParameterState(state, slots)
         for block in blocks:
             for slot, tensor in slots.items():
                 if slot in held[block.pserver].slots:
@@ -59,25 +59,25 @@ async def _fetch(pserver: PserverClient, round_: Round, wanted: Mapping[str, mem
     size = names = 0
     for key, data in wanted.items():
         if portion and (size + len(data) > portion_bytes or names + len(key) > MAX_HEADER_BYTES):
-            await pserver.get_slots(round_, portion)
+            await pserver.get_optimizer_state(round_, portion)
             portion, size, names = {}, 0, 0
         portion[key] = data
         size, names = size + len(data), names + len(key) + ENTRY_HEADER_BYTES
     if portion:
-        await pserver.get_slots(round_, portion)
+        await pserver.get_optimizer_state(round_, portion)
 
 
 @dataclass
-class SlotFrames:
-    """What goes to one pserver with a contribution."""
+class StateFrames:
+    """The frames of optimizer state that go to one pserver with a contribution."""
 
     frames: list[Payload] = field(default_factory=list)
     num_slots: int = 0  # and step states
 
 
-def make_slot_frames(
-    plan: SlicePlan, slots: Slots | None, masters: Mapping[str, Tensor], *, bucket_bytes: int
-) -> list[SlotFrames]:
+def make_state_frames(
+    plan: SlicePlan, slots: OptimizerState | None, masters: Mapping[str, Tensor], *, bucket_bytes: int
+) -> list[StateFrames]:
     """Return frames of about `bucket_bytes` for each pserver: slots and values of its blocks.
 
     The slots are those of all blocks, none for parameters that are not in `slots`; without `slots` all blocks keep
@@ -87,8 +87,8 @@ def make_slot_frames(
     return [_make_frames(_items(shard, slots, masters), bucket_bytes) for shard in plan.shards]
 
 
-def _make_frames(items: Iterable[tuple[str, memoryview | StepState]], bucket_bytes: int) -> SlotFrames:
-    result = SlotFrames()
+def _make_frames(items: Iterable[tuple[str, memoryview | StepState]], bucket_bytes: int) -> StateFrames:
+    result = StateFrames()
     draft = _Draft()
     for key, value in items:
         if draft.num_bytes and (
@@ -104,7 +104,7 @@ def _make_frames(items: Iterable[tuple[str, memoryview | StepState]], bucket_byt
 
 
 def _items(
-    shard: Sequence[Block], slots: Slots | None, masters: Mapping[str, Tensor]
+    shard: Sequence[Block], slots: OptimizerState | None, masters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, memoryview | StepState]]:
     for block in shard:
         tensors: dict[str, Tensor] = {}
@@ -123,7 +123,7 @@ def _size(value: memoryview | StepState) -> int:
 
 
 class _Draft:
-    """A frame that is being filled."""
+    """A frame in the making."""
 
     def __init__(self) -> None:
         self.num_bytes = self.header_bytes = 0
@@ -131,7 +131,7 @@ class _Draft:
         self._tensors: dict[str, memoryview] = {}
 
     def add(self, key: str, value: memoryview | StepState) -> None:
-        """A slot by its key, or a state by its block."""
+        """Add a slot by its key, or a state by its block."""
         self.num_bytes += _size(value)
         self.header_bytes += len(key) + ENTRY_HEADER_BYTES
         if isinstance(value, memoryview):
@@ -140,7 +140,7 @@ class _Draft:
             self._states[key] = value
 
     def frame(self) -> Payload:
-        """Its parts; small tensors that stand together are one."""
+        """Return the parts of the frame; adjacent small tensors are one part."""
         entries = [(key, "F32", (len(data) // torch.float32.itemsize,)) for key, data in self._tensors.items()]
         parts: list[memoryview] = []
         small = bytearray(encode_header(entries, {STATES_KEY: write_states(self._states)}))

@@ -17,7 +17,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex
 from ps_protocol.wire_types import PushType, WireTensor
 
-from ..tensors import TORCH_DTYPES, lands_directly, writable_bytes
+from ..tensors import TORCH_DTYPES, has_wire_layout, writable_bytes
 from .encoding import ErrorFeedback, Remainder, encode_gradient
 
 Payload: TypeAlias = tuple[memoryview, ...]  # of one request: its parts, one behind the other
@@ -29,7 +29,7 @@ ENTRY_HEADER_BYTES = 100  # of one block without its name: dtype, shape and offs
 
 
 @dataclass(slots=True)
-class BlockSlot:
+class BucketEntry:
     """One block of a bucket: the tensors that it is on the wire, and the memory that they are sent from."""
 
     block: Block
@@ -63,7 +63,7 @@ class BlockSlot:
 
     def _fits(self, source: Tensor) -> bool:
         [(_, dtype, _), *more] = self.tensors
-        return not more and source.dtype == TORCH_DTYPES[dtype] and lands_directly(source)
+        return not more and source.dtype == TORCH_DTYPES[dtype] and has_wire_layout(source)
 
     def parts(self) -> list[memoryview]:
         """Its bytes on the wire."""
@@ -77,7 +77,7 @@ class Bucket:
     only then may the bucket be filled again. Small blocks lie together in memory of its own.
     """
 
-    def __init__(self, pserver: PserverIndex, slots: list[BlockSlot], kind: PushType) -> None:
+    def __init__(self, pserver: PserverIndex, slots: list[BucketEntry], kind: PushType) -> None:
         self.pserver = pserver
         self.slots = slots
         self.parameters = frozenset(slot.block.parameter for slot in slots)
@@ -85,7 +85,7 @@ class Bucket:
         self._kind = kind
         is_small = [slot.num_bytes < MIN_LENT_BYTES for slot in slots]
         self._small = bytearray(sum(slot.num_bytes for slot, small in zip(slots, is_small, strict=True) if small))
-        self._segments: list[BlockSlot | memoryview] = []  # in order: large blocks, and ranges of `_small`
+        self._segments: list[BucketEntry | memoryview] = []  # in order: large blocks, and ranges of `_small`
         offset = begin = 0
         for slot, small in zip(slots, is_small, strict=True):
             if small:
@@ -113,7 +113,7 @@ class Bucket:
         header = encode_header([tensor for slot in self.present for tensor in slot.tensors], metadata)
         parts = [memoryview(header)]
         for segment in self._segments if len(self.present) == len(self.slots) else self.present:
-            parts += segment.parts() if isinstance(segment, BlockSlot) else [segment]
+            parts += segment.parts() if isinstance(segment, BucketEntry) else [segment]
         if sum(map(len, parts)) < MIN_LENT_BYTES:  # not worth a write for each
             return (memoryview(b"".join(parts)),)
         return tuple(part for part in parts if len(part))
@@ -129,13 +129,13 @@ def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback 
     kind = plan.wire.push if feedback is not None else "float32"
     result = []
     for pserver, shard in enumerate(plan.shards):
-        groups: list[list[BlockSlot]] = [[]]
+        groups: list[list[BucketEntry]] = [[]]
         size = header_size = 0
         for block in reversed(shard):
             values: list[WireTensor] = [(block.name, plan.parameter[block.parameter].dtype, (block.num_elements,))]
             tensors = values if feedback is None else plan.pushed(block)
             remainder = feedback.of(block) if feedback is not None and len(tensors) > 1 else None
-            slot = BlockSlot(block, tensors, remainder)
+            slot = BucketEntry(block, tensors, remainder)
             num_bytes = slot.num_bytes
             header = sum(len(name) + ENTRY_HEADER_BYTES for name, _, _ in tensors)
             if groups[-1] and (size + num_bytes > bucket_bytes or header_size + header > MAX_HEADER_BYTES):

@@ -19,10 +19,10 @@ from ps_protocol.wire_types import PushType
 
 
 class Remainder:
-    """What has not been pushed yet of one block: two flat float32 tensors, the one that counts and the one that will.
+    """The part of a block's gradients that was not pushed: two flat float32 tensors, the current and the next one.
 
-    A push that is not applied, because it was refused or its round skipped, has changed nothing, so that the same
-    gradient pushed again is the same bytes.
+    A push that is not applied, because it was refused or its round skipped, changes nothing. The same gradient pushed
+    again is the same bytes.
     """
 
     def __init__(self, num_elements: int) -> None:
@@ -30,14 +30,14 @@ class Remainder:
         self.next = torch.zeros_like(self.kept)  # what is left once the newest push has been applied
         self.is_pending = False  # there is such a push
 
-    def settle(self, *, is_applied: bool) -> None:
-        """The newest push counts, or never did."""
+    def resolve(self, *, is_applied: bool) -> None:
+        """Commit the remainder of the newest push if it was applied, else discard it."""
         if self.is_pending and is_applied:
             self.kept, self.next = self.next, self.kept
         self.is_pending = False
 
-    def forget(self) -> None:
-        """Begin anew."""
+    def reset(self) -> None:
+        """Set the remainder to zero."""
         self.kept.zero_()
         self.is_pending = False
 
@@ -49,21 +49,21 @@ class ErrorFeedback:
         self._remainders: dict[str, Remainder] = {}
 
     def of(self, block: Block) -> Remainder:
-        """Zeros at first."""
+        """Return the remainder of a block, zeros at first."""
         remainder = self._remainders.get(block.name)
         if remainder is None:
             remainder = self._remainders[block.name] = Remainder(block.num_elements)
         return remainder
 
-    def settle(self, *, is_applied: bool) -> None:
-        """See Remainder."""
+    def resolve(self, *, is_applied: bool) -> None:
+        """Commit or discard the remainders of the newest push."""
         for remainder in self._remainders.values():
-            remainder.settle(is_applied=is_applied)
+            remainder.resolve(is_applied=is_applied)
 
-    def forget(self) -> None:
-        """Begin anew: the run has gone back."""
+    def reset(self) -> None:
+        """Set all remainders to zero, because the run has gone back."""
         for remainder in self._remainders.values():
-            remainder.forget()
+            remainder.reset()
 
 
 def encode_gradient(

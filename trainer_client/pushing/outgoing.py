@@ -21,7 +21,7 @@ from ps_protocol.vocabulary import PserverIndex, Round
 
 from ..client import ParameterClient, completion
 from ..io_thread import IoThread
-from ..optimizer_state.transfer import SlotFrames
+from ..optimizer_state.transfer import StateFrames
 from .buckets import Bucket, Payload
 
 END_SECONDS = 5.0  # for requests that are given up; they end at once
@@ -29,7 +29,7 @@ END_SECONDS = 5.0  # for requests that are given up; they end at once
 
 @dataclass
 class Acknowledged:
-    """Whether every push of a step has been acknowledged, once that is known; on the I/O loop."""
+    """A flag on the I/O loop: every push of a step was acknowledged, or one has failed."""
 
     event: asyncio.Event = field(default_factory=asyncio.Event)
     succeeded: bool = False
@@ -41,7 +41,7 @@ class Acknowledged:
 
 
 def nothing_to_wait_for() -> Acknowledged:
-    """As after a step that was pushed."""
+    """Return the flag of a step that was pushed."""
     acknowledged = Acknowledged(succeeded=True)
     acknowledged.event.set()
     return acknowledged
@@ -89,7 +89,7 @@ class Outgoing:
         gradients: Mapping[str, Tensor],
         numbers: list[HyperParameters],
         computed_on: Round | None,
-        slots: Sequence[SlotFrames] | None = None,
+        slots: Sequence[StateFrames] | None = None,
     ) -> None:
         """Push all that has not left; parameters without a gradient are left out. `slots` go along, to each pserver."""
         for pserver, one in enumerate(slots or ()):
@@ -135,7 +135,7 @@ class Outgoing:
             await asyncio.wait(self._tasks, timeout=END_SECONDS)
 
     def cancel(self) -> None:
-        """Give it up; it does not wait for that."""
+        """Cancel the pushes, without waiting for their end."""
         for push in self._pushes:
             push.cancel()
 

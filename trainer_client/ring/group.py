@@ -18,7 +18,7 @@ from ps_config.hosts import authority, split_port
 from ps_protocol.errors import BadModel, Ended
 from ps_protocol.vocabulary import Rank
 
-from ..collectives import GROUP_PATIENCE, Collectives, make_group, run_aside
+from ..collectives import GROUP_TIMEOUT, Collectives, make_group, run_aside
 from ..session import Session
 
 SPARE_SECONDS = 30.0  # beyond all other time-outs, which name who is to blame
@@ -48,7 +48,7 @@ class Group:
     # ------------------------------------------------------------------ life
 
     def offer(self) -> str | None:
-        """Of the lowest rank: where all are to meet, to be declared with the model."""
+        """Open the rendezvous of the lowest rank, and return its address, which is declared with the model."""
         if self.rank != 0:
             return None
         if _has_group(self.rank, self.size):
@@ -81,27 +81,27 @@ class Group:
 
     async def _join_own(self) -> None:
         """Beside the script's group, whose collectives may come in between."""
-        self.collectives = Collectives(await run_aside(lambda: dist.new_group(timeout=GROUP_PATIENCE)))
+        self.collectives = Collectives(await run_aside(lambda: dist.new_group(timeout=GROUP_TIMEOUT)))
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the group."""
         self.collectives.close()
         self._store = None
 
     # ------------------------------------------------------------------ collectives
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Begin to replace a contiguous tensor by the sum of all trainers'. It must not change until `wait`."""
-        self.collectives.add_up(tensor)
+        self.collectives.all_reduce(tensor)
 
-    def spread(self, tensor: Tensor, source: Rank = 0) -> None:
+    def broadcast(self, tensor: Tensor, source: Rank = 0) -> None:
         """Begin to replace a contiguous tensor by that of a rank. It must not change until `wait`."""
-        self.collectives.spread(tensor, source)
+        self.collectives.broadcast(tensor, source)
 
     def wait(self) -> None:
         """Wait for all that was begun. Blocks for the other trainers; raises what ended the run, or `ring_broken`."""
         self._io.run(self._client.membership.guard(self._wait(self.collectives.finish())))
-        self.collectives.settle()
+        self.collectives.release()
 
     async def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         """Heartbeats say since when. When a connection breaks, the coordinator has yet to notice whose."""
@@ -114,16 +114,16 @@ class Group:
             limit = self._client.joined.lease_seconds + NEWS_SECONDS
             until = loop.time() + limit
             while (left := until - loop.time()) > 0:
-                await membership.news.wait(left)  # they come as the run's failure, which ends this
+                await membership.news.wait_for_heartbeat(left)  # they come as the run's failure, which ends this
             reason = str(error).partition("\n")[0] or f"no answer for {self._limit:g} s"
-            text = f"the connections to the other trainers broke, and nobody was lost within {limit:g} s: {reason}"
+            text = f"the connections to the other trainers broke, and no trainer was lost within {limit:g} s: {reason}"
             raise Ended(text, code="ring_broken") from error
         finally:
             membership.waiting_since = None
 
 
 def _has_group(rank: int, size: int) -> bool:
-    """Whether the script has initialised torch.distributed, as the same trainer of as many."""
+    """Return True if the script has initialised torch.distributed with this rank and world size."""
     return dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, size)
 
 

@@ -1,11 +1,11 @@
-"""Steps of strategy ring: gradients are averaged among the trainers, and everybody steps its own optimizer.
+"""Steps of strategy ring: gradients are averaged among the trainers, and each steps its own optimizer.
 
     step t:  bucket by bucket, last layers first ──► sum of all trainers' ──► average ──► the optimizer's own step
              and then a small vector: which gradients there were, whose are not finite, who had none left
-             (clipped: rank 0 tells the average's norm, so that it is the same bits on all)
+             (clipped: rank 0 broadcasts the average's norm, so that it is the same bits on all)
 
-The sums are the same bits on all trainers, and so are the parameters. The vector is how all agree what becomes of the
-round: nobody steps before it is here. A trainer without batches accompanies the others until nobody has any.
+The sums are the same bits on all trainers, and so are the parameters. The vector decides the outcome
+of the round, and no trainer steps before it. A trainer without batches joins the others' rounds until all are done.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RingSteps:
         self._group = group
         self._buffer_averages = averages
         self.begun: Round = 0  # the newest one
-        self.landed: Round = 0  # the step that is in the parameters
+        self.version: Round = 0  # the step that is in the parameters
         self.num_rollbacks = 0  # a ring never goes back
         self._has_written = False  # the script has, on purpose: the next round begins with its values
         self._device = device = choose_device(parameters)
@@ -63,32 +63,32 @@ class RingSteps:
         self._totals: list[Tensor] = []  # of the buckets that have left: sums of what was put into them
         self._tally = TallyVector(list(parameters), group.rank, group.size, device)
         self._num_active = group.size  # in the round that is taken: trainers that had a batch
-        self._is_accompanying = False
+        self._has_joined = False
         self._is_void = False  # what has left for the next round is only a part
         self._is_midway = False  # in a round of which something is still to come
         self._gradients: Mapping[str, Tensor] = {}  # of the step that has begun
         self._said_numbers: list[HyperParameters] = []  # those of its GradScaler
         self._is_finite = True
-        self._look_at_parameters()
-        self._spread({**parameters, **averages.means, **stored})
+        self._place_averages()
+        self._broadcast({**parameters, **averages.means, **stored})
         averages.write_back()
 
     def _agree_on(self, bucket_bytes: int, device: torch.device) -> int:
         """That of the lowest rank: all have to cut alike."""
         chosen = torch.tensor([bucket_bytes], device=device)
-        self._group.spread(chosen)
+        self._group.broadcast(chosen)
         self._group.wait()
         return int(chosen.item())
 
-    def _spread(self, tensors: Mapping[str, Tensor], source: Rank = 0) -> None:
+    def _broadcast(self, tensors: Mapping[str, Tensor], source: Rank = 0) -> None:
         """Replace the tensors by those of a rank; one that accompanies the others keeps its own. Blocks for all."""
         copies = {name: t.detach().to(self._device).contiguous() for name, t in tensors.items() if t.numel()}
-        if self._is_accompanying:
+        if self._has_joined:
             copies = {name: copy.clone() for name, copy in copies.items()}
         for copy in copies.values():
-            self._group.spread(copy.reshape(-1).view(torch.uint8), source)  # whatever its dtype
+            self._group.broadcast(copy.reshape(-1).view(torch.uint8), source)  # whatever its dtype
         self._group.wait()
-        if self._is_accompanying:
+        if self._has_joined:
             return
         with torch.no_grad():
             for name, copy in copies.items():
@@ -97,7 +97,7 @@ class RingSteps:
 
     # ------------------------------------------------------------------ the parameters
 
-    def look_for_changes(self) -> None:
+    def refresh_parameters(self) -> None:
         """A script may have given a parameter other memory. Does not block; BadModel if it has become another one."""
         if any(_place(parameter) != self._places[name] for name, parameter in self._parameters.items()):
             for name, parameter in self._parameters.items():
@@ -108,7 +108,7 @@ class RingSteps:
                         expected=f"{before[1]} {list(before[0])}",
                         actual=f"{parameter.dtype} {list(parameter.shape)}",
                     )
-            self._look_at_parameters()
+            self._place_averages()
 
     def replace_values(self, names: Collection[str]) -> None:
         """Begin the next step from the values that the parameters have now, on all trainers. Does not block.
@@ -117,7 +117,7 @@ class RingSteps:
         """
         self._has_written = True
 
-    def _look_at_parameters(self) -> None:
+    def _place_averages(self) -> None:
         """Where each one's average lies for the optimizer: in its bucket, unless it wants it in another form."""
         self._places = {name: _place(parameter) for name, parameter in self._parameters.items()}
         self._averages: dict[str, Tensor] = {}
@@ -138,7 +138,7 @@ class RingSteps:
 
     def _send(self, bucket: FlatBucket) -> None:
         self._totals.append(bucket.flat.sum())
-        self._group.add_up(bucket.flat)
+        self._group.all_reduce(bucket.flat)
 
     def begin(self, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], *, is_finite: bool) -> None:
         """Begin the next step, with all its flat gradients. Does not block.
@@ -147,7 +147,7 @@ class RingSteps:
         """
         self._flat.check(gradients)
         self._is_midway = True
-        self.begun = self.landed + 1
+        self.begun = self.version + 1
         self._client.begin_round(self.begun)
         self._gradients, self._said_numbers = gradients, numbers
         self._is_finite = is_finite or self._client.nonfinite != "skip_round"
@@ -156,13 +156,13 @@ class RingSteps:
     def _send_all(self) -> None:
         self._flat.send_rest(self._gradients)
         self._say_of_round()
-        self._group.add_up(self._tally.vector)
+        self._group.all_reduce(self._tally.vector)
 
     def _say_of_round(self) -> None:
-        if self._is_accompanying:
-            self._tally.say([], is_active=False, is_void=self._is_void)
+        if self._has_joined:
+            self._tally.fill([], is_active=False, is_void=self._is_void)
             return
-        self._tally.say(
+        self._tally.fill(
             self._gradients.keys(),
             is_finite=self._is_finite and not self._find_nonfinite(),
             numbers=_digest((_numbers(self._optimizer), self._said_numbers)),
@@ -183,23 +183,23 @@ class RingSteps:
     # ------------------------------------------------------------------ after the last batch
 
     @torch.no_grad()
-    def accompany(self) -> None:
-        """Take part in the others' rounds, without gradients and without stepping, until nobody has any.
+    def join_others(self) -> None:
+        """Take part in the others' rounds, without gradients and without stepping, until all trainers are done.
 
-        Of a trainer that is done: the collectives need everybody. Blocks for that. What ends the run of the others
-        ends it, too, and is not raised. Nothing of the script's is looked at any more. Whoever has given up a round in
-        the middle cannot take part in another one.
+        The collectives need all trainers; blocks for them. An error that ends the run of the others ends it, too, and
+        is not raised. The script's tensors are not used any more. A trainer that gave up a round in the middle cannot
+        take part.
         """
         if self._is_midway:
             return
-        self._is_void = self._flat.empty()  # of a backward pass after which there was no step
-        self._is_accompanying = self._client.membership.is_done = self._group.is_patient = True
-        log, last = self._client.log, self.landed
+        self._is_void = self._flat.discard_all()  # of a backward pass after which there was no step
+        self._has_joined = self._client.membership.is_done = self._group.is_patient = True
+        log, last = self._client.log, self.version
         try:
-            while self._is_accompanying:
+            while self._has_joined:
                 self.begin({}, [], is_finite=True)
                 self.take()
-                if last == self.landed - 1:
+                if last == self.version - 1:
                     log.info("no batches are left here; the others have some, and this trainer takes part without any")
         except GradpostError as error:
             log.warning(f"this trainer was done, and does not take part any more: {error}")
@@ -207,23 +207,24 @@ class RingSteps:
             self._client.begin_round(self._client.membership.round)
 
     def _end_of_all(self) -> None:
-        """Nobody had a batch: there is no such round."""
-        self._is_accompanying = self._is_midway = False
-        self.begun = self.landed
+        """End the joint rounds: no trainer had a batch, so there is no such round."""
+        self._has_joined = self._is_midway = False
+        self.begun = self.version
         self._forget_round()
 
     # ------------------------------------------------------------------ the step
 
-    def take_due(self) -> None:
+    def finish_due_step(self) -> None:
         """Wait for the step that has begun, and take it."""
         self.take()
 
     def take(self, names: Collection[str] | None = None) -> bool:
-        """The same; False: a ring never goes back. Blocks for the other trainers.
+        """Wait for the step that has begun, and take it; always False, since a ring never rolls back.
 
-        Raises NonFiniteGradient under `reject` if it is this trainer's gradient; the others wait for another.
+        Blocks for the other trainers. Raises NonFiniteGradient under `reject` for this trainer's own gradient; the
+        others wait for another one.
         """
-        while self.begun > self.landed:
+        while self.begun > self.version:
             try:
                 self._group.wait()
                 tally = self._tally.read()
@@ -245,8 +246,8 @@ class RingSteps:
                     self._forget_round()
                     self._send_all()
             except BaseException as error:
-                self.begun = self.landed
-                self._flat.spoil(is_spoiled=not isinstance(error, NonFiniteGradient))
+                self.begun = self.version
+                self._flat.mark_spoiled(is_spoiled=not isinstance(error, NonFiniteGradient))
                 raise
         return False
 
@@ -276,10 +277,10 @@ class RingSteps:
     def _end(self, tally: Tally) -> None:
         self._num_active = tally.num_active
         if tally.source is not None:
-            self._spread(self._parameters, tally.source)
+            self._broadcast(self._parameters, tally.source)
             self._has_written = False
         skipped = [self.begun] if tally.culprits else []
-        self._client.outcomes = self._client.outcomes.followed_by(skipped, None, newest=self.begun, keep=2)
+        self._client.outcomes = self._client.outcomes.advance(skipped, None, newest=self.begun, keep=2)
         if tally.culprits:
             self._client.grad_norm = None if self._client.max_grad_norm is None else math.nan
             self._client.metrics.skipped.inc()
@@ -288,17 +289,17 @@ class RingSteps:
             )
         else:
             self._average()
-            if not self._is_accompanying:
+            if not self._has_joined:
                 self._apply(set(tally.present))
             self._average_buffers()
         self._forget_round()
         self._is_midway = False
-        self.landed = self.begun
-        if self._is_accompanying:
+        self.version = self.begun
+        if self._has_joined:
             return
-        self._client.membership.round = self.landed
+        self._client.membership.round = self.version
         self._client.metrics.rounds.inc()
-        self._client.metrics.round.set(self.landed)
+        self._client.metrics.round.set(self.version)
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -328,14 +329,14 @@ class RingSteps:
         means = averages.means
         if not means:
             return
-        changed = {} if self._is_accompanying else averages.changed_values()  # it looks at the script's model
+        changed = {} if self._has_joined else averages.changed_values()  # it looks at the script's model
         values = {name: mean.view(-1) for name, mean in means.items()} | changed
         flat = torch.cat([value.float() for value in values.values()]).to(self._tally.vector.device)
-        if self._is_accompanying:
+        if self._has_joined:
             flat.zero_()
-        self._group.add_up(flat)
+        self._group.all_reduce(flat)
         self._group.wait()
-        if self._is_accompanying:
+        if self._has_joined:
             return
         parts = torch.split(flat.div_(self._num_active), [mean.numel() for mean in means.values()])
         for mean, part in zip(means.values(), parts, strict=True):
@@ -343,9 +344,9 @@ class RingSteps:
         averages.write_back()
 
     def _clip(self, max_norm: float) -> None:
-        """Multiply the averages so that their norm is `max_norm` at most; zeros stand where nobody has a gradient."""
+        """Multiply the averages so that their norm is `max_norm` at most; parameters without a gradient have zeros."""
         squares = torch.stack([bucket.sum_of_squares() for bucket in self._buckets]).sum(0, keepdim=True)
-        self._group.spread(squares)  # machines may round a sum differently, and nothing would mend that
+        self._group.broadcast(squares)  # machines may round a sum differently, and nothing would mend that
         self._group.wait()
         self._client.grad_norm = norm = math.sqrt(float(squares))
         coefficient = clip_coefficient(norm, max_norm)

@@ -1,4 +1,4 @@
-"""The small vector that goes round after the gradients: all learn alike what becomes of a round."""
+"""A small vector that is reduced after the gradients, from which all trainers compute the same outcome of a round."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ps_protocol.vocabulary import Rank
 
 @dataclass(frozen=True)
 class Tally:
-    """What all trainers have said of a round."""
+    """The reduced facts of all trainers about a round."""
 
-    present: list[str]  # parameters of which somebody has a gradient
+    present: list[str]  # parameters with a gradient on any trainer
     culprits: list[Rank]  # whose gradients are not finite
-    is_void: bool  # somebody's gradients are only a part; all send theirs again
+    is_void: bool  # the gradients of a trainer are incomplete; all send theirs again
     num_active: int  # trainers that had a batch; the mean is theirs
     has_same_numbers: bool  # those who had a batch, in their optimizers and GradScalers
     source: Rank | None  # the lowest rank whose script has written parameters on purpose; all continue from its values
@@ -26,14 +26,14 @@ FACTS = 5  # of each rank
 
 
 class TallyVector:
-    """Counts of gradients, and five facts of each rank, in the order of `say`. Float32, kept."""
+    """Counts of gradients, and five facts of each rank, in the order of `fill`. Float32, kept."""
 
     def __init__(self, names: Sequence[str], rank: Rank, size: int, device: torch.device) -> None:
         self._names = names
         self._rank, self._size = rank, size
         self.vector = torch.zeros(len(names) + FACTS * size, dtype=torch.float32, device=device)
 
-    def say(
+    def fill(
         self,
         present: Collection[str],
         *,
@@ -43,7 +43,7 @@ class TallyVector:
         numbers: int = 0,
         has_written: bool = False,
     ) -> None:
-        """What this trainer has to say of the next round. Its vector is then to be added up with the others'."""
+        """Fill the vector with the facts of this trainer about the next round. An all_reduce sums it."""
         facts = [[0.0] * self._size for _ in range(FACTS)]
         said = (not is_finite, is_void, is_active, numbers, has_written)
         for fact, value in zip(facts, said, strict=True):
@@ -53,7 +53,7 @@ class TallyVector:
         self.vector.copy_(torch.tensor(flat, dtype=torch.float32, device="cpu"))
 
     def read(self) -> Tally:
-        """What all have said, once it is the sum of everybody's."""
+        """Return the facts of all trainers from the summed vector."""
         counts, of_ranks = torch.split(self.vector.cpu(), [len(self._names), FACTS * self._size])
         not_finite, void, active, digests, written = of_ranks.view(FACTS, self._size).tolist()
         return Tally(

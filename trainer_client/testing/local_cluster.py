@@ -239,7 +239,7 @@ class LocalCluster:
             return self._view
 
     def status(self) -> ClusterStatus:
-        """How the cluster stands."""
+        """Return the status of the cluster."""
         return self.view.status()
 
     def summary(self) -> RunSummary:
@@ -247,7 +247,7 @@ class LocalCluster:
         return self.view.summary()
 
     def pserver_state(self, index: int, *, digest: bool = False) -> PserverState:
-        """What pserver `index` tells about itself."""
+        """Return the state of pserver `index`."""
         return self.view.pserver_state(index, digest=digest)
 
 

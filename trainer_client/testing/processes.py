@@ -68,7 +68,7 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended yet."""
+        """True until the process has ended."""
         return not self._ended.is_set()
 
     @property

@@ -8,14 +8,14 @@ from ps_protocol.errors import BadInput
 from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
 from ps_protocol.routes import SINCE_KEY
 
-NO_DIFFERENCES: Mapping[str, memoryview] = {}
+NO_DELTAS: Mapping[str, memoryview] = {}
 
 
 class FrameSink:
     """An incremental decoder of one frame, which writes to `destinations` (tensor name -> its writable bytes).
 
     An interrupted frame leaves them partly written; reading the same version again repairs that. Quantised deltas and
-    their scales are written to `differences`. `on_landed` is called with the name of each complete tensor, and of each
+    their scales are written to `deltas`. `on_block` is called with the name of each complete tensor, and of each
     destination that the frame omits because it holds its values already.
     """
 
@@ -23,15 +23,15 @@ class FrameSink:
         self,
         destinations: Mapping[str, memoryview],
         limits: FrameLimits,
-        differences: Mapping[str, memoryview] = NO_DIFFERENCES,
-        on_landed: Callable[[str], None] | None = None,
+        deltas: Mapping[str, memoryview] = NO_DELTAS,
+        on_block: Callable[[str], None] | None = None,
     ) -> None:
-        self._on_landed = on_landed
+        self._on_block = on_block
         self._destinations = destinations
-        self._differences = differences
+        self._deltas = deltas
         self._limits = limits
         self._places: dict[str, memoryview] = {}  # of the tensors of this frame
-        self.differing: list[str] = []  # tensors of this frame that are written to `differences`
+        self.delta_names: list[str] = []  # tensors of this frame that are written to `deltas`
         self._start = bytearray()  # length and header, until they are complete
         self._frame: Frame | None = None
         self.num_bytes = 0  # received
@@ -67,10 +67,10 @@ class FrameSink:
         """See Sink."""
         self._filled += num_bytes
         self.num_bytes += num_bytes
-        if self._on_landed is not None and self._frame is not None:
+        if self._on_block is not None and self._frame is not None:
             entry = self._frame.tensors[self._index]
             if self._filled == entry.end - entry.begin:
-                self._on_landed(entry.name)
+                self._on_block(entry.name)
 
     def _feed_start(self, rest: memoryview) -> memoryview:
         rest = self._fill_start(rest, LENGTH_BYTES)
@@ -83,9 +83,9 @@ class FrameSink:
         frame = parse_header(bytes(self._start[LENGTH_BYTES:]), self._limits)
         for entry in frame.tensors:
             destination = self._destinations.get(entry.name)
-            if entry.name in self._differences and (entry.dtype == "I8" or destination is None):
-                destination = self._differences[entry.name]
-                self.differing.append(entry.name)
+            if entry.name in self._deltas and (entry.dtype == "I8" or destination is None):
+                destination = self._deltas[entry.name]
+                self.delta_names.append(entry.name)
             if destination is None or len(destination) != entry.end - entry.begin:
                 raise BadInput(
                     f"the reply's tensor {entry.name!r} is not what was asked for",
@@ -95,9 +95,9 @@ class FrameSink:
                 )
             self._places[entry.name] = destination
         self._frame = frame
-        if self._on_landed is not None and SINCE_KEY in frame.metadata:
+        if self._on_block is not None and SINCE_KEY in frame.metadata:
             for name in self._destinations.keys() - self._places.keys():
-                self._on_landed(name)
+                self._on_block(name)
         return rest
 
     def _fill_start(self, rest: memoryview, wanted: int) -> memoryview:

@@ -147,7 +147,7 @@ def test_a_missing_trainer_ends_the_run_after_the_round_timeout() -> None:
     assert "trainer 1 did not bring gradients into the ring for round 5" in failure.detail
 
 
-def test_trainers_that_all_wait_do_not_reach_each_other() -> None:
+def test_a_round_in_which_all_trainers_wait_ends_the_run_after_the_round_timeout() -> None:
     cluster = ring()
     begin(cluster)
     waits(cluster, 0, 59.5)
@@ -155,6 +155,7 @@ def test_trainers_that_all_wait_do_not_reach_each_other() -> None:
     failure = cluster.run.failure
     assert isinstance(failure, RoundTimeout)
     assert "all trainers wait for each other in round 5" in failure.detail
+    assert "check the network between them" in failure.detail
 
 
 def test_a_trainer_that_leaves_before_the_others_ends_the_run() -> None:

@@ -23,7 +23,7 @@ from services.pserver.inspection import read_blocks
 from services.pserver.reply import LARGE_BYTES, VersionedBlocks
 from services.pserver.shard import Shard
 from services.pserver.shard_state import ShardState, reslice
-from trainer_client.destinations import Differences
+from trainer_client.destinations import Deltas
 from trainer_client.tensors import TORCH_DTYPES, writable_bytes
 from trainer_client.transport.frame_sink import FrameSink
 
@@ -76,7 +76,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.memory = {name: writable_bytes(tensor) for name, tensor in self.values.items()}
-        self.differences = Differences({name: self.memory[name] for name in DIFFERING})
+        self.differences = Deltas({name: self.memory[name] for name in DIFFERING})
 
     async def pull(self, shard: Shard, changed: dict[str, int]) -> None:
         versioned = VersionedBlocks(
@@ -85,7 +85,7 @@ class Trainer:
         sink = FrameSink(self.memory, FrameLimits(), self.differences.memory)
         sink.feed(b"".join(versioned.parts(self.round)))
         sink.finish()
-        await self.differences.add(sink.differing)
+        await self.differences.add(sink.delta_names)
         self.round = shard.version
 
 

@@ -22,7 +22,7 @@ def encode(kind: str, gradient: Tensor, error: Tensor, topk: float = 0.1) -> lis
     remainder = Remainder(len(gradient))
     remainder.kept.copy_(error)
     found = encode_with(kind, gradient, remainder, topk)
-    remainder.settle(is_applied=True)
+    remainder.resolve(is_applied=True)
     error.copy_(remainder.kept)
     return found
 
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_is_pushed_as_such_and_leaves_no_error(kin
 def test_forget_discards_the_errors() -> None:
     feedback, block = ErrorFeedback(), Block("w", 0, 0, 4, 0)
     feedback.of(block).kept.fill_(3.0)
-    feedback.forget()
+    feedback.reset()
     assert feedback.of(block).kept.tolist() == [0.0] * 4
 
 
@@ -112,8 +112,8 @@ def test_a_push_that_is_not_applied_leaves_the_error_as_it_was(kind: str, fates:
         if fate == "refused":  # and pushed again: what is staged already has to be the same
             again = encode_with(kind, gradient, feedback.of(block))
             assert all(map(torch.equal, pushed, again))
-        feedback.settle(is_applied=fate != "skipped")
+        feedback.resolve(is_applied=fate != "skipped")
         if fate != "skipped":
             assert all(map(torch.equal, pushed, encode_with(kind, gradient, undisturbed)))
-            undisturbed.settle(is_applied=True)
+            undisturbed.resolve(is_applied=True)
     assert torch.equal(feedback.of(block).kept, undisturbed.kept)

@@ -20,7 +20,7 @@ def report(news: News, *incarnations: int) -> None:
         for index, incarnation in enumerate(incarnations)
     )
     reply = TrainerHeartbeatReply(state="training", failure=None, attempt=0, pservers=infos)
-    news.heard(reply, asyncio.get_running_loop().time())
+    news.update(reply, asyncio.get_running_loop().time())
 
 
 async def wait(news: News, index: int, seconds: float) -> str:
@@ -91,12 +91,12 @@ async def test_waits_for_news_share_few_heartbeats() -> None:
     async def send_heartbeats() -> None:
         nonlocal num_heartbeats
         while True:
-            await news.wait_until_wanted(60)
+            await news.wait_for_next_heartbeat(60)
             num_heartbeats += 1
 
     async def want_news() -> None:
         for _ in range(3):
-            await news.wait(60)
+            await news.wait_for_heartbeat(60)
 
     sending = asyncio.create_task(send_heartbeats())
     begun = time.monotonic()

@@ -15,7 +15,7 @@ from ps_protocol.frames import DTYPE_BYTES, FrameLimits, encode_header
 from ps_protocol.plan import make_plan
 from ps_protocol.routes import SINCE_KEY
 from ps_protocol.vocabulary import ParameterSpec
-from trainer_client.destinations import Arrivals, Differences
+from trainer_client.destinations import Deltas, PullProgress
 from trainer_client.tensors import writable_bytes
 from trainer_client.transport.frame_sink import FrameSink
 
@@ -144,7 +144,7 @@ def test_a_tensor_is_reported_once_its_last_byte_is_written(data: st.DataObject)
     frame, memory = make_frame(), Memory()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(frame)), max_size=8)))
     reported: list[str] = []
-    sink = memory.sink(on_landed=reported.append)
+    sink = memory.sink(on_block=reported.append)
     begin = len(frame) - len(memory.data)
     for cut, end in pairwise([0, *cuts, len(frame)]):
         sink.feed(frame[cut:end])
@@ -158,7 +158,7 @@ def test_a_tensor_is_reported_once_its_last_byte_is_written(data: st.DataObject)
 
 def test_tensors_that_did_not_change_are_reported_at_once() -> None:
     reported: list[str] = []
-    sink = Memory().sink(on_landed=reported.append)
+    sink = Memory().sink(on_block=reported.append)
     sink.feed(encode_header([tensor for tensor in TENSORS if tensor[0] == "b"], {SINCE_KEY: "6"}))
     assert sorted(reported) == ["a", "empty", "last", "scalar"]
     sink.feed(bytes(10))
@@ -175,15 +175,15 @@ DELTA = bytes([2, 0, 256 - 4]) + torch.tensor([0.5]).numpy().tobytes()  # 1, 0, 
 async def test_a_delta_is_added_to_the_values_once_it_is_whole() -> None:
     values, more = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)
     memory = {"w": writable_bytes(values), "v": writable_bytes(more)}
-    differences = Differences(memory)
+    deltas = Deltas(memory)
     for number in (1, 2):  # the memory of deltas is kept
-        sink = FrameSink(memory, LIMITS, differences.memory)
+        sink = FrameSink(memory, LIMITS, deltas.memory)
         header = encode_header([("v", "F32", (2,)), INTEGERS, SCALES], {SINCE_KEY: "4"})
         for byte in header + torch.tensor([8.0, 9.0]).numpy().tobytes() + DELTA:
             sink.feed(bytes([byte]))
         assert sink.finish() == {SINCE_KEY: "4"}
-        assert sink.differing == ["w", "w.scales"]
-        await differences.add(sink.differing)
+        assert sink.delta_names == ["w", "w.scales"]
+        await deltas.add(sink.delta_names)
         assert values.tolist() == [1.0 + number, 2.0, 3.0 - 2.0 * number]
         assert more.tolist() == [8.0, 9.0]
 
@@ -193,7 +193,7 @@ async def test_a_delta_is_added_to_the_values_once_it_is_whole() -> None:
 async def test_half_of_a_delta_is_refused(received: list[str]) -> None:
     values = torch.ones(3)
     with raises_code("malformed_frame"):
-        await Differences({"w": writable_bytes(values)}).add(received)
+        await Deltas({"w": writable_bytes(values)}).add(received)
     assert torch.equal(values, torch.ones(3))
 
 
@@ -212,7 +212,7 @@ PLAN = make_plan(
 
 @given(st.permutations([block.name for block in PLAN.blocks] * 2), st.integers(0, 2 * len(PLAN.blocks)))
 def test_a_parameter_has_arrived_when_all_its_blocks_have(order: list[str], num_landed: int) -> None:
-    arrivals = Arrivals(PLAN.blocks_of)
+    arrivals = PullProgress(PLAN.blocks_of)
     for block in order[:num_landed]:
         arrivals.landed(block)
     arrivals.end()
@@ -222,7 +222,7 @@ def test_a_parameter_has_arrived_when_all_its_blocks_have(order: list[str], num_
 
 @pytest.mark.parametrize("arrives", [True, False])
 def test_a_wait_ends_with_the_last_block_or_with_the_reply(arrives: bool) -> None:
-    arrivals = Arrivals(PLAN.blocks_of)
+    arrivals = PullProgress(PLAN.blocks_of)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(arrivals.wait, "b")
         if arrives:

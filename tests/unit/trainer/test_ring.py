@@ -51,7 +51,7 @@ def tallies(*said: dict[str, Any]) -> list[Tally]:
     vectors = [TallyVector(["a", "b", "c"], rank, len(said), CPU) for rank in range(len(said))]
     for _ in range(2):  # the vectors are used again
         for vector, one in zip(vectors, said, strict=True):
-            vector.say(**{"present": [], **one})
+            vector.fill(**{"present": [], **one})
         total = torch.stack([one.vector for one in vectors]).sum(0)
         for one in vectors:
             one.vector.copy_(total)

@@ -16,8 +16,8 @@ from ps_protocol.plan import make_plan
 from ps_protocol.routes import STATES_KEY
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client.optimizer_state.loading import Loading
-from trainer_client.optimizer_state.torch_state import ParameterSlots, read_state, write_state
-from trainer_client.optimizer_state.transfer import make_slot_frames
+from trainer_client.optimizer_state.torch_state import ParameterState, read_state, write_state
+from trainer_client.optimizer_state.transfer import make_state_frames
 from trainer_client.wrapped_optimizer import describe_optimizer
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ def test_a_sum_before_the_first_step_is_refused() -> None:
 
 PLAN = make_plan([ParameterSpec("a", (300,)), ParameterSpec("b", (40_000,)), ParameterSpec("c", (7,))], 2)
 SLOTS = {
-    name: ParameterSlots(StepState(steps=3), {slot: torch.rand(PLAN.parameter[name].num_elements) for slot in "xy"})
+    name: ParameterState(StepState(steps=3), {slot: torch.rand(PLAN.parameter[name].num_elements) for slot in "xy"})
     for name in ("a", "b")
 }
 
@@ -79,7 +79,7 @@ SLOTS = {
 def test_each_slot_and_step_count_is_in_one_frame(bucket_bytes: int) -> None:
     found: dict[str, torch.Tensor] = {}
     states: dict[str, StepState] = {}
-    for shard, one in zip(PLAN.shards, make_slot_frames(PLAN, SLOTS, {}, bucket_bytes=bucket_bytes), strict=True):
+    for shard, one in zip(PLAN.shards, make_state_frames(PLAN, SLOTS, {}, bucket_bytes=bucket_bytes), strict=True):
         here: list[str] = []
         for payload in one.frames:
             body = b"".join(payload)

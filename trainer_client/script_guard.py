@@ -1,0 +1,104 @@
+"""Checks before each step of a `RemoteOptimizer`: changes by the script that the run would lose or not notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from structlog.typing import FilteringBoundLogger
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadModel
+from ps_protocol.vocabulary import Round
+
+from .buffer_averages import BufferAverages
+from .model_tensors import frozen_parameters
+from .parameter_watch import Digests, ModelPlaces, ParameterWatch, digest_values, find_rewritten
+
+
+class ScriptGuard:
+    """The parameters, groups and modules of a script as they were when the run began, or after the last step."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module | None,
+        parameters: dict[str, Tensor],
+        averages: BufferAverages,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._optimizer = optimizer
+        self._model = model
+        self._parameters = parameters
+        self._log = log
+        self._members = _identities(optimizer.param_groups)
+        self._places = ModelPlaces(model, parameters, averages.owners)
+        self._values_at_start: Digests | None = digest_values(parameters)  # None after the first step
+        self._frozen_at_start = digest_values(frozen_parameters(model, parameters))
+        self.watch: ParameterWatch | None = None  # None with local steps, whose optimizer writes to the parameters
+        self.has_read_position = False  # the script has asked for the run's round
+
+    @property
+    def is_before_first_step(self) -> bool:
+        """True until the first step has begun."""
+        return self._values_at_start is not None
+
+    def note(self) -> None:
+        """Note the values of the parameters, which the script must not change from now on."""
+        if self.watch is not None:
+            self.watch.note()
+
+    def check_structure(self) -> None:
+        """Raise BadModel if parameters were replaced in the groups or in the model."""
+        if _identities(self._optimizer.param_groups) != self._members:
+            raise BadModel(
+                "parameters were replaced, added to or removed from param_groups after the optimizer was wrapped; the "
+                "slice plan is made once, when the run starts. Save a checkpoint, and start a new run"
+            )
+        self._places.check()
+
+    def check_values(self) -> list[str]:
+        """Return the parameters that the script loaded before the first step. Raises BadModel for later changes."""
+        if self._values_at_start is not None:
+            changed = find_rewritten(self._parameters, self._values_at_start)
+            self._values_at_start = None
+            return changed
+        if self.watch is not None:
+            self.watch.check()
+        return []
+
+    def warn_before_first_step(self, round_: Round, wrapped: Optimizer, *, follows_schedule: bool) -> None:
+        """Warn if frozen parameters have changed, or if the script does not continue at the run's round."""
+        self._warn_of_frozen()
+        if round_ == 0:
+            return
+        if not self.has_read_position:
+            self._log.warning(
+                f"the run is at round {round_}, and this script begins to train without having read "
+                "optimizer.round: if it counts its steps from elsewhere, it repeats batches, and the run has more "
+                "rounds in the end than it should. Take batches from optimizer.batches(loader, epochs=…), or begin the "
+                "loop and its schedules at optimizer.round"
+            )
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        has_schedule = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in (self._optimizer, wrapped))
+        is_at_start = all(group["lr"] == group.get("initial_lr") for group in groups)
+        if has_schedule and is_at_start and not follows_schedule:
+            self._log.warning(
+                f"the run is at round {round_}, and the learning rates are those with which this script's "
+                "schedule begins: give it to optimizer.batches(loader, schedule=…), or step it once for each round "
+                "of optimizer.round before the loop"
+            )
+
+    def _warn_of_frozen(self) -> None:
+        frozen = frozen_parameters(self._model, self._parameters)
+        known = {name: parameter for name, parameter in frozen.items() if name in self._frozen_at_start}
+        if changed := find_rewritten(known, self._frozen_at_start):
+            self._log.warning(
+                f"the script has changed {len(changed)} frozen parameters since the wrap, such as {min(changed)!r}: "
+                "exports, and trainers that do not load the same, have the values of the wrap. Load the model before "
+                "RemoteOptimizer(…)"
+            )
+
+
+def _identities(groups: list[dict[str, Any]]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in groups]
