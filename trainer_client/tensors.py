@@ -16,7 +16,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in WIRE_DTYPES.items()}
 
 
 def wire_dtype(name: str, tensor: Tensor) -> str:
-    """safetensors' name of a tensor's dtype; BadModel if it has none."""
+    """Return safetensors' name of a tensor's dtype. Raises BadModel if it has none."""
     try:
         return WIRE_DTYPES[tensor.dtype]
     except KeyError:

@@ -1,4 +1,4 @@
-"""What each of the processes of two hosts does under torchrun, one run after the other.
+"""The program of each process of two hosts under torchrun: one run after the other.
 
     torchrun … host_script.py FOLDER NAME…
 

@@ -1,4 +1,4 @@
-"""What surrounds services: a network whose packets are dropped, a gateway in front of them, a small disk."""
+"""The surroundings of services: a network that drops packets, a gateway in front of them, a small disk."""
 
 from __future__ import annotations
 

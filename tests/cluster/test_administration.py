@@ -1,4 +1,4 @@
-"""What an administrator does to a run while it trains counts from the round on that the answer names, to the bit."""
+"""A change by an administrator applies from the round that the answer names, to the bit."""
 
 from __future__ import annotations
 

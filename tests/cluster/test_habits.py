@@ -1,4 +1,4 @@
-"""What scripts do to models and optimizers between steps: it works as with torch.optim, or the script gets an error."""
+"""Changes of models and optimizers between steps work as with torch.optim, or the script gets an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training script meets: clients, names, low precision, refusals, inspection, TLS."""
+"""Training scripts use clients, names, low precision, inspection and TLS, and meet refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""h2 at the other end of a real socket, and raw frames beside it."""
+"""Peers on a real socket: the h2 library, and raw frames."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def post(path: bytes, *more: tuple[bytes, bytes]) -> Headers:
 
 
 class Talker:
-    """h2 on a socket: what has been heard is in `events`, and windows are given back at once unless told otherwise."""
+    """An h2 peer on a socket. It collects `events`, and sends window updates at once unless asked not to."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_client: bool) -> None:
         self.reader, self.writer = reader, writer
@@ -88,7 +88,7 @@ class Talker:
         return ErrorCode(codes[0]) if codes else None
 
     async def raw_end(self, *, seconds: float = 10) -> ErrorCode | None:
-        """The same where h2 has not heard anything yet, and knows nothing of what was said."""
+        """Send frames before h2 has received any, without its knowledge."""
         data = bytearray()
         async with asyncio.timeout(seconds):
             with contextlib.suppress(ConnectionError):

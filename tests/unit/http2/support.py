@@ -38,7 +38,7 @@ class FakeTransport(asyncio.Transport):
             self.protocol.pause_writing()
 
     def take(self) -> bytes:
-        """What has been written since the last time."""
+        """Return the bytes written since the last call."""
         data, self.written = bytes(self.written), bytearray()
         return data
 
@@ -123,7 +123,7 @@ class End(Connection):
 
 
 class ClientEnd(End):
-    """The same, beginning streams."""
+    """Do so while beginning streams."""
 
     preface = PREFACE
 
@@ -164,7 +164,7 @@ def parse(data: bytes) -> list[Frame]:
 
 
 class Peer:
-    """h2 at the other end of a connection of ours. It raises if we break the protocol."""
+    """An h2 peer of one of our connections. It raises if we violate the protocol."""
 
     def __init__(self, ours: End, transport: FakeTransport, *, settings: dict[int, int] | None = None) -> None:
         self.ours, self.transport = ours, transport
@@ -199,11 +199,11 @@ class Peer:
         return bool(to_us or from_us)
 
     def body(self, number: int) -> bytes:
-        """What has come of it."""
+        """Return the resulting events."""
         return b"".join(e.data for e in self.events if isinstance(e, DataReceived) and e.stream_id == number)
 
     def of(self, kind: type[Event]) -> list[Any]:
-        """What it has heard of one kind."""
+        """Return the received events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
 

@@ -22,7 +22,7 @@ WIDE: dict[int, int] = {SettingCodes.INITIAL_WINDOW_SIZE: 1 << 20, SettingCodes.
 
 
 def asked(*, pauses: bool = False, settings: dict[int, int] | None = None) -> tuple[Stream, BodyReader, Peer]:
-    """A request whose body is still to come, and whoever wants it."""
+    """A request whose body has not arrived, and its reader."""
     ours, peer = serve(pauses=pauses, settings=settings)
     ours.keeps_windows_full = False  # type: ignore[misc]
     peer.h2.increment_flow_control_window(1 << 20)
@@ -72,7 +72,7 @@ async def test_a_part_of_it_after_some_time() -> None:
 
 
 async def test_a_part_of_it_even_if_nothing_came_at_first() -> None:
-    """Or whoever begins late would seem to stand still until all is here."""
+    """Otherwise a late reader would seem stalled until the whole body has arrived."""
     _, inbox, peer = asked()
     buffer = bytearray(10)
     filling = asyncio.create_task(inbox.read_into(memoryview(buffer), 0.02))
@@ -167,7 +167,7 @@ async def test_sending_to_one_who_has_gone() -> None:
 
 
 async def test_a_stream_that_is_over_takes_nothing() -> None:
-    """Or whoever sends would wait for ever."""
+    """Otherwise the sender would wait without a limit."""
     ours, peer = serve()
     peer.h2.send_headers(1, REQUEST, end_stream=True)
     peer.run()
@@ -241,7 +241,7 @@ async def test_a_client_whose_body_is_lent() -> None:
     body = bytearray(b"0123456789" * 60_000)
     stream.send_nowait(memoryview(body))
     stream.close()
-    body.clear()  # which nobody may who has lent it
+    body.clear()  # which is not allowed while the memory is borrowed
     peer.run()
     assert [event.error_code for event in peer.of(StreamReset)] in ([ErrorCode.CANCEL], [])
     assert not ours.streams

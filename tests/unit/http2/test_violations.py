@@ -1,4 +1,4 @@
-"""Whoever breaks the protocol: the stream or the connection ends with the code that RFC 9113 names."""
+"""After a violation, the stream or the connection ends with the error code that RFC 9113 names."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ async def test_the_stream_ends_and_no_other(said: bytes, code: ErrorCode) -> Non
     feed(ours, SETTINGS + said)
     resets = [frame for frame in parse(transport.take()) if isinstance(frame, RstStreamFrame)]
     assert [(frame.stream_id, frame.error_code) for frame in resets] == [(1, code)]
-    assert ours.num_resets == 1, "or whoever lets us reset streams does so without a limit"
+    assert ours.num_resets == 1, "otherwise a peer could make us reset streams without a limit"
     third = pack(frames.HEADERS, WHOLE, 3, BLOCK)
     feed(ours, third + pack(frames.DATA, END, 3, b"12345"))
     assert ours.sinks[3].body == b"12345"
@@ -328,7 +328,7 @@ async def test_a_server_that_breaks_the_protocol() -> None:
 
 
 async def test_nothing_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ends a connection that does not close by itself is a timer; nothing else is left."""
+    """A timer ends a connection that does not close by itself; nothing else is left."""
     monkeypatch.setattr(connection_module, "CLOSE_SECONDS", 0.01)
     ours, transport = connect()
     aborted = asyncio.Event()

@@ -151,7 +151,7 @@ def assert_equal(shards: Shards, oracle: TorchOracle, when: str) -> None:
 
 
 def average(contributions: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What the design promises: summed in float32 in this order, multiplied by 1/n once. In numpy."""
+    """Return the promised mean, computed in numpy: summed in float32 in this order, multiplied by 1/n once."""
     result: dict[str, np.ndarray] = {}
     for gradients in contributions:
         for name, gradient in gradients.items():

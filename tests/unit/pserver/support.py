@@ -347,7 +347,7 @@ async def bench(
 
 @dataclass(frozen=True)
 class Refusal:
-    """What an error said, without its traceback, which keeps the request's frames and with them its body."""
+    """The text of an error without its traceback, which would keep the request's frames and its body."""
 
     text: str
     facts: dict[str, Any]

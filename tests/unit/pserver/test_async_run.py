@@ -44,7 +44,7 @@ def ones(value: float = 1.0, names: list[str] = NAMES) -> dict[str, Tensor]:
 
 
 def stepped(body: bytes, by: float) -> bool:
-    """Whether every element has moved by this much since version 0."""
+    """Return whether every element has moved by this much since version 0."""
     start = {f"{name}.block0": value for name, value in initial_values().items()}
     return all(torch.allclose(block, start[name] - by, atol=1e-5) for name, block in decode(body)[0].items())
 
@@ -73,7 +73,7 @@ def before_applies(pserver: Bench, act: Callable[[str, Tensor], None]) -> None:
 
 
 def taken(pserver: Bench) -> bool:
-    """Whether each worker has taken what was in its queue, and waits for the compute thread."""
+    """Return whether each worker has emptied its queue and waits for the compute thread."""
     return all(queue._queue.empty() for queue in pserver.run._queues.values())
 
 

@@ -53,7 +53,7 @@ class Script:
 
 
 class Witness:
-    """What was sent and answered, to hold the pserver to it."""
+    """The requests and their answers, which the pserver must honour."""
 
     def __init__(self, bench: Bench, num_trainers: int) -> None:
         self.trainers = set(range(num_trainers))

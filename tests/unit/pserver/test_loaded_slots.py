@@ -54,7 +54,7 @@ async def held_slots(b: Bench, round_: int, rank: int = 0) -> tuple[dict[str, St
 
 
 def stepped(b: Bench, round_: int, before: Mapping[str, Tensor], *ranks: int) -> dict[str, Tensor]:
-    """What SGD makes of its momentum."""
+    """Return the momentum after one step of SGD."""
     gradients = [b.contribution(rank, round_) for rank in ranks]
     means = {name: torch.stack([one[name] for one in gradients]).sum(0) / len(ranks) for name in before}
     return {name: 0.9 * values + means[name] for name, values in before.items()}

@@ -54,7 +54,7 @@ def published(shard: Shard, name: str) -> Tensor:
 
 
 def move(shard: Shard, names: Collection[str], seed: int, exponent: int = -6) -> None:
-    """What an optimizer does."""
+    """Change the values in place, as an optimizer does."""
     generator = torch.Generator().manual_seed(seed)
     for name in names:
         block = shard.block(name)
@@ -227,7 +227,7 @@ WIRE = WireTypes(pull="int8")
 
 
 def add(values: dict[str, Tensor], body: bytes) -> dict[str, Tensor]:
-    """What a trainer with these values has after this answer."""
+    """Return the values of a trainer after it applied this answer to these values."""
     frame = parse_frame(body)
     data = bytearray(body[frame.data_begin :])
     found = {e.name: torch.frombuffer(data, dtype=TORCH_DTYPES[e.dtype], count=e.shape[0], offset=e.begin)

@@ -1,4 +1,4 @@
-"""What a pserver receives and sends: parts of pushes, their memory, and replies that readers borrow."""
+"""A pserver receives parts of pushes and their memory, and sends replies that readers borrow."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_ranges_are_those_of_the_whole(make, cuts: list[int]) -> None:
 
 
 def receive(push: str, tensors: dict[str, Tensor], size: int = 1000) -> dict[str, Tensor]:
-    """What is read from a push of these tensors to a shard with one block `w.block0` of so many elements."""
+    """Read a push of these tensors to a shard with one block `w.block0` of so many elements."""
     layout = ShardLayout(make_plan([ParameterSpec("w", (size,))], 1, wire=WireTypes(push=push, topk=0.002)), 0)
     names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8", torch.int32: "I32"}
     header = encode_header([(name, names[t.dtype], tuple(t.shape)) for name, t in tensors.items()])

@@ -56,7 +56,7 @@ class Refusal(str):
 
 @dataclass
 class Model:
-    """What the protocol says, in its own words. Every event returns its answer, or the code of its refusal."""
+    """A model of the protocol. Every event returns its answer, or the code of its refusal."""
 
     members: dict[int, int]
     clips: bool = False
@@ -191,7 +191,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(rank=ranks, num_pushes=st.sampled_from([9, 9, 1, 2]), with_barrier=st.booleans())
     def a_trainer_does_its_part(self, rank: int, num_pushes: int, with_barrier: bool) -> None:
-        """What it still owes, or the first of it; without this rule few rounds would ever be applied."""
+        """Send the missing contributions, or the first of them; without this rule few rounds would be applied."""
         rank %= len(self.lives)
         for push in self._what_it_owes(rank)[:num_pushes]:
             self._deliver(push)
@@ -343,7 +343,7 @@ class Interleavings(RuleBasedStateMachine):
         self.proofs.add((event.rank, event.incarnation, event.round if is_fetch else event.round - 1))
 
     def _push(self, push: Push) -> int | str:
-        """What the shell does when the last byte is in."""
+        """Do what the shell does after the last byte of a request."""
         if self.rounds.admit(push.rank, push.incarnation, push.round) == "already_applied":
             return "already_applied"
         number, numbers = push.said or (None, None)

@@ -1,4 +1,4 @@
-"""What a synchronous run on one pserver counts, answers and refuses, and the outcomes of rounds in its replies."""
+"""A synchronous run on one pserver counts, answers and refuses requests, and replies with the outcomes of rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What uvicorn lacks: headers that never end, connections that say nothing, clients that take nothing."""
+"""Limits that uvicorn lacks: on headers without an end, silent connections, and clients that do not receive."""
 
 from __future__ import annotations
 

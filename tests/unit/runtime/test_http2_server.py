@@ -656,7 +656,7 @@ async def test_requests_that_are_none_without_an_end(monkeypatch: pytest.MonkeyP
 
 
 async def test_requests_that_are_given_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever lets as many be answered may go on for ever."""
+    """A client that reads as many replies may continue without a limit."""
     async with served(monkeypatch) as service, await service.connect() as caller:
         for _ in range(MAX_RESETS + 20):
             number = caller.ask(get(b"/slow"))

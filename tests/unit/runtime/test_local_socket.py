@@ -31,7 +31,7 @@ LARGE = 64 * 1024 * 1024
 
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[ServerConnection]:
-    """Those over HTTP/2, as the service sees them."""
+    """Return the HTTP/2 connections as the service sees them."""
     found: list[ServerConnection] = []
 
     class Remembered(ServerConnection):

@@ -99,7 +99,7 @@ async def test_one_request_too_many() -> None:
 
 
 async def test_those_who_look_leave_half_of_the_places_to_those_who_train() -> None:
-    """A long poll holds its place for half a minute, and whoever may read may send as many as there are places."""
+    """A long poll holds its place for half a minute, and a reader may send as many as there are places."""
     arrived: asyncio.Queue[str] = asyncio.Queue()
     ends = asyncio.Event()
 
@@ -136,7 +136,7 @@ async def test_a_crawling_body_makes_room_for_a_new_request(monkeypatch: pytest.
 
 
 async def test_a_request_that_comes_while_a_slow_one_times_out_is_served() -> None:
-    """What was read is looked at before the timers that are due; the slow one is about to end by itself then."""
+    """The loop handles received bytes before due timers; the slow request is about to end by itself then."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()

@@ -147,7 +147,7 @@ def test_what_was_read_stays_when_the_file_is_cut_and_may_be_written_to(tmp_path
 
 
 def test_what_a_file_system_raises_is_an_error_of_the_disk(monkeypatch):
-    """Their libraries raise what they like; nobody but the disk is to blame."""
+    """Storage libraries raise any exception; all of them count as failures of the disk."""
     place = open_checkpoint_storage("memory://broken")
     assert isinstance(place, RemoteStorage)
 

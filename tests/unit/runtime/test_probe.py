@@ -41,7 +41,7 @@ async def test_a_probe_shows_the_certificate_of_the_environment(tmp_path: Path) 
         assert await probe(url, environ) == (0, "")
         code, said = await probe(url, {"GRADPOST_TLS_CA": environ["GRADPOST_TLS_CA"]})
         assert code == 1, said  # no certificate
-        sample.missing = "somebody"
+        sample.missing = "reader"
         assert await probe(url, environ) == (1, f"{url}: HTTP Error 503: Service Unavailable\n")
     code, said = await probe(url, environ)
     assert (code, "refused" in said) == (1, True)

@@ -40,7 +40,7 @@ def install_for(plan: SlicePlan, durability: Durability = "log", run: str = "run
 
 
 def gradients(shard: Shard, round_: int) -> dict[str, Tensor]:
-    """Of every parameter in most rounds, without the second one in every third."""
+    """Return contributions with every parameter in most rounds, and without the second one in every third."""
     result = {}
     for name, place in shard.layout.place.items():
         if round_ % 3 == 0 and place.block.parameter == "b":
@@ -81,7 +81,7 @@ def place_in(folder: Path) -> CheckpointStorage:
 
 
 def digest_after(plan: SlicePlan, round_: int, index: int = 0) -> str:
-    """Of a shard that was never interrupted."""
+    """Return the state of a shard that was never interrupted."""
     shard = new_shard(plan, index)
     for number in range(1, round_ + 1):
         step(shard, number)
