@@ -43,10 +43,10 @@ def swap_ranks() -> None:
 def skip_feedback() -> None:
     """Forget what a push of fewer bytes has left out."""
 
-    def settle(self: Remainder, *, is_applied: bool) -> None:
-        self.forget()
+    def resolve(self: Remainder, *, is_applied: bool) -> None:
+        self.reset()
 
-    Remainder.settle = settle  # type: ignore[method-assign]
+    Remainder.resolve = resolve  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
