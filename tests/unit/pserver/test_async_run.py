@@ -315,7 +315,7 @@ async def test_a_get_behind_an_update_that_fails_raises_apply_failed() -> None:
             get = asyncio.ensure_future(pserver.get(1, 0))
             await until(lambda: pserver.run._reader._current is not before)
         with raises_code("apply_failed", match="has stopped"):
-            await asyncio.wait_for(get, 5)
+            await asyncio.wait_for(get, 30)
 
 
 async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monk
             patch.setattr(block_queue.Snapshot, "_copy", lambda *_: 1 / 0)
             for _ in range(4):
                 with raises_code("apply_failed", match="could not be read: division by zero"):
-                    await asyncio.wait_for(pserver.get(1, 0), 5)
+                    await asyncio.wait_for(pserver.get(1, 0), 30)
         go_on.set()
         assert stepped(await pserver.get(0, 1), by=1)
 
