@@ -214,7 +214,7 @@ PLAN = make_plan(
 def test_a_parameter_has_arrived_when_all_its_blocks_have(order: list[str], num_landed: int) -> None:
     arrivals = PullProgress(PLAN.blocks_of)
     for block in order[:num_landed]:
-        arrivals.landed(block)
+        arrivals.mark_complete(block)
     arrivals.end()
     for name, blocks in PLAN.blocks_of.items():
         assert arrivals.wait(name) == ({block.name for block in blocks} <= set(order[:num_landed]))
@@ -226,7 +226,7 @@ def test_a_wait_ends_with_the_last_block_or_with_the_reply(arrives: bool) -> Non
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(arrivals.wait, "b")
         if arrives:
-            arrivals.landed("b.block0")
+            arrivals.mark_complete("b.block0")
         else:
             arrivals.end()
         assert waiting.result(timeout=10) == arrives

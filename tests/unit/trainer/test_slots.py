@@ -127,10 +127,10 @@ def test_loaded_state_is_pushed_with_the_next_step_until_that_is_pulled() -> Non
     frames = one.frames_for(6)
     assert frames
     assert one.frames_for(7) is None
-    one.landed(5)
-    one.went_back(5)
+    one.note_pulled(5)
+    one.note_rollback(5)
     assert one.frames_for(6) is frames
-    one.landed(6)
+    one.note_pulled(6)
     assert one.slots is None
     assert one.frames_for(7) is None
     assert log == []
@@ -144,8 +144,8 @@ def test_a_rollback_may_discard_loaded_state_with_a_warning(has_landed: bool, ve
     one.load(SLOTS, 5)
     one.frames_for(6)
     if has_landed:
-        one.landed(6)
-    one.went_back(version)
+        one.note_pulled(6)
+    one.note_rollback(version)
     assert (one.slots is None, len(log)) == (True, int(is_lost))
 
 
