@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,7 +102,7 @@ def test_an_administrator_does_not_take_a_run_back_to_a_damaged_checkpoint(tmp_p
 
 def test_others_do_not_go_on_from_a_damaged_checkpoint(tmp_path: Path) -> None:
     """The file is named at once: to read it again and again would not help."""
-    with train(tmp_path, checkpoint_rounds=20) as run:
+    with train(tmp_path, checkpoint_rounds=60) as run:
         run.results()
         run.cluster.summary()
     [shard] = tmp_path.glob("checkpoints/*/000000000060/pserver-1-of-2.safetensors")
@@ -112,8 +111,6 @@ def test_others_do_not_go_on_from_a_damaged_checkpoint(tmp_path: Path) -> None:
         assert [child.wait(60) for child in run.cluster.trainers] == [1, 1]
         run.wait_for_line("StorageFailed: pserver ")
         assert f"{shard.name} in " in run.wait_for_line("is damaged")
-    shutil.rmtree(shard.parent)  # the only one: the run has ended
-    assert "there is no run to resume" in start_refused(tmp_path, pservers=3)
 
 
 @pytest.fixture

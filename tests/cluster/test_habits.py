@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -293,7 +294,11 @@ def test_an_exception_at_a_prompt_does_not_end_the_script(alone: LocalCluster, c
 
 def check_end(cluster: LocalCluster, command: list[str], code: int, reason: str | None) -> None:
     child = cluster.start_trainer(0, command)
-    assert child.wait(60) == code, "\n".join(cluster.output)
+    try:
+        ended = child.wait(60)
+    except subprocess.TimeoutExpired:
+        pytest.fail("\n".join(["it has not ended", *cluster.output]))
+    assert ended == code, "\n".join(cluster.output)
     status = cluster.status()  # at once, before any lease has ended
     assert status.state == ("finished" if reason is None else "failed")
     failure = None if status.failure is None else status.failure["detail"]
@@ -301,9 +306,12 @@ def check_end(cluster: LocalCluster, command: list[str], code: int, reason: str 
 
 
 CHILD = """
-import multiprocessing, sys
+import faulthandler, multiprocessing, sys
+
+faulthandler.dump_traceback_later(40)  # if the parent hangs
 
 def work(how):
+    faulthandler.dump_traceback_later(40)  # a fork does not copy the thread that waits
     import torch
     from trainer_client import RemoteOptimizer
     RemoteOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=1.0)).step()

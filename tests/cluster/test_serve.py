@@ -164,7 +164,7 @@ assert len(names) >= 4 and all(routes.read_file(name).body for name in [*names, 
 
 
 def run_command(command: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run_command(command, capture_output=True, text=True, timeout=100, **kwargs)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, **kwargs)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
 
