@@ -72,12 +72,12 @@ class ChaosTrainer:
             seed_draws(self.setup.seed, step)
             if self.steps.begun < self.last_step():
                 self.step()
-            elif self.steps.begun > self.steps.landed:
+            elif self.steps.begun > self.steps.version:
                 self.optimizer.synchronize()
             else:
                 break
             self.write_seen("end" if self.attempt == attempt else "back", drawn_for=step)
-        self.diary.write("done", round=self.steps.landed, attempt=self.attempt)
+        self.diary.write("done", round=self.steps.version, attempt=self.attempt)
 
     @property
     def attempt(self) -> int:
@@ -125,7 +125,7 @@ class ChaosTrainer:
 
         The random numbers are drawn from generators that were seeded for the step `drawn_for`.
         """
-        landed, blocks = self.steps.landed, {}
+        landed, blocks = self.steps.version, {}
         for pserver, shard in enumerate(self.session.client.plan.shards):
             version = self.tricks.versions[pserver][landed]
             for block in (block for block in shard if block.parameter in PARAMETERS):
