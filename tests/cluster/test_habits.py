@@ -308,10 +308,8 @@ def check_end(cluster: LocalCluster, command: list[str], code: int, reason: str 
 CHILD = """
 import faulthandler, multiprocessing, sys
 
-faulthandler.dump_traceback_later(40)  # if the parent hangs
-
 def work(how):
-    faulthandler.dump_traceback_later(40)  # a fork does not copy the thread that waits
+    faulthandler.dump_traceback_later(40)  # shows where it hangs
     import torch
     from trainer_client import RemoteOptimizer
     RemoteOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=1.0)).step()
@@ -328,6 +326,7 @@ if __name__ == "__main__":
         raise KeyError("a fork inherits what is being handled")
     except KeyError:
         child.start()
+    faulthandler.dump_traceback_later(40)  # not before: a fork would wait for its thread
     child.join()
     sys.exit(child.exitcode)
 """
