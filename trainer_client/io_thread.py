@@ -6,10 +6,12 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -139,3 +141,15 @@ class IoThread:
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
+            self._wait_for_kernel()
+
+    def _wait_for_kernel(self) -> None:
+        """Wait until the kernel has ended the thread, on Linux, for at most a second.
+
+        `join` returns earlier, while OpenSSL still holds a lock to free the thread's memory. A process that is forked
+        meanwhile would wait for that lock forever.
+        """
+        task = Path(f"/proc/self/task/{self._thread.native_id}")
+        deadline = time.monotonic() + 1
+        while task.exists() and time.monotonic() < deadline:  # there is no event for it
+            time.sleep(0.0005)
