@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gradpost.up.state_folder import holds_a_run
 from services.runtime.checkpoints import complete_checkpoints, read_shard_file
 from services.runtime.storage import open_checkpoint_storage
 from trainer_client.testing import LocalCluster
@@ -55,9 +57,9 @@ def test_a_pserver_does_not_believe_a_damaged_identity(tmp_path: Path) -> None:
         assert not [line for line in run.lines if "Traceback" in line]
 
 
-def start_refused(folder: Path, **settings: Any) -> str:
+def start_refused(folder: Path) -> str:
     """Start services that refuse the state in this folder; return their output."""
-    cluster = LocalCluster(state_dir=folder, resume=True, **settings)
+    cluster = LocalCluster(state_dir=folder, resume=True)
     with pytest.raises(RuntimeError, match="the coordinator did not start"):
         cluster.start()
     return "\n".join(cluster.output)
@@ -111,6 +113,8 @@ def test_others_do_not_go_on_from_a_damaged_checkpoint(tmp_path: Path) -> None:
         assert [child.wait(60) for child in run.cluster.trainers] == [1, 1]
         run.wait_for_line("StorageFailed: pserver ")
         assert f"{shard.name} in " in run.wait_for_line("is damaged")
+    shutil.rmtree(shard.parent)  # the only one
+    assert not holds_a_run(tmp_path)  # so that `gradpost up --resume` refuses
 
 
 @pytest.fixture

@@ -52,7 +52,6 @@ JSON = {"content-type": "application/json"}
 
 
 LOST = TrainerLost("trainer 0 was lost").to_problem()
-AGAIN = PserverRegistered(index=0, incarnation=2, lease_seconds=10)
 
 
 @pytest.mark.parametrize(
