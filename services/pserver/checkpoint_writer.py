@@ -8,15 +8,19 @@ which no round was named during an interval writes a checkpoint of its own, besi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, TypeAlias
 
 from ps_protocol.errors import TryAgain
 from ps_protocol.vocabulary import Round
+from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
 from .durable.storage import RunStorage
+from .history import History
 from .metrics import PserverMetrics
+from .shard import Shard
 
 log = get_logger()
 
@@ -80,11 +84,15 @@ class CheckpointWriter:
             coming.add(self._named)
         return tuple(sorted(round_ for round_ in coming if round_ is not None))
 
-    async def snapshot_and_write(self, round_: Round, destination: Destination, snapshot: Awaitable[Write]) -> None:
+    async def copy_and_write(
+        self, shard: Shard, history: History, destination: Destination, compute: ComputeExecutor
+    ) -> None:
         """Copy the shard, and begin to write the copy. Raises TryAgain if not even the copy can be made."""
-        self._writing[destination] = round_
+        if self._storage is None:
+            return
+        self._writing[destination] = round_ = shard.version
         try:
-            write = await snapshot
+            write = await compute.run(partial(self._storage.snapshot, shard, history, is_own=destination == "folder"))
         except OSError as error:
             self._failed(round_, destination, error)
             raise TryAgain(f"a checkpoint could not be copied: {error}") from error

@@ -10,18 +10,18 @@ one has been committed. Nothing here waits, knows a time or touches a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Any, Generic
 
 from ps_protocol.consistency import Consistency, needed_clock, oldest_start
 from ps_protocol.errors import Conflict, ContributionMissing, FutureRound
-from ps_protocol.membership import Membership
-from ps_protocol.optimizers import HyperParameters, StepState
+from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .admission import Admission, admit, check_member
-from .contribution import Contribution, Payload
+from .contribution import Contribution, Payload, Push, Staged
+from .history import History
 
 
 @dataclass(slots=True)
@@ -67,6 +67,7 @@ class Clocks(Generic[Payload]):
         self.members = dict(members)
         self.applied = applied
         self.num_committed = applied  # contributions that are applied or queued
+        self.is_paused = False  # by an administrator
         self._rules = consistency
         self._is_restored, self._is_short = steps is not None, is_short
         self._steps: dict[Rank, TrainerSteps[Payload]] = {
@@ -92,30 +93,33 @@ class Clocks(Generic[Payload]):
         """The next step of each rank, members or not."""
         return {rank: steps.open for rank, steps in sorted(self._steps.items())}
 
-    @property
-    def newest_steps(self) -> dict[Rank, tuple[Incarnation, Round]]:
-        """The incarnation and the newest committed step of each rank."""
-        return {rank: (steps.incarnation, steps.open - 1) for rank, steps in sorted(self._steps.items())}
+    def copy_history(self) -> History:
+        """Return the incarnation and the newest committed step of each rank."""
+        return History(steps={rank: (steps.incarnation, steps.open - 1) for rank, steps in sorted(self._steps.items())})
 
-    def staged(self, rank: Rank) -> Contribution[Payload]:
+    def describe(self) -> dict[str, Any]:
+        """Return the clocks of all members: see `Schedule.describe`."""
+        return {"clocks": self.clocks}
+
+    def contribution(self, rank: Rank) -> Contribution[Payload]:
         """Return the staged contribution of a member's open step."""
         return self._steps[rank].staged
 
+    def staged(self) -> Iterator[tuple[Round, Rank, Contribution[Payload]]]:
+        """Yield the staged contributions of all members, in order."""
+        for rank in sorted(self.members):
+            yield self._steps[rank].open, rank, self._steps[rank].staged
+
     def admit(self, rank: Rank, incarnation: Incarnation, step: Round) -> Admission:
-        """Return whether a push's step is open or already committed. Raises Conflict (`stale_trainer`), FutureRound."""
+        """Return whether a push's step is open or already committed: see `Schedule.admit`."""
         check_member(self.members, rank, incarnation)
         steps = self._steps[rank]
         may_skip_steps = steps.may_skip_steps and not steps.staged.is_complete  # else it is about to be committed
         return admit(step, steps.open, max(step, steps.open) if may_skip_steps else steps.open)
 
-    def skip_lost_steps(self, rank: Rank, step: Round) -> int:
-        """Open the step of an admitted push. Returns how many steps before it this pserver has lost in a restart."""
-        steps = self._steps[rank]
-        num_lost = step - steps.open
-        if num_lost <= 0 or not steps.may_skip_steps:
-            return 0
-        steps.open, steps.clock, steps.staged = step, step - 1, Contribution()
-        return num_lost
+    def check_state(self, rank: Rank, incarnation: Incarnation, round_: Round, version: Round) -> None:
+        """Raise Conflict unless the trainer is a member. There is no common round, so any version will do."""
+        check_member(self.members, rank, incarnation)
 
     def check_delay(self, rank: Rank, step: Round, computed_on: Round) -> None:
         """Raise `delay_exceeded` if the gradient of `step` was computed on parameters that are too old.
@@ -131,26 +135,13 @@ class Clocks(Generic[Payload]):
                 code="delay_exceeded", expected=f">= {oldest} (max_delay {self._rules.max_delay})", actual=computed_on,
             )  # fmt: skip
 
-    def stage_blocks(
-        self,
-        rank: Rank,
-        blocks: Mapping[str, Payload],
-        num_blocks: int | None,
-        hyper_parameters: list[HyperParameters] | None,
-        computed_on: Round | None,
-        num_slots: int = 0,
-    ) -> int:
-        """Stage one admitted push of the open step. Returns how many blocks are new. See `Contribution.stage`."""
+    def stage(self, rank: Rank, step: Round, push: Push[Payload]) -> Staged:
+        """Stage one admitted push: see `Contribution.stage`. Steps that were lost in a restart are skipped."""
         steps = self._steps[rank]
-        num_new = steps.staged.stage(rank, steps.open, blocks, num_blocks, hyper_parameters, num_slots=num_slots)
-        if steps.staged.computed_on is None:
-            steps.staged.computed_on = computed_on
-        return num_new
-
-    def stage_slots(self, rank: Rank, slots: Mapping[str, Payload | StepState]) -> int:
-        """Stage optimizer state that a trainer has loaded, with its open step. Returns how many slots are new."""
-        steps = self._steps[rank]
-        return steps.staged.stage_slots(rank, steps.open, slots)
+        num_lost = step - steps.open
+        if num_lost:
+            steps.open, steps.clock, steps.staged = step, step - 1, Contribution()
+        return steps.staged.stage(rank, step, push)._replace(num_lost=num_lost)
 
     def commit(self, rank: Rank) -> Committed[Payload]:
         """Commit the complete contribution of the open step, to be queued as a whole; the next step opens."""
@@ -223,6 +214,11 @@ class Clocks(Generic[Payload]):
                 known.incarnation = incarnation
                 self._steps[rank] = known
         self.members = dict(members)
+        self.is_paused = membership.newest_controls.is_paused
+
+    def freeze(self) -> FrozenRounds:
+        """Return the open steps. Contributions are applied one by one, so that nothing is held back."""
+        return FrozenRounds(applied=self.num_committed, opens=self.open_steps)
 
     def set_committed(self, number: int) -> None:
         """Count this many contributions as committed and applied, as other pservers do. The queues must be empty."""

@@ -4,13 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ps_protocol.errors import ContributionConflict
 from ps_protocol.optimizers import HyperParameters, StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 Payload = TypeVar("Payload")
+
+
+@dataclass(frozen=True, slots=True)
+class Push(Generic[Payload]):
+    """One push: blocks of a gradient, or optimizer state. The last push of a contribution announces all of it."""
+
+    blocks: Mapping[str, Payload]
+    num_blocks: int | None = None  # of the contribution; None before its last push
+    hyper_parameters: list[HyperParameters] | None = None
+    num_slots: int = 0  # of the contribution, slots and step states
+    computed_on: Round | None = None  # asynchronous modes: the step after which its parameters were pulled
+    slots: Mapping[str, Payload | StepState] = field(default_factory=dict)  # optimizer state that a trainer has loaded
+
+    @property
+    def num_entries(self) -> int:
+        """The number of blocks and slots in this push."""
+        return len(self.blocks) + len(self.slots)
+
+
+class Staged(NamedTuple):
+    """The effect of a push on a contribution."""
+
+    num_new: int  # blocks and slots that were not staged yet
+    is_complete: bool
+    num_lost: int = 0  # steps before it that an earlier incarnation of the pserver has lost
 
 
 @dataclass(slots=True)
@@ -21,8 +46,8 @@ class Contribution(Generic[Payload]):
     incarnation: Incarnation = 0  # of the trainer
     num_blocks: int | None = None
     hyper_parameters: list[HyperParameters] | None = None
-    computed_on: Round | None = None  # asynchronous modes: the step after which its parameters were pulled
-    slots: dict[str, Payload | StepState] = field(default_factory=dict)  # optimizer state that comes with it
+    computed_on: Round | None = None
+    slots: dict[str, Payload | StepState] = field(default_factory=dict)
     num_slots: int = 0
 
     @property
@@ -30,57 +55,46 @@ class Contribution(Generic[Payload]):
         """True if all of it is staged. Its batch barrier is counted separately."""
         return self.num_blocks == len(self.blocks) and self.num_slots == len(self.slots)
 
-    def stage(
-        self,
-        rank: Rank,
-        round_: Round,
-        blocks: Mapping[str, Payload],
-        num_blocks: int | None,
-        hyper_parameters: list[HyperParameters] | None,
-        num_slots: int = 0,
-    ) -> int:
-        """Stage one push. Returns how many of its blocks are new. `rank` and `round_` are for messages.
+    def stage(self, rank: Rank, round_: Round, push: Push[Payload]) -> Staged:
+        """Stage one push. `rank` and `round_` are for messages.
 
-        A ContributionConflict (other bytes or hyper-parameters for the same block or round, or more blocks than
-        announced) stages nothing. `num_slots` comes with `num_blocks`.
+        A ContributionConflict (other bytes or hyper-parameters for the same block or round, or more blocks or slots
+        than announced) stages nothing.
         """
-        _check_same(self.blocks, blocks, f"trainer {rank} pushed other bytes for block", round_)
-        new = {name: payload for name, payload in blocks.items() if name not in self.blocks}
-        total = self.num_blocks if num_blocks is None else num_blocks
-        if total is not None and (total < len(self.blocks) + len(new) or self.num_blocks not in (None, total)):
-            raise ContributionConflict(
-                f"trainer {rank} pushed more blocks in round {round_} than it announced, or announced two numbers",
-                expected=self.num_blocks if self.num_blocks is not None else total,
-                actual=max(total, len(self.blocks) + len(new)),
-            )
-        if None not in (num_blocks, self.num_blocks) and hyper_parameters != self.hyper_parameters:
-            raise ContributionConflict(f"trainer {rank} pushed two sets of hyper-parameters in round {round_}")
-        if num_blocks is not None:
-            self._check_slots(rank, round_, len(self.slots), num_slots)
-        self.blocks.update(new)
-        if self.num_blocks is None and num_blocks is not None:
-            self.num_blocks, self.hyper_parameters, self.num_slots = num_blocks, hyper_parameters, num_slots
-        return len(new)
-
-    def stage_slots(self, rank: Rank, round_: Round, slots: Mapping[str, Payload | StepState]) -> int:
-        """Stage one push of optimizer state. Returns how many of its slots are new. All or nothing, as `stage`."""
-        _check_same(self.slots, slots, f"trainer {rank} pushed something else for", round_)
-        num_slots = len(self.slots.keys() | slots.keys())
-        self._check_slots(rank, round_, num_slots, max(num_slots, self.num_slots))
-        num_new = num_slots - len(self.slots)
+        where = f"trainer {rank} pushed", f"in round {round_}"
+        blocks = _find_new(self.blocks, push.blocks, "other bytes for block", *where)
+        slots = _find_new(self.slots, push.slots, "something else for", *where)
+        is_announced, announces = self.num_blocks is not None, push.num_blocks is not None
+        own_slots, pushed_slots = self.num_slots if is_announced else None, push.num_slots if announces else None
+        _check_total("blocks", len(self.blocks) + len(blocks), self.num_blocks, push.num_blocks, *where)
+        _check_total("slots", len(self.slots) + len(slots), own_slots, pushed_slots, *where)
+        if is_announced and announces and push.hyper_parameters != self.hyper_parameters:
+            raise ContributionConflict(f"{where[0]} two sets of hyper-parameters {where[1]}")
+        self.blocks.update(blocks)
         self.slots.update(slots)
-        return num_new
-
-    def _check_slots(self, rank: Rank, round_: Round, staged: int, announced: int) -> None:
-        if staged > announced or (self.num_blocks is not None and announced != self.num_slots):
-            raise ContributionConflict(
-                f"trainer {rank} pushed more slots in round {round_} than it announced, or announced two numbers",
-                expected=announced if self.num_blocks is None else self.num_slots,
-                actual=max(staged, announced),
-            )
+        if announces and not is_announced:
+            self.num_blocks, self.num_slots = push.num_blocks, push.num_slots
+            self.hyper_parameters, self.computed_on = push.hyper_parameters, push.computed_on
+        return Staged(len(blocks) + len(slots), self.is_complete)
 
 
-def _check_same(known: Mapping[str, object], new: Mapping[str, object], what: str, round_: Round) -> None:
-    for name in new.keys() & known.keys():
-        if new[name] != known[name]:
-            raise ContributionConflict(f"{what} {name!r} in round {round_}")
+def _find_new(
+    known: Mapping[str, Payload], pushed: Mapping[str, Payload], what: str, who: str, when: str
+) -> dict[str, Payload]:
+    new = {}
+    for name, payload in pushed.items():
+        if name not in known:
+            new[name] = payload
+        elif payload != known[name]:
+            raise ContributionConflict(f"{who} {what} {name!r} {when}")
+    return new
+
+
+def _check_total(noun: str, staged: int, announced: int | None, pushed: int | None, who: str, when: str) -> None:
+    total = announced if pushed is None else pushed
+    if total is not None and (staged > total or announced not in (None, total)):
+        raise ContributionConflict(
+            f"{who} more {noun} {when} than it announced, or announced two numbers",
+            expected=total if announced is None else announced,
+            actual=max(total, staged),
+        )

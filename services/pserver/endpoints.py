@@ -20,11 +20,11 @@ from ps_protocol.norms import AgreedNorm
 from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
 from ps_protocol.vocabulary import Round
 
+from .apply_rounds import BarrierKind, RoundsExecutor
 from .bodies import content_length, discard_body, receive_body
 from .limits import WaitingPulls
 from .pserver import Pserver
-from .run import BarrierKind, PserverRun
-from .sync_run import SyncRun
+from .run import Run
 
 MAX_WAIT_SECONDS = 30.0
 MAX_GET_BODY_BYTES = 1024 * 1024
@@ -73,8 +73,9 @@ class TensorEndpoints:
         """Count a batch or fetch barrier and answer at once."""
         headers = _headers(scope)
         await discard_body(receive)
-        answer = self._pserver.run.count_barrier(
-            Fence.from_headers(headers), _barrier_kind(headers), is_finite=_is_finite(headers)
+        run, fence, kind = self._pserver.run, Fence.from_headers(headers), _barrier_kind(headers)
+        answer = _require_rounds(run, fence, f"{kind} barrier").count_barrier(
+            fence, kind, is_finite=_is_finite(headers)
         )
         await _send_json(send, answer.model_dump_json())
 
@@ -110,14 +111,15 @@ class TensorEndpoints:
         norm = _norm(headers)
         run = self._pserver.run
         run.check_fence(fence)
-        if not isinstance(run, SyncRun) or run.install.max_grad_norm is None:
+        rounds = run.executor
+        if not isinstance(rounds, RoundsExecutor) or run.install.max_grad_norm is None:
             raise Conflict(
                 "the gradients of this run are not clipped, so that rounds have no norm (max_grad_norm)",
                 code="mode_mismatch",
             )
         _count_carried_barrier(run, fence, headers)
         async with self._waiting.place(fence.rank):
-            answer = await run.get_norm(fence, wait_seconds, norm)
+            answer = await rounds.get_norm(fence, wait_seconds, norm)
         await _send_json(send, answer.model_dump_json())
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,7 +135,9 @@ class TensorEndpoints:
         run.check_names(names)
         _count_carried_barrier(run, fence, headers)  # last, since a refused request must not count
         async with self._waiting.place(fence.rank):
-            reply = await run.get(fence, wait_seconds, names, norm)
+            if norm is not None:  # the round is stepped with it
+                await _require_rounds(run, fence, "global norm").get_norm(fence, wait_seconds, norm)
+            reply = await run.executor.get(fence, wait_seconds, names)
             run.transports.add(scope["http_version"])
             parts = reply.parts_for(base)
             async with reply.reading():
@@ -159,13 +163,24 @@ def _barrier_kind(headers: dict[str, str]) -> BarrierKind:
             raise _bad_header(BARRIER_HEADER, "names no barrier", "batch or fetch", other)
 
 
-def _count_carried_barrier(run: PserverRun, fence: Fence, headers: dict[str, str]) -> None:
+def _require_rounds(run: Run, fence: Fence, what: str) -> RoundsExecutor:
+    """Return the executor of a synchronous run. Raises what is stale about the request, else Conflict."""
+    run.check_fence(fence)
+    if isinstance(run.executor, RoundsExecutor):
+        return run.executor
+    raise Conflict(
+        f"a {what} belongs to the synchronous mode",
+        code="mode_mismatch", expected=f"no {what}", actual=run.install.consistency.mode,
+    )  # fmt: skip
+
+
+def _count_carried_barrier(run: Run, fence: Fence, headers: dict[str, str]) -> None:
     is_finite = _is_finite(headers)
     if BARRIER_HEADER not in headers:
         return
     if _barrier_kind(headers) != "batch":
         raise BadInput("other requests may carry the batch barrier only", code="bad_header", expected="batch")
-    run.count_barrier(fence, "batch", is_finite=is_finite)
+    _require_rounds(run, fence, "batch barrier").count_barrier(fence, "batch", is_finite=is_finite)
 
 
 def _is_finite(headers: dict[str, str]) -> bool:

@@ -21,12 +21,13 @@ from services.runtime.statistics import Statistics
 
 from .limits import Copies
 from .pserver import Pserver
-from .run import PserverRun, Read
+from .run import Run
+from .schedule import Read
 from .shard import MASTER_BYTES
 from .statistics import describe_values
 
 
-async def read_blocks(run: PserverRun, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
+async def read_blocks(run: Run, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
     """Return a frame of these blocks, all of one version: that of a round, if one is named, else the newest.
 
     Raises StaleRound if the round is over, RoundPending if it is not reached within `seconds`.
@@ -34,29 +35,29 @@ async def read_blocks(run: PserverRun, names: Sequence[str], round_: Round | Non
     return await _read(run, names, round_, seconds, lambda metadata: run.shard.encode(names, metadata))
 
 
-async def read_slots(run: PserverRun, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
+async def read_slots(run: Run, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
     """Return a frame of the optimizer's slots of these blocks, as `read_blocks`: see `Shard.encode_slots`."""
     return await _read(run, names, round_, seconds, lambda metadata: run.shard.encode_slots(names, metadata))
 
 
 async def _read(
-    run: PserverRun, names: Sequence[str], round_: Round | None, seconds: float, encode: Read[list[bytes]]
+    run: Run, names: Sequence[str], round_: Round | None, seconds: float, encode: Read[list[bytes]]
 ) -> list[bytes]:
     _check(run, names)
-    return await (run.read_now(encode) if round_ is None else run.read_after_round(round_, encode, seconds))
+    return await (run.read_now(encode) if round_ is None else run.executor.read_after_round(round_, encode, seconds))
 
 
-async def read_shard(run: PserverRun, round_: Round | None, seconds: float) -> list[bytes]:
+async def read_shard(run: Run, round_: Round | None, seconds: float) -> list[bytes]:
     """Return a frame of all blocks and buffers in plan order, the blocks first, as `read_blocks`.
 
     In asynchronous modes all blocks contain the same contributions, which the metadata names.
     """
     _check(run, ())
-    return await run.read_after_round(round_, run.shard.encode_all, seconds)
+    return await run.executor.read_after_round(round_, run.shard.encode_all, seconds)
 
 
 async def describe_blocks(
-    run: PserverRun, names: Sequence[str], thread: ComputeExecutor, copies: Copies, seconds: float
+    run: Run, names: Sequence[str], thread: ComputeExecutor, copies: Copies, seconds: float
 ) -> list[Statistics]:
     """Return statistics of each of these blocks after its next update, or as it is if there is none within `seconds`.
 
@@ -68,7 +69,7 @@ async def describe_blocks(
         return list(await asyncio.gather(*(_describe_block(run, name, thread, seconds) for name in names)))
 
 
-async def _describe_block(run: PserverRun, name: str, thread: ComputeExecutor, seconds: float) -> Statistics:
+async def _describe_block(run: Run, name: str, thread: ComputeExecutor, seconds: float) -> Statistics:
     stepped = await run.shard.probes.wait_for_step(name, seconds) if seconds else None
     if stepped is not None:
         return await thread.run(describe_values, stepped.after, stepped.version, stepped.before)
@@ -76,7 +77,7 @@ async def _describe_block(run: PserverRun, name: str, thread: ComputeExecutor, s
     return await thread.run(describe_values, values, version)
 
 
-def _check(run: PserverRun, names: Sequence[str]) -> None:
+def _check(run: Run, names: Sequence[str]) -> None:
     run.check_readable()
     run.check_names(names)
 

@@ -23,7 +23,14 @@ from ps_protocol.errors import (
 )
 from ps_protocol.frames import FrameLimits
 from ps_protocol.membership import Freeze, FrozenRounds, HeldRun, InstallMembers, InstallRun, WantCheckpoint
-from ps_protocol.messages import PserverHeartbeat, PserverHeartbeatReply, PserverRegistered, PserverState, Software
+from ps_protocol.messages import (
+    PserverHeartbeat,
+    PserverHeartbeatReply,
+    PserverLoad,
+    PserverRegistered,
+    PserverState,
+    Software,
+)
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
@@ -32,14 +39,14 @@ from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import DamagedFile
 
 from .admission import MembershipChanges
-from .async_run import AsyncRun
+from .apply_queue import QueueExecutor
+from .apply_rounds import RoundsExecutor
 from .bodies import BufferPool
 from .durable.disk import Disk
 from .durable.storage import Restored, RunStorage
 from .limits import InFlight
 from .metrics import PserverMetrics
-from .run import PserverRun, RunSetup
-from .sync_run import SyncRun
+from .run import Run
 
 log = get_logger()
 
@@ -71,7 +78,7 @@ class Pserver:
         self._metrics = metrics
         self.is_stopping = False  # the shard is being persisted before the process ends
         self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
-        self._run: PserverRun | None = None
+        self._run: Run | None = None
         self._changes = MembershipChanges()  # of the served run, or of the run in the newest request
         self._installing = asyncio.Lock()
         self._searching: tuple[Any, asyncio.Task[Ranges]] | None = None
@@ -84,7 +91,7 @@ class Pserver:
         metrics.round.set_function(lambda: self._run.round if self._run else 0)
         metrics.log_bytes.set_function(lambda: self._storage.log_bytes if self._storage else 0)
         metrics.checkpoint_round.set_function(lambda: max(self._storage.checkpoints, default=0) if self._storage else 0)
-        metrics.queued.set_function(lambda: self._run.num_queued if self._run else 0)
+        metrics.queued.set_function(lambda: self._run.executor.num_queued if self._run else 0)
         metrics.missing.set_function(lambda: len(self.make_heartbeat().missing))
         metrics.waiting_seconds.set_function(lambda: self._run.waiting_seconds if self._run else 0)
         if disk is not None:
@@ -96,7 +103,7 @@ class Pserver:
         return None if self._run is None else self._run.storage
 
     @property
-    def run(self) -> PserverRun:
+    def run(self) -> Run:
         """The current run. Raises NotReady without one."""
         if self._run is None:
             raise NotReady("this pserver has no run yet", waiting_for="the cluster to be complete")
@@ -144,7 +151,7 @@ class Pserver:
         except OSError as error:
             raise StorageFailed(f"pserver {answer.index} cannot write its identity: {error} (state_dir)") from error
 
-    async def _replace_run(self, run: PserverRun | None, reason: GradpostError) -> None:
+    async def _replace_run(self, run: Run | None, reason: GradpostError) -> None:
         """Replace the run. Requests to the old one, also in the middle of a body, fail with the reason."""
         old, self._run = self._run, run
         if run is not None:
@@ -191,8 +198,11 @@ class Pserver:
         reach_failpoint("open.before")
         storage, restored = await self._open_storage(message)
         reach_failpoint("open.after")
-        make_run = AsyncRun if message.consistency.is_async else SyncRun
-        run = make_run(RunSetup(message, self.index, self._compute, self._metrics, storage, restored))
+        make_executor = QueueExecutor if message.consistency.is_async else RoundsExecutor
+        run = Run(
+            message, self.index, make_executor,
+            compute=self._compute, metrics=self._metrics, storage=storage, restored=restored,
+        )  # fmt: skip
         await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
         changes.end_change(message.number)
         await run.publish_initial()
@@ -244,8 +254,8 @@ class Pserver:
             await self._change_members(run, message)
         reach_failpoint("install.after")
 
-    async def _change_members(self, run: PserverRun, message: InstallMembers) -> None:
-        await run.wait_until_changeable()
+    async def _change_members(self, run: Run, message: InstallMembers) -> None:
+        await run.executor.wait_until_changeable()
         if self._run is run and self._changes.is_current(message.number):  # no later change has begun meanwhile
             self._changes.end_change(message.number)
             await run.install_members(message)
@@ -271,7 +281,7 @@ class Pserver:
         reach_failpoint("freeze.after")
         return frozen
 
-    async def _opened_run(self) -> PserverRun | None:
+    async def _opened_run(self) -> Run | None:
         """Return the current run, after a running installation or search.
 
         Raises TryAgain before the folder is opened, or while it cannot be read: requests arrive a little earlier.
@@ -324,7 +334,7 @@ class Pserver:
             raise StorageFailed(f"pserver {self.index} cannot read its checkpoints: {error}") from error
 
     async def want_checkpoint(self, message: WantCheckpoint) -> None:
-        """Write a checkpoint after a round: see `PserverRun.want_checkpoint`.
+        """Write a checkpoint after a round: see `Run.want_checkpoint`.
 
         The last checkpoint of a run is written when this returns. Raises StorageFailed if it could not be written.
         """
@@ -356,7 +366,7 @@ class Pserver:
             checkpoints=tuple(run.storage.checkpoints.values()) if run and run.storage else (),
             coming_checkpoints=run.writer.find_pending(run.round) if run else (),
             is_stopping=self.is_stopping,
-            load=run.describe_load() if run else None,
+            load=_describe_load(run) if run else None,
             software=Software(**installed_versions()),
         )
 
@@ -390,11 +400,28 @@ class Pserver:
             run=run.install.run,
             round=run.round,
             members=tuple(sorted(run.members)),
-            **run.describe_trainers(),
+            **run.schedule.describe(),
             missing=tuple(run.missing),
             waiting_seconds=run.waiting_seconds,
-            **run.describe_amounts(),
+            **_describe_sizes(run),
             transports=tuple(sorted(run.transports)),
             digest=await run.digest() if with_digest else None,
             failure=run.failure.to_problem() if run.failure else None,
         )
+
+
+def _describe_sizes(run: Run) -> dict[str, int]:
+    """Return the sizes that PserverLoad and PserverState have in common."""
+    return {
+        "num_blocks": len(run.plan.shards[run.index]),
+        "shard_bytes": run.plan.shard_bytes(run.index),
+        "pushed_bytes": run.pushed_bytes,
+        "pulled_bytes": run.pulled_bytes,
+    }
+
+
+def _describe_load(run: Run) -> PserverLoad:
+    progress = run.schedule.describe()
+    progress.pop("fetch_barriers", None)
+    num_queued = run.executor.num_queued + run.meter.num_held
+    return PserverLoad(**progress, **_describe_sizes(run), num_queued=num_queued, **run.meter.read())

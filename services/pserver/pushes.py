@@ -18,13 +18,29 @@ from ps_protocol.optimizers import (
     slot_key,
     split_key,
 )
+from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, STATES_KEY
-from ps_protocol.vocabulary import BufferSpec, Round
+from ps_protocol.vocabulary import BufferSpec, PserverIndex, Round
 from ps_protocol.wire_types import INDICES, SCALES, WireTensor
 
 from .bodies import Body
+from .contribution import Push
 from .layout import ShardLayout
+from .shard import MASTER_BYTES
 from .tensors import StagedBlock
+
+
+def read_push(body: Body, layout: ShardLayout, plan: SlicePlan, *, is_async: bool) -> Push[StagedBlock]:
+    """Return a pushed body without a copy, checked against the plan. Raises BadInput."""
+    metadata = body.frame.metadata
+    assert plan.optimizer is not None  # a run always has one
+    if STATES_KEY in metadata:
+        body.is_recurring = False
+        return Push({}, slots=_read_slots(body, layout, plan.optimizer))
+    num_blocks, hyper_parameters = _read_completion(metadata, plan.optimizer)
+    num_slots = _read_number(metadata, NUM_SLOTS_KEY, max_digits=9) or 0
+    computed_on = _read_computed_on(metadata) if is_async and num_blocks is not None else None
+    return Push(read_blocks(body, layout), num_blocks, hyper_parameters, num_slots, computed_on)
 
 
 def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
@@ -40,7 +56,7 @@ def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
     return blocks
 
 
-def read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dict[str, StagedBlock | StepState]:
+def _read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dict[str, StagedBlock | StepState]:
     """Return slots and masters of a pushed body by `{slot}/{block}`, without a copy, and step states by `/{block}`.
 
     Raises BadInput.
@@ -108,12 +124,7 @@ def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntr
     return entries
 
 
-def read_num_slots(metadata: Mapping[str, str]) -> int:
-    """Return the number of slots and step states in a contribution, from its last push. Raises BadInput."""
-    return _read_number(metadata, NUM_SLOTS_KEY, max_digits=9) or 0
-
-
-def read_completion(
+def _read_completion(
     metadata: Mapping[str, str], optimizer: OptimizerSpec
 ) -> tuple[int | None, list[HyperParameters] | None]:
     """Return the number of blocks and the hyper-parameters of a contribution, from its last push.
@@ -130,7 +141,7 @@ def read_completion(
     return num_blocks, check_hyper_parameters(optimizer, hyper_parameters)
 
 
-def read_computed_on(metadata: Mapping[str, str]) -> Round:
+def _read_computed_on(metadata: Mapping[str, str]) -> Round:
     """Return the step after which the trainer had pulled the parameters of its gradient. Raises BadInput."""
     step = _read_number(metadata, COMPUTED_ON_KEY, max_digits=18)
     if step is None:
@@ -147,3 +158,19 @@ def _read_number(metadata: Mapping[str, str], key: str, max_digits: int) -> int 
     if not (text.isascii() and text.isdigit() and len(text) <= max_digits):
         raise BadInput(f"{key} is not a number", code="malformed_frame", expected="decimal digits", actual=text[:40])
     return int(text)
+
+
+def measure_largest_body(plan: SlicePlan, index: PserverIndex, layout: ShardLayout) -> tuple[int, int]:
+    """Return the bytes and the number of tensors that a request about this shard contains at most."""
+    assert plan.optimizer is not None  # a run always has one
+    blocks = plan.shards[index]
+    buffers = [spec for spec in plan.buffers if spec.pserver == index]
+    num_kinds = len(SLOTS[plan.optimizer.name]) + 1  # slots and masters
+    return (
+        max(
+            plan.shard_bytes(index) + sum(spec.num_bytes for spec in buffers),
+            plan.pushed_bytes(index),
+            num_kinds * MASTER_BYTES * sum(block.num_elements for block in blocks),
+        ),
+        max(sum(len(place.pushed) for place in layout.places), len(blocks) + len(buffers), len(blocks) * num_kinds),
+    )

@@ -12,8 +12,8 @@ from ps_protocol.consistency import ReadConsistency
 from ps_protocol.errors import GradpostError
 from services.runtime.compute import ComputeExecutor
 
-from .block_queue import BlockQueue, Snapshot
 from .pulls import Pull
+from .queues import BlockQueue, Snapshot
 from .reply_chunks import ChunkEncoder
 from .shard import Shard
 

@@ -1,4 +1,4 @@
-"""The tensor work of a synchronous round, on the compute thread; `SyncRun` decides and waits.
+"""The tensor work of a synchronous round, on the compute thread; `RoundsExecutor` decides and waits.
 
 clipped:    measure ──► the trainers agree on the norm ──► clip ──► step
 otherwise:  step, which aggregates
@@ -42,7 +42,7 @@ class Measured:
 
 
 class RoundWork:
-    """Aggregates, measures, logs, steps and encodes the rounds of one shard."""
+    """Aggregates, measures, logs, steps and encodes the rounds of one shard, on the compute thread."""
 
     def __init__(self, shard: Shard, storage: RunStorage | None, identity: Mapping[str, str], *, borrows: bool) -> None:
         """`identity` is in a reply's metadata. With `borrows` replies contain views of the values, and are revoked."""
@@ -58,10 +58,6 @@ class RoundWork:
         gradient, present = self._aggregate(apply, controls)
         norm = ShardNorm(_name_contributions(apply, controls), self._shard.aggregator.sum_of_squares(present))
         return Measured(apply, gradient, present, norm)
-
-    def clip(self, coefficient: float) -> None:
-        """Multiply the measured gradient, once."""
-        self._shard.aggregator.scale(coefficient)
 
     def step(
         self, apply: Apply[StagedBlock], controls: Controls, measured: Measured | None, outcome: Mapping[str, str]

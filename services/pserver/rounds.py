@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic, TypeAlias
 
-from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound
+from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound, TryAgain
 from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.norms import ShardNorm
-from ps_protocol.optimizers import HyperParameters, StepState
+from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .admission import Admission, admit, check_member
-from .contribution import Contribution, Payload
+from .contribution import Contribution, Payload, Push, Staged
 from .history import History
 
 
@@ -63,6 +63,9 @@ class Measure(Generic[Payload]):
     apply: Apply[Payload]
 
 
+Order: TypeAlias = Apply[Payload] | Measure[Payload]
+
+
 class Rounds(Generic[Payload]):
     """The staged contributions and barriers of one pserver. `applied` is the newest applied round, `open` the next one.
 
@@ -88,9 +91,7 @@ class Rounds(Generic[Payload]):
         self.applying: Apply[Payload] | None = None
         self.clips = clips
         self.is_frozen = False
-        self.paused_from: Round | None = (
-            None  # the first round that is not applied until an administrator resumes the run
-        )
+        self.paused_from: Round | None = None  # from this round on none is applied until the run is resumed
         self._starts: dict[Rank, Round] = {}  # the first rounds of members that joined after round 1
         self._sets: dict[Round, frozenset[Rank]] = {}  # the ranks of open rounds that the coordinator decided on
         self._held: dict[tuple[Rank, Round], tuple[Incarnation, bool]] = {}  # batch barriers that arrived while frozen
@@ -143,6 +144,18 @@ class Rounds(Generic[Payload]):
         waiting = ", ".join(f"trainer {rank}" for rank in self.missing) or "no trainer"
         return f"<Round {self.open} [{state} | waiting for: {waiting}]>"
 
+    def describe(self) -> dict[str, Any]:
+        """Return the barriers of the open round and the contributions to the applied one: see `Schedule.describe`."""
+        return {
+            "batch_barriers": tuple(sorted(self.batch_barriers)),
+            "fetch_barriers": tuple(sorted(self.fetch_barriers)),
+            "participants": self.history.participants.get(self.applied, ()),
+        }
+
+    def copy_history(self) -> History:
+        """Return the history of the newest rounds."""
+        return self.history.copy()
+
     def staged(self) -> Iterator[tuple[Round, Rank, Contribution[Payload]]]:
         """Yield all staged contributions, in order."""
         for round_, contributions in sorted(self._staged.items()):
@@ -150,11 +163,7 @@ class Rounds(Generic[Payload]):
                 yield round_, rank, contribution
 
     def admit(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Admission:
-        """Return whether a message's round is open or already applied. Changes nothing.
-
-        Called at a request's headers and again after its last byte, because rounds are applied meanwhile. Raises
-        Conflict (`stale_trainer`), StaleRound or FutureRound.
-        """
+        """Return whether a message's round is open or already applied: see `Schedule.admit`."""
         check_member(self.members, rank, incarnation)
         admission = admit(round_, self.open, self.open + self.max_delay)
         start = self._starts.get(rank, 1)
@@ -167,36 +176,29 @@ class Rounds(Generic[Payload]):
         check_member(self.members, rank, incarnation)
         admit(round_, self.open, max(self.open + self.max_delay, self._starts.get(rank, 1) - 1))
 
-    def stage_blocks(
-        self,
-        rank: Rank,
-        blocks: Mapping[str, Payload],
-        num_blocks: int | None,
-        hyper_parameters: list[HyperParameters] | None,
-        round_: Round | None = None,
-        num_slots: int = 0,
-    ) -> int:
-        """Stage one admitted push of a round, the open one by default. Returns how many blocks are new.
+    def check_state(self, rank: Rank, incarnation: Incarnation, round_: Round, version: Round) -> None:
+        """Raise an error unless optimizer state of `version` is that of a member's round: see `Schedule.check_state`.
 
-        All or nothing, see `Contribution.stage`. A push proves the fetch of the version that its gradient was computed
-        on.
+        The next round is not applied before this trainer's barrier, so the state of the round can be read.
         """
-        round_ = self.open if round_ is None else round_
-        contribution = self._find_contribution(rank, round_)
-        num_new = contribution.stage(rank, round_, blocks, num_blocks, hyper_parameters, num_slots)
-        self._staged.setdefault(round_, {})[rank] = contribution
-        self._has_fetched(rank, round_ - 1 - self.max_delay)
-        return num_new
+        self.admit_get(rank, incarnation, round_)
+        if version > round_:
+            raise StaleRound(f"round {round_} has been overwritten", current=version)
+        if version < round_:
+            raise TryAgain(f"round {round_} is not applied on this pserver yet", current=version)
 
-    def stage_slots(self, rank: Rank, slots: Mapping[str, Payload | StepState], round_: Round) -> int:
-        """Stage optimizer state that a trainer has loaded, with its contribution. Returns how many slots are new."""
-        contribution = self._find_contribution(rank, round_)
-        num_new = contribution.stage_slots(rank, round_, slots)
-        self._staged.setdefault(round_, {})[rank] = contribution
-        return num_new
+    def stage(self, rank: Rank, round_: Round, push: Push[Payload]) -> Staged:
+        """Stage one admitted push: see `Contribution.stage`.
 
-    def _find_contribution(self, rank: Rank, round_: Round) -> Contribution[Payload]:
-        return self._staged.get(round_, {}).get(rank) or Contribution(incarnation=self.members.get(rank, 0))
+        A gradient proves the fetch of the version that it was computed on.
+        """
+        known = self._staged.get(round_, {}).get(rank)
+        contribution = known or Contribution(incarnation=self.members.get(rank, 0))
+        staged = contribution.stage(rank, round_, push)
+        self._staged.setdefault(round_, {})[rank] = contribution
+        if not push.slots:
+            self._has_fetched(rank, round_ - 1 - self.max_delay)
+        return staged
 
     def is_complete(self, rank: Rank, round_: Round) -> bool:
         """Return whether a trainer's whole contribution of an open round is staged."""
@@ -208,7 +210,7 @@ class Rounds(Generic[Payload]):
 
     def count_batch_barrier(
         self, rank: Rank, incarnation: Incarnation, round_: Round, *, is_finite: bool = True
-    ) -> Apply[Payload] | Measure[Payload] | None:
+    ) -> Order[Payload] | None:
         """Count a trainer's batch barrier and its verdict. Returns the order that it completes, if any."""
         if self.admit(rank, incarnation, round_) == "already_applied":
             return None
@@ -231,9 +233,7 @@ class Rounds(Generic[Payload]):
         self._batch_barriers.setdefault(round_, set()).add(rank)
         self._has_fetched(rank, round_ - 1 - self.max_delay)
 
-    def count_fetch_barrier(
-        self, rank: Rank, incarnation: Incarnation, round_: Round
-    ) -> Apply[Payload] | Measure[Payload] | None:
+    def count_fetch_barrier(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Order[Payload] | None:
         """Count a trainer's fetch barrier of an applied round. Returns the order that it completes, if any."""
         if self.admit(rank, incarnation, round_) == "open":
             raise FutureRound(f"round {round_} has not been applied, so it was not fetched", current=self.applied)
@@ -259,7 +259,7 @@ class Rounds(Generic[Payload]):
             verdicts={**self.history.nonfinite, **_as_tuples(self._nonfinite)},
         )
 
-    def install_members(self, membership: Membership) -> Apply[Payload] | Measure[Payload] | None:
+    def install_members(self, membership: Membership) -> Order[Payload] | None:
         """Install a set of members and end the freeze. Returns the order that follows.
 
         Contributions of trainers that left stay in the rounds that were decided with them, and are dropped elsewhere.
@@ -303,7 +303,7 @@ class Rounds(Generic[Payload]):
         self.applying, self.measuring = self.measuring, None
         return self.applying
 
-    def finish_apply(self, norm: ShardNorm | None = None) -> Apply[Payload] | Measure[Payload] | None:
+    def finish_apply(self, norm: ShardNorm | None = None) -> Order[Payload] | None:
         """Make the applied round readable. Returns the order for the next one if it is complete already.
 
         `norm` is this shard's norm of the round, for trainers that ask again.
@@ -324,7 +324,7 @@ class Rounds(Generic[Payload]):
         )
         return history
 
-    def _start_apply(self) -> Apply[Payload] | Measure[Payload] | None:
+    def _start_apply(self) -> Order[Payload] | None:
         if self.applying or self.measuring or self.is_frozen or self.is_paused or self.missing:
             return None
         ranks = tuple(sorted(self.required(self.open)))

@@ -16,22 +16,22 @@ from services.pserver.clocks import Clocks
 from services.pserver.durable.records import Buffer
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import Update, UpdateLog
-from services.pserver.pauses import Pauses
 from services.pserver.pushes import read_blocks
+from services.pserver.queues import Pauses
 from services.pserver.rounds import Rounds
-from services.pserver.sync_run import SyncRun
+from services.pserver.run import Run
 from trainer_client import answers
 
-_push, _append, _required, _admit = SyncRun.push, UpdateLog.append, Rounds.required, Clocks.admit
+_push, _append, _required, _admit = Run.push, UpdateLog.append, Rounds.required, Clocks.admit
 _prune_place = RunStorage.prune_place
 
 
 def break_dedupe() -> None:
     """Apply a repeated push of an applied round or step again."""
 
-    async def push(self: SyncRun, fence: Fence, body: Body) -> PushAnswer:
+    async def push(self: Run, fence: Fence, body: Body) -> PushAnswer:
         answer = await _push(self, fence, body)
-        if answer.status == "already_applied":
+        if answer.status == "already_applied" and not self.install.consistency.is_async:
             for name, block in read_blocks(body, self.shard.layout).items():
                 self.shard.block(name).sub_(block.tensor())
         return answer
@@ -43,7 +43,7 @@ def break_dedupe() -> None:
             return "open"
         return admission
 
-    SyncRun.push = push  # type: ignore[method-assign]
+    Run.push = push  # type: ignore[method-assign]
     Clocks.admit = admit  # type: ignore[method-assign, assignment]
 
 

@@ -28,6 +28,7 @@ from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
 from services.coordinator.decision import Rollback, decide, newest_common
 from services.pserver.admission import MembershipChanges
+from services.pserver.contribution import Push
 from services.pserver.history import History
 from services.pserver.rounds import Measure, Rounds
 
@@ -193,7 +194,7 @@ class Faults(RuleBasedStateMachine):
         except Conflict:
             return False
         if admission == "open":
-            pserver.rounds.stage_blocks(trainer.rank, {"b": trainer.incarnation}, 1, NUMBERS, trainer.round)
+            pserver.rounds.stage(trainer.rank, trainer.round, Push({"b": trainer.incarnation}, 1, NUMBERS))
         trainer.pushed.add(index)
         return True
 

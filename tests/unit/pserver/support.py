@@ -236,7 +236,7 @@ class Bench:
 
     async def play_round(self, round_: int, ranks: Sequence[int] | None = None) -> bytes:
         """One whole round of these trainers, in order; the bytes of its version."""
-        ranks = sorted(self.run.rounds.members) if ranks is None else ranks
+        ranks = sorted(self.run.schedule.members) if ranks is None else ranks
         for rank in ranks:
             await self.push(rank, round_)
         for rank in ranks:

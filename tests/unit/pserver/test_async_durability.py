@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ContributionMissing, GradpostError, StorageFailed, TrainerLost, TryAgain
-from services.pserver import async_run
-from services.pserver.pauses import Pauses
+from services.pserver import apply_queue
+from services.pserver.queues import Pauses
 from services.runtime.failpoints import arm_failpoints
 
 from ...raising import raises_code
@@ -118,7 +118,7 @@ async def test_contributions_that_were_acknowledged_are_replayed(tmp_path: Path)
             assert pserver.run.round == 2
             pserver.run.storage.close()  # the process is gone
     async with life(tmp_path, 2) as pserver:
-        assert pserver.run.clocks.open_steps == {0: 3, 1: 2}
+        assert pserver.run.schedule.open_steps == {0: 3, 1: 2}
         assert (await pserver.push(0, 2))["status"] == "already_applied"
         await pserver.get(0, 2)
         assert pserver.run.round == 3
@@ -135,7 +135,7 @@ async def test_a_contribution_that_was_staged_in_part_is_pushed_again(tmp_path: 
             await pserver.get(0, 2)
         assert (await pserver.push(0, 2))["complete"]
         await pserver.get(0, 2)
-        assert pserver.run.clocks.clocks == {0: 2, 1: 1}
+        assert pserver.run.schedule.clocks == {0: 2, 1: 1}
 
 
 async def test_without_a_log_trainers_go_on_with_their_own_steps(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ async def test_without_a_log_trainers_go_on_with_their_own_steps(tmp_path: Path)
         await pserver.get(0, 3)
         await pserver.push(1, 4)
         await pserver.get(1, 4)
-        assert pserver.run.clocks.clocks == {0: 3, 1: 4}  # step 3 of trainer 1 is lost
+        assert pserver.run.schedule.clocks == {0: 3, 1: 4}  # step 3 of trainer 1 is lost
         assert pserver.run.round == 6
 
 
@@ -161,7 +161,7 @@ async def test_a_full_disk_sends_pushes_away_and_takes_nothing(tmp_path: Path) -
         with armed("log.append.before=enospc@1"):
             with pytest.raises(TryAgain, match="No space left on device"):
                 await pserver.push(0, 2)
-            assert pserver.run.clocks.open_steps == {0: 2, 1: 2}
+            assert pserver.run.schedule.open_steps == {0: 2, 1: 2}
             await pserver.push(0, 2)  # there is room again
         await pserver.get(0, 2)
         assert pserver.run.round == 3
@@ -187,7 +187,7 @@ async def test_a_checkpoint_holds_the_first_contributions_and_nothing_else(tmp_p
             await pserver.push(0, 2)  # number 3: a checkpoint is due, and it is not applied yet
             later = asyncio.create_task(pserver.push(1, 2))
             await asyncio.sleep(0.05)
-            assert pserver.run.clocks.num_committed == 3
+            assert pserver.run.schedule.num_committed == 3
             release.set()
         await later
         await pserver.get(1, 2)
@@ -220,7 +220,7 @@ async def test_a_pserver_that_stops_applies_its_committed_contributions(
         with pytest.raises(TryAgain if failure is None else TrainerLost):
             await refused
     async with life(tmp_path, 2, durability="none") as pserver:
-        assert pserver.run.clocks.open_steps == {0: 3, 1: 2}
+        assert pserver.run.schedule.open_steps == {0: 3, 1: 2}
 
 
 async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_pa
             assert not change.done()
         await asyncio.gather(push, change)
         assert pserver.run.members == {1: 1}
-        assert pserver.run.clocks.open_steps == {0: 3, 1: 2}
+        assert pserver.run.schedule.open_steps == {0: 3, 1: 2}
         await until(lambda: pserver.run.round == 3)
 
 
@@ -265,7 +265,7 @@ async def test_once_the_run_is_over_every_pserver_writes_the_same_number(tmp_pat
 
 
 async def test_a_contribution_without_any_block_waits_for_a_slow_disk_like_all_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(async_run, "HOLD_SECONDS", 0.05)
+    monkeypatch.setattr(apply_queue, "HOLD_SECONDS", 0.05)
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
         with SlowLog().of(pserver) as log:
@@ -304,7 +304,7 @@ async def test_a_request_waits_for_one_pause_only(tmp_path: Path, what: str) -> 
             asked = asyncio.create_task(
                 {
                     "freeze": lambda: pserver.freeze(2),
-                    "model": lambda: pserver.run.read_after_round(None, dict, 0),
+                    "model": lambda: pserver.run.executor.read_after_round(None, dict, 0),
                     "checkpoint": lambda: pserver.run.want_checkpoint(1),
                     "stop": lambda: pserver.pserver.stop(),
                 }[what]()
@@ -312,10 +312,10 @@ async def test_a_request_waits_for_one_pause_only(tmp_path: Path, what: str) -> 
             await turns()
             assert log.num_begun == 1
             assert not asked.done()
-            await log.write_one(pserver.run._pauses)
+            await log.write_one(pserver.run.executor._pauses)
             async with asyncio.timeout(10):
                 await asked
-            assert pserver.run.clocks.num_committed == 1
+            assert pserver.run.schedule.num_committed == 1
         for trainer in trainers:
             with suppress(TryAgain):  # after the stop
                 await trainer
@@ -330,7 +330,7 @@ async def test_pauses_of_any_order_end(script: list[str]) -> None:
 
 async def play(folder: Path, script: list[str]) -> None:
     async with life(folder, checkpoint_rounds=5) as pserver:
-        run, pauses = pserver.run, pserver.run._pauses
+        run, pauses = pserver.run, pserver.run.executor._pauses
         for rank in range(NUM_TRAINERS):
             await pserver.get(rank, 0)
         begun: list[str] = []
@@ -343,7 +343,7 @@ async def play(folder: Path, script: list[str]) -> None:
                 waiting = [task for task in moments if not task.done()]
                 assert not waiting or begun[-1:] == ["drain_and_read"], "a contribution overtook a freeze"
             elif begun[-1:] == [name] == ["drain_and_read"]:
-                assert not run._held.has_ready(), "contributions are held back for ever"
+                assert not run.executor._held.has_ready(), "contributions are held back for ever"
             begun.append(name)
             return begin(work)
 
@@ -364,14 +364,14 @@ async def play(folder: Path, script: list[str]) -> None:
                     number += 1
                     moments.append(asyncio.create_task(pserver.change_members(number, dict(run.members))))
                 elif action == "model":
-                    looks.append(asyncio.create_task(run.read_after_round(None, dict, 0)))
+                    looks.append(asyncio.create_task(run.executor.read_after_round(None, dict, 0)))
                 elif action == "cancel" and looks:
                     looks.pop().cancel()
                 await turns()
             log.open_up()
             async with asyncio.timeout(20):
                 await asyncio.gather(*trainers, *moments, *looks)
-        assert run.clocks.num_committed == NUM_TRAINERS * 12
+        assert run.schedule.num_committed == NUM_TRAINERS * 12
 
 
 RULES = {"max_delay": 4}
@@ -403,7 +403,7 @@ async def play_after_a_restart(folder: Path, script: list[tuple]) -> None:
     async with life(folder, rules=RULES) as pserver:
         await steps(pserver, 1, 2)
     async with life(folder, 2, rules=RULES) as pserver:
-        clocks = pserver.run.clocks
+        clocks = pserver.run.schedule
         for rank in (0, 1):
             await pserver.get(rank, 2)
         with SlowLog().of(pserver) as log:
@@ -412,16 +412,16 @@ async def play_after_a_restart(folder: Path, script: list[tuple]) -> None:
                 if action == "push":
                     rank, ahead, part = arguments
                     pushes.append(asyncio.create_task(push(pserver, rank, clocks.open_steps[rank] + ahead, part)))
-                elif pserver.run._pauses._task is not None:
-                    await log.write_one(pserver.run._pauses)
+                elif pserver.run.executor._pauses._task is not None:
+                    await log.write_one(pserver.run.executor._pauses)
                 await turns()
             log.open_up()
             results = await asyncio.gather(*pushes, return_exceptions=True)
             refused = [result for result in results if result is not None]
             assert all(getattr(error, "code", None) in ("future_round", "delay_exceeded") for error in refused), refused
         await pserver.run.wait_for_writes()
-        await pserver.run._drain()
+        await pserver.run.executor._drain()
         assert clocks.applied == clocks.num_committed
         taken, digest = clocks.num_committed, pserver.run.shard.digest()
     async with life(folder, 3, rules=RULES) as pserver:
-        assert (pserver.run.clocks.num_committed, pserver.run.shard.digest()) == (taken, digest)
+        assert (pserver.run.schedule.num_committed, pserver.run.shard.digest()) == (taken, digest)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
-from services.pserver import async_run, block_queue
+from services.pserver import apply_queue, queues
 
 from ...raising import raises_code
 from .oracle import make_options
@@ -74,7 +74,7 @@ def before_applies(pserver: Bench, act: Callable[[str, Tensor], None]) -> None:
 
 def taken(pserver: Bench) -> bool:
     """Return whether each worker has emptied its queue and waits for the compute thread."""
-    return all(queue._queue.empty() for queue in pserver.run._queues.values())
+    return all(queue._queue.empty() for queue in pserver.run.executor.queues.values())
 
 
 async def until(condition: Any) -> None:
@@ -144,7 +144,7 @@ async def test_a_push_that_waits_for_several_queues_is_not_overtaken_in_one() ->
 
 
 async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_run, "HOLD_SECONDS", 0.05)
+    monkeypatch.setattr(apply_queue, "HOLD_SECONDS", 0.05)
     async with asynchronous(max_queued=1) as pserver:
         with busy(pserver):
             await pserver.push(0, 1, ones(1.0))
@@ -174,8 +174,8 @@ async def test_a_worker_that_fails_stops_its_block_and_no_other() -> None:
                 await pserver.push(1, 1, ones())
         others = [NAMES[0], *NAMES[2:]]
         await pserver.push(1, 1, ones(1.0, others))
-        await until(lambda: pserver.run.clocks.clocks == {0: 0, 1: 1})
-        assert not pserver.run.is_idle  # no checkpoint is made of it
+        await until(lambda: pserver.run.schedule.clocks == {0: 0, 1: 1})
+        assert not pserver.run.executor.is_idle  # no checkpoint is made of it
 
 
 async def test_a_get_does_not_wait_for_updates_behind_a_failed_block() -> None:
@@ -285,9 +285,11 @@ async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
     for rank in range(2):
         await pserver.push(rank, 1, ones())
     await until(reached.is_set)
-    await until(lambda: pserver.run._queues[NAMES[0]].num_updates == 1 and pserver.compute.num_jobs == 4)
+    await until(lambda: pserver.run.executor.queues[NAMES[0]].num_updates == 1 and pserver.compute.num_jobs == 4)
     get = asyncio.ensure_future(pserver.get(2, 0))
-    await until(lambda: pserver.compute.num_jobs > 4 or get.done() or pserver.run._queues[NAMES[0]]._queue.qsize())
+    await until(
+        lambda: pserver.compute.num_jobs > 4 or get.done() or pserver.run.executor.queues[NAMES[0]]._queue.qsize()
+    )
     gate.set()
     start = {f"{name}.block0": value for name, value in initial_values().items()}
     return {name: round((start[name] - block)[0].item()) for name, block in decode(await get)[0].items()}
@@ -311,16 +313,16 @@ async def test_a_get_behind_an_update_that_fails_raises_apply_failed() -> None:
             await pserver.push(2, 1, ones(1.0, NAMES[:1]))
             await until(lambda: taken(pserver))
             await pserver.push(0, 1, ones(7.0, NAMES[:1]))
-            before = pserver.run._reader._current
+            before = pserver.run.executor._reader._current
             get = asyncio.ensure_future(pserver.get(1, 0))
-            await until(lambda: pserver.run._reader._current is not before)
+            await until(lambda: pserver.run.executor._reader._current is not before)
         with raises_code("apply_failed", match="has stopped"):
             await asyncio.wait_for(get, 30)
 
 
 async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     async with asynchronous(read_consistency="shard", max_queued=1) as pserver:
-        go_on, queue = asyncio.Event(), pserver.run._queues[NAMES[1]]
+        go_on, queue = asyncio.Event(), pserver.run.executor.queues[NAMES[1]]
         real = queue._apply
 
         async def apply_late(*update: Any) -> None:
@@ -330,7 +332,7 @@ async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monk
         monkeypatch.setattr(queue, "_apply", apply_late)
         await pserver.push(0, 1, ones())
         with monkeypatch.context() as patch:
-            patch.setattr(block_queue.Snapshot, "_copy", lambda *_: 1 / 0)
+            patch.setattr(queues.Snapshot, "_copy", lambda *_: 1 / 0)
             for _ in range(4):
                 with raises_code("apply_failed", match="could not be read: division by zero"):
                     await asyncio.wait_for(pserver.get(1, 0), 30)
@@ -355,9 +357,9 @@ async def test_a_block_that_is_being_updated(read_consistency: Any, seen: set[fl
 
         shard.apply_block = apply_slowly
         if read_consistency == "shard":  # its marker stands before the update
-            before = pserver.run._reader._current
+            before = pserver.run.executor._reader._current
             get = asyncio.ensure_future(pserver.get(1, 0, names=[name]))
-            await until(lambda: pserver.run._reader._current is not before)
+            await until(lambda: pserver.run.executor._reader._current is not before)
             await pserver.push(0, 1, ones(1.0, [name]))
         else:
             await pserver.push(0, 1, ones(1.0, [name]))
@@ -424,8 +426,9 @@ async def test_every_wait_ends_with_the_failure_of_the_run(read_consistency: Any
 async def test_the_next_run_ends_the_workers_of_this_one() -> None:
     async with asynchronous() as pserver:
         await pserver.push(0, 1, ones())
-        first = pserver.run
+        first, workers = pserver.run, [queue._task for queue in pserver.run.executor.queues.values()]
         await pserver.install_next_run()
         await asyncio.sleep(0)
-        assert all(queue._task.done() for queue in first._queues.values())
+        assert workers
+        assert all(worker.done() for worker in workers)
         assert isinstance(first.failure, StaleRun)

@@ -52,7 +52,7 @@ def want(b: Bench, round_: int, *, is_over: bool = False) -> asyncio.Task[None]:
 
 def hold_apply(b: Bench, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Hold each apply after it has decided on a checkpoint; the events say that it has, and that it may go on."""
-    snapshot_if_due, has_decided, may_go_on = b.run._snapshot_if_due, threading.Event(), threading.Event()
+    snapshot_if_due, has_decided, may_go_on = b.run.executor._snapshot_if_due, threading.Event(), threading.Event()
 
     def decide(*arguments: Any) -> Any:
         found = snapshot_if_due(*arguments)
@@ -60,7 +60,7 @@ def hold_apply(b: Bench, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Eve
         assert may_go_on.wait(10)
         return found
 
-    monkeypatch.setattr(b.run, "_snapshot_if_due", decide)
+    monkeypatch.setattr(b.run.executor, "_snapshot_if_due", decide)
     return has_decided, may_go_on
 
 
@@ -280,17 +280,17 @@ async def test_initial_values_of_an_attempt_that_was_given_up_do_not_stay(tmp_pa
 
 async def test_initial_values_are_not_written_after_their_attempt_was_given_up(tmp_path: Path, monkeypatch):
     async with bench(initial=False, state_dir=tmp_path, durability="log") as b:
-        old, encode_initial = b.run, b.run._encode_initial
-        is_encoding, may_go_on = threading.Event(), threading.Event()
+        old, snapshot = b.run, b.run.storage.snapshot
+        is_copying, may_go_on = threading.Event(), threading.Event()
 
-        def encode_slowly() -> Any:
-            is_encoding.set()
+        def copy_slowly(*arguments: Any, **options: Any) -> Any:
+            is_copying.set()
             assert may_go_on.wait(10)
-            return encode_initial()
+            return snapshot(*arguments, **options)
 
-        monkeypatch.setattr(old, "_encode_initial", encode_slowly)
+        monkeypatch.setattr(old.storage, "snapshot", copy_slowly)
         uploading = asyncio.create_task(b.upload_initial())
-        assert await asyncio.to_thread(is_encoding.wait, 10)
+        assert await asyncio.to_thread(is_copying.wait, 10)
         other = b.install.model_copy(
             update={"attempt": 1, "number": 2, "uploader": 1, "membership": Membership({1: 1})}
         )

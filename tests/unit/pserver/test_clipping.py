@@ -107,12 +107,25 @@ async def test_a_norm_of_another_gradient_steps_nothing(change: dict[str, Any]) 
         release = await keep_busy(b)  # while it is being applied with the right one
         right = asyncio.create_task(b.get(1, 1, norm=norm))
         await asyncio.sleep(0.01)
-        assert b.run.rounds.applying
+        assert b.run.schedule.applying
         with pytest.raises(NormChanged):
             await b.get(0, 1, norm=other)
         await release()
         version = await right
         assert await b.get(0, 1, norm=other) == version  # it is ignored once the round is over
+
+
+async def test_the_request_that_brought_the_norm_may_go_away() -> None:
+    async with bench(**CLIPS) as b:
+        norm = agreed(await measure(b))
+        release = await keep_busy(b)
+        get = asyncio.create_task(b.get(0, 1, norm=norm))
+        await asyncio.sleep(0.01)
+        assert b.run.schedule.applying
+        get.cancel()
+        await asyncio.gather(get, return_exceptions=True)
+        await release()
+        assert decode(await b.get(1, 1, wait_seconds=5))[1]["round"] == "1"
 
 
 async def test_requests_with_a_norm_that_do_not_fit_are_refused_and_count_nothing() -> None:
@@ -172,7 +185,7 @@ async def test_a_member_that_is_dropped_meanwhile_takes_its_part_of_the_norm_alo
             await b.get(1, 1, norm=agreed(after))
         assert decode(await b.get(0, 1, norm=agreed(after)))[1]["round"] == "1"
         assert await waiting
-        assert b.run.rounds.history.participants == {1: (0,)}
+        assert b.run.schedule.history.participants == {1: (0,)}
 
 
 async def test_members_that_change_while_it_is_being_measured_are_measured_again() -> None:
@@ -183,7 +196,7 @@ async def test_members_that_change_while_it_is_being_measured_are_measured_again
         asked = asyncio.create_task(b.norm(0, 1))
         await b.barrier(1, 1)
         await asyncio.sleep(0.01)
-        assert b.run.rounds.measuring
+        assert b.run.schedule.measuring
         await b.freeze(2)
         await b.change_members(2, {0: 1})
         await release()
@@ -298,7 +311,7 @@ async def test_norms_of_overwritten_rounds_are_forgotten() -> None:
     async with bench(1, **NEVER) as b:
         for round_ in (1, 2, 3):
             await b.get(0, round_, norm=agreed(await measure(b, round_, ranks=(0,))))
-        assert b.run.rounds.history.norms.keys() == {3}
+        assert b.run.schedule.history.norms.keys() == {3}
         assert (await b.norm(0, 1)).sum_of_squares is None
         with pytest.raises(StaleRound):
             await b.get(0, 1)

@@ -14,6 +14,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, ContributionConflict, ContributionMissing, FutureRound
 from ps_protocol.membership import Membership
 from services.pserver.clocks import Clocks, Committed
+from services.pserver.contribution import Push
 
 from ...raising import raises_code
 from ...soaking import examples
@@ -58,17 +59,17 @@ class ClocksMachine(RuleBasedStateMachine):
         said = self.said[rank]
         if (said is not None and len(together) > said) or (said is not None and number not in (None, said)):
             with pytest.raises(ContributionConflict):
-                self.clocks.stage_blocks(rank, payload, number, NUMBERS, step - 1)
+                self.clocks.stage(rank, step, Push(payload, number, NUMBERS))
             return
-        new = self.clocks.stage_blocks(rank, payload, number, NUMBERS if last else None, step - 1 if last else None)
-        assert new == len(together) - len(self.pushed[rank])
+        staged = self.clocks.stage(rank, step, Push(payload, number, NUMBERS if last else None))
+        assert staged.num_new == len(together) - len(self.pushed[rank])
         self.pushed[rank] = together
         self.said[rank] = said if number is None else number
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         complete = [rank for rank in self.ranks() if self.said[rank] == len(self.pushed[rank])]
-        assert complete == [rank for rank in self.ranks() if self.clocks.staged(rank).is_complete]
+        assert complete == [rank for rank in self.ranks() if self.clocks.contribution(rank).is_complete]
         if not complete:
             return
         rank = data.draw(st.sampled_from(complete))
@@ -172,7 +173,7 @@ def test_a_clock_waits_for_the_oldest_step() -> None:
     clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async"))
     committed = []
     for step, name in ((1, "slow"), (2, "quick")):
-        clocks.stage_blocks(0, {name: "g"}, 1, NUMBERS, step - 1)
+        clocks.stage(0, step, Push({name: "g"}, 1, NUMBERS))
         committed.append(clocks.commit(0))
     assert not clocks.count_applied_block(committed[1])
     assert (clocks.clocks, clocks.applied) == ({0: 0}, 0)
@@ -184,6 +185,19 @@ def test_the_open_step_of_a_rank_outlives_its_membership():
     clocks = Clocks({0: 1, 1: 1}, Consistency(mode="async"))
     clocks.install_members(Membership({1: 1}))
     assert clocks.open_steps == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize(("start", "opens"), [(1, 3), (3, 3), (4, 4), (None, 1)])
+def test_a_new_incarnation_begins_with_its_start_or_behind_the_steps_that_are_here(start: Any, opens: int) -> None:
+    clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async"))
+    for step in (1, 2):
+        clocks.stage(0, step, Push({}, 0, NUMBERS))
+        clocks.commit(0)
+    clocks.install_members(Membership({0: 2}, starts={} if start is None else {0: start}))
+    assert (clocks.open_steps, clocks.clocks) == ({0: opens}, {0: opens - 1})
+    assert clocks.admit(0, 2, opens) == "open"
+    with raises_code("stale_trainer"):
+        clocks.admit(0, 1, opens)
 
 
 def restored(*, is_short: bool) -> Clocks[str]:
@@ -203,18 +217,19 @@ class LostStepsMachine(RuleBasedStateMachine):
     @rule(ahead=st.integers(0, 3), blocks=st.sets(st.sampled_from(BLOCKS), min_size=1), last=st.booleans())
     def push(self, ahead: int, blocks: set[str], last: bool) -> None:
         step = self.open + ahead
-        if ahead and (self.has_taken or self.clocks.staged(0).is_complete):
+        if ahead and (self.has_taken or self.clocks.contribution(0).is_complete):
             with pytest.raises(FutureRound):
                 self.clocks.admit(0, 1, step)
             return
         assert self.clocks.admit(0, 1, step) == "open"
-        assert self.clocks.skip_lost_steps(0, step) == ahead
         self.open = step
-        number = len(self.clocks.staged(0).blocks.keys() | blocks) if last else None
+        staged = set() if ahead else self.clocks.contribution(0).blocks.keys()  # of an earlier step all is lost
+        number = len(staged | blocks) if last else None
         with suppress(ContributionConflict):
-            self.clocks.stage_blocks(0, {name: f"{step} {name}" for name in blocks}, number, NUMBERS, 2)
+            push = Push({name: f"{step} {name}" for name in blocks}, number, NUMBERS)
+            assert self.clocks.stage(0, step, push).num_lost == ahead
 
-    @precondition(lambda self: self.clocks.staged(0).is_complete)
+    @precondition(lambda self: self.clocks.contribution(0).is_complete)
     @rule()
     def take(self) -> None:
         taken = self.clocks.commit(0)

@@ -204,10 +204,10 @@ async def haunt(bench: Bench, witness: Witness, script: Script, until: asyncio.E
             assert refused.value.code in ("stale_trainer", "not_ready")
         elif how == 3:
             with pytest.raises((FutureRound, NotReady)):
-                await bench.push(rank, bench.run.rounds.open + 1 + script.choose(2))
-        elif how == 4 and len(witness.barriers[bench.run.rounds.open]) > 0:
+                await bench.push(rank, bench.run.schedule.open + 1 + script.choose(2))
+        elif how == 4 and len(witness.barriers[bench.run.schedule.open]) > 0:
             # other bytes, after the true ones are staged
-            round_ = bench.run.rounds.open
+            round_ = bench.run.schedule.open
             rank = min(witness.barriers[round_])
             forged = {name: tensor + 1 for name, tensor in bench.contribution(rank, round_).items()}
             try:

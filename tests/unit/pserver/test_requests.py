@@ -22,7 +22,7 @@ from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver import limits as module
 from services.pserver import reply as reply_module
 from services.pserver.bodies import Body, BufferPool
-from services.pserver.contribution import Contribution
+from services.pserver.contribution import Contribution, Push
 from services.pserver.layout import ShardLayout
 from services.pserver.limits import Copies, InFlight, WaitingPulls
 from services.pserver.pushes import read_blocks
@@ -122,8 +122,8 @@ def receive_block(values: Tensor) -> StagedBlock:
 def test_a_push_that_comes_again_is_compared_by_its_bits() -> None:
     def push_again(first: Tensor, second: Tensor) -> int:
         contribution: Contribution[StagedBlock] = Contribution()
-        contribution.stage(0, 1, {"w": receive_block(first)}, None, None)
-        return contribution.stage(0, 1, {"w": receive_block(second)}, None, None)
+        contribution.stage(0, 1, Push({"w": receive_block(first)}))
+        return contribution.stage(0, 1, Push({"w": receive_block(second)})).num_new
 
     values = torch.tensor([float("nan"), 0.0]).repeat(100_000)
     assert push_again(values, values.clone()) == 0

@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from ps_protocol.errors import GradpostError
 from ps_protocol.membership import Membership
+from services.pserver.contribution import Push as StagedPush
 from services.pserver.rounds import Apply, Measure, Rounds
 
 from ...soaking import examples
@@ -347,7 +348,7 @@ class Interleavings(RuleBasedStateMachine):
         if self.rounds.admit(push.rank, push.incarnation, push.round) == "already_applied":
             return "already_applied"
         number, numbers = push.said or (None, None)
-        return self.rounds.stage_blocks(push.rank, dict(push.blocks), number, numbers)
+        return self.rounds.stage(push.rank, push.round, StagedPush(dict(push.blocks), number, numbers)).num_new
 
     def _expect(self, expected: Any, act: Callable[[], Any], *, changes: bool = True) -> Any:
         """Compare answers. A refusal, and what must not change anything, leaves everything as it was."""

@@ -10,8 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ps_protocol.errors import FutureRound
 from ps_protocol.membership import Membership
 from ps_protocol.norms import ShardNorm
+from services.pserver.contribution import Push
 from services.pserver.rounds import Apply, Measure, Rounds
 
+from ...raising import raises_code
 from ...soaking import examples
 from .test_round_interleavings import LAMBDAS, payload
 
@@ -50,14 +52,15 @@ class RoundsAhead(RuleBasedStateMachine):
         if self.got[rank] < round_ - 1 - self.k:
             return  # the trainer has to get parameters first
         assert self.rounds.admit(rank, 1, round_) == "open"
-        self.rounds.stage_blocks(rank, {"w": f"round {round_} of {rank}"}, 1, NUMBERS, round_)
+        self.rounds.stage(rank, round_, Push({"w": f"round {round_} of {rank}"}, 1, NUMBERS))
         self.pushed[rank] = round_
 
     @rule(rank=st.integers(0, NUM_TRAINERS - 1))
     def push_again(self, rank: int) -> None:
         round_ = self.pushed[rank]
         if round_ and self.rounds.admit(rank, 1, round_) == "open":
-            assert self.rounds.stage_blocks(rank, {"w": f"round {round_} of {rank}"}, 1, NUMBERS, round_) == 0
+            push = Push({"w": f"round {round_} of {rank}"}, 1, NUMBERS)
+            assert self.rounds.stage(rank, round_, push).num_new == 0
 
     @rule(rank=st.integers(0, NUM_TRAINERS - 1), again=st.booleans())
     def send_barrier(self, rank: int, again: bool) -> None:
@@ -98,7 +101,7 @@ TestRoundsAhead.settings = settings(max_examples=examples(90), stateful_step_cou
 
 def complete(rounds: Rounds[str], rank: int, incarnation: int = 1) -> None:
     assert rounds.admit(rank, incarnation, rounds.open) == "open"
-    rounds.stage_blocks(rank, {"a": payload(rank, incarnation, rounds.open, "a")}, 1, LAMBDAS[0])
+    rounds.stage(rank, rounds.open, Push({"a": payload(rank, incarnation, rounds.open, "a")}, 1, LAMBDAS[0]))
 
 
 def test_a_change_to_no_members_applies_nothing_and_lets_the_running_apply_end():
@@ -115,6 +118,18 @@ def test_a_change_to_no_members_applies_nothing_and_lets_the_running_apply_end()
     assert repr(rounds) == "<Round 1 [applying | waiting for: no trainer]>"
     rounds.finish_apply()
     assert rounds.applied == 1
+
+
+def test_a_get_is_of_a_member_and_of_an_open_round_at_most():
+    rounds: Rounds[str] = Rounds({0: 1, 1: 1}, 1)
+    rounds.install_members(Membership({0: 1, 1: 1, 2: 1}, starts={2: 9}))
+    for rank, newest in ((0, 2), (2, 8)):  # a joining trainer gets the version before its first round
+        rounds.admit_get(rank, 1, newest)
+        with pytest.raises(FutureRound):
+            rounds.admit_get(rank, 1, newest + 1)
+    for rank, incarnation in ((0, 2), (3, 1)):
+        with raises_code("stale_trainer"):
+            rounds.admit_get(rank, incarnation, 0)
 
 
 def measured(rounds: Rounds[str]) -> Apply[str]:
@@ -144,7 +159,7 @@ def test_a_round_that_is_clipped_is_applied_when_its_norm_is_known():
 def test_rounds_that_are_staged_ahead_are_measured_one_after_the_other():
     rounds: Rounds[str] = Rounds({0: 1}, 1, clips=True)
     first = measured(rounds)
-    rounds.stage_blocks(0, {"a": "2"}, 1, LAMBDAS[0], 2)
+    rounds.stage(0, 2, Push({"a": "2"}, 1, LAMBDAS[0]))
     assert rounds.count_batch_barrier(0, 1, 2) is None
     assert rounds.accept_norm() is first
     second = rounds.finish_apply()

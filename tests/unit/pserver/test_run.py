@@ -99,12 +99,12 @@ async def test_the_end_of_an_abandoned_change_of_members_applies_nothing():
         assert frozen.counted == {1: (0,)}
         await b.barrier(1, 1)  # is held
         await b.change_members(2, {0: 1, 1: 1})
-        assert b.run.rounds.is_frozen
+        assert b.run.schedule.is_frozen
         with pytest.raises(Conflict, match="is over"):
             await b.freeze(2)
         await b.change_members(3, {0: 1})
         assert await b.get(0, 1)
-        assert b.run.rounds.history.participants == {1: (0,)}
+        assert b.run.schedule.history.participants == {1: (0,)}
 
 
 async def test_a_get_in_an_unfinished_change_of_members_names_the_coordinator():
@@ -252,7 +252,7 @@ async def test_a_client_that_goes_away_before_its_request_is_complete_has_sent_n
         with pytest.raises(ClientDisconnect):
             await b.call(endpoint, b.fence(0, 1), headers=headers, upload=upload, num_bytes=20)
         assert await b.digest() == digest
-        assert b.run.rounds.missing == [0, 1]
+        assert b.run.schedule.missing == [0, 1]
 
 
 async def test_a_refused_request_counts_no_barrier():

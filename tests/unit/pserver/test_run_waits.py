@@ -117,7 +117,7 @@ async def test_an_older_number_of_members_changes_nothing():
         await b.change_members(5, {0: 1, 1: 1})
         await b.change_members(4, {0: 1, 1: 1, 2: 1})
         await b.change_members(5, {}, failure=TrainerLost("late").to_problem())
-        assert b.run.rounds.members == {0: 1, 1: 1}
+        assert b.run.schedule.members == {0: 1, 1: 1}
         assert b.run.failure is None
 
 
@@ -151,12 +151,12 @@ async def test_the_same_installation_again_changes_nothing_but_brings_newer_memb
         await b.pserver.install_run(b.install)
         assert await b.digest() == digest
         await b.pserver.install_run(b.install.model_copy(update={"number": 9, "membership": Membership({0: 1})}))
-        assert b.run.rounds.members == {0: 1}
+        assert b.run.schedule.members == {0: 1}
         other = {**b.install.plan, "buffers": [["mean", [2], "F32", 0]]}
         with pytest.raises(Conflict):
             await b.pserver.install_run(b.install.model_copy(update={"plan": other}))
         await b.change_members(9, {0: 1, 1: 1})  # the number came with the installation
-        assert b.run.rounds.members == {0: 1}
+        assert b.run.schedule.members == {0: 1}
 
 
 async def test_an_initial_upload_that_is_cancelled_at_its_end_can_be_repeated():
@@ -177,11 +177,11 @@ async def test_the_request_that_completed_the_barrier_may_go_away():
         get = asyncio.create_task(b.get(0, 1, with_barrier=True))
         release = await keep_busy(b)
         await asyncio.sleep(0.01)
-        assert b.run.rounds.applying
+        assert b.run.schedule.applying
         get.cancel()
-        await release()
         await asyncio.gather(get, return_exceptions=True)
-        assert decode(await b.get(0, 1))[1]["round"] == "1"
+        await release()
+        assert decode(await b.get(0, 1, wait_seconds=5))[1]["round"] == "1"
 
 
 async def test_an_apply_that_fails_ends_every_wait():
@@ -196,4 +196,4 @@ async def test_an_apply_that_fails_ends_every_wait():
             await asyncio.wait_for(get, 2)
         with raises_code("apply_failed"):
             await b.push(0, 2)
-        assert not b.run.is_idle  # no checkpoint is made of it
+        assert not b.run.executor.is_idle  # no checkpoint is made of it
