@@ -47,7 +47,6 @@ def new_shard(seed: int = 0) -> Shard:
 
 
 def published(shard: Shard, name: str) -> Tensor:
-    assert shard.published is not None
     place = shard.layout.place[name]
     return shard.published.values[place.begin : place.end]
 

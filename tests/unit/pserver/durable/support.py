@@ -10,12 +10,14 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.membership import InstallRun
+from ps_protocol.messages import ShardFile
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.vocabulary import Durability, ParameterSpec
 from services.pserver.durable.storage import Restored, RunStorage
 from services.pserver.durable.update_log import Update, list_segments
 from services.pserver.history import History
 from services.pserver.shard import Shard
+from services.runtime.checkpoints import Manifest, write_manifest
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
 from ..oracle import make_numbers, make_options, make_spec
@@ -98,12 +100,28 @@ def train(
 ) -> tuple[RunStorage, Shard]:
     """Train the first of two shards, with a checkpoint of its initial values and checkpoints after these rounds."""
     storage, shard = open_storage(folder, TWO_SHARDS, durability), new_shard(TWO_SHARDS)
-    storage.snapshot(shard, History())()
-    for round_ in range(1, rounds + 1):
-        step(shard, round_, storage)
-        if round_ in checkpoints:
-            storage.snapshot(shard, History({round_: (0,)}))()
+    play(storage, shard, rounds, (0, *checkpoints))
     return storage, shard
+
+
+def play(storage: RunStorage, shard: Shard, rounds: int, checkpoints: tuple[int, ...]) -> list[ShardFile]:
+    """Play these rounds from the first on; return the files of the checkpoints."""
+    files = []
+    for round_ in range(rounds + 1):
+        if round_:
+            step(shard, round_, storage)
+        if round_ in checkpoints:
+            files.append(storage.snapshot(shard, History({round_: (0,)} if round_ else {}))())
+    return files
+
+
+def complete_checkpoint(place: CheckpointStorage, plan: SlicePlan, *shards: ShardFile) -> None:
+    """Write the manifest of these shards, as the coordinator does."""
+    manifest = Manifest(
+        run="run1", attempt=0, round=shards[0].round, consistency=Consistency(), plan=plan.to_json(), shards=shards,
+        created="2026-11-21T10:00:00+00:00",
+    )  # fmt: skip
+    write_manifest(place, manifest)
 
 
 def train_alone(folder: Path) -> tuple[RunStorage, Shard]:

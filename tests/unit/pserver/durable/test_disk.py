@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StorageFailed
 from services.pserver.durable.disk import IDENTITY, Disk, FolderTaken, StateFolder, open_folder
-from services.pserver.history import History
-from services.runtime.checkpoints import MANIFEST, Manifest, round_folder, write_manifest
+from services.runtime.checkpoints import MANIFEST, round_folder
 from services.runtime.storage import DamagedFile, open_checkpoint_storage
 
 from ...earlier_files import rewrite_sealed
-from .support import cut, digest_after, flip, install_for, new_shard, plan_for, refuse, step
+from .support import complete_checkpoint, cut, digest_after, flip, install_for, new_shard, plan_for, play, refuse
 
 PLAN = plan_for(1)
 
@@ -28,17 +26,8 @@ def train(folder: Path, rounds: int, checkpoints: tuple[int, ...], url: str = ""
     disk.open(0)
     disk.write_incarnation(0, 1)
     storage, _ = disk.open_run(install_for(PLAN))
-    shard = new_shard(PLAN)
-    for round_ in range(rounds + 1):
-        if round_ > 0:
-            step(shard, round_, storage)
-        if round_ in checkpoints:
-            file = storage.snapshot(shard, History({round_: (0,)} if round_ else {}))()
-            manifest = Manifest(
-                run="run1", attempt=0, round=round_, consistency=Consistency(), plan=PLAN.to_json(), shards=(file,),
-                created="2026-11-21T10:00:00+00:00",
-            )  # fmt: skip
-            write_manifest(place, manifest)
+    for file in play(storage, new_shard(PLAN), rounds, checkpoints):
+        complete_checkpoint(place, PLAN, file)
     storage.close()
     disk.folder.close()
 

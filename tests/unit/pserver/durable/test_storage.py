@@ -36,7 +36,7 @@ from .support import (
     train_alone,
 )
 
-SHARD_FILE = "pserver-0-of-2.safetensors"
+SHARD_FILE, DESCRIPTION = "pserver-0-of-2.safetensors", "pserver-0-of-2.json"
 
 
 def checkpoint(folder: Path, round_: int, name: str = SHARD_FILE) -> Path:
@@ -79,61 +79,25 @@ def test_damage_in_the_log_costs_only_the_rounds_of_its_segment(tmp_path):
     assert reopen(tmp_path).find_restorable() == [(8, 8), (0, 5)]
 
 
-def nothing(folder: Path) -> None:
-    pass
-
-
-def tear_the_tail(folder: Path) -> None:
-    cut(segment(folder, 8))
-
-
-def damage_a_record(folder: Path) -> None:
-    flip(segment(folder, 8), 0.1)
-
-
-def damage_the_last_record_before_an_empty_file(folder: Path) -> None:
+def empty_the_newest_segment(folder: Path) -> None:
     newest = segment(folder, 8)
     flip(newest, 0.99)
     newest.with_name(newest.name.replace(f"{8:012}", f"{12:012}")).write_bytes(b"")
 
 
-def delete_the_log(folder: Path) -> None:
-    shutil.rmtree(folder / "log-0")
-
-
-def damage_a_checkpoint(folder: Path) -> None:
-    flip(checkpoint(folder, 8))
-
-
-def cut_a_checkpoint(folder: Path) -> None:
-    cut(checkpoint(folder, 8))
-
-
-def delete_a_checkpoint(folder: Path) -> None:
-    checkpoint(folder, 8).unlink()
-
-
-def damage_its_description(folder: Path) -> None:
-    flip(checkpoint(folder, 8, "pserver-0-of-2.json"))
-
-
-def delete_its_description(folder: Path) -> None:
-    checkpoint(folder, 8, "pserver-0-of-2.json").unlink()
-
-
 @pytest.mark.parametrize(
     ("accident", "round_", "is_short"),
     [
-        (nothing, 12, False),
-        (tear_the_tail, 11, False),  # it was not acknowledged
-        (damage_a_record, 8, True),
-        (damage_the_last_record_before_an_empty_file, 11, True),
-        (delete_the_log, 8, True),
-        (damage_a_checkpoint, 12, False),
-        (cut_a_checkpoint, 12, False),
-        (delete_a_checkpoint, 12, False),
-        (damage_its_description, 12, False),
-        (delete_its_description, 12, False),
+        pytest.param(lambda folder: None, 12, False, id="none"),
+        pytest.param(lambda folder: cut(segment(folder, 8)), 11, False, id="torn tail"),  # it was not acknowledged
+        pytest.param(lambda folder: flip(segment(folder, 8), 0.1), 8, True, id="damaged record"),
+        pytest.param(empty_the_newest_segment, 11, True, id="damaged last record before an empty file"),
+        pytest.param(lambda folder: shutil.rmtree(folder / "log-0"), 8, True, id="no log"),
+        pytest.param(lambda folder: flip(checkpoint(folder, 8)), 12, False, id="damaged checkpoint"),
+        pytest.param(lambda folder: cut(checkpoint(folder, 8)), 12, False, id="short checkpoint"),
+        pytest.param(lambda folder: checkpoint(folder, 8).unlink(), 12, False, id="no checkpoint"),
+        pytest.param(lambda folder: flip(checkpoint(folder, 8, DESCRIPTION)), 12, False, id="damaged description"),
+        pytest.param(lambda folder: checkpoint(folder, 8, DESCRIPTION).unlink(), 12, False, id="no description"),
     ],
 )
 def test_the_newest_restorable_round_is_restored_and_known_to_be_short(tmp_path, accident, round_, is_short):
