@@ -12,6 +12,7 @@ import pytest
 from pydantic_settings import BaseSettings
 
 from ps_config.environment import KNOWN_VARIABLES, PREFIX, SETTINGS_FILE_VARIABLE
+from ps_protocol.errors import ERRORS
 
 from .markdown import (
     DOCUMENTS,
@@ -32,6 +33,8 @@ from .reference import GENERATED, SETTINGS
 from .test_commands import PROGRAMS
 
 examples(section(read("cli.md"), "Reference"), "console")  # typer writes that section
+for language in ("sh", "text"):  # commands for a cluster in trouble, and what they print
+    examples(read("troubleshooting.md"), language)
 for path in sorted(Path(__file__).parent.glob("test_*.py")):
     if path.stem != "test_pages":
         importlib.import_module(f"{__package__}.{path.stem}")  # that takes its examples
@@ -78,6 +81,10 @@ def test_each_dependency_is_listed_with_its_use() -> None:
     packages = [re.split(r"[<>=]", dependency)[0] for dependency in project["dependencies"]]
     documented = [codes(row["package"])[0] for row in tables((ROOT / "CONTRIBUTING.md").read_text())[1]]
     assert sorted(documented) == sorted([*packages, *project["optional-dependencies"]])
+
+
+def test_each_error_code_is_in_the_guide_to_troubleshooting() -> None:
+    assert set(ERRORS) <= set(codes(without_code(read("troubleshooting.md"))))
 
 
 def test_each_alert_is_described() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradpost.output import CommandError
-from gradpost.up import state_folder
-from gradpost.up.command import make_environment, resolve_command
+from gradpost.up import make_environment, resolve_command, state_folder
 from gradpost.up.ending import STOP_GRACE_SECONDS, blame, end_by_script, end_by_signal
 from gradpost.up.state_folder import MAX_RUNS, named_root, new_folder, newest_folder, resume_folder
 from ps_config.environment import SETTINGS_FILE_VARIABLE
@@ -49,7 +48,7 @@ def test_settings_of_one_process_are_not_inherited() -> None:
 
 
 def test_trainers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradpost.up.command._num_cores", lambda: 8)
+    monkeypatch.setattr("gradpost.up._num_cores", lambda: 8)
     assert [make_environment({}, n)["OMP_NUM_THREADS"] for n in (1, 2, 3, 8, 100)] == ["8", "4", "2", "1", "1"]
 
 
