@@ -62,7 +62,7 @@ class StoppedRun:
             restored = storage.restore(None if storage.is_async else round_)
             if restored is None:
                 raise NotRestorable(f"pserver {index} cannot restore round {round_:,}")
-            shards.append((index, restored.shard.copy_state()))
+            shards.append((index, restored.shard.state))
         return shards
 
 

@@ -13,7 +13,7 @@ import httpx
 from pydantic import ValidationError
 
 from ps_config.certificates import TlsFiles, client_context, hint_at_tls
-from ps_config.control_client import BearerAuth
+from ps_config.control_client import BearerAuth, GatewayPage, may_be_problem, raise_for_problem
 from ps_config.tokens import TokenPair
 from ps_protocol.errors import NotFound, Unreachable
 from ps_protocol.fields import Message
@@ -40,8 +40,6 @@ from ps_protocol.routes import (
     STATUS,
     SUMMARY,
 )
-
-from .answers import GatewayPage, may_be_problem, raise_for_problem
 
 M = TypeVar("M", bound=Message)
 
