@@ -19,11 +19,12 @@ from services.runtime.checkpoints import Manifest, all_checkpoints, complete_che
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import open_checkpoint_storage
 
-from .activity import ActivityLog, Curves
+from .activity import ActivityLog
 from .audit import AuditLog
 from .checkpointing import CheckpointSchedule
 from .cluster import Cluster
 from .control import RESULT_SECONDS, call_pserver, want_checkpoint
+from .curves import Curves
 from .events import Events
 from .installer import Installer
 from .manifests import Manifests

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.messages import PserverLoad
-from services.coordinator.activity import MAX_SAMPLES, WINDOW_SECONDS, ActivityLog
+from services.coordinator.activity import MAX_SAMPLES, WINDOW_SECONDS, Activity, ActivityLog
 from services.coordinator.cluster import Cluster
-from services.coordinator.inspection.activity import Activity, describe_activity
 
 from .support import LEASE, alive, beat, make_cluster, train
 
@@ -54,7 +52,7 @@ def test_samples_of_other_incarnations_runs_and_attempts_are_dropped() -> None:
     assert len(log.samples) == MAX_SAMPLES
     other_incarnation = beat(2, run="run1", round_=5, load=load())
     log.record_pserver(cluster, 0, other_incarnation, 400.0)
-    assert [heard.incarnation for heard in log.pservers[0]] == [2]
+    assert [heard.heartbeat.incarnation for heard in log.pservers[0]] == [2]
     log.record_trainer(cluster, 1, alive(2, round_=3), 400.0)
     assert list(log.trainers[1]) == [(400.0, 3)]
     log.record_pserver(cluster, 1, beat(run="another", load=load()), 401.0)
@@ -65,8 +63,7 @@ def test_samples_of_other_incarnations_runs_and_attempts_are_dropped() -> None:
 
 
 def describe(log: ActivityLog, cluster: Cluster, now: float) -> Activity:
-    coordinator: Any = SimpleNamespace(cluster=cluster, activity=log, now=lambda: now)
-    return describe_activity(coordinator, 1000.0)
+    return log.describe(cluster, now, 1000.0)
 
 
 def test_the_activity_names_participants_and_the_barrier() -> None:

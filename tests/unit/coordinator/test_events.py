@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.errors import TrainerLost
-from services.coordinator.activity import MAX_ANSWERED, MAX_CURVES, MAX_POINTS, Curves
 from services.coordinator.audit import FILE, MAX_LISTED, AuditLog
+from services.coordinator.curves import MAX_ANSWERED, MAX_CURVES, MAX_POINTS, Curves
 from services.coordinator.events import MAX_EVENTS, Events
 
 from .support import LEASE, beat, joining, leaving, make_cluster, registration, train
