@@ -26,10 +26,10 @@ from .cluster import Cluster
 from .control import RESULT_SECONDS, call_pserver, want_checkpoint
 from .curves import Curves
 from .events import Events
-from .installer import Installer
 from .manifests import Manifests
 from .model import plan_model
 from .pservers import PserverMember
+from .reconcile import Reconciler
 from .record import (
     ClusterRecord,
     RecordFile,
@@ -70,7 +70,7 @@ class Coordinator:
         self.curves = Curves()
         self.activity = ActivityLog()
         self.audit = AuditLog(settings.state_dir)
-        self._installer = Installer(self.cluster, http, self.now, self.persist)
+        self._reconciler = Reconciler(self.cluster, http, self.now, self.persist)
         self._last_summary: RunSummary | None = None
         self._summed_up: tuple[str, float | None, Round] = "", None, 0  # run, start and round of the newest summary
         self._summed_up_at = 0.0  # when its first summary was made
@@ -266,7 +266,7 @@ class Coordinator:
             self._wake.clear()
             checked_at = self._log_losses(checked_at)
             self.cluster.start_run_if_complete(self.now())
-            if not await self._carry_out():
+            if not await self._reconciler.reconcile():
                 await asyncio.sleep(RETRY_SECONDS)
                 self._wake.set()
             elif members != self.cluster.installed_members:
@@ -286,24 +286,6 @@ class Coordinator:
             if not trainer.is_here and trainer.gone_at > after:
                 log.info(trainer.why, trainer=rank)
         return self.now()
-
-    async def _carry_out(self) -> bool:
-        """Persist the newest decision and install it on the pservers. Returns whether that succeeded.
-
-        A disk that stays full fails the run, which the pservers must learn without a persisted decision.
-        """
-        run = self.cluster.run
-        try:
-            await self.persist()
-        except StorageFailed as error:
-            run.fail(error, self.now())
-        except TryAgain:
-            if not run.is_over:
-                return False
-        try:
-            return await self._installer.reconcile()
-        except (TryAgain, StorageFailed):
-            return False
 
     def _log_news(self, logged: str) -> str:
         """Log the state of the run, or what it waits for, if that differs from `logged`. Returns the text."""

@@ -28,11 +28,20 @@ from ps_protocol.messages import DeclareModel, JoinTrainer, Leave, RunState, Tra
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, Mode, PserverIndex, Rank, Round
 
-from .decision import Decision
 from .joining import check_expectations, choose_rank, end_last_call, fix_num_trainers
 from .model import check_same_model, plan_model
 from .run_settings import RunSettings
 from .trainers import EVICTED, TrainerMember, name_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The attempt of a run, the round that it began with (None: initial values of `uploader`), and its membership."""
+
+    attempt: int
+    resume: Round | None
+    uploader: Rank
+    membership: Membership
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ async def test_a_run_that_begins_during_a_reconciliation_is_left_to_the_next_one
         cluster, old = coordinator.cluster, coordinator.cluster.run.name
         for rank in (0, 1):
             cluster.leave_trainer(rank, leaving(run=old), coordinator.now())
-        reconciling = asyncio.create_task(coordinator._installer.reconcile())
+        reconciling = asyncio.create_task(coordinator._reconciler.reconcile())
         await asyncio.sleep(0)  # it has seen the old run, and has not sent anything yet
         cluster.join_trainer(joining("next", 0), coordinator.now())
         await reconciling
