@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ps_protocol.errors import (
     BadInput,
@@ -36,22 +35,10 @@ from services.runtime.checkpoints import Manifest
 from .joining import check_expectations
 from .model import check_same_tensors
 from .pservers import PserverRegistry
+from .resumption import Resumption, undo_resumption
 from .run import LostRounds, Run
 from .run_settings import RunSettings
 from .trainers import name_ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """The way back from a resumed run to the recorded one, in case processes of the recorded run still live.
-
-    They may report up to the time `until`, when their leases end. `had_trainers` is whether any of them were trainers.
-    """
-
-    was_over: bool
-    had_trainers: bool
-    until: float
-    undo: Callable[[float], None]
 
 
 class Cluster:
@@ -96,7 +83,7 @@ class Cluster:
         resumption = self.resumption
         if resumption is not None and not (is_trainer and resumption.was_over):
             self.resumption = None
-            resumption.undo(now)
+            undo_resumption(self, resumption, now)
 
     def _check_resumption(self, now: float) -> None:
         """Raise NotReady while processes from before the restart may still report, so that none loses its place."""

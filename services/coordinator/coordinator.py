@@ -12,10 +12,8 @@ import httpx
 
 from ps_protocol.errors import GradpostError, NotReady, StaleRound, StorageFailed, TryAgain
 from ps_protocol.messages import PlanReady, PserverState, RunSummary, ShardSummary
-from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import Incarnation, Rank, Round
-from services.runtime.checkpoints import Manifest, all_checkpoints, complete_checkpoints, read_manifest
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import open_checkpoint_storage
 
@@ -27,19 +25,10 @@ from .control import RESULT_SECONDS, call_pserver, want_checkpoint
 from .curves import Curves
 from .events import Events
 from .manifests import Manifests
-from .model import plan_model
 from .pservers import PserverMember
 from .reconcile import Reconciler
-from .record import (
-    ClusterRecord,
-    RecordFile,
-    RunRecord,
-    describe_cluster,
-    find_controls,
-    restore_cluster,
-    restore_incarnations,
-    resume_run,
-)
+from .record import RecordFile, describe_cluster
+from .resumption import restore_state
 from .run import Run
 from .settings import CoordinatorSettings
 
@@ -109,91 +98,11 @@ class Coordinator:
             advice = "delete it to begin a new run, or to resume from the newest checkpoint"
             raise StorageFailed(f"{error}; {advice}") from error
         try:
+            await asyncio.to_thread(restore_state, self.cluster, record, self._settings, self.place, self.now())
             if self._settings.resume:
-                await self._resume(record)
                 await self.persist()  # so that another restart resumes the same run
-            elif record is not None:
-                await self._restore_record(record)
         except (OSError, TryAgain) as error:
             raise StorageFailed(str(error)) from error
-
-    async def _restore_record(self, record: ClusterRecord) -> None:
-        restore_cluster(self.cluster, record, self.now())
-        run, begins = self.cluster.run, record.beginning
-        if begins is not None:
-            manifest = await asyncio.to_thread(read_manifest, self.place, begins.run, begins.round)
-            if manifest is None:
-                raise StorageFailed(f"there is no checkpoint of round {begins.round} of run {begins.run} any more")
-            self.cluster.beginning = manifest.model_copy(update={"controls": find_controls(record, manifest)})
-        if run.plan is not None:
-            log.info("restored the run", run=run.name, state=run.state, attempt=run.attempt)
-
-    async def _resume(self, record: ClusterRecord | None) -> None:
-        """Resume the recorded run with new processes: from the pservers' disks, or from a checkpoint.
-
-        With another slice plan the disks are of no use, and the newest checkpoint is used. A run without a plan goes on
-        gathering.
-        """
-        run = None if record is None else record.run
-        if record is not None:
-            restore_incarnations(self.cluster, record)
-        if record is not None and run is not None and run.state == "gathering" and run.plan is None:
-            restore_cluster(self.cluster, record, self.now())
-        elif record is not None and run is not None and self._has_something_to_go_on_with(run):
-            beginning = await self._find_successor(record) if run.state == "failed" else None
-            resume_run(self.cluster, record, self.now(), beginning=beginning)
-            log.info("resuming", run=run.name, attempt=run.attempt)
-            return
-        manifest = await asyncio.to_thread(self._find_beginning, record)
-        if manifest is None:
-            log.warning("no run and no checkpoint to resume; a new run begins", place=self.place.url)
-            return
-        self.cluster.beginning = manifest
-        log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
-        controls = manifest.controls
-        if controls.is_paused or controls.rates or controls.frozen:
-            log.warning(
-                "the controls of an administrator stay in effect",
-                is_paused=controls.is_paused, rates=controls.rates, frozen=controls.frozen,
-            )  # fmt: skip
-
-    async def _find_successor(self, record: ClusterRecord) -> Manifest | None:
-        """Return the checkpoint for the next run, in case processes of the failed run are still alive."""
-        with contextlib.suppress(StorageFailed):
-            return await asyncio.to_thread(self._find_beginning, record)
-        return None
-
-    def _has_something_to_go_on_with(self, run: RunRecord) -> bool:
-        """Return whether the pservers' disks hold the run, or will."""
-        return (run.has_begun or run.state == "gathering") and self._is_cut_alike(run)
-
-    def _find_beginning(self, record: ClusterRecord | None) -> Manifest | None:
-        """Return the newest checkpoint of the recorded run, or of the run that it began with.
-
-        Checkpoints of other runs count only if the recorded run has not trained: the place may be shared with other
-        experiments. Raises StorageFailed if the run has trained and has no checkpoint.
-        """
-        run = None if record is None else record.run
-        names = [] if run is None else [run.name, run.source]
-        if record is not None and record.beginning is not None:
-            names.append(record.beginning.run)
-        for name in names:
-            for manifest in () if name is None else complete_checkpoints(self.place, name):
-                if record is not None and not (run is not None and run.has_undone(manifest)):
-                    return manifest.model_copy(update={"controls": find_controls(record, manifest)})
-        if run is not None and run.has_trained:
-            text = (
-                f"run {run.name} has no checkpoint in {self.place.url} that a run with other settings could begin with"
-            )
-            raise StorageFailed(f"{text}: resume it with the pservers and settings that it had")
-        return next(iter(all_checkpoints(self.place)), None)
-
-    def _is_cut_alike(self, run: RunRecord) -> bool:
-        """Return whether the settings lead to the slice plan of a recorded run."""
-        if run.plan is None or run.declaration is None:
-            return False
-        plan = plan_model(run.declaration, self._settings, self._settings.wanted_pservers)
-        return plan.digest == SlicePlan.from_json(run.plan).digest
 
     async def persist(self) -> None:
         """Persist the cluster's state.

@@ -22,8 +22,8 @@ from services.coordinator.record import (
     describe_cluster,
     restore_cluster,
     restore_incarnations,
-    resume_run,
 )
+from services.coordinator.resumption import resume_run
 from services.runtime import storage
 from services.runtime.checkpoints import Manifest
 from services.runtime.storage import DamagedFile
