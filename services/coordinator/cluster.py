@@ -15,7 +15,7 @@ from ps_protocol.errors import (
     TrainerLost,
     error_from_problem,
 )
-from ps_protocol.membership import HeldRun, InstallMembers, InstallRun, Membership
+from ps_protocol.membership import HeldRun, Membership
 from ps_protocol.messages import (
     JoinTrainer,
     Leave,
@@ -32,30 +32,22 @@ from ps_protocol.messages import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, NonfinitePolicy, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 
-from .joining import check_expectations
 from .model import check_same_tensors
 from .pservers import PserverRegistry
 from .resumption import Resumption, undo_resumption
 from .run import LostRounds, Run
-from .run_settings import RunSettings
-from .trainers import name_ranks
+from .settings import CoordinatorSettings
+from .status import describe_notice
+from .trainers import check_expectations, join_run, name_ranks
 
 
 class Cluster:
     """The membership of the cluster. The coordinator's loop installs its decisions on the pservers."""
 
-    def __init__(
-        self,
-        num_pservers: int,
-        settings: RunSettings,
-        *,
-        lease_seconds: float,
-        exit_when_done: bool,
-        name_run: Callable[[], str],
-    ) -> None:
-        self.registry = PserverRegistry(num_pservers, lease_seconds)
-        self.lease_seconds = lease_seconds
-        self.exit_when_done = exit_when_done
+    def __init__(self, settings: CoordinatorSettings, name_run: Callable[[], str]) -> None:
+        self.registry = PserverRegistry(settings.wanted_pservers, settings.lease_seconds)
+        self.lease_seconds = settings.lease_seconds
+        self.exit_when_done = settings.exit_when_done
         self._settings = settings
         self._name_run = name_run
         self.trainer_incarnations: dict[Rank, Incarnation] = {}
@@ -147,7 +139,7 @@ class Cluster:
             self._stop_pserver(index, message)
         return PserverHeartbeatReply(
             complete=tuple(self.complete_checkpoints) if self.knows_checkpoints and not self.is_completing else None,
-            notice=self.notice(),
+            notice=describe_notice(self),
             stop=stop,
             exit_code=self.exit_code,
         )
@@ -188,10 +180,6 @@ class Cluster:
         """True if the checkpoints of this attempt have been listed; until then `complete_checkpoints` is unknown."""
         return self.checkpoints_known_for == (self.run.name, self.run.attempt)
 
-    def forget_checkpoints_after(self, round_: Round) -> None:
-        """Drop checkpoints of rounds that a rollback discards."""
-        self.complete_checkpoints[:] = [complete for complete in self.complete_checkpoints if complete <= round_]
-
     # ------------------------------------------------------------------ trainers
 
     def join_trainer(self, request: JoinTrainer, now: float) -> TrainerJoined:
@@ -218,7 +206,7 @@ class Cluster:
             self._undo_resumption(now)
         self._check_resumption(now)
         self.resumption = None  # a new process takes part
-        trainer = self.run.join(request, now)
+        trainer = join_run(self.run, request, now)
         if self.run.num_trainers is None:
             raise NotReady(f"run {self.run.name} waits for its trainers", waiting_for=self.waiting_for)
         return TrainerJoined(
@@ -254,7 +242,7 @@ class Cluster:
             resume=run.resume or 0,
             uploader=run.uploader if run.resume is None else None,
             pservers=self.pserver_infos,
-            notice=self.notice(),
+            notice=describe_notice(self),
         )
 
     def _check_ring(self, message: TrainerHeartbeat, now: float) -> None:
@@ -340,47 +328,20 @@ class Cluster:
             text = "with strategy ring there are no pservers: the script itself holds values and writes checkpoints"
             raise Conflict(text, code="no_pservers", expected="strategy ps", actual="strategy ring")
 
+    def require_training(self) -> None:
+        """Raise NotReady unless the run trains, and what `require_pservers` raises."""
+        self.require_pservers()
+        if self.run.state != "training":
+            waits = self.waiting_for
+            detail = f"no run is training; the cluster waits for {', '.join(waits)}" if waits else "no run is training"
+            raise NotReady(detail, waiting_for=waits or "a run")
+
     @property
     def rounds(self) -> list[Round]:
         """The round of each pserver; with strategy ring the newest round of the trainers."""
         if self._settings.consistency.is_ring:
             return [self.run.newest_round]
         return [member.round for member in self.registry.members.values()]
-
-    def prospects(self, now: float) -> list[tuple[str, float]]:
-        """Return each lost member that is awaited, in words, and the seconds until the run fails without it."""
-        if self.run.state != "training":
-            return []
-        limit = self._settings.rejoin_timeout_seconds
-        lost = [m for _, m in sorted(self.registry.lost.items())]
-        gone = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in lost]
-        gone += [(trainer.why, trainer.gone_at) for trainer in self.run.awaited]
-        patience = self._settings.round_timeout_seconds  # after which it counts as lost
-        gone += [
-            (f"trainer {trainer.rank} joined and has not declared its model", trainer.joined_at + patience)
-            for trainer in self.run.undeclared
-        ]
-        return [(text, max(0.0, limit - (now - since))) for text, since in gone]
-
-    def notice(self) -> str:
-        """Return the pause and the lost members in one line, which changes only when they do."""
-        texts = [text for text, _ in self.prospects(0.0)]
-        limit = self._settings.rejoin_timeout_seconds
-        lost = f"{'; '.join(texts)}: the run fails unless it comes back within {limit:g} s" if texts else ""
-        return "; ".join(filter(None, (self.pause, lost)))
-
-    def not_training_error(self) -> NotReady:
-        """Return the error for requests that need a run in training."""
-        waits = self.waiting_for
-        detail = f"no run is training; the cluster waits for {', '.join(waits)}" if waits else "no run is training"
-        return NotReady(detail, waiting_for=waits or "a run")
-
-    @property
-    def pause(self) -> str:
-        """The notice for trainers that wait while the run is paused; empty if it is not."""
-        if self.run.state != "training" or not self.run.membership.newest_controls.is_paused:
-            return ""
-        return "an administrator has paused the run; it goes on after POST /v1/controls/resume"
 
     def start_run_if_complete(self, now: float = 0.0) -> bool:
         """Make the plan once all members are present, and return whether it was made. It must then be installed."""
@@ -409,52 +370,11 @@ class Cluster:
         self.run_incarnations = {i: m.info.incarnation for i, m in self.registry.members.items()}
         return True
 
-    def installation(self, index: PserverIndex, number: int, restore: Round | None) -> InstallRun:
-        """Return the order to serve the run for pserver `index`, as part of change `number`.
-
-        `restore` is the round to restore; None: the pserver begins with initial values.
-        """
-        run = self.run
-        assert run.plan is not None
-        assert run.declaration is not None
-        settings = self._settings
-        # The coordinator detects late trainers. A pserver does so only while the coordinator is away.
-        patience = settings.round_timeout_seconds + settings.rejoin_timeout_seconds + self.lease_seconds
-        return InstallRun(
-            run=run.name,
-            attempt=run.attempt,
-            plan=run.plan.as_json,
-            incarnation=self.run_incarnations[index],
-            consistency=settings.consistency,
-            nonfinite=self._nonfinite,
-            max_grad_norm=run.declaration.max_grad_norm,
-            round_timeout_seconds=patience,
-            durability=settings.log_durability,
-            checkpoint_rounds=settings.checkpoint_interval(run.plan),
-            keep_checkpoints=settings.keep_checkpoints,
-            restore=restore,
-            began=run.began,
-            source=run.source,
-            uploader=run.uploader,
-            number=number,
-            membership=run.membership,
-        )
-
     @property
-    def _nonfinite(self) -> NonfinitePolicy:
+    def nonfinite(self) -> NonfinitePolicy:
+        """The policy for gradients with NaN or infinity: that of the trainers, or of the settings."""
         declaration = self.run.declaration
         return (declaration and declaration.nonfinite) or self._settings.nonfinite
-
-    def members_message(self, number: int) -> InstallMembers:
-        """Return the membership as decided, or the run's failure, for all pservers."""
-        run = self.run
-        return InstallMembers(
-            run=run.name,
-            attempt=run.attempt,
-            number=number,
-            membership=run.membership,
-            failure=run.failure.to_problem() if run.failure else None,
-        )
 
     def finish_change(self, number: int = 0) -> None:
         """Note that every pserver has installed a change, and that the disk says that the run has begun."""
@@ -479,7 +399,7 @@ class Cluster:
             pservers=pservers,
             uploader=run.uploader,
             start=run.membership.starts.get(rank, (run.resume or 0) + 1),
-            nonfinite=self._nonfinite,
+            nonfinite=self.nonfinite,
             rendezvous=run.declaration.rendezvous if run.declaration else None,
             max_grad_norm=run.declaration.max_grad_norm if run.declaration else None,
         )

@@ -42,13 +42,7 @@ class Coordinator:
     """One cluster on one event loop. Handlers change `cluster` synchronously and then call `changed`."""
 
     def __init__(self, settings: CoordinatorSettings, http: httpx.AsyncClient) -> None:
-        self.cluster = Cluster(
-            settings.wanted_pservers,
-            settings,
-            lease_seconds=settings.lease_seconds,
-            exit_when_done=settings.exit_when_done,
-            name_run=lambda: secrets.token_hex(6),
-        )
+        self.cluster = Cluster(settings, name_run=lambda: secrets.token_hex(6))
         self.http = http
         self._settings = settings
         self._condition = asyncio.Condition()

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from ps_protocol.errors import ERRORS, Conflict, Ended, GradpostError, NotReady, StaleRun, StorageFailed, TryAgain
 from ps_protocol.fields import Message
-from ps_protocol.membership import Freeze, FrozenRounds
+from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun
 from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint
@@ -214,7 +214,8 @@ class Reconciler:
         if gone := run.find_departed_after(back):  # trainers that left while the decision was written
             run.fail_for_lost_rounds(gone, back, applied, self._now())
         run.rollback_reason = wanted.reason
-        self._cluster.forget_checkpoints_after(back)
+        complete = self._cluster.complete_checkpoints
+        complete[:] = [checkpoint for checkpoint in complete if checkpoint <= back]
         log.warning(
             "the run is rolled back",
             reason=wanted.reason, round=back, applied=applied, attempt=run.attempt, lost=applied - back,
@@ -250,13 +251,13 @@ class Reconciler:
             return True
         message: Message
         if self._installed.get(index, ())[:3] == target[:3] or not self._cluster.serves_run:
-            route, timeout, message = MEMBERS, TIMEOUT_SECONDS, self._cluster.members_message(number)
+            route, timeout, message = MEMBERS, TIMEOUT_SECONDS, make_members_message(run, number)
         else:
             if run.state == "gathering":
                 self._cluster.run_incarnations[index] = member.info.incarnation
             restore = run.resume if run.state == "gathering" else self._restore.get(index)
             route, timeout = RUN, RESTORE_TIMEOUT_SECONDS
-            message = self._cluster.installation(index, number, restore)
+            message = make_installation(self._cluster, index, number, restore)
         try:
             await call_pserver(self._http, member, "PUT", route, message, timeout)
         except (httpx.HTTPError, ValueError) as error:
@@ -272,3 +273,45 @@ class Reconciler:
             return False
         self._installed[index] = target
         return True
+
+
+def make_installation(cluster: Cluster, index: PserverIndex, number: int, restore: Round | None) -> InstallRun:
+    """Return the order to serve the run for pserver `index`, as part of change `number`.
+
+    `restore` is the round to restore; None: the pserver begins with initial values.
+    """
+    run, settings = cluster.run, cluster.run.settings
+    assert run.plan is not None
+    assert run.declaration is not None
+    # The coordinator detects late trainers. A pserver does so only while the coordinator is away.
+    patience = settings.round_timeout_seconds + settings.rejoin_timeout_seconds + cluster.lease_seconds
+    return InstallRun(
+        run=run.name,
+        attempt=run.attempt,
+        plan=run.plan.as_json,
+        incarnation=cluster.run_incarnations[index],
+        consistency=settings.consistency,
+        nonfinite=cluster.nonfinite,
+        max_grad_norm=run.declaration.max_grad_norm,
+        round_timeout_seconds=patience,
+        durability=settings.log_durability,
+        checkpoint_rounds=settings.checkpoint_interval(run.plan),
+        keep_checkpoints=settings.keep_checkpoints,
+        restore=restore,
+        began=run.began,
+        source=run.source,
+        uploader=run.uploader,
+        number=number,
+        membership=run.membership,
+    )
+
+
+def make_members_message(run: Run, number: int) -> InstallMembers:
+    """Return the membership as decided, or the run's failure, for all pservers."""
+    return InstallMembers(
+        run=run.name,
+        attempt=run.attempt,
+        number=number,
+        membership=run.membership,
+        failure=run.failure.to_problem() if run.failure else None,
+    )

@@ -9,6 +9,7 @@ from ps_protocol.membership import FrozenRounds, HeldRun
 from ps_protocol.plan import SlicePlan
 from services.coordinator.cluster import Cluster
 from services.coordinator.pservers import PserverRegistry
+from services.coordinator.reconcile import make_installation, make_members_message
 
 from ...raising import raises_code
 from .support import LEASE, alive, beat, join_all, joining, leaving, make_cluster, model, registration, train
@@ -198,7 +199,7 @@ def test_a_trainer_must_declare_a_model_within_the_round_timeout_of_the_last_joi
 
 def test_all_pservers_and_trainers_receive_the_same_plan_and_members():
     cluster = make_training()
-    first, second = cluster.installation(0, 7, None), cluster.installation(1, 7, None)
+    first, second = make_installation(cluster, 0, 7, None), make_installation(cluster, 1, 7, None)
     assert first.plan == second.plan
     assert SlicePlan.from_json(first.plan).digest == cluster.run.plan.digest  # type: ignore[union-attr]
     assert first.membership.members == {0: 1, 1: 1}
@@ -207,7 +208,7 @@ def test_all_pservers_and_trainers_receive_the_same_plan_and_members():
     assert ready is not None
     assert ready.plan == first.plan
     cluster.run.leave(0, leaving(), 0)
-    assert cluster.installation(1, 8, None).uploader == first.uploader
+    assert make_installation(cluster, 1, 8, None).uploader == first.uploader
 
 
 def test_another_version_of_the_protocol_is_refused():
@@ -231,7 +232,7 @@ def test_a_silent_pserver_ends_the_run_and_is_named():
     assert cluster.run.failure is not None
     assert cluster.run.failure.code == "pserver_lost"
     assert str(cluster.run.failure) == "pserver 1 at http://1:1 was lost: no heartbeat for 11.0 s (lease 10 s)"
-    message = cluster.members_message(cluster.run.number)
+    message = make_members_message(cluster.run, cluster.run.number)
     assert message.failure is not None
     assert (message.failure["code"], message.number) == ("pserver_lost", cluster.run.number)
 
@@ -376,7 +377,7 @@ def test_successive_runs_on_the_same_pservers():
         assert not cluster.may_exit
         join_all(cluster, 2, suffix=run)
         assert cluster.start_run_if_complete()
-        assert cluster.installation(0, 1, None).incarnation == 1
+        assert make_installation(cluster, 0, 1, None).incarnation == 1
         cluster.finish_change()
 
 
