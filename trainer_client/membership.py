@@ -16,6 +16,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger, Processor
 
 from ps_config.certificates import hint_at_tls
+from ps_config.control_client import GatewayPage, raise_for_problem
 from ps_config.versions import installed_versions
 from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
 from ps_protocol.fields import Message
@@ -45,7 +46,6 @@ from ps_protocol.routes import (
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
-from .answers import GatewayPage, raise_for_problem
 from .metrics import LinkMeter
 from .news import News
 from .settings import TrainerSettings

@@ -9,6 +9,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
+from ps_config.control_client import may_be_problem, raise_for_problem
 from ps_http2.client import LOCAL_EXTENSION
 from ps_protocol import routes
 from ps_protocol.errors import GradpostError
@@ -18,7 +19,6 @@ from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.optimizers import HyperParameters, StepState, read_states
 from ps_protocol.vocabulary import Rank, Round
 
-from .answers import may_be_problem, raise_for_problem
 from .destinations import Deltas
 from .pserver_connection import PserverConnection
 from .pushing.buckets import Payload

@@ -86,9 +86,7 @@ class CheckpointSchedule:
         is_writing = any(coming <= member.round for member in members for coming in member.coming_checkpoints)
         if is_writing or (open_ is not None and (open_ <= round_ or self._requested is None)):
             return
-        plan = cluster.run.plan
-        assert plan is not None  # it trains
-        interval = cluster.run.settings.checkpoint_interval(plan)
+        interval = cluster.run.checkpoint_interval
         if self._requested is None and not interval:
             return
         if self._named is not None:  # it is not complete yet, or failed

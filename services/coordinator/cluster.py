@@ -15,7 +15,7 @@ from ps_protocol.errors import (
     TrainerLost,
     error_from_problem,
 )
-from ps_protocol.membership import HeldRun, Membership
+from ps_protocol.membership import Membership
 from ps_protocol.messages import (
     JoinTrainer,
     Leave,
@@ -29,7 +29,7 @@ from ps_protocol.messages import (
     TrainerHeartbeatReply,
     TrainerJoined,
 )
-from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, NonfinitePolicy, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 
 from .model import check_same_tensors
@@ -58,7 +58,7 @@ class Cluster:
         self.installed_members: dict[Rank, Incarnation] = {}  # the members that every pserver has installed
         self.beginning: Manifest | None = None  # of the next run, instead of initial values
         self.resumption: Resumption | None = None  # until processes of the run before have reported or expired
-        self._recorded_run = ""
+        self.recorded_run = ""  # the run whose summary has been taken, so that its pservers may exit
         self._incomplete_at = -math.inf  # when a pserver last did not serve the run
         self._asked_to_stop: set[PserverIndex] = set()
         self._stopped_pservers: set[PserverIndex] = set()
@@ -103,23 +103,11 @@ class Cluster:
         if run.plan is None or is_known or not self.serves_run:
             return answer
         run.number += 1  # all pservers must freeze and report their rounds
-        if not self._may_come_back(held):
-            run.fail(
-                Ended(
-                    f"pserver {answer.index} was restarted and lost its shard",
-                    code="pserver_lost",
-                    pserver=answer.index,
-                ),
-                now,
-            )
-        return answer
-
-    def _may_come_back(self, held: HeldRun | None) -> bool:
-        """Return whether a restarted pserver can restore its shard."""
-        run = self.run
-        assert run.plan is not None
         is_ours = held is not None and (held.run, held.plan) == (run.name, run.plan.digest)
-        return is_ours or bool(self._settings.checkpoint_interval(run.plan))
+        if not is_ours and not run.checkpoint_interval:
+            text = f"pserver {answer.index} was restarted and lost its shard"
+            run.fail(Ended(text, code="pserver_lost", pserver=answer.index), now)
+        return answer
 
     def pserver_heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverHeartbeatReply:
         """Renew a pserver's lease, and mark trainers as lost that its barrier has missed beyond the round time-out."""
@@ -134,7 +122,7 @@ class Cluster:
                 self.run.applied = max(self.run.applied, message.round)
             self.run.revive_stuck({rank for member in self.registry.members.values() for rank in member.missing})
             self._time_out(message.round + 1, message.missing, message.waiting_seconds, now)
-        stop = self.exit_when_done and self.run.is_deserted and self._recorded_run == self.run.name
+        stop = self.exit_when_done and self.run.is_deserted and self.recorded_run == self.run.name
         if stop:
             self._stop_pserver(index, message)
         return PserverHeartbeatReply(
@@ -370,12 +358,6 @@ class Cluster:
         self.run_incarnations = {i: m.info.incarnation for i, m in self.registry.members.items()}
         return True
 
-    @property
-    def nonfinite(self) -> NonfinitePolicy:
-        """The policy for gradients with NaN or infinity: that of the trainers, or of the settings."""
-        declaration = self.run.declaration
-        return (declaration and declaration.nonfinite) or self._settings.nonfinite
-
     def finish_change(self, number: int = 0) -> None:
         """Note that every pserver has installed a change, and that the disk says that the run has begun."""
         run = self.run
@@ -399,7 +381,7 @@ class Cluster:
             pservers=pservers,
             uploader=run.uploader,
             start=run.membership.starts.get(rank, (run.resume or 0) + 1),
-            nonfinite=self.nonfinite,
+            nonfinite=run.nonfinite,
             rendezvous=run.declaration.rendezvous if run.declaration else None,
             max_grad_norm=run.declaration.max_grad_norm if run.declaration else None,
         )
@@ -429,7 +411,7 @@ class Cluster:
                 break
             age, limit = now - lost.seen_at, self._settings.rejoin_timeout_seconds
             text = f"pserver {lost.info.index} at {lost.info.address} was lost: no heartbeat for {age:.1f} s"
-            if not self._settings.checkpoint_interval(run.plan) and not lost.is_stopping:
+            if not run.checkpoint_interval and not lost.is_stopping:
                 text = f"{text} (lease {self.lease_seconds:g} s)"
             elif age > limit:
                 text = f"{text}, and it did not come back within the rejoin time-out of {limit:g} s"
@@ -447,12 +429,7 @@ class Cluster:
     def is_saving_result(self) -> bool:
         """True if the pservers are still writing the result, which another run would end."""
         run = self.run
-        has_checkpoints = run.plan is not None and self._settings.checkpoint_interval(run.plan) > 0
-        return run.state == "finished" and has_checkpoints and self._recorded_run != run.name
-
-    def finish_recording(self) -> None:
-        """Note that the summary of the run has been taken, so that its pservers may exit."""
-        self._recorded_run = self.run.name
+        return run.state == "finished" and run.checkpoint_interval > 0 and self.recorded_run != run.name
 
     @property
     def may_exit(self) -> bool:

@@ -212,12 +212,12 @@ class Coordinator:
 
     async def _finish_run(self, run: Run) -> None:
         await self._take_summary()
-        if run.state == "finished" and run.plan is not None and run.settings.checkpoint_interval(run.plan):
+        if run.state == "finished" and run.checkpoint_interval:
             await self._save_result(run)
             await self._take_summary()  # again, in case the result lacks rounds and the run has failed
         if self.cluster.run is run:  # else the next run has begun
             self._recorded = run
-            self.cluster.finish_recording()
+            self.cluster.recorded_run = run.name
 
     # ------------------------------------------------------------------ waiting
 

@@ -26,7 +26,7 @@ from ps_protocol.errors import (
 from ps_protocol.membership import Controls, Membership
 from ps_protocol.messages import DeclareModel, Leave, RunState, TrainerHeartbeat
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import Incarnation, Mode, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import Incarnation, Mode, NonfinitePolicy, PserverIndex, Rank, Round
 
 from .model import check_same_model, plan_model
 from .settings import CoordinatorSettings
@@ -92,6 +92,16 @@ class Run:
     def mode(self) -> Mode:
         """The mode, which is fixed for the run."""
         return self.settings.consistency.mode
+
+    @property
+    def checkpoint_interval(self) -> Round:
+        """The rounds between checkpoints; 0 without checkpoints, or without a plan."""
+        return 0 if self.plan is None else self.settings.checkpoint_interval(self.plan)
+
+    @property
+    def nonfinite(self) -> NonfinitePolicy:
+        """The policy for gradients with NaN or infinity: that of the trainers, or of the settings."""
+        return (self.declaration and self.declaration.nonfinite) or self.settings.nonfinite
 
     @property
     def sizes(self) -> tuple[int, int]:

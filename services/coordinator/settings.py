@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import cached_property
-from typing import Any, Self, get_type_hints
+from typing import Any, Self
 
 from pydantic import Field, model_validator
-from pydantic.fields import FieldInfo
 
-from ps_protocol.consistency import Compensation, Consistency, ReadConsistency
+from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, declare_setting
 from ps_protocol.errors import BadModel
 from ps_protocol.placement import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.plan import DEFAULT_PLACEMENT, SlicePlan
@@ -33,15 +32,11 @@ LOG_SHARDS = 4  # between two checkpoints, by default
 MIN_LOG_BYTES = 1024 * 1024  # a checkpoint takes some milliseconds, however small the shard
 CONTRIBUTIONS = 1000  # between checkpoints in asynchronous modes, if nothing is logged
 
-_DECLARED = {field.name: field for field in fields(Consistency)}
-_HINTS = get_type_hints(Consistency, include_extras=True)
+_DEFAULTS = {field.name: field.default for field in fields(Consistency)}
 
 
 def _declared(name: str) -> Any:
-    """Return the field of a setting that `Consistency` declares."""
-    declared = FieldInfo.from_annotation(_HINTS[name])
-    least = next((bound.ge for bound in declared.metadata if hasattr(bound, "ge")), None)
-    return Field(default=_DECLARED[name].default, ge=least, description=declared.description)
+    return declare_setting(name, default=_DEFAULTS[name])
 
 
 _OF_PSERVERS = {  # settings that need pservers
@@ -150,7 +145,7 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
     @cached_property
     def consistency(self) -> Consistency:
         """The mode and its bounds. Raises BadModel for a setting that could have no effect in it."""
-        return Consistency(**{name: getattr(self, name) for name in _DECLARED})
+        return Consistency(**{name: getattr(self, name) for name in _DEFAULTS})
 
     @property
     def loss_policy(self) -> LossPolicy:

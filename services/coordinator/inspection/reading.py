@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 
+from ps_config.control_client import may_be_problem, raise_for_problem
 from ps_protocol.errors import NotReady, StaleRound, TryAgain
 from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
 from ps_protocol.messages import PserverState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import PserverIndex, Round
-from services.runtime.errors import raise_for_problem
 from services.runtime.large_replies import PART_BYTES
 
 from ..coordinator import Coordinator
@@ -201,9 +201,9 @@ async def _open_frame(
                 "GET", member.info.address + route, params=parameters, timeout=READ_SECONDS + WAIT_SECONDS
             )
         )
-        if response.is_error:
+        if may_be_problem(response):
             await response.aread()
-            raise_for_problem(response)
+        raise_for_problem(response)
         parts = response.aiter_bytes(PART_BYTES)
         begun = b""
         while len(begun) < LENGTH_BYTES or len(begun) < parse_length(begun, _LIMITS):
