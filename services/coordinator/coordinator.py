@@ -19,12 +19,11 @@ from services.runtime.storage import open_checkpoint_storage
 
 from .activity import ActivityLog
 from .audit import AuditLog
-from .checkpointing import CheckpointSchedule
+from .checkpoints import CheckpointSchedule, Manifests
 from .cluster import Cluster
 from .control import RESULT_SECONDS, call_pserver, want_checkpoint
 from .curves import Curves
 from .events import Events
-from .manifests import Manifests
 from .pservers import PserverMember
 from .reconcile import Reconciler
 from .record import RecordFile, describe_cluster
