@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,7 +20,6 @@ from services.coordinator import checkpoints as checkpoints_module
 from services.coordinator.administration import Administration
 from services.coordinator.checkpoints import CheckpointSchedule, Manifests
 from services.coordinator.cluster import Cluster
-from services.coordinator.run import Run
 from services.runtime.checkpoints import (
     MANIFEST,
     all_checkpoints,
@@ -33,7 +31,7 @@ from services.runtime.checkpoints import (
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
-from .coordinating import FakePservers, answering, eventually, leave, training
+from .coordinating import FakePservers, answering, leave, training
 from .support import beat, make_cluster, shard_file, train
 
 pytestmark = pytest.mark.asyncio
@@ -85,6 +83,10 @@ async def scheduling(rounds: Sequence[int] = (0, 0), **settings: Any) -> AsyncIt
 
 async def test_the_next_checkpoint_is_requested_when_the_one_before_is_complete():
     async with scheduling() as (cluster, writers, schedule):
+        writers.report(cluster, coming=[5])  # a restarted coordinator waits for the one that is being written
+        await schedule.advance()
+        assert writers.named == []
+        writers.report(cluster)
         for _ in range(2):
             await schedule.advance()
             assert writers.named == [5]
@@ -96,13 +98,6 @@ async def test_the_next_checkpoint_is_requested_when_the_one_before_is_complete(
         cluster.complete_checkpoints[:] = [5, 0]
         await schedule.advance()
         assert writers.named == [5, 15]
-
-
-async def test_a_restarted_coordinator_waits_for_the_checkpoint_that_is_being_written():
-    async with scheduling() as (cluster, writers, schedule):
-        writers.report(cluster, coming=[5])
-        await schedule.advance()
-        assert writers.named == []
 
 
 async def test_a_pserver_that_cannot_write_makes_all_try_a_later_round(monkeypatch):
@@ -203,64 +198,6 @@ async def test_a_paused_asynchronous_run_with_unequal_pservers_has_no_checkpoint
         with pytest.raises(TryAgain, match=r"is paused, and its pservers have taken \[93, 94\] contributions"):
             await asyncio.wait_for(Administration(coordinator).checkpoint("me"), 5)
         assert writers.named == []
-
-
-async def test_the_last_checkpoint_contains_pushes_that_are_applied_after_the_trainers_have_left(monkeypatch):
-    requested: list[int] = []
-
-    async def want(http: object, member: object, run: str, round_: int, *, is_over: bool) -> None:
-        requested.append(round_)
-        if round_ < 95:
-            raise StaleRound("later contributions than 90 have been committed", current=95)
-
-    monkeypatch.setattr("services.coordinator.coordinator.want_checkpoint", want)
-    async with training() as coordinator:
-        run = coordinator.cluster.run.name
-        assert await coordinator._write_result(run, 90) == 95
-        assert await coordinator._write_result(run, 95) is None
-        assert requested == [90, 90, 95, 95]
-
-
-async def test_a_place_that_hangs_delays_neither_a_change_of_members_nor_the_end_of_the_process(monkeypatch):
-    pservers, may_go_on = FakePservers(), threading.Event()
-    async with training(pservers, num_trainers=3, on_trainer_loss="continue", durability="none") as coordinator:
-        is_listing = threading.Event()
-
-        def hang(_: str) -> list[str]:
-            is_listing.set()
-            may_go_on.wait(20)
-            return []
-
-        coordinator.cluster.checkpoints_known_for = None
-        monkeypatch.setattr(coordinator.place, "list", hang)
-        coordinator.changed()
-        await eventually(is_listing.is_set)
-        leave(coordinator, 2, "failed")
-        await eventually(lambda: all(taken[-1].membership.members == {0: 1, 1: 1} for taken in pservers.taken.values()))
-    assert not may_go_on.is_set()
-    may_go_on.set()
-
-
-async def test_the_result_of_a_run_is_recorded_once(monkeypatch):
-    """Otherwise a coordinator that waits for the next run would never be idle."""
-    async with training(lease_seconds=0.4, durability="none", on_trainer_loss="fail") as coordinator:
-        cluster, recorded, checks = coordinator.cluster, [], []
-        keep = coordinator._finish_run
-
-        async def keep_and_note(run: Run) -> None:
-            await keep(run)
-            recorded.append(run)
-
-        monkeypatch.setattr(coordinator, "_finish_run", keep_and_note)
-        for rank in (0, 1):
-            leave(coordinator, rank)
-        await eventually(lambda: bool(recorded))
-        monkeypatch.setattr(cluster, "start_run_if_complete", checks.append)
-        for _ in range(5):
-            coordinator.changed()
-            await asyncio.sleep(0.05)
-        assert len(recorded) == 1
-        assert len(checks) < 20  # these five, and some for leases and heartbeats
 
 
 # ---------------------------------------------------------------- manifests
@@ -379,17 +316,18 @@ async def test_older_checkpoints_are_deleted_unless_a_change_is_under_way(cluste
     assert place.list("run1") == ["000000000008", "000000000012"]
 
 
-async def test_a_checkpoint_that_is_deleted_in_part_is_not_complete(cluster, place, manifests, monkeypatch):
+@pytest.mark.parametrize("deletes_manifests", [True, False])
+async def test_checkpoints_are_completed_though_a_place_refuses_to_delete(
+    cluster, place, manifests, monkeypatch, deletes_manifests
+):
+    """One that is deleted in part is not complete."""
     delete = place.delete
-    monkeypatch.setattr(place, "delete", lambda name: delete(name) if name.endswith(".json") else refuse(name))
-    await complete(manifests, cluster, 4, 8, 12)
-    assert found(place) == [12, 8]
-
-
-async def test_checkpoints_are_completed_though_a_place_refuses_to_delete(cluster, place, manifests, monkeypatch):
-    monkeypatch.setattr(place, "delete", refuse)
+    monkeypatch.setattr(
+        place, "delete", lambda name: delete(name) if deletes_manifests and name.endswith(".json") else refuse(name)
+    )
     await complete(manifests, cluster, 4, 8, 12)
     assert cluster.complete_checkpoints == [12, 8]
+    assert found(place) == ([12, 8] if deletes_manifests else [12, 8, 4])
 
 
 async def test_a_checkpoint_is_not_completed_from_shards_of_several_attempts(cluster, place, manifests):
@@ -440,25 +378,20 @@ async def test_pservers_receive_no_list_of_checkpoints_before_the_place_was_read
     assert report(cluster, 0, 4).complete == (4,)
 
 
-async def test_checkpoints_of_rounds_that_a_rollback_has_undone_are_deleted(cluster, place):
+@pytest.mark.parametrize("attempts", [[4], [4, 12]])
+async def test_checkpoints_of_rounds_that_a_rollback_has_undone_are_deleted(cluster, place, attempts):
     manifests = Manifests(cluster, place, max_complete=3)
     await complete(manifests, cluster, 4, 8, 12)
-    roll_back(cluster, 4)
-    report_all(cluster, 4, attempt=1)  # the pservers have deleted their shards of rounds 8 and 12
+    for round_ in attempts:
+        roll_back(cluster, round_)
+    newest = len(attempts)
+    report_all(cluster, 4, attempt=newest)  # the pservers have deleted their shards of rounds 8 and 12
     await manifests.update()
     assert found(place) == cluster.complete_checkpoints == [4]
-    report_all(cluster, 4, 8, attempt=1)
+    report_all(cluster, 4, 8, attempt=newest)
     await manifests.update()
-    assert [(m.attempt, m.round) for m in all_checkpoints(place)] == [(1, 8), (0, 4)]
+    assert [(m.attempt, m.round) for m in all_checkpoints(place)] == [(newest, 8), (0, 4)]
     assert cluster.complete_checkpoints == [8, 4]
-
-
-async def test_checkpoints_that_an_earlier_rollback_has_undone_are_deleted(cluster, place, manifests):
-    await complete(manifests, cluster, 4, 8)
-    roll_back(cluster, 4)
-    roll_back(cluster, 12)
-    await manifests.update()
-    assert found(place) == cluster.complete_checkpoints == [4]
 
 
 async def test_a_manifest_that_is_written_during_a_rollback_of_its_round_is_deleted(
