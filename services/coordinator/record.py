@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 FILE = "coordinator.json"
+
+RecordT = TypeVar("RecordT", bound=Message)
 
 
 class TrainerRecord(Message):
@@ -105,10 +107,8 @@ def describe_cluster(cluster: Cluster) -> ClusterRecord:
         trainer_incarnations=cluster.trainer_incarnations,
         pserver_incarnations=cluster.registry.incarnations,
         run_incarnations=cluster.run_incarnations,
-        pservers=tuple(
-            PserverRecord(info=m.info, instance=m.instance, restored=m.restored) for _, m in sorted(members.items())
-        ),
-        beginning=begins and Beginning(run=begins.run, round=begins.round, controls=begins.controls),
+        pservers=tuple(_record(PserverRecord, member) for _, member in sorted(members.items())),
+        beginning=begins and _record(Beginning, begins),
         run=_describe_run(cluster.run) if cluster.run.trainers else None,
     )
 
@@ -117,10 +117,9 @@ def _describe_run(run: Run) -> RunRecord:
     decision = run.decision
     # The lowest rank declares the rendezvous.
     declared = (t.declaration for _, t in sorted(run.trainers.items()) if t.declaration is not None)
-    return RunRecord(
-        name=run.name,
-        state=run.state,
-        num_trainers=run.num_trainers,
+    return _record(
+        RunRecord,
+        run,
         failure=run.failure.to_problem() if run.failure else None,
         plan=None if run.plan is None else run.plan.as_json,
         declaration=run.declaration or next(declared, None),
@@ -128,27 +127,18 @@ def _describe_run(run: Run) -> RunRecord:
         attempt=decision.attempt,
         resume=decision.resume,
         began={**run.began, decision.attempt: decision.resume} if decision.attempt else {},
-        source=run.source,
-        has_begun=run.has_begun,
-        has_trained=run.has_trained,
-        number=run.number,
         membership=decision.membership,
         trainers=tuple(
-            TrainerRecord(
-                rank=t.rank,
-                incarnation=t.incarnation,
-                instance=t.instance,
-                metrics_address=t.metrics_address,
-                state=t.state,
-                declared=t.declaration is not None,
-                why=t.why,
-                is_awaited=t.is_awaited,
-                is_resumed=t.is_resumed,
-                round=t.round if t.state == "done" else 0,
-            )
+            _record(TrainerRecord, t, declared=t.declaration is not None, round=t.round if t.state == "done" else 0)
             for _, t in sorted(run.trainers.items())
         ),
     )
+
+
+def _record(kind: type[RecordT], source: object, **changed: Any) -> RecordT:
+    """Return a record with the attributes of the same names, except for those in `changed`."""
+    same = {name: getattr(source, name) for name in kind.model_fields if name not in changed}
+    return kind(**same, **changed)
 
 
 def restore_incarnations(cluster: Cluster, record: ClusterRecord) -> None:
@@ -179,10 +169,10 @@ def _restore_run(run: Run, record: RunRecord, now: float) -> None:
     if record.plan is not None:
         run.plan, run.declaration, run.uploader = SlicePlan.from_json(record.plan), record.declaration, record.uploader
         run.started_at = now
-    run.attempt, run.resume, run.source, run.number = record.attempt, record.resume, record.source, record.number + 1
+    for name in ("attempt", "resume", "source", "has_begun", "has_trained", "membership"):
+        setattr(run, name, getattr(record, name))
+    run.number = record.number + 1
     run.began = dict(record.began) or ({record.attempt: record.resume} if record.attempt else {})
-    run.has_begun, run.has_trained = record.has_begun, record.has_trained
-    run.membership = record.membership
     run.ended_at = now if run.is_over else None
     for trainer in record.trainers:
         run.trainers[trainer.rank] = restore_trainer(trainer, record, now)
@@ -197,11 +187,8 @@ def restore_trainer(t: TrainerRecord, record: RunRecord, now: float) -> TrainerM
     if record.declaration is not None and t.declared:
         own = record.declaration.rendezvous if t.rank == 0 else None
         declaration = record.declaration.model_copy(update={"incarnation": t.incarnation, "rendezvous": own})
-    return TrainerMember(
-        t.rank, t.incarnation, t.instance, now, t.metrics_address, t.state,
-        declaration=declaration, joined_at=now, round=t.round, gone_at=now, why=t.why,
-        is_awaited=t.is_awaited, is_resumed=t.is_resumed,
-    )  # fmt: skip
+    same = t.model_dump(exclude={"declared"})
+    return TrainerMember(**same, seen_at=now, joined_at=now, gone_at=now, declaration=declaration)
 
 
 class RecordFile:
