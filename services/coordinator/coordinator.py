@@ -57,7 +57,6 @@ class Coordinator:
         self._summed_up: tuple[str, float | None, Round] = "", None, 0  # run, start and round of the newest summary
         self._summed_up_at = 0.0  # when its first summary was made
         self._recording: asyncio.Task[None] | None = None
-        self._recorded: Run | None = None  # the run whose summary and last checkpoint were recorded
         self.place = open_checkpoint_storage(settings.checkpoints or str(settings.state_dir / "checkpoints"))
         self._manifests = Manifests(self.cluster, self.place, settings.keep_checkpoints)
         self.schedule = CheckpointSchedule(self.cluster, http, self.now)
@@ -177,7 +176,7 @@ class Coordinator:
             await self._notify_waiters()
             logged = self._log_news(logged)
             run = self.cluster.run
-            if run.is_deserted and self._recorded is not run and self._recording is None:
+            if run.is_deserted and self.cluster.recorded_run != run.name and self._recording is None:
                 self._recording = asyncio.create_task(self._record_run(), name="record the run")
             if self.cluster.may_exit:
                 stop.set()
@@ -215,7 +214,6 @@ class Coordinator:
             await self._save_result(run)
             await self._take_summary()  # again, in case the result lacks rounds and the run has failed
         if self.cluster.run is run:  # else the next run has begun
-            self._recorded = run
             self.cluster.recorded_run = run.name
 
     # ------------------------------------------------------------------ waiting
@@ -301,7 +299,8 @@ class Coordinator:
         """Return the summary of the run. Once it is over, its result is on the disk when this returns."""
         run = self.cluster.run
         if run.is_deserted:
-            await self.wait_until(lambda: self._recorded is run or self.cluster.run is not run, RESULT_SECONDS)
+            cluster = self.cluster
+            await self.wait_until(lambda: cluster.recorded_run == run.name or cluster.run is not run, RESULT_SECONDS)
         return await self._take_summary()
 
     async def _take_summary(self) -> RunSummary:
