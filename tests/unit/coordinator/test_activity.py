@@ -1,4 +1,4 @@
-"""What readers see of a run: its activity, events and curves of results, and the audit log."""
+"""The activity, the events and the curves of a run, and the audit log."""
 
 from __future__ import annotations
 
