@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from signal import SIGKILL
 from typing import Any
 
 import httpx
@@ -135,37 +134,6 @@ def test_a_trainer_that_is_evicted_is_refused_and_may_come_again(carrier: Carrie
         assert admin.refused("POST", "/v1/trainers/0/evict") == (409, "cannot_evict")
         run.start_trainer(2)
         run.wait_for_round(run.round_of(0) + 5, 2)
-
-
-@pytest.fixture(scope="module")
-def still(carrier: Carrier) -> Iterator[FaultyRun]:
-    """A run that trains for long."""
-    with FaultyRun(100_000, **carrier, pservers=1) as run:
-        run.wait_for_round(2)
-        yield run
-        for trainer in run.cluster.trainers:
-            trainer.signal(SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "arguments", "expected"),
-    [
-        ("PUT", "/v1/controls/rate", {"json": {"rate": -1}}, (422, "invalid_message")),
-        ("PUT", "/v1/controls/rate", {"json": {"rate": 0.1, "group": 7}}, (422, "invalid_message")),
-        ("PUT", "/v1/controls/rate", {"content": b'{"rate": NaN}'}, (422, "invalid_message")),
-        ("PUT", "/v1/controls/frozen/absent", {}, (404, "not_found")),
-        ("POST", "/v1/trainers/9/evict", {}, (404, "not_found")),
-        ("POST", "/v1/rollback", {"json": {"round": 3}}, (404, "not_found")),
-    ],
-)
-def test_what_makes_no_sense_changes_nothing(
-    still: FaultyRun, method: str, path: str, arguments: Mapping[str, Any], expected: tuple[int, str]
-) -> None:
-    admin = Administrator(still)
-    before = admin.ask("GET", "/v1/controls")
-    assert admin.refused(method, path, **arguments) == expected
-    assert admin.ask("GET", "/v1/controls") == before
-    assert "done" not in {entry["outcome"] for entry in admin.send("GET", "/v1/audit").json()}
 
 
 @pytest.mark.extended

@@ -93,16 +93,14 @@ def check_parity(cluster: LocalCluster, kind: str, *, overlap: bool, **arguments
     assert min(norms) < MAX_NORM < max(norms)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "overlap"), [("momentum", False), ("AdamW", True)])
 def test_the_whole_gradient_is_clipped_as_in_one_process(cluster: LocalCluster, kind: str, overlap: bool) -> None:
     check_parity(cluster, kind, overlap=overlap, **SMALL)
 
 
 @pytest.mark.ring
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_ring_clips_the_same(ring: LocalCluster, overlap: bool) -> None:
-    check_parity(ring, "momentum", overlap=overlap, **BUCKETS)
+def test_a_ring_clips_the_same(ring: LocalCluster) -> None:
+    check_parity(ring, "momentum", overlap=True, **BUCKETS)
 
 
 @pytest.mark.ring

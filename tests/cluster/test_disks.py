@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any
 
 import httpx
@@ -19,11 +17,9 @@ from services.runtime.checkpoints import complete_checkpoints, read_shard_file
 from services.runtime.storage import open_checkpoint_storage
 from trainer_client.testing import LocalCluster
 
-from ..soaking import parametrize_sampled
 from .faulty_run import FaultyRun
 from .surroundings import SmallDisk, small_disk
 from .training import expected_result
-from .up_support import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(300)]
 
@@ -174,30 +170,6 @@ def test_a_disk_that_stays_full_ends_the_run_for_everybody(disk: SmallDisk) -> N
 
 LOG_BYTES = 64 * 1024
 KEEP = 2
-TROUBLE = """
-import os, time
-if os.environ.get("GRADPOST_PSERVER_INDEX") == "1":
-    from services.runtime.storage import LocalStorage
-    write = LocalStorage.write
-    def write_in_trouble(self, name, chunks):
-        if name.endswith(".safetensors") and "/000000000000/" not in name:
-            {trouble}
-        write(self, name, chunks)
-    LocalStorage.write = write_in_trouble
-"""
-
-
-def environ_with(trouble: str, folder: Path) -> dict[str, str]:
-    """Make pserver 1 run the statement `trouble` before it writes a shard other than the initial values."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(TROUBLE.format(trouble=trouble))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("GRADPOST_")}
-    return {**kept, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-
-
-def complete(run: FaultyRun) -> list[int]:
-    found = httpx.get(f"{run.cluster.address}/v1/checkpoints", timeout=30).json()
-    return [one["round"] for one in found]
 
 
 def shards_of(state: Path, pserver: int) -> dict[int, int]:
@@ -251,40 +223,14 @@ def measuring(state: Path) -> Iterator[DiskUse]:
         thread.join()
 
 
-@parametrize_sampled("seconds", [0.3, 0.8], [0.8])
-def test_all_pservers_make_the_same_checkpoints_at_the_pace_of_the_slowest(tmp_path: Path, seconds: float) -> None:
-    state = tmp_path / "state"
-    environ = environ_with(f"time.sleep({seconds})", tmp_path / "site")
-    with FaultyRun(100_000, environ=environ, state_dir=state, checkpoint_rounds=5) as run:
-        seen: set[int] = set()
-        while len(seen) < 6:
-            run.wait_for_round(run.round_of(0) + 2)
-            listed = complete(run)
-            seen.update(listed)
-            shards = [shards_of(state, index) for index in (0, 1)]
-            still = [round_ for round_ in listed if round_ in complete(run)]
-            assert [round_ for round_ in still if round_ not in shards[0] or round_ not in shards[1]] == []
-            assert len(listed) <= KEEP + 1
-        known = run.cluster.status().round  # by the newest heartbeats
-        assert run.make_checkpoint() >= known
-        for child in run.cluster.trainers:
-            child.signal(SIGKILL)
-
-
-TROUBLES = {"slow place": "time.sleep(2)", "full place": "raise OSError(28, 'No space left on device')"}
-
-
-@parametrize_sampled("trouble", ["none", "slow place", "full place", "no coordinator"], ["no coordinator"])
-def test_the_disk_that_a_pserver_takes_is_bounded_as_documented(tmp_path: Path, trouble: str) -> None:
-    state = tmp_path / "state"
-    environ = environ_with(TROUBLES.get(trouble, "pass"), tmp_path / "site")
+def test_the_disk_that_a_pserver_takes_is_bounded_as_documented(tmp_path: Path) -> None:
+    """The coordinator, which completes the checkpoints, is away for most of the run."""
     settings = {"max_log_bytes": LOG_BYTES, "keep_checkpoints": KEEP, "rejoin_timeout_seconds": 60}
-    with FaultyRun(300, environ=environ, state_dir=state, **settings) as run, measuring(state) as use:
+    with FaultyRun(300, state_dir=tmp_path, **settings) as run, measuring(tmp_path) as use:
         run.wait_for_round(30)
-        if trouble == "no coordinator":
-            run.kill(run.cluster.coordinator)
-            run.wait_for_round(250)
-            run.cluster.restart_coordinator()
+        run.kill(run.cluster.coordinator)
+        run.wait_for_round(250)
+        run.cluster.restart_coordinator()
         assert run.results() == [expected_result(300)] * 2
     assert use.log <= (KEEP + 2) * LOG_BYTES
     assert use.checkpoints <= 2 * (KEEP + 1) * use.largest

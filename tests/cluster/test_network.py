@@ -8,18 +8,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from signal import SIGTERM
 
-import httpx
 import pytest
 import torch
 
-from gradpost.tokens import create_tokens
-from ps_config.tokens import SCOPES
-from ps_protocol.routes import AUDIT, CONTROLS, STATUS
 from services.runtime.checkpoints import complete_checkpoints
 from services.runtime.storage import open_checkpoint_storage
 from trainer_client import RemoteOptimizer, Session
@@ -29,7 +25,7 @@ from ..docs.markdown import code_blocks, read, section
 from .faulty_run import FaultyRun
 from .surroundings import HOST, Direction, Namespace, namespace, serve_gateway
 from .trainer_processes import free_port
-from .training import expected_result, step_with
+from .training import expected_result
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 LEASE = 3
@@ -94,16 +90,15 @@ def test_the_others_go_on_without_who_stays_cut_off(apart: Namespace, direction:
         assert "trainer 1 did not reach" in run.wait_for_line("[trainer 1] ps_protocol.errors.Conflict")
 
 
-@pytest.mark.parametrize("status", [404, pytest.param(500, marks=pytest.mark.extended)])
-def test_training_goes_on_while_a_gateway_answers_for_the_coordinator(status: int) -> None:
-    with serve_gateway(status) as gateway, FaultyRun(80, environment={"GRADPOST_COORDINATOR": gateway.address}) as run:
+def test_training_goes_on_while_a_gateway_answers_for_the_coordinator() -> None:
+    with serve_gateway(404) as gateway, FaultyRun(80, environment={"GRADPOST_COORDINATOR": gateway.address}) as run:
         gateway.target = run.cluster.address
         run.wait_for_round(10)
         run.kill(run.cluster.coordinator)
         gateway.wait_for_pages(5)
         run.cluster.restart_coordinator()
         assert run.results() == [expected_result(80)] * 2
-        assert f"answered {status} without a problem document" in run.wait_for_line("did not answer a heartbeat")
+        assert "answered 404 without a problem document" in run.wait_for_line("did not answer a heartbeat")
 
 
 @pytest.mark.extended
@@ -123,42 +118,6 @@ def test_a_pserver_is_waited_for_while_a_gateway_answers_for_it() -> None:
             assert run.results() == [expected_result(80)] * 2
 
 
-# As ingress-nginx writes it: connections to the service are kept, and clients may ask for an upgrade.
-NGINX = """
-user root; worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log stderr;
-events {{ }}
-http {{
-    access_log off;
-    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
-    uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
-    map $http_upgrade $connection_upgrade {{ default upgrade; '' ''; }}
-    upstream service {{ server 127.0.0.1:{service}; keepalive 32; }}
-    server {{
-        listen 127.0.0.1:{port};
-        location / {{
-            proxy_pass http://service;
-            proxy_http_version 1.1;
-            proxy_set_header Host $http_host;
-            proxy_set_header Upgrade $http_upgrade;
-            proxy_set_header Connection $connection_upgrade;
-        }}
-    }}
-}}
-"""
-HAPROXY = """
-defaults
-    mode http
-    timeout connect 5s
-    timeout client 60s
-    timeout server 60s
-    http-reuse always
-frontend front
-    bind 127.0.0.1:{port}
-    default_backend service
-backend service
-    server one 127.0.0.1:{service}
-"""
-CONFIGURATIONS = {"nginx": NGINX, "haproxy": HAPROXY}
 ARGUMENTS = {"nginx": ["-e", "stderr", "-c"], "haproxy": ["-db", "-f"]}
 DOCUMENTED = section(read("deploy.md"), "Behind proxies")
 
@@ -170,7 +129,6 @@ AROUND = {
     "fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;\n{shown} }}",
     "haproxy": "{shown}",
 }
-ATTEMPTS = 10
 
 
 @contextmanager
@@ -197,17 +155,7 @@ def running_proxy(name: str, port: int, text: str, folder: Path) -> Iterator[str
         process.wait(10)
 
 
-def smuggle(address: str, request: bytes) -> bytes:
-    """Send the beginning of a request as the body of one that asks for an upgrade; returns the answer's first bytes."""
-    host, port = address.removeprefix("http://").split(":")
-    body = b"\r\n" * 40_000 + request  # the server reads the empty lines and the request in separate segments
-    head = f"POST /v1/trainers HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
-    with closing(socket.create_connection((host, int(port)), 10)) as sock:
-        sock.sendall(f"{head}Connection: upgrade\r\nUpgrade: x\r\n\r\n".encode() + body)
-        return sock.recv(1 << 16)
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.extended
 def test_a_pserver_is_trained_with_through_a_proxy_as_documented(name: str, tmp_path: Path) -> None:
     [shown] = code_blocks(DOCUMENTED, name)
@@ -230,35 +178,6 @@ def test_a_pserver_is_trained_with_through_a_proxy_as_documented(name: str, tmp_
             [pserver] = cluster.status().pservers
         assert pserver.address == proxy
         assert torch.equal(weight.detach(), torch.full((1_000_000,), -3.0))
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-@pytest.mark.extended
-def test_nothing_is_paused_by_a_request_that_is_smuggled_through_a_proxy(name: str, tmp_path: Path) -> None:
-    tokens, port = tmp_path / "tokens", free_port()
-    create_tokens(tokens, SCOPES, rotate=False)
-    admin = {"authorization": f"Bearer {(tokens / 'admin').read_text().strip()}"}
-    with (
-        LocalCluster(pservers=1, trainers=1, tokens_dir=tokens) as cluster,
-        running_proxy(
-            name,
-            port,
-            CONFIGURATIONS[name].format(folder=tmp_path, port=port, service=cluster.address.rpartition(":")[2]),
-            tmp_path,
-        ) as proxy,
-        httpx.Client(headers=admin, timeout=30) as http,
-        Session(coordinator=cluster.address, rank=0, world_size=1, token_file=tokens / "train") as session,
-    ):
-        weight = torch.nn.Parameter(torch.zeros(4))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-        step_with(optimizer, weight)
-        for _ in range(ATTEMPTS):
-            smuggle(proxy, b"POST /v1/controls/pause HTTP/1.1\r\nHost: localhost\r\nX-Rest: ")
-            status = http.get(proxy + STATUS)
-            assert status.status_code == 200
-            assert status.json()["state"] == "training"
-        assert http.get(cluster.address + CONTROLS).json()["is_paused"] is False
-        assert http.get(cluster.address + AUDIT).json() == []
 
 
 def find_libfaketime() -> str:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import cycle, product
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ps_protocol.vocabulary import PLACEMENTS
@@ -21,26 +17,20 @@ from trainer_client.testing import LocalCluster
 from ..soaking import parametrize_sampled
 from .conftest import Carrier, StartCluster
 from .training import (
-    LR,
     OPTIMIZERS,
-    STEPS,
     Parameters,
     assert_identical,
     run_all,
-    run_trainers,
-    seeded,
     train_locally,
     train_remotely,
     values,
 )
-from .up_support import ROOT
 
 pytestmark = pytest.mark.cluster
 CUTS = (1, 100, 8192)  # min_block_size, in elements
-MOST_IN_LR = 0.05  # difference to a step on the joined batch, in learning rates
 
 
-@pytest.fixture(scope="module", params=[(1, 1), pytest.param((2, 2), marks=pytest.mark.soak), (3, 1)], ids=str)
+@pytest.fixture(scope="module", params=[(1, 1), (3, 1)], ids=str)
 def cluster(request: pytest.FixtureRequest, carrier: Carrier) -> Iterator[LocalCluster]:
     """Pservers and their torch threads; serves all runs of the matrix, one after another."""
     pservers, threads = request.param
@@ -63,112 +53,6 @@ def test_cuts_and_placement_change_no_bit(cluster: LocalCluster, cut: int, place
     train = partial(train_remotely, "Adam")
     for actual in run_all(cluster, train, min_block_size=cut, placement=placement):
         assert_identical(actual, expected)
-
-
-def test_whole_parameters(cluster: LocalCluster) -> None:
-    actual = run_all(cluster, partial(train_remotely, "SGD-momentum"), slice_parameters=False)
-    assert_identical(actual[0], train_locally("SGD-momentum"))
-
-
-def test_arrival_order_changes_no_bit(cluster: LocalCluster) -> None:
-    def train_in_order(first: int) -> list[dict[str, Tensor]]:
-        """One trainer's push always comes when the other's has been staged everywhere."""
-        pushed = [threading.Event() for _ in range(STEPS)]
-        second = 1 - first
-
-        def work(session: Session, rank: int) -> dict[str, Tensor]:
-            def before_step(step: int, parameters: Parameters) -> None:
-                if rank == second:
-                    pushed[step].wait(timeout=30)
-
-            if rank == first:
-                # The first one's step() blocks until the second has pushed, so the pull tells when it may.
-                pull = session.client.pull
-
-                async def pull_and_tell(round_: int, *args: object, **kwargs: object) -> None:
-                    if round_:
-                        pushed[round_ - 1].set()
-                    await pull(round_, *args, **kwargs)
-
-                session.client.pull = pull_and_tell
-            return train_remotely("AdamW", session, contributor=rank, before_step=before_step)
-
-        return run_trainers(cluster.address, [partial(work, rank=0), partial(work, rank=1)], min_block_size=100)
-
-    one, other = train_in_order(0), train_in_order(1)
-    assert_identical(one[0], one[1])
-    assert_identical(one[0], other[0])
-
-
-def make_net() -> nn.Sequential:
-    return seeded(nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5)))
-
-
-def joined_batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(48, 20, generator=generator), torch.randint(0, 5, (48,), generator=generator)
-
-
-def train_on_part(optimizer: torch.optim.Optimizer, net: nn.Module, rank: int, world_size: int) -> dict[str, Tensor]:
-    for step in range(STEPS):
-        inputs, labels = joined_batch(step)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(inputs[rank::world_size]), labels[rank::world_size]).backward()
-        optimizer.step()
-    return values(net)
-
-
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.soak), 3], ids=lambda n: f"{n} trainers")
-def joined_cluster(request: pytest.FixtureRequest, carrier: Carrier) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=request.param, **carrier) as cluster:
-        yield cluster
-
-
-@parametrize_sampled("name", OPTIMIZERS, ["AdamW"])
-def test_averaged_parts_give_the_joined_batch(
-    joined_cluster: LocalCluster, name: str, record_property: Callable[[str, object], None]
-) -> None:
-    cls, options = OPTIMIZERS[name]
-    net = make_net()
-    expected = train_on_part(cls(net.named_parameters(), lr=LR, **options), net, 0, 1)
-
-    def work(session: Session) -> dict[str, Tensor]:
-        net = make_net()
-        optimizer = RemoteOptimizer(cls(net.named_parameters(), lr=LR, **options), session=session)
-        return train_on_part(optimizer, net, session.rank, session.world_size)
-
-    results = run_all(joined_cluster, work, min_block_size=50)
-    worst = max((results[0][key] - value).abs().max().item() for key, value in expected.items()) / LR
-    record_property("max_difference_in_lr", worst)
-    print(f"{name}, {joined_cluster.num_trainers} trainers: at most {worst:.1e}·lr from the joined batch")
-    assert worst <= MOST_IN_LR
-    for other in results[1:]:
-        assert_identical(other, results[0])
-
-
-FRESH_TRAINER = """
-import sys, torch
-from safetensors.torch import save_file
-from tests.cluster.training import train_remotely
-from trainer_client import connect
-torch.set_num_threads(1)
-session = connect()
-save_file(train_remotely(sys.argv[1], session), f"{sys.argv[2]}/{session.rank}.safetensors")
-"""
-
-
-@pytest.mark.extended
-@parametrize_sampled("name", ["SGD-nesterov", "AdamW", "RMSprop", "NAdam"], ["NAdam"])  # each starts a cluster
-def test_fresh_processes_give_the_bits_of_one_process(name: str, carrier: Carrier, tmp_path: Path) -> None:
-    settings = {**carrier, "exit_when_done": True, "lease_seconds": 2, "min_block_size": 64}
-    with LocalCluster(pservers=2, trainers=2, **settings) as cluster:
-        command = [sys.executable, "-W", "error", "-c", FRESH_TRAINER, name, str(tmp_path)]
-        codes = cluster.run_trainers(command, env={"PYTHONPATH": str(ROOT)})
-        assert codes == [0, 0], "\n".join(cluster.output)
-        assert [child.wait(20) for child in (*cluster.pservers, cluster.coordinator)] == [0, 0, 0]
-    expected = train_locally(name)
-    for rank in range(2):
-        assert_identical(load_file(tmp_path / f"{rank}.safetensors"), expected)
 
 
 LARGE, FEW = 200_000, 1000

@@ -182,26 +182,6 @@ def test_what_every_rank_loads_back_changes_nothing(cluster: LocalCluster) -> No
     assert_identical(found[1][0], found[1][1])
 
 
-def test_an_empty_state_is_that_of_an_optimizer_that_never_stepped(other_cluster: LocalCluster) -> None:
-    def train(session: Session) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        parameters, oracle_parameters = make_parameters(), make_parameters()
-        optimizer = RemoteOptimizer(make_optimizer("Adam", parameters, local=False), session=session)
-        fresh = optimizer.state_dict()
-        take_steps(optimizer, parameters, range(BEFORE), set_gradients)
-        with torch.no_grad():
-            for name, parameter in oracle_parameters.items():
-                parameter.copy_(parameters[name])
-        optimizer.load_state_dict(fresh)
-        assert optimizer.state_dict()["state"] == {}
-        oracle = make_optimizer("Adam", oracle_parameters, local=True)
-        take_steps(optimizer, parameters, range(AFTER), set_gradients)
-        take_steps(oracle, oracle_parameters, range(AFTER), set_gradients)
-        return values(parameters), values(oracle_parameters)
-
-    [(actual, expected)] = run_all(other_cluster, train, **SMALL)
-    assert_identical(actual, expected)
-
-
 def _set(state: dict[str, Any], slot: str, value: object) -> None:
     state["state"][0][slot] = value
 

@@ -33,7 +33,6 @@ from .training import (
     train_remotely,
     wrap_weight,
 )
-from .up_support import wait_until
 
 pytestmark = pytest.mark.cluster
 SPECS = [ParameterSpec("w", (4, 3)), ParameterSpec("b", (5,)), ParameterSpec("s", ())]
@@ -212,26 +211,6 @@ def test_a_non_finite_gradient_names_the_block_and_ends_the_run(cluster: LocalCl
             "level": "error", "role": "pserver", "pserver": index, "trainer": [1], "round": 1, "code": "trainer_lost",
         } in told  # fmt: skip
     assert all(len(line["run"]) == 12 for line in lines)
-
-
-def test_other_numbers_of_batches_and_a_late_start_break_nothing(own_cluster: StartCluster) -> None:
-    """Trainer 2 comes when the others wait for it; each round averages the trainers that have batches left."""
-    cluster, num_batches = own_cluster(trainers=3, on_trainer_loss="fail"), [3, 5, 9]
-
-    def train(rank: int) -> float:
-        with Session(coordinator=cluster.address, rank=rank, world_size=3) as session:
-            weight, optimizer = wrap_weight(session, 10)
-            for _ in range(num_batches[rank]):
-                step_with(optimizer, weight, value=2.0**rank)
-            return weight[0].item()
-
-    with ThreadPoolExecutor(3) as pool:
-        early = [pool.submit(train, rank) for rank in range(2)]
-        assert wait_until(lambda: cluster.status().waiting_for == ("trainer 2",), seconds=60)
-        ended = [future.result(60) for future in (*early, pool.submit(train, 2))]
-    together, pair, alone = 7 / 3, 6 / 2, 4.0
-    assert ended == pytest.approx([-3 * together, -(3 * together + 2 * pair), -(3 * together + 2 * pair + 4 * alone)])
-    assert cluster.summary().state == "finished"
 
 
 @pytest.mark.extended
