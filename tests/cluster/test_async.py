@@ -10,24 +10,22 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any
 
 import httpx
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.pushing.buckets import Bucket
-from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
 from ..soaking import parametrize_sampled
 from .conftest import Carrier, StartCluster
-from .faulty_run import FaultyRun, wait_for_state
+from .faulty_run import FaultyRun
 from .training import NUMBERS, SGD, run_all, run_trainers, step_with, wrap_weight
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -281,36 +279,6 @@ def test_a_pserver_without_a_log_goes_on_from_its_checkpoint_and_logs_the_loss(t
         assert "[pserver 1]" in lost
         assert all("/" in result for result in results)  # pserver 0 has all of them
         assert run.cluster.pserver_state(0).round == 2 * ROUNDS
-
-
-@pytest.mark.asyncio
-@pytest.mark.extended
-async def test_no_trainer_is_blamed_for_a_pserver_that_is_away_longer_than_the_round_time_out() -> None:
-    """Trainer 1 cannot get step 1 from pserver 1, so at pserver 0 trainer 0 waits in vain for step 2 of trainer 1."""
-    specs = [ParameterSpec(name, (10,)) for name in "ab"]
-    gradient = {spec.name: torch.ones(spec.shape) for spec in specs}
-    rules = {"mode": "ssp", "max_staleness": 0, "durability": "log", "on_trainer_loss": "fail"}
-    with LocalCluster(pservers=2, trainers=2, lease_seconds=2, round_timeout_seconds=3, **rules) as cluster:
-
-        async def begin(client: ParameterClient, rank: int) -> None:
-            await join_run(client, specs)
-            await client.send(1, gradient, NUMBERS)
-
-        async def go_on(client: ParameterClient) -> dict[str, Tensor]:
-            await client.get(1)
-            await client.send(2, gradient, NUMBERS)
-            return await client.get(2)
-
-        async with ParameterClient(cluster.address, rank=0) as first, ParameterClient(cluster.address, rank=1) as other:
-            await asyncio.gather(begin(first, 0), begin(other, 1))
-            ahead = asyncio.create_task(go_on(first))
-            await asyncio.to_thread(wait_for_state, cluster, lambda state: state.missing == (1,))
-            cluster.pservers[1].signal(SIGKILL)
-            behind = asyncio.create_task(go_on(other))
-            await asyncio.to_thread(wait_for_state, cluster, lambda state: state.waiting_seconds > 5)
-            cluster.start_pserver(1)
-            for values in await asyncio.gather(ahead, behind):
-                assert all(torch.equal(values[spec.name], torch.full((10,), -4.0)) for spec in specs)
 
 
 @pytest.mark.extended

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from gradpost.up.state_folder import holds_a_run
 from services.runtime.checkpoints import complete_checkpoints, read_shard_file
 from services.runtime.storage import open_checkpoint_storage
-from trainer_client.testing import LocalCluster
 
 from .faulty_run import FaultyRun
 from .surroundings import SmallDisk, small_disk
@@ -35,67 +33,6 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def test_a_pserver_does_not_believe_a_damaged_identity(tmp_path: Path) -> None:
-    with FaultyRun(80, state_dir=tmp_path, checkpoint_rounds=5) as run:
-        run.wait_for_round(12)
-        run.kill(run.cluster.pservers[1])
-        identity = tmp_path / "pserver-1" / "identity.json"
-        flip(identity)
-        assert run.cluster.start_pserver(1).wait(30) == 1
-        line = run.wait_for_line("identity.json is damaged")
-        assert "delete it, and the run goes back to the newest checkpoint" in line
-        identity.unlink()
-        run.cluster.start_pserver(1)
-        assert "the run is rolled back" in run.wait_for_line("the run is rolled back")
-        assert run.results() == [expected_result(80)] * 2
-        assert not [line for line in run.lines if "Traceback" in line]
-
-
-def start_refused(folder: Path) -> str:
-    """Start services that refuse the state in this folder; return their output."""
-    cluster = LocalCluster(state_dir=folder, resume=True)
-    with pytest.raises(RuntimeError, match="the coordinator did not start"):
-        cluster.start()
-    return "\n".join(cluster.output)
-
-
-def test_a_coordinator_does_not_believe_a_damaged_state(tmp_path: Path) -> None:
-    with train(tmp_path) as run:
-        run.results()
-        run.cluster.summary()  # answered when the last checkpoint is written
-    [state] = tmp_path.glob("**/coordinator.json")
-    flip(state)
-    output = start_refused(tmp_path)
-    assert "coordinator.json is damaged" in output
-    assert "delete it" in output
-    assert "Traceback" not in output
-    state.unlink()
-    with train(tmp_path, 120, resume=True) as run:
-        assert run.results() == [expected_result(120)] * 2
-        run.wait_for_line("begin 60", 2)
-
-
-def test_an_administrator_does_not_take_a_run_back_to_a_damaged_checkpoint(tmp_path: Path) -> None:
-    """There is no log, so nothing else leads to that round: nothing is undone for it."""
-    with FaultyRun(100, state_dir=tmp_path, durability="none") as run:
-        run.wait_for_round(5)
-        rounds = []
-        for _ in range(2):
-            rounds.append(httpx.post(f"{run.cluster.address}/v1/checkpoints", timeout=60).json()["round"])
-            run.wait_for_round(rounds[-1] + 3)
-        [shard] = tmp_path.glob(f"checkpoints/*/{rounds[1]:012}/pserver-1-of-2.safetensors")
-        flip(shard)
-        damaged, whole = (
-            httpx.post(f"{run.cluster.address}/v1/rollback", json={"round": round_}, timeout=60)
-            for round_ in (rounds[1], rounds[0])
-        )
-        assert (damaged.status_code, damaged.json()["code"]) == (409, "conflict")
-        assert f"not every pserver can restore round {rounds[1]}" in damaged.json()["detail"]
-        assert f"{shard.name} in " in run.wait_for_line("a checkpoint is damaged")
-        assert (whole.status_code, whole.json()["attempt"], whole.json()["round"]) == (200, 1, rounds[0] + 1)
-        assert run.results() == [expected_result(100)] * 2
 
 
 def test_others_do_not_go_on_from_a_damaged_checkpoint(tmp_path: Path) -> None:

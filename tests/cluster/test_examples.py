@@ -40,13 +40,9 @@ def disk_use(folder: Path) -> int:
     ("flags", "local_steps", "rounds"),
     [
         ("--mode sync", 0, STEPS),
-        pytest.param("--mode async", 0, 2 * STEPS, marks=pytest.mark.soak),
-        pytest.param("--mode ssp --max-staleness 2", 0, 2 * STEPS, marks=pytest.mark.soak),
         pytest.param("--mode async --no-wait-for-apply --read-consistency shard", 0, 2 * STEPS, marks=pytest.mark.soak),
         pytest.param("--mode sync --push-type int8 --pull-type int8", 0, STEPS, marks=pytest.mark.soak),
-        pytest.param("--mode sync --max-delay 1", 0, STEPS, marks=pytest.mark.soak),
-        pytest.param("--mode sync", 4, STEPS // 4, marks=pytest.mark.soak),
-        pytest.param("--mode ssp", 4, 2 * STEPS // 4, marks=pytest.mark.soak),
+        pytest.param("--mode ssp --max-staleness 2", 4, 2 * STEPS // 4, marks=pytest.mark.soak),
     ],
 )
 def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: int, rounds: int) -> None:
@@ -85,11 +81,6 @@ def test_examples_use_public_names_only(script: Path) -> None:
     }
     assert used
     assert used <= set(gradpost.__all__)
-
-
-def test_three_lines_differ_from_training_in_one_process() -> None:
-    marked = [line for line in DIGITS.read_text().splitlines() if "# (" in line]
-    assert [line[line.index("# (") + 3] for line in marked] == ["1", "2", "3"]
 
 
 PROCESS = Path(__file__).with_name("example_process.py")

@@ -70,20 +70,6 @@ def test_processes_may_die_whatever_the_trainers_use(
         assert run.results() == [expected_result(100)] * 2
 
 
-@pytest.mark.extended
-@pytest.mark.overlap
-def test_the_run_may_go_back_in_the_middle_of_a_pass(carrier: Carrier) -> None:
-    """The gradient of a pass in which the run goes back is in no round."""
-    with FaultyRun(400, **carrier, environment=EARLY) as run:
-        for number, round_ in enumerate((15, 40, 65), start=1):
-            run.wait_for_round(round_)
-            made = run.make_checkpoint()
-            run.wait_for_round(made + 10)
-            run.roll_back(made)
-            run.wait_for_line("steps of this trainer are lost", number, of="trainer 0")
-        assert run.results() == [expected_result(400)] * 2
-
-
 RANDOM = """
 import random, sys, time
 import numpy as np, torch
@@ -118,30 +104,19 @@ def test_a_scripts_random_numbers_do_not_depend_on_repeated_requests(tmp_path: P
 
 
 @pytest.mark.extended
-def test_the_others_go_on_within_a_lease() -> None:
-    with FaultyRun(60, trainers=3, lease_seconds=LEASE, on_trainer_loss="continue") as run:
+def test_the_others_go_on_within_a_lease_and_a_trainer_that_comes_back_joins() -> None:
+    with FaultyRun(300, lease_seconds=LEASE, on_trainer_loss="continue") as run:
         run.wait_for_round(10)
         begun = time.monotonic()
-        run.kill(run.cluster.trainers[2])
-        run.wait_for_round(run.round_of(0) + 3)
-        assert time.monotonic() - begun < LEASE + 2  # the coordinator's tick, a freeze and an install
-        assert '"trainers": [0, 1]' in run.wait_for_line("members installed", 2)
-        assert "no heartbeat for" in run.wait_for_line("trainer 2 was lost")
-        assert [child.wait(60) for child in run.cluster.trainers[:2]] == [0, 0]
-        assert len({line.split("result ")[1] for line in run.lines if "] result " in line}) == 1
-
-
-@pytest.mark.extended
-def test_who_comes_back_joins() -> None:
-    with FaultyRun(300, trainers=2, on_trainer_loss="continue") as run:
-        run.wait_for_round(10)
         run.kill(run.cluster.trainers[1])
         run.wait_for_round(run.round_of(0) + 3)
+        assert time.monotonic() - begun < LEASE + 2  # the coordinator's tick, a freeze and an install
+        assert '"trainers": [0]' in run.wait_for_line("members installed", 2)
+        assert "no heartbeat for" in run.wait_for_line("trainer 1 was lost")
         run.start_trainer(1)
         run.wait_for_line("[trainer 1] begin", 2)
         run.wait_for_round(run.round_of(0) + 20, rank=1)
-        assert [child.wait(120) for child in run.cluster.trainers] == [0, 0]
-        assert len({line.split("result ")[1] for line in run.lines if "] result " in line}) == 1
+        assert len(set(run.results(120))) == 1
 
 
 @pytest.mark.extended
@@ -288,19 +263,6 @@ def test_under_reject_the_trainer_fails_and_may_come_back(carrier: Carrier) -> N
         run.trouble = ""
         run.start_trainer(1)
         assert run.results() == [expected_result(30)] * 2
-
-
-@pytest.mark.extended
-def test_a_folder_that_is_in_use_is_refused() -> None:
-    with FaultyRun(80) as run:
-        run.wait_for_round(5)
-        first = run.cluster.pservers[1]
-        second = run.cluster.start_pserver(1)
-        run.cluster.pservers[1] = first
-        assert second.wait(30) == 1
-        assert "is in use by another process" in run.wait_for_line("is in use by another process")
-        assert run.results() == [expected_result(80)] * 2
-        assert not [line for line in run.lines if "Traceback" in line]
 
 
 @pytest.mark.extended

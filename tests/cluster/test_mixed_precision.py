@@ -201,45 +201,6 @@ def test_what_has_not_left_early_is_unscaled_in_the_end(cluster: LocalCluster) -
     assert run_all(cluster, work) == [[-8.0, -4.0]] * 2
 
 
-def test_with_overlap_the_average_is_clipped(cluster: LocalCluster) -> None:
-    def clips_itself(session: Session) -> None:
-        model = make_model()
-        optimizer = RemoteOptimizer(make_optimizer(model), session=session, overlap=True)
-        scaler = GradScaler(optimizer, "cpu", init_scale=64.0)
-        scaler.scale(1000 * loss_of(model, 0, 0)).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        with raises_code("gradient_changed", match="max_grad_norm"):
-            scaler.step(optimizer)
-
-    run_all(cluster, clips_itself, **SMALL)
-    early, late = (partial(train, overlap=overlap, max_grad_norm=MAX_NORM) for overlap in (True, False))
-    one, other = run_all(cluster, early, **SMALL)
-    assert_eventful(one.scales)
-    for actual in (other, run_all(cluster, late, **SMALL)[0]):
-        assert actual.scales == one.scales
-        assert_identical(actual.values, one.values)
-
-
-def test_a_loaded_or_set_scale_counts_from_then_on(cluster: LocalCluster) -> None:
-    def work(session: Session) -> list[float]:
-        weight, optimizer = wrap_weight(session, 4)
-        scaler = GradScaler(optimizer, "cpu")
-        scaler.load_state_dict({**scaler.state_dict(), "scale": 16.0})
-        scales = [scaler.get_scale()]
-        for new_scale in (None, None, 8.0, None):
-            scaler.scale(weight.sum()).backward()
-            scaler.step(optimizer)
-            assert weight.grad.tolist() == [1.0] * 4
-            optimizer.zero_grad()
-            scaler.update(new_scale)
-            scales.append(scaler.get_scale())
-        assert weight.tolist() == [-4.0] * 4
-        return scales
-
-    assert run_all(cluster, work) == [[16.0, 16, 16, 8, 8]] * 2
-
-
 @pytest.mark.ring
 def test_a_ring_refuses_scales_that_differ(ring: LocalCluster) -> None:
     def work(session: Session) -> None:
@@ -316,6 +277,8 @@ def test_a_scaler_has_one_optimizer_which_has_one_scaler(cluster: LocalCluster) 
                 misused(torch.optim.SGD([weight]))
         with pytest.raises(BadModel, match="one GradScaler"):
             GradScaler(optimizer, "cpu")
+        with pytest.raises(BadModel, match="takes no closure"):
+            scaler.step(optimizer, lambda: 0.0)
         disabled = GradScaler(optimizer, "cpu", enabled=False)
         assert disabled.scale(weight).tolist() == weight.tolist()
         assert (disabled.get_scale(), disabled.state_dict()) == (1.0, {})
@@ -337,20 +300,6 @@ def test_what_a_scaler_cannot_do_is_refused_with_the_remedy(
             GradScaler(optimizer, "cpu")
 
     run_all(own_cluster(trainers=1, mode=mode), work)
-
-
-def test_a_closure_is_refused(cluster: LocalCluster) -> None:
-    def work(session: Session) -> None:
-        model = make_model()
-        optimizer = RemoteOptimizer(make_optimizer(model), model=model, session=session, overlap=True)
-        scaler = GradScaler(optimizer, "cpu")
-        with pytest.raises(BadModel, match="takes no closure"):
-            scaler.step(optimizer, lambda: 0.0)
-        scaler.scale(loss_of(model, 0, 0)).backward()
-        scaler.step(optimizer)
-        assert optimizer.round == 1
-
-    run_all(cluster, work)
 
 
 def is_skipped(round_: int) -> bool:

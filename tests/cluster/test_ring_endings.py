@@ -133,28 +133,6 @@ def wait_for_line(cluster: LocalCluster, text: str) -> None:
 
 
 @pytest.mark.extended
-def test_the_processes_of_the_others_end_too(cluster: LocalCluster, tmp_path: Path) -> None:
-    command = write_script(tmp_path, rounds=1_000_000)
-    children = [cluster.start_trainer(rank, command) for rank in range(3)]
-    wait_for_line(cluster, "] round 20")
-    children[2].signal(SIGSTOP)
-    assert [child.wait(15) for child in children[:2]] == [1, 1]
-    for rank in range(2):
-        assert any(line.startswith(f"[trainer {rank}] ps_protocol.errors.TrainerLost") for line in cluster.output)
-    assert not [line for line in cluster.output if "leaving the run failed" in line]
-
-
-@pytest.mark.extended
-def test_a_trainer_that_leaves_the_others_is_named(cluster: LocalCluster, tmp_path: Path) -> None:
-    """As no trainer of this version does."""
-    script = write_script(tmp_path, rounds=UNEQUAL, end="session.join_others = None")
-    assert cluster.run_trainers(script, timeout=60) == [0, 1, 1], cluster.output
-    said = "ps_protocol.errors.Ended: trainer 0 left before round 5"
-    for rank in (1, 2):
-        assert any(line.startswith(f"[trainer {rank}] {said}") for line in cluster.output)
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize("cluster", [LONG_LEASE], indirect=True, ids=["long lease"])
 def test_an_interrupt_of_who_is_done_is_heard_at_once(cluster: LocalCluster, tmp_path: Path) -> None:
     command = write_script(tmp_path, rounds=UNEQUAL)
@@ -169,8 +147,9 @@ def test_an_interrupt_of_who_is_done_is_heard_at_once(cluster: LocalCluster, tmp
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("how", ["interrupted", "its optimizer"])
-@pytest.mark.parametrize("elements", [100_000, 18], ids=["large", "as large as what is said of a round"])
+@pytest.mark.parametrize(
+    ("how", "elements"), [("interrupted", 100_000), ("its optimizer", 18)], ids=["large", "as large as the tally"]
+)
 def test_who_catches_what_ends_a_round_has_left_it(
     cluster: LocalCluster, tmp_path: Path, how: str, elements: int
 ) -> None:

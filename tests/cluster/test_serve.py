@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -92,24 +89,6 @@ def test_a_cluster_by_hand(port: int) -> None:
         )
         assert script.returncode == 0
         assert [process.wait(30) for process in (coordinator, pserver)] == [0, 0]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_a_service_cleanly(port: int, number: signal.Signals) -> None:
-    with running("serve", "coordinator", "--port", str(port), "--log-format", "json") as coordinator:
-        assert coordinator.stderr is not None
-        while json.loads(coordinator.stderr.readline())["event"] != "serving":
-            pass
-        coordinator.send_signal(number)
-        assert coordinator.wait(30) == 0
-
-
-def test_a_taken_port_is_one_line(port: int) -> None:
-    with socket.create_server(("127.0.0.1", port)):
-        outcome = ask("serve", "coordinator", "--port", str(port), "--log-format", "json")
-    assert outcome.returncode == 1
-    _, line = outcome.stderr.splitlines()  # the first says that it starts
-    assert json.loads(line)["event"].startswith(f"cannot listen on 127.0.0.1:{port}: another process listens there")
 
 
 @pytest.mark.extended

@@ -17,9 +17,7 @@ from trainer_client.tensors import TORCH_DTYPES
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
-from .faulty_run import FaultyRun
 from .training import STEPS, assert_identical, average, make_optimizer, make_parameters, run_all, set_gradients, values
-from .training_script import digest_of, loss_of, make_model
 
 pytestmark = pytest.mark.cluster
 TOPK = 0.05
@@ -159,38 +157,6 @@ def test_a_push_that_is_not_applied_leaves_no_trace(own_cluster: StartCluster, p
     one, other = run_all(own_cluster(nonfinite=policy), troubled)
     assert_identical(one, other)
     assert_identical(one, run_all(own_cluster(nonfinite="reject"), untroubled)[0])
-
-
-def expected_of_differences(rounds: int) -> str:
-    """Return the result of one process whose gradients are computed on the published parameters."""
-    exact, pulled = make_model(), make_model()
-    optimizer = torch.optim.Adam(exact.parameters(), lr=0.01, fused=True)
-    parameters = dict(exact.named_parameters())
-    publisher = OnePublisher(parameters)
-    for round_ in range(1, rounds + 1):
-        gradients = []
-        for rank in range(2):
-            pulled.zero_grad()
-            loss_of(pulled, rank, round_).backward()
-            gradients.append([p.grad for p in pulled.parameters()])
-        for parameter, mean in zip(exact.parameters(), average(gradients), strict=True):
-            parameter.grad = mean
-        optimizer.step()
-        pulled.load_state_dict(publisher.follow(parameters, parameters))
-    return f"{digest_of(pulled)} {rounds}"
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(180)
-def test_a_process_that_comes_back_has_the_published_values() -> None:
-    with FaultyRun(100, pull_type="int8", durability="log") as run:
-        run.wait_for_round(10)
-        run.restart_pserver(1)
-        run.wait_for_round(40)
-        run.restart_trainer(1)
-        run.wait_for_round(60)
-        run.restart_gracefully(0)
-        assert run.results() == [expected_of_differences(100)] * 2
 
 
 def test_a_difference_takes_a_quarter_of_the_bytes(cluster: LocalCluster) -> None:
