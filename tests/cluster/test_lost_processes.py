@@ -1,12 +1,15 @@
-"""With policy `fail` and no log, when a process disappears or hangs, the others get an error that names it in time."""
+"""With policy `fail` and no log, and in a ring, the others get an error in time that names the lost process."""
 
 from __future__ import annotations
 
 import signal
 import socket
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGSTOP, Signals
 
 import pytest
 
@@ -21,6 +24,7 @@ from .training_script import train
 from .up_support import ROOT, wait_until
 
 pytestmark = pytest.mark.cluster
+
 LEASE_SECONDS = 1.0
 ROUND_TIMEOUT_SECONDS = 2.0
 SLACK_SECONDS = 1.5  # heartbeats, the coordinator's tick, a request or two
@@ -162,3 +166,246 @@ def test_a_coordinator_that_was_never_started() -> None:
         with pytest.raises(Unreachable, match=f"{address} did not answer for 0.5 s .*is it running"):
             connect(address, retry_seconds=0.5)
         assert 0.5 < time.monotonic() - begun < 0.5 + SLACK_SECONDS
+
+
+# ---------------------------------------------------------------------- a ring
+
+LONG_LEASE = 20.0
+RING_SLACK_SECONDS = 2.5  # heartbeats, the coordinator's tick, the processors' other work
+
+
+@pytest.fixture
+def ring_cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    lease: float = getattr(request, "param", LEASE_SECONDS)
+    with LocalCluster(
+        pservers=0, trainers=3, strategy="ring", lease_seconds=lease, round_timeout_seconds=ROUND_TIMEOUT_SECONDS
+    ) as ring_cluster:
+        yield ring_cluster
+
+
+@pytest.fixture
+def trainers(ring_cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[list[Trainer]]:
+    plots: dict[int, Plot] = getattr(request, "param", {})
+    trainers = [Trainer(ring_cluster.address, rank, plots.get(rank, Plot())) for rank in range(3)]
+    yield trainers
+    for trainer in trainers:
+        trainer.end()
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize("number", [SIGKILL, SIGSTOP], ids=lambda number: number.name)
+def test_who_dies_or_is_stopped_is_named(trainers: list[Trainer], number: Signals) -> None:
+    for trainer in trainers:
+        trainer.wait_for("round", 5)
+    at = trainers[1].signal(number)
+    for trainer in (trainers[0], trainers[2]):
+        end = trainer.wait_for_end()
+        assert (end.what, end.facts["ranks"]) == ("trainer_lost", [1])
+        assert "trainer 1 was lost: no heartbeat" in end.text
+        assert end.at - at < LEASE_SECONDS + RING_SLACK_SECONDS
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize("trainers", [{2: Plot(hangs_after=4)}], indirect=True, ids=["in round 5"])
+def test_who_hangs_is_named(trainers: list[Trainer]) -> None:
+    at = trainers[2].wait_for("hanging").at
+    for trainer in trainers[:2]:
+        end = trainer.wait_for_end()
+        assert (end.what, end.facts["missing"]) == ("round_timeout", [2])
+        assert "trainer 2 did not bring gradients into the ring for round 5" in end.text
+        assert end.at - at < ROUND_TIMEOUT_SECONDS + RING_SLACK_SECONDS
+
+
+UNEVEN = {0: Plot(steps=4), 1: Plot(steps=9), 2: Plot(steps=14, hangs_after=14)}
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize("trainers", [UNEVEN], indirect=True, ids=["4, 9 and 14 batches"])
+def test_who_has_fewer_batches_accompanies_the_others(ring_cluster: LocalCluster, trainers: list[Trainer]) -> None:
+    trainers[2].wait_for("hanging")
+    with pytest.raises(AssertionError, match="waits for ever"):
+        trainers[0].wait_for_end(ROUND_TIMEOUT_SECONDS + LEASE_SECONDS)
+    assert ring_cluster.status().state == "training"
+    trainers[2].wake()
+    assert [trainer.wait_for_end().what for trainer in trainers] == ["done"] * 3
+    assert [max(e.round for e in t.events if e.what == "round") for t in trainers] == [4, 9, 14]
+    status = ring_cluster.status()
+    assert (status.state, status.round) == ("finished", 14)
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize("trainers", [{0: Plot(steps=4)}], indirect=True, ids=["trainer 0 is done"])
+@pytest.mark.parametrize("dies", [0, 2])
+def test_a_death_ends_the_run_of_those_who_have_batches(
+    ring_cluster: LocalCluster, trainers: list[Trainer], dies: int
+) -> None:
+    trainers[1].wait_for("round", 8)
+    at = trainers[dies].signal(SIGKILL)
+    for trainer in (t for t in trainers if t.rank != dies):
+        end = trainer.wait_for_end()
+        assert end.at - at < LEASE_SECONDS + RING_SLACK_SECONDS
+        assert end.what == ("done" if trainer.rank == 0 else "trainer_lost")  # it is nothing to one that is done
+    assert ring_cluster.status().state == "failed"
+
+
+UNEQUAL = "(4 if session.rank == 0 else 1_000_000)"
+RING_SCRIPT = """
+import sys, torch
+from trainer_client import RemoteOptimizer, connect
+session = connect()
+{begin}
+weight = torch.nn.Parameter(torch.zeros(100_000))
+optimizer = RemoteOptimizer(torch.optim.SGD([weight], lr=1.0), overlap=True)
+while optimizer.round < {rounds}:
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+    print("round", optimizer.round, flush=True)
+    {in_each_round}
+print("value", weight[0].item())
+{end}
+"""
+
+
+def write_script(folder: Path, *, rounds: int | str, in_each_round: str = "", **replaced: str) -> list[str]:
+    """Write a training script; `begin` and `end` stand for lines at these places."""
+    script = folder / "script.py"
+    text = {"begin": "", "end": "", **replaced}
+    script.write_text(RING_SCRIPT.format(rounds=rounds, in_each_round=in_each_round, **text))
+    return [sys.executable, "-W", "error", str(script)]
+
+
+def is_waiting(ring_cluster: LocalCluster, rank: int, round_: int) -> bool:
+    found = [trainer for trainer in ring_cluster.status().trainers if trainer.rank == rank]
+    return any(trainer.round == round_ and trainer.waiting_seconds > 0 for trainer in found)
+
+
+def wait_for_line(ring_cluster: LocalCluster, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while not any(text in line for line in ring_cluster.output):
+        assert time.monotonic() < deadline, ring_cluster.output
+        time.sleep(0.05)
+
+
+@pytest.mark.ring
+@pytest.mark.extended
+@pytest.mark.parametrize("ring_cluster", [LONG_LEASE], indirect=True, ids=["long lease"])
+def test_an_interrupt_of_who_is_done_is_heard_at_once(ring_cluster: LocalCluster, tmp_path: Path) -> None:
+    command = write_script(tmp_path, rounds=UNEQUAL)
+    children = [ring_cluster.start_trainer(rank, command) for rank in range(3)]
+    wait_for_line(ring_cluster, "no batches are left here")
+    wait_for_line(ring_cluster, "[trainer 1] round 30")
+    children[0].signal(SIGINT)
+    assert [child.wait(LONG_LEASE / 2) for child in children[1:]] == [1, 1]  # it is not its lease that ends
+    said = "ps_protocol.errors.TrainerLost: trainer 0 failed: KeyboardInterrupt"
+    for rank in (1, 2):
+        assert any(line.startswith(f"[trainer {rank}] {said}") for line in ring_cluster.output), ring_cluster.output
+
+
+@pytest.mark.ring
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("how", "elements"), [("interrupted", 100_000), ("its optimizer", 18)], ids=["large", "as large as the tally"]
+)
+def test_who_catches_what_ends_a_round_has_left_it(
+    ring_cluster: LocalCluster, tmp_path: Path, how: str, elements: int
+) -> None:
+    """Collectives of another round must not meet those of this one."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import threading
+        import torch
+        from trainer_client import RemoteOptimizer, connect
+
+        session = connect()
+        weight = torch.nn.Parameter(torch.zeros({elements}))
+        late = threading.Event()
+
+        class Failing(torch.optim.SGD):
+            def step(self, closure=None):
+                super().step(closure)
+                if {how == "its optimizer"} and session.rank == 0 and optimizer.round == 6:
+                    raise ValueError("of the script")
+
+        optimizer = RemoteOptimizer(Failing([weight], lr=1.0))
+        try:
+            while optimizer.round < 30:
+                optimizer.zero_grad()
+                weight.sum().backward()
+                if {how == "interrupted"} and session.rank == 1 and optimizer.round == 6:
+                    late.wait({ROUND_TIMEOUT_SECONDS} - 0.1)
+                optimizer.step()
+                assert weight.unique().numel() == 1
+        except (ValueError, KeyboardInterrupt) as error:
+            print("caught", type(error).__name__, flush=True)
+    """)
+    )
+    children = [ring_cluster.start_trainer(rank, [sys.executable, str(script)]) for rank in range(3)]
+    if how == "interrupted":
+        assert wait_until(lambda: is_waiting(ring_cluster, rank=0, round_=6), 30)
+        children[0].signal(SIGINT)
+    assert [child.wait(30) for child in children] == [0, 1, 1], "\n".join(ring_cluster.output)
+    said = "ps_protocol.errors.TrainerLost: trainer 0 failed: it left in the middle of round 7"
+    for rank in (1, 2):
+        assert f"[trainer {rank}] {said}" in ring_cluster.output
+
+
+@pytest.mark.ring
+@pytest.mark.extended
+def test_a_trainer_that_is_done_waits_for_longer_than_the_others(ring_cluster: LocalCluster, tmp_path: Path) -> None:
+    """A trainer's own limit, of 5 s here, is two round time-outs and a lease."""
+    command = write_script(
+        tmp_path,
+        rounds="(4 if session.rank == 0 else 9)",
+        begin="import time; from trainer_client.ring import group; group.SPARE_SECONDS = 0.0",
+        in_each_round="if session.rank == 2 and optimizer.round == 9: time.sleep(8)  # it scores its model",
+    )
+    assert ring_cluster.run_trainers(command, timeout=60) == [0, 0, 0], ring_cluster.output
+    assert not [line for line in ring_cluster.output if "does not take part any more" in line]
+    assert ring_cluster.status().state == "finished"
+
+
+@pytest.mark.ring
+@pytest.mark.extended
+def test_a_script_that_fails_is_named_with_its_reason(ring_cluster: LocalCluster, tmp_path: Path) -> None:
+    command = write_script(
+        tmp_path, rounds=9, in_each_round="if optimizer.round == 3 and session.rank == 1: raise ValueError('no data')"
+    )
+    assert ring_cluster.run_trainers(command, timeout=60) == [1, 1, 1], "\n".join(ring_cluster.output)
+    for rank in (0, 2):
+        said = f"[trainer {rank}] ps_protocol.errors.TrainerLost: trainer 1 failed: ValueError: no data"
+        assert said in ring_cluster.output
+
+
+@pytest.mark.ring
+@pytest.mark.extended
+def test_the_scripts_own_process_group_is_used_if_it_fits(ring_cluster: LocalCluster, tmp_path: Path) -> None:
+    begin = f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=session.rank, world_size=3)"
+    command = write_script(
+        tmp_path,
+        rounds="3 + 2 * session.rank",
+        begin=f"import torch.distributed as dist; {begin}",
+        # Collectives of the script come in between, and after those of the session, which ends beside the others.
+        end="""
+group = optimizer._steps._group.collectives._group
+assert group in dist.distributed_c10d._world.pg_map and group is not dist.group.WORLD
+session.close()
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 3
+dist.destroy_process_group()
+""",
+    )
+    assert ring_cluster.run_trainers(command, timeout=60) == [0, 0, 0], ring_cluster.output
+    for rank in range(3):
+        assert any(line.startswith(f"[trainer {rank}] value {-3.0 - 2 * rank}") for line in ring_cluster.output)
+
+
+@pytest.mark.ring
+@pytest.mark.extended
+def test_a_process_group_of_one_trainer_alone_is_left_alone(ring_cluster: LocalCluster, tmp_path: Path) -> None:
+    begin = f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)"
+    begin = f"import torch.distributed as dist\nif session.rank == 0: {begin}"
+    command = write_script(tmp_path, rounds=3, begin=begin)
+    assert ring_cluster.run_trainers(command, timeout=60) == [0, 0, 0], ring_cluster.output

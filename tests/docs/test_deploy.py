@@ -17,7 +17,7 @@ from .stage import run_shell
 [SCRIPT] = examples(section(read("deploy.md"), "Kubernetes"), "sh")
 PROXIES = section(read("deploy.md"), "Behind proxies")
 YAML = examples(PROXIES, "yaml")
-for language in ("nginx", "haproxy"):  # tests/cluster/test_network.py runs them
+for language in ("nginx", "haproxy"):  # tests/cluster/test_surroundings.py runs them
     examples(PROXIES, language)
 examples(PROXIES, "caddy")  # no test runs it, nor Envoy and Traefik
 
