@@ -216,23 +216,6 @@ def test_who_hangs_is_named(trainers: list[Trainer]) -> None:
         assert end.at - at < ROUND_TIMEOUT_SECONDS + RING_SLACK_SECONDS
 
 
-UNEVEN = {0: Plot(steps=4), 1: Plot(steps=9), 2: Plot(steps=14, hangs_after=14)}
-
-
-@pytest.mark.ring
-@pytest.mark.parametrize("trainers", [UNEVEN], indirect=True, ids=["4, 9 and 14 batches"])
-def test_who_has_fewer_batches_accompanies_the_others(ring_cluster: LocalCluster, trainers: list[Trainer]) -> None:
-    trainers[2].wait_for("hanging")
-    with pytest.raises(AssertionError, match="waits for ever"):
-        trainers[0].wait_for_end(ROUND_TIMEOUT_SECONDS + LEASE_SECONDS)
-    assert ring_cluster.status().state == "training"
-    trainers[2].wake()
-    assert [trainer.wait_for_end().what for trainer in trainers] == ["done"] * 3
-    assert [max(e.round for e in t.events if e.what == "round") for t in trainers] == [4, 9, 14]
-    status = ring_cluster.status()
-    assert (status.state, status.round) == ("finished", 14)
-
-
 @pytest.mark.ring
 @pytest.mark.parametrize("trainers", [{0: Plot(steps=4)}], indirect=True, ids=["trainer 0 is done"])
 @pytest.mark.parametrize("dies", [0, 2])

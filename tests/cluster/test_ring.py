@@ -339,13 +339,10 @@ def test_training_outlives_the_coordinator() -> None:
         assert cluster.status().state == "finished"
 
 
-UP = ["--strategy", "ring", "--trainers", "2", "--", "python", "examples/digits.py"]
-
-
 @pytest.mark.extended
 def test_up_trains_the_digits_without_a_pserver(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    with RunningUp("--json", *UP, folder=tmp_path) as up:
+    with RunningUp("--json", "--strategy", "ring", "--", "python", "examples/digits.py", folder=tmp_path) as up:
         code, stdout, stderr = up.finish()
         assert up.has_left_nothing(), up.left()
     assert code == 0, stderr

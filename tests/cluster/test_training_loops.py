@@ -72,34 +72,6 @@ def clipping_norms(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step()
 
 
-def clipping_values(model: nn.Module, optimizer: Optimizer) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
-
-
-def with_closures(model: nn.Module, optimizer: Optimizer) -> None:
-    for step in range(STEPS):
-
-        def closure(step: int = step) -> float:
-            optimizer.zero_grad()
-            loss = loss_of(model, step)
-            loss.backward()
-            return loss.item()
-
-        assert optimizer.step(closure) is not None
-
-
-def in_bfloat16(model: nn.Module, optimizer: Optimizer) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return loss_of(model, step)
-
-    plain(model, optimizer, loss)
-
-
 def in_float16(model: nn.Module, optimizer: Optimizer) -> None:
     """Train with torch's own GradScaler. An overflow in the first step would leave torch's fused SGD no momentum."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=3)
@@ -124,9 +96,6 @@ LOOPS: dict[str, Any] = {
     "plain": plain,
     "accumulating": accumulating,
     "clipping norms": clipping_norms,
-    "clipping values": clipping_values,
-    "closures": with_closures,
-    "bfloat16": pytest.param(in_bfloat16, marks=pytest.mark.amp),
     "float16": pytest.param(in_float16, marks=pytest.mark.amp),
     "compiled": pytest.param(compiled, marks=pytest.mark.extended),
 }

@@ -212,18 +212,6 @@ def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals, code: 
         assert up.has_left_nothing(), up.left()
 
 
-@pytest.mark.extended
-def test_what_ignores_signals_is_killed_at_the_second_one_at_once(tmp_path: Path) -> None:
-    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", STUBBORN, folder=tmp_path, cold=True) as up:
-        up.wait_for("[trainer 0] ready")
-        up.signal(signal.SIGINT)
-        time.sleep(0.5)
-        assert up.process.poll() is None
-        up.signal(signal.SIGINT)
-        assert up.finish()[0] == 130
-        assert up.has_left_nothing(), up.left()
-
-
 def test_kill_9_leaves_nothing_either(tmp_path: Path) -> None:
     with RunningUp("--pservers", 1, "--", "python", "-c", STUBBORN, folder=tmp_path, cold=True) as up:
         up.wait_for("[trainer 0] ready", "[trainer 1] ready")
