@@ -32,7 +32,7 @@ from tests.cluster.training import (
     train_remotely,
 )
 from trainer_client import GradScaler, RemoteOptimizer, Session, connect
-from trainer_client.host.leader import LeaderSteps
+from trainer_client.engines.host import HostLeader
 
 
 def late(session: Session, **arguments: Any) -> dict[str, Tensor]:
@@ -56,8 +56,8 @@ def streaming(session: Session) -> dict[str, Tensor]:
         if layer is model[0]:
             hidden = Wait.apply(hidden, lambda: collectives.has_ended(0))
     hidden.sum().backward()
-    if isinstance(optimizer._steps, LeaderSteps):
-        assert optimizer._steps._num_handed_on > 0
+    if isinstance(optimizer._engine, HostLeader):
+        assert optimizer._engine._num_handed_on > 0
     optimizer.step()
     return {}
 
