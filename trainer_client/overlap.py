@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import BadInput, BadModel, GradpostError
 
+from .engines.choice import StartedEngine
 from .engines.engine import StepEngine
 from .engines.pserver import PserverEngine
 from .model_tensors import TrainedModel
@@ -154,6 +155,23 @@ class Overlap:
         self._watch_parameters()
         if self._waits is not None:
             self._waits.begin()
+
+
+def attach_overlap(
+    session: Session,
+    model: TrainedModel,
+    started: StartedEngine,
+    watch: ParameterWatch | None,
+    finish: Callable[[], object],
+) -> Overlap | None:
+    """Return the hooks that the settings ask for, if any. `finish` waits for all parameters before they are saved."""
+    settings, waits = session.client.settings, None
+    if settings.overlap_pulls:
+        assert started.pserver is not None  # else the combination is refused
+        assert watch is not None
+        waits = ForwardWaits(session, model, started.pserver, watch, finish)
+        session.finish_last_step = finish
+    return Overlap(session, model.parameters, started.engine, waits) if settings.overlap else None
 
 
 class ForwardWaits:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,28 +19,25 @@ from ps_protocol.vocabulary import Round
 
 from .engines.choice import check_combination, divide_work, start_engine
 from .engines.engine import Contribution, StepProgress
-from .engines.pserver import PserverEngine
 from .grad_scaler import StepScaling
 from .model_tensors import find_tensors, log_names
-from .optimizer_state.remote import RemoteOptimizerState
-from .overlap import ForwardWaits, Overlap
+from .optimizer_state.torch_state import own_state
+from .optimizer_state.wrapped_state import StateInTrainer, StateOnPservers
+from .overlap import Overlap, attach_overlap
 from .parameter_watch import ParameterWatch, check_model
 from .resumable_batches import Position, ResumableBatches
 from .script_guard import ScriptGuard
 from .session import Session, connect, open_session
 from .tensors import Flattening
 from .wrapped_optimizer import (
-    SharedState,
+    WrappingOptimizer,
     describe_local_optimizer,
     describe_optimizer,
     read_hyper_parameters,
-    refuse_changes,
-    refuse_group,
-    share_hooks,
 )
 
 
-class RemoteOptimizer(Optimizer):
+class RemoteOptimizer(WrappingOptimizer):
     """A `torch.optim` optimizer whose gradients go to the pservers, and whose stepped parameters come back.
 
         optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-3))
@@ -89,49 +86,42 @@ class RemoteOptimizer(Optimizer):
     ) -> None:
         if isinstance(optimizer, RemoteOptimizer):
             raise BadModel("the optimizer is remote already")
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.param_groups = optimizer.param_groups  # the very same list: schedulers may hold either
-        self._wrapped = optimizer
+        super().__init__(optimizer)
         tensors = find_tensors(optimizer, model)
         self._session = _use_session(session, arguments)
         client = self._session.client
         check_combination(self._session, has_model=model is not None, has_outer=outer is not None)
         self._named, self._has_means = tensors.parameters, bool(tensors.averages.means)
         self._stepped, self._local = divide_work(self._session, optimizer, outer, self._named)
-        is_ring = client.joined.consistency.is_ring
-        self._own = optimizer if is_ring or self._local is not None else None  # steps in the trainer
-        self.spec = describe_local_optimizer(optimizer) if is_ring else describe_optimizer(self._stepped)
+        self._is_ring = client.joined.consistency.is_ring
+        self.spec = describe_local_optimizer(optimizer) if self._is_ring else describe_optimizer(self._stepped)
         names = {id(parameter): name for name, parameter in self._named.items()}
-        self._remote_state = None if is_ring else RemoteOptimizerState(self.spec, self._stepped, names)
-        self._shared_state = SharedState(self, self._own)
-        share_hooks(self, optimizer, loads_itself=self._own is not None)
+        initial = {} if self._is_ring else own_state(self.spec, self._stepped, names)
         if client.is_declared:
             raise BadModel("a session has one RemoteOptimizer; give it the parameters of all models, as groups")
         log_names(client.log, tensors)
         if self._local is None:
             check_model(model, self._named.values())
-        self._engine = start_engine(self._session, tensors, self._stepped, self.spec, self._local, self._remote_state)
-        has_waits = client.settings.overlap_pulls
-        watch = None if self._local is not None else ParameterWatch(self._named, has_samples=not has_waits)
-        self._waits: ForwardWaits | None = None
-        if has_waits:
-            assert isinstance(self._engine, PserverEngine)  # else the combination is refused
-            assert watch is not None
-            self._waits = ForwardWaits(self._session, tensors, self._engine, watch, self.synchronize)
-            self._session.finish_last_step = self.synchronize
-        self._overlap: Overlap | None = None
-        if client.settings.overlap:
-            self._overlap = Overlap(self._session, self._named, self._engine, self._waits)
+        started = start_engine(self._session, tensors, self._stepped, self.spec, self._local, initial)
+        self._engine = started.engine
+        if initial:
+            self._stepped.state.clear()
+        if self._is_ring or self._local is not None:
+            self.share(StateInTrainer(self, optimizer), lambda: self._session.is_open)
+        else:
+            self.share(StateOnPservers(self, self.spec, names, started.pserver), lambda: self._session.is_open)
         self._flattening = Flattening()
         self._scaling = StepScaling(self)
+        has_samples = not client.settings.overlap_pulls
+        watch = None if self._local is not None else ParameterWatch(self._named, has_samples=has_samples)
         self._guard = ScriptGuard(self, tensors, watch, client.log)
+        self._overlap = attach_overlap(self._session, tensors, started, watch, self.synchronize)
         progress = self._engine.progress
         self._batches = ResumableBatches(
             lambda: Position(progress.num_rollbacks, progress.begun),
             max(1, client.settings.local_steps),
             client.log.warning,
         )
-        refuse_changes(optimizer, lambda: self._session.is_open)
 
     @property
     def session(self) -> Session:
@@ -203,13 +193,6 @@ class RemoteOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"RemoteOptimizer({self.spec.name}, round {self._round}, {self._session!r})"
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be copied or pickled: the optimizer is a place in a run."""
-        raise TypeError(
-            "a RemoteOptimizer cannot be copied or pickled, since it holds a trainer's connections; copy or save its "
-            "state_dict() instead"
-        )
-
     # ------------------------------------------------------------------ step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -254,7 +237,7 @@ class RemoteOptimizer(Optimizer):
         """Adopt values that were loaded before the first step. Raises BadModel for later changes."""
         is_first = self._guard.is_before_first_step
         self._guard.check_structure()
-        self._check_reset()
+        self._state.check_reset()
         self._engine.check_parameters()
         if changed := self._guard.check_values():
             self._engine.replace_values(changed)
@@ -280,7 +263,7 @@ class RemoteOptimizer(Optimizer):
 
     def _hyperparameters(self) -> list[HyperParameters]:
         """Return those of each group, of averaged buffers, and the state of a GradScaler."""
-        found = [] if self._remote_state is None else read_hyper_parameters(self.spec, self._stepped)
+        found = [] if self._is_ring else read_hyper_parameters(self.spec, self._stepped)
         if self._has_means:
             # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
             found.append({"lr": 1 / self._session.world_size if self._is_async else 1.0})
@@ -369,62 +352,17 @@ class RemoteOptimizer(Optimizer):
         several processes of a host are one trainer, only process 0 has state; with `max_delay` all of them must call
         `synchronize` before. Blocks for the pservers only.
         """
-        if self._own is not None or self._remote_state is None:
+        if not isinstance(self._state, StateOnPservers):
             return super().state_dict()
         self._session.check_open("state_dict()")
         if self._session.host is None:
             self.synchronize()
-        self._check_reset()
+        self._state.check_reset()
         num_rollbacks = self._engine.progress.num_rollbacks
-        with self._remote_state.in_state(self):
+        with self._state.shown():
             if self._engine.progress.num_rollbacks != num_rollbacks:
                 self._guard.note()
             return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the hyperparameters now, and the state with the next step: that of the lowest rank. Does not block.
-
-        Other trainers may call it or not; at the start their state is only checked. Before the first step of a trainer
-        that was restarted, or in a resumed run, state is not loaded: the run has its own. With local steps, and in a
-        ring, the state is the wrapped optimizer's own, and all trainers must load the same. Raises BadInput for a
-        `state_dict` that does not fit; then nothing has changed.
-        """
-        handle = self.register_load_state_dict_pre_hook(self._load)  # the last hook that changes the argument
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-
-    def _load(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Load the state, and return the rest of the argument, which torch loads."""
-        if self._own is not None:
-            type(self._own).load_state_dict(self._own, state_dict)
-            return {**state_dict, "state": {}}
-        assert self._remote_state is not None  # there are pservers
-        state, rest = self._remote_state.read(state_dict)
-        self._remote_state.load(state)
-        return rest
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over the state that torch has loaded. Schedulers keep their list of groups."""
-        shared = self.param_groups
-        super().__setstate__(state)
-        if self._own is not None:
-            self.param_groups, self._own.param_groups = self._own.param_groups, shared
-        shared[:] = self.param_groups
-        self.param_groups = shared
-        self._shared_state.adopt_loaded()
-
-    def _check_reset(self) -> None:
-        """Begin the next step without optimizer state if the script has cleared or replaced `state`."""
-        if self._shared_state.was_reset() and self._own is None and self._remote_state is not None:
-            self._remote_state.load({})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; only the constructor may, because the plan is made once."""
-        if hasattr(self, "_session"):
-            refuse_group()
-        super().add_param_group(param_group)
 
 
 def _use_session(session: Session | None, arguments: dict[str, Any]) -> Session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from ps_protocol.errors import BadModel
 from ps_protocol.optimizers import OptimizerSpec
 
 from ..collectives import choose_device
-from ..model_tensors import TrainedModel, describe_model
-from ..optimizer_state.remote import RemoteOptimizerState
+from ..model_tensors import TrainedModel, check_alike, describe_model
+from ..optimizer_state.torch_state import OptimizerState
 from ..session import Session
 from .engine import StepEngine
 from .host import HostFollower, HostLeader
@@ -78,43 +79,51 @@ def divide_work(
     return outer, LocalSteps(optimizer, parameters, settings.local_steps)
 
 
+class StartedEngine(NamedTuple):
+    """The engine of a process, and the one that talks to the pservers: the same, or that of a host's leader."""
+
+    engine: StepEngine
+    pserver: PserverEngine | None  # None in a ring, and in the processes of a host that only follow
+
+
 def start_engine(
     session: Session,
     model: TrainedModel,
     optimizer: Optimizer,
     spec: OptimizerSpec,
     local: LocalSteps | None,
-    state: RemoteOptimizerState | None,
-) -> StepEngine:
-    """Declare the model, wait for all trainers and pservers, and return an engine with the values of the run's start.
+    initial_state: OptimizerState,
+) -> StartedEngine:
+    """Declare the model, wait for all trainers and pservers, and pull the values that the run begins with.
 
-    `state` is that of an optimizer that steps on the pservers.
+    `initial_state` of the optimizer is pushed with the first step.
     """
     client, host = session.client, session.host
     device = choose_device(model.parameters)
     parameters, stored = model.describe(optimizer)
 
-    def declare() -> StepEngine:
+    def declare() -> StartedEngine:
         group = Group(session, device) if client.joined.consistency.is_ring else None
         rendezvous = None if group is None else group.offer()
         declared = spec.with_means() if model.averages.means else spec
         session.io.run(client.declare(parameters, declared, stored, model.aliases, rendezvous))
         if group is None:
             engine = PserverEngine(session, model, local)
-            assert state is not None  # there are pservers
-            state.begin(engine)
-            return engine
+            if initial_state:
+                engine.load_optimizer_state(initial_state)
+            return StartedEngine(engine, engine)
         group.open(client.rendezvous)
         ring = RingEngine(session, model, optimizer, group)
         session.join_others = ring.join_others
-        return ring
+        return StartedEngine(ring, None)
 
     if host is None:
         return declare()
     digests = describe_model(parameters, stored, spec, local_steps=client.settings.local_steps, device=device.type)
-    if host.is_leader:
-        return HostLeader(session, host, model, digests, device, declare)
-    follower = HostFollower(session, host, model, digests, device, local)
-    if state is not None:
-        state.begin(None)
-    return follower
+    if not host.is_leader:
+        return StartedEngine(HostFollower(session, host, model, digests, device, local), None)
+    with host.reporting_failure():
+        for process, line in enumerate(host.receive("model"), 1):
+            check_alike(digests, line["model"], process)
+        started = declare()
+        return started._replace(engine=HostLeader(session, host, model, device, started.engine))

@@ -8,14 +8,14 @@ The step of process 0 is that of any trainer, whatever the strategy and the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..host.host import Host
-from ..model_tensors import TrainedModel, check_alike
+from ..model_tensors import TrainedModel
 from ..round_results import Outcomes
 from ..session import Session
 from .collective_buffers import BroadcastBuffer, FlatBucket, FlatGradients
@@ -27,37 +27,25 @@ class HostLeader:
     """The engine of process 0: it sums the gradients of its host, and steps with another engine."""
 
     def __init__(
-        self,
-        session: Session,
-        host: Host,
-        model: TrainedModel,
-        digests: Mapping[str, str],
-        device: torch.device,
-        start: Callable[[], StepEngine],
+        self, session: Session, host: Host, model: TrainedModel, device: torch.device, engine: StepEngine
     ) -> None:
-        """Start the engine of the run with `start`, and send the initial values to the host's other processes.
-
-        `digests` of the model must be the same in all processes. Blocks for them.
-        """
+        """Send the values that the run begins with to the host's other processes. Blocks for them."""
+        self.progress = engine.progress
         self._host = host
         self._client = session.client
+        self._engine = engine
         self._names = list(model.parameters)
         self._num_handed_on = 0  # buckets of the next step, whose mean is on its way already
-        with host.reporting_failure():
-            for process, line in enumerate(host.receive("model"), 1):
-                check_alike(digests, line["model"], process)
-            self._engine = start()
-            self.progress = self._engine.progress
-            bucket_bytes = self._client.settings.chosen_bucket_bytes
-            host.send(
-                "started",
-                round=self.progress.version,
-                nonfinite=self._client.nonfinite,
-                bucket_bytes=bucket_bytes,
-                outcomes=self._client.outcomes,
-            )
-            host.open_group(device)
-            self._send_values(BroadcastBuffer({**model.pulled, **model.stored}, device))
+        bucket_bytes = self._client.settings.chosen_bucket_bytes
+        host.send(
+            "started",
+            round=self.progress.version,
+            nonfinite=self._client.nonfinite,
+            bucket_bytes=bucket_bytes,
+            outcomes=self._client.outcomes,
+        )
+        host.open_group(device)
+        self._send_values(BroadcastBuffer({**model.pulled, **model.stored}, device))
         self._values = BroadcastBuffer(model.pulled, device)
         self._gradients = FlatGradients(
             model.parameters, bucket_bytes, device, lambda bucket: host.collectives.reduce(bucket.flat)

@@ -24,9 +24,9 @@ from ps_protocol.vocabulary import Rank
 
 from ..model_tensors import TrainedModel
 from ..session import Session
-from ..wrapped_optimizer import step_without_hooks
 from .collective_buffers import BroadcastBuffer, FlatBucket, FlatGradients, check_form
 from .engine import Contribution, StepProgress
+from .local_steps import step_without_hooks
 from .ring_group import Group
 from .ring_tally import Tally, TallyVector
 
