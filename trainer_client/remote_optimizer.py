@@ -21,20 +21,14 @@ from .engines.choice import check_combination, divide_work, start_engine
 from .engines.engine import Contribution, StepProgress
 from .grad_scaler import StepScaling
 from .model_tensors import find_tensors, log_names
-from .optimizer_state.torch_state import own_state
-from .optimizer_state.wrapped_state import StateInTrainer, StateOnPservers
+from .optimizer_state.wrapped_state import StateInTrainer, StateOnPservers, WrappedState
 from .overlap import Overlap, attach_overlap
 from .parameter_watch import ParameterWatch, check_model
 from .resumable_batches import Position, ResumableBatches
 from .script_guard import ScriptGuard
-from .session import Session, connect, open_session
+from .session import Session, use_session
 from .tensors import Flattening
-from .wrapped_optimizer import (
-    WrappingOptimizer,
-    describe_local_optimizer,
-    describe_optimizer,
-    read_hyper_parameters,
-)
+from .wrapped_optimizer import WrappingOptimizer
 
 
 class RemoteOptimizer(WrappingOptimizer):
@@ -43,13 +37,12 @@ class RemoteOptimizer(WrappingOptimizer):
         optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-3))
 
     It shares the `param_groups` of the wrapped optimizer, so learning-rate schedulers work on it: every push carries
-    the current hyperparameters. The wrapped optimizer steps in the trainer for local steps and with strategy ring,
-    where the trainers average gradients without pservers. `state_dict()` is that of the wrapped optimizer in a single
-    process, optimizer state included.
+    the current hyperparameters. With local steps, and in a ring, the wrapped optimizer steps in the trainer.
+    `state_dict()` is that of the wrapped optimizer in a single process, optimizer state included.
 
     The constructor joins the run, waits for all trainers and pservers, and pulls the initial values of the lowest rank
-    into the parameters, and into the buffers and frozen parameters of `model`.
-    Every argument is also a setting (`GRADPOST_*`); the argument wins.
+    into the parameters, and into the buffers and frozen parameters of `model`. Every argument is also a setting
+    (`GRADPOST_*`); the argument wins.
 
     Args:
         optimizer: an element-wise optimizer of torch.optim; in a ring any but LBFGS. State that it has, such as that of
@@ -87,35 +80,35 @@ class RemoteOptimizer(WrappingOptimizer):
         if isinstance(optimizer, RemoteOptimizer):
             raise BadModel("the optimizer is remote already")
         super().__init__(optimizer)
-        tensors = find_tensors(optimizer, model)
-        self._session = _use_session(session, arguments)
+        model_tensors = find_tensors(optimizer, model)
+        self._session = use_session(session, arguments)
         client = self._session.client
         check_combination(self._session, has_model=model is not None, has_outer=outer is not None)
-        self._named, self._has_means = tensors.parameters, bool(tensors.averages.means)
-        self._stepped, self._local = divide_work(self._session, optimizer, outer, self._named)
-        self._is_ring = client.joined.consistency.is_ring
-        self.spec = describe_local_optimizer(optimizer) if self._is_ring else describe_optimizer(self._stepped)
+        self._named = model_tensors.parameters
         names = {id(parameter): name for name, parameter in self._named.items()}
-        initial = {} if self._is_ring else own_state(self.spec, self._stepped, names)
+        self._work = divide_work(self._session, optimizer, outer, model_tensors, names)
+        self._local = self._work.local
         if client.is_declared:
             raise BadModel("a session has one RemoteOptimizer; give it the parameters of all models, as groups")
-        log_names(client.log, tensors)
+        log_names(client.log, model_tensors)
+        watch = None
         if self._local is None:
             check_model(model, self._named.values())
-        started = start_engine(self._session, tensors, self._stepped, self.spec, self._local, initial)
+            watch = ParameterWatch(self._named, has_samples=not client.settings.overlap_pulls)
+        started = start_engine(self._session, model_tensors, self._work)
         self._engine = started.engine
-        if initial:
-            self._stepped.state.clear()
-        if self._is_ring or self._local is not None:
-            self.share(StateInTrainer(self, optimizer), lambda: self._session.is_open)
-        else:
-            self.share(StateOnPservers(self, self.spec, names, started.pserver), lambda: self._session.is_open)
+        if self._work.initial_state:
+            self._work.optimizer.state.clear()
+        state: WrappedState = (
+            StateInTrainer(self, optimizer)
+            if self._work.is_wrapped_stepping
+            else StateOnPservers(self, self._work.spec, names, started.pserver)
+        )
+        self.share(state, lambda: self._session.is_open)
         self._flattening = Flattening()
         self._scaling = StepScaling(self)
-        has_samples = not client.settings.overlap_pulls
-        watch = None if self._local is not None else ParameterWatch(self._named, has_samples=has_samples)
-        self._guard = ScriptGuard(self, tensors, watch, client.log)
-        self._overlap = attach_overlap(self._session, tensors, started, watch, self.synchronize)
+        self._guard = ScriptGuard(self, model_tensors, self._engine, watch, client.log)
+        self._overlap = attach_overlap(self._session, model_tensors, started, watch, self.synchronize)
         progress = self._engine.progress
         self._batches = ResumableBatches(
             lambda: Position(progress.num_rollbacks, progress.begun),
@@ -130,11 +123,11 @@ class RemoteOptimizer(WrappingOptimizer):
 
     @property
     def round(self) -> Round:
-        """The newest completed round (asynchronous: step); without `max_delay` the next `step()` is `round + 1`.
+        """The newest completed round (asynchronous: step), with `overlap_pulls` the newest one that has begun.
 
-        It is not 0 at the start if this trainer was restarted or the run was resumed: a script whose data and random
-        state are functions of (seed, rank, round) continues there. A rollback lowers it in `step()`, with a warning.
-        With `overlap_pulls` it is the newest round that has begun.
+        Without `max_delay` the next `step()` is `round + 1`. It is not 0 at the start of a restarted trainer or a
+        resumed run: a script whose data and random state are functions of (seed, rank, round) continues there. A
+        rollback lowers it in `step()`, with a warning.
         """
         self._guard.has_read_position = True
         return self._round
@@ -162,18 +155,16 @@ class RemoteOptimizer(WrappingOptimizer):
             optimizer.step()
             schedule.step()
 
-        A script that is restarted or resumed continues after the batches of the run's rounds; after a rollback they are
-        repeated. Each further call, for another epoch or loader, continues after the batches of the earlier calls,
-        which must have been iterated to their end. `set_epoch` of the loader and its samplers is called with each
-        epoch, counted over all calls. A DataLoader over a map-style dataset does not load the skipped batches. The
-        order of the data must be a function of the epoch, as that of a DistributedSampler is. A script that accumulates
-        gradients passes the number of batches for each `step()`; the batches of a call must be a multiple of it. With
-        local steps a round has `local_steps` times as many, and a round that had begun starts again.
+        A restarted or resumed script continues after the batches of the run's rounds; a rollback repeats batches. The
+        order of the data must be a function of the epoch, as that of a DistributedSampler is: `set_epoch` of the loader
+        and its samplers is called with each epoch, counted over all calls. Each further call continues after the
+        batches of the earlier calls, which must have been iterated to their end. A DataLoader over a map-style dataset
+        does not load the skipped batches. `batches_per_step` is for scripts that accumulate gradients; the batches of a
+        call must be a multiple of it. With local steps a round that had begun starts again.
 
-        A `schedule` that the script steps once after each `step()` is moved to the first batch by stepping it; after a
-        rollback it starts from its state at the first call. All calls must pass the same one, whose first step comes
-        with the run. The script may load one that it saved in the run. ReduceLROnPlateau and ChainedScheduler are
-        refused.
+        A `schedule` that the script steps once after each `step()` is stepped to the first batch; after a rollback it
+        starts from its state at the first call. All calls must pass the same one. ReduceLROnPlateau and
+        ChainedScheduler are refused.
         """
         self._guard.has_read_position = True
         return self._batches.iterate(loader, epochs, batches_per_step, schedule)
@@ -191,7 +182,7 @@ class RemoteOptimizer(WrappingOptimizer):
         return self._session.summary()
 
     def __repr__(self) -> str:
-        return f"RemoteOptimizer({self.spec.name}, round {self._round}, {self._session!r})"
+        return f"RemoteOptimizer({self._work.spec.name}, round {self._round}, {self._session!r})"
 
     # ------------------------------------------------------------------ step
 
@@ -205,9 +196,8 @@ class RemoteOptimizer(WrappingOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Push the gradients, wait until those of all trainers are applied, and pull the parameters.
 
-        Blocks for the round. With local steps the wrapped optimizer steps here, and only every `local_steps` calls take
-        part in a round. A parameter whose `grad` is None is skipped, as in torch. Changes of `grad` before the call
-        count. A `closure` is called once, before the step, and its loss is returned.
+        Blocks for the round; with local steps only every `local_steps` calls take part in one. A parameter whose `grad`
+        is None is skipped, as in torch. A `closure` is called once, before the step, and its loss is returned.
 
         `GradScaler.step(optimizer)` unscales the gradients here. If they have overflowed, this trainer takes part in
         the round without gradients; `nonfinite=skip_round` then skips it for all trainers.
@@ -226,25 +216,13 @@ class RemoteOptimizer(WrappingOptimizer):
                 loss = closure()
         if self._overlap is not None and self._overlap.finish_pull():
             return loss
-        self._check_changes()
+        self._guard.check(self._wrapped, follows_schedule=self._batches.schedule is not None)
+        self._state.check_reset()
         try:
             self._step()
         finally:
             self._guard.note()
         return loss
-
-    def _check_changes(self) -> None:
-        """Adopt values that were loaded before the first step. Raises BadModel for later changes."""
-        is_first = self._guard.is_before_first_step
-        self._guard.check_structure()
-        self._state.check_reset()
-        self._engine.check_parameters()
-        if changed := self._guard.check_values():
-            self._engine.replace_values(changed)
-        if is_first:
-            follows_schedule = self._batches.schedule is not None
-            begun = self._engine.progress.begun
-            self._guard.warn_before_first_step(begun, self._wrapped, follows_schedule=follows_schedule)
 
     def _step(self) -> None:
         if self._overlap is not None:
@@ -258,25 +236,14 @@ class RemoteOptimizer(WrappingOptimizer):
         else:
             return
         started = time.perf_counter()
-        self._engine.step(Contribution(gradients, self._hyperparameters(), is_finite))
+        hyperparameters = [*self._work.hyperparameters(), *self._scaling.describe()]
+        self._engine.step(Contribution(gradients, hyperparameters, is_finite))
         self._session.client.metrics.step_seconds.observe(time.perf_counter() - started)
-
-    def _hyperparameters(self) -> list[HyperParameters]:
-        """Return those of each group, of averaged buffers, and the state of a GradScaler."""
-        found = [] if self._is_ring else read_hyper_parameters(self.spec, self._stepped)
-        if self._has_means:
-            # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
-            found.append({"lr": 1 / self._session.world_size if self._is_async else 1.0})
-        return found + self._scaling.describe()
-
-    @property
-    def _is_async(self) -> bool:
-        return self._session.client.joined.consistency.is_async
 
     @property
     def shares_rounds(self) -> bool:
         """True if every step is a round of all trainers, which have its outcome in common."""
-        return not self._is_async and self._local is None
+        return not self._work.is_async and self._local is None
 
     def attach_scaler(self, describe: Callable[[], HyperParameters]) -> tuple[StepProgress, Overlap | None]:
         """Attach a GradScaler, whose state is pushed in each round, and return what it follows.
@@ -328,7 +295,7 @@ class RemoteOptimizer(WrappingOptimizer):
         with `synchronize`, and reads all values twice. Before the first step it is not needed. Raises BadModel in
         asynchronous modes after the first step, because they have no common round.
         """
-        if self._is_async and not self._guard.is_before_first_step and self._local is None:
+        if self._work.is_async and not self._guard.is_before_first_step and self._local is None:
             raise BadModel(
                 "asynchronous modes have no round in which all trainers could write parameters; write them before the "
                 "first step"
@@ -337,11 +304,8 @@ class RemoteOptimizer(WrappingOptimizer):
         if self._local is not None:  # a write is part of the local steps
             yield
             return
-        with self._guard.find_writes() as changed:
+        with self._guard.adopting_writes():
             yield
-        if changed:
-            self._engine.replace_values(changed)
-        self._guard.note()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -363,12 +327,3 @@ class RemoteOptimizer(WrappingOptimizer):
             if self._engine.progress.num_rollbacks != num_rollbacks:
                 self._guard.note()
             return super().state_dict()
-
-
-def _use_session(session: Session | None, arguments: dict[str, Any]) -> Session:
-    """Return the given session, the open one, or a new one. Raises TypeError for arguments that come too late."""
-    session = session or open_session()
-    if session is None:
-        return connect(**arguments)
-    session.client.configure(**arguments)
-    return session

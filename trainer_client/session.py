@@ -212,6 +212,15 @@ def connect(
     return session
 
 
+def use_session(session: Session | None, arguments: dict[str, Any]) -> Session:
+    """Return the given session, the open one, or a new one. Raises TypeError for arguments that come too late."""
+    session = session or open_session()
+    if session is None:
+        return connect(**arguments)
+    session.client.configure(**arguments)
+    return session
+
+
 def _leave(error: BaseException | None) -> None:
     if _current is not None:
         _current.close(*outcome_of(error))
