@@ -23,7 +23,7 @@ from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.vocabulary import PARAMETER_DTYPES, ParameterSpec
 
 from .device_copies import check_devices, is_away
-from .tensors import WIRE_DTYPES, wire_dtype
+from .tensors import WIRE_DTYPES, check_form, wire_dtype
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,7 @@ class BufferAverages:
         buffers = []
         for (name, mean), (module, key) in zip(self.means.items(), self.owners.values(), strict=True):
             buffer = module._buffers.get(key)
-            if buffer is None or (buffer.shape, buffer.dtype) != (mean.shape, mean.dtype):
-                raise BadModel(
-                    f"buffer {name!r} has become another one; all trainers agreed on it when the run began",
-                    expected=f"{mean.dtype} {list(mean.shape)}",
-                    actual=None if buffer is None else f"{buffer.dtype} {list(buffer.shape)}",
-                )
-            buffers.append(buffer)
+            buffers.append(check_form(name, buffer, mean.shape, mean.dtype))
         return buffers
 
     def changed_values(self) -> dict[str, Tensor]:

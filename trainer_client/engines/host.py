@@ -43,6 +43,7 @@ class HostLeader:
             nonfinite=self._client.nonfinite,
             bucket_bytes=bucket_bytes,
             outcomes=self._client.outcomes,
+            grad_norm=None,
         )
         host.open_group(device)
         self._send_values(BroadcastBuffer({**model.pulled, **model.stored}, device))
@@ -160,8 +161,7 @@ class HostFollower:
         self.progress = StepProgress()
         host.send("model", model=digests)
         [started] = host.receive("started")
-        self._client.nonfinite = started["nonfinite"]
-        self._client.is_declared = True
+        self._client.adopt_run(started["nonfinite"])
         host.open_group(device)
         self._gradients = FlatGradients(
             model.parameters, started["bucket_bytes"], device, lambda bucket: host.collectives.reduce(bucket.flat)
@@ -209,17 +209,16 @@ class HostFollower:
 
     def _receive_result(self) -> None:
         [result] = self._host.receive("result")
-        self._client.grad_norm = result["grad_norm"]
         self.progress.num_rollbacks += result["begun"] < self.progress.begun
         self.progress.begun = result["begun"]
         self._receive_values(self._values, result)
 
-    def _receive_values(self, values: BroadcastBuffer, told: Mapping[str, Any]) -> None:
-        self._client.outcomes = Outcomes(*told["outcomes"])
+    def _receive_values(self, values: BroadcastBuffer, results: Mapping[str, Any]) -> None:
         values.begin(self._host.collectives, 0, sends=False)
         self._host.finish()
         values.write_back()
         self._averages.write_back()
-        self.progress.version = self._client.membership.round = told["round"]
+        self.progress.version = results["round"]
+        self._client.adopt_results(results["round"], Outcomes(*results["outcomes"]), results["grad_norm"])
         if self._local is not None:
             self._local.begin()
