@@ -38,6 +38,11 @@ class TrainedModel:
     aliases: Mapping[str, str]  # further names of tied tensors
 
     @property
+    def names(self) -> dict[int, str]:
+        """The names of the parameters, by id."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    @property
     def pulled(self) -> dict[str, Tensor]:
         """The tensors that each step pulls: parameters, and the means of buffers in host memory."""
         return {**self.parameters, **self.averages.means}

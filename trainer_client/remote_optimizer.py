@@ -23,7 +23,6 @@ from .grad_scaler import StepScaling
 from .model_tensors import find_tensors, log_names
 from .optimizer_state.wrapped_state import StateInTrainer, StateOnPservers, WrappedState
 from .overlap import Overlap, attach_overlap
-from .parameter_watch import ParameterWatch, check_model
 from .resumable_batches import Position, ResumableBatches
 from .script_guard import ScriptGuard
 from .session import Session, use_session
@@ -83,32 +82,25 @@ class RemoteOptimizer(WrappingOptimizer):
         model_tensors = find_tensors(optimizer, model)
         self._session = use_session(session, arguments)
         client = self._session.client
-        check_combination(self._session, has_model=model is not None, has_outer=outer is not None)
-        self._named = model_tensors.parameters
-        names = {id(parameter): name for name, parameter in self._named.items()}
-        self._work = divide_work(self._session, optimizer, outer, model_tensors, names)
-        self._local = self._work.local
-        if client.is_declared:
-            raise BadModel("a session has one RemoteOptimizer; give it the parameters of all models, as groups")
+        check_combination(self._session, model_tensors, has_outer=outer is not None)
+        self._work = divide_work(self._session, optimizer, outer, model_tensors)
         log_names(client.log, model_tensors)
-        watch = None
-        if self._local is None:
-            check_model(model, self._named.values())
-            watch = ParameterWatch(self._named, has_samples=not client.settings.overlap_pulls)
         started = start_engine(self._session, model_tensors, self._work)
         self._engine = started.engine
+        self._local = self._work.local
+        self._named = model_tensors.parameters
         if self._work.initial_state:
             self._work.optimizer.state.clear()
         state: WrappedState = (
             StateInTrainer(self, optimizer)
             if self._work.is_wrapped_stepping
-            else StateOnPservers(self, self._work.spec, names, started.pserver)
+            else StateOnPservers(self, self._work.spec, model_tensors.names, started.pserver)
         )
         self.share(state, lambda: self._session.is_open)
         self._flattening = Flattening()
         self._scaling = StepScaling(self)
-        self._guard = ScriptGuard(self, model_tensors, self._engine, watch, client.log)
-        self._overlap = attach_overlap(self._session, model_tensors, started, watch, self.synchronize)
+        self._guard = ScriptGuard(self, model_tensors, self._engine, client.settings, client.log)
+        self._overlap = attach_overlap(self._session, model_tensors, started, self._guard.watch, self.synchronize)
         progress = self._engine.progress
         self._batches = ResumableBatches(
             lambda: Position(progress.num_rollbacks, progress.begun),

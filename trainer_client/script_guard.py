@@ -15,6 +15,7 @@ from ps_protocol.vocabulary import Round
 from .engines.engine import StepEngine
 from .model_tensors import TrainedModel, frozen_parameters
 from .parameter_watch import Digests, ModelPlaces, ParameterWatch, digest_values, find_rewritten
+from .settings import TrainerSettings
 
 
 class ScriptGuard:
@@ -25,12 +26,13 @@ class ScriptGuard:
         optimizer: Optimizer,
         model: TrainedModel,
         engine: StepEngine,
-        watch: ParameterWatch | None,
+        settings: TrainerSettings,
         log: FilteringBoundLogger,
     ) -> None:
         """Note the state at the start. There is no `watch` with local steps, which write to the parameters."""
+        has_samples = not settings.overlap_pulls
+        self.watch = None if settings.local_steps else ParameterWatch(model.parameters, has_samples=has_samples)
         self._engine = engine
-        self._watch = watch
         self.has_read_position = False  # the script has asked for the run's round
         self._optimizer = optimizer
         self._model = model.module
@@ -48,8 +50,8 @@ class ScriptGuard:
 
     def note(self) -> None:
         """Note the values of the parameters, which the script must not change from now on."""
-        if self._watch is not None:
-            self._watch.note()
+        if self.watch is not None:
+            self.watch.note()
 
     def check(self, wrapped: Optimizer, *, follows_schedule: bool) -> None:
         """Adopt the values that were loaded before the first step. Raises BadModel for other changes."""
@@ -76,14 +78,14 @@ class ScriptGuard:
 
     def check_unchanged(self) -> None:
         """Raise BadModel if the script has changed parameters since the last step."""
-        if self._watch is not None:
-            self._watch.check()
+        if self.watch is not None:
+            self.watch.check()
 
     @contextmanager
     def adopting_writes(self) -> Iterator[None]:
         """Begin the next step from the values of parameters that are written within the block, or were before."""
-        assert self._watch is not None  # no local steps
-        changed, before = self._watch.find_changed(), digest_values(self._parameters)
+        assert self.watch is not None  # no local steps
+        changed, before = self.watch.find_changed(), digest_values(self._parameters)
         yield
         changed.update(find_rewritten(self._parameters, before))
         if changed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ..collectives import choose_device
 from ..model_tensors import TrainedModel, check_alike, describe_model
 from ..optimizer_state.torch_state import OptimizerState, own_state
+from ..parameter_watch import check_model
 from ..session import Session
 from ..wrapped_optimizer import describe_local_optimizer, describe_optimizer, read_hyper_parameters
 from .engine import StepEngine
@@ -25,8 +25,8 @@ from .ring import RingEngine
 from .ring_group import Group
 
 
-def check_combination(session: Session, *, has_model: bool, has_outer: bool) -> None:
-    """Raise BadModel for settings and arguments of a RemoteOptimizer that do not work together."""
+def check_combination(session: Session, model: TrainedModel, *, has_outer: bool) -> None:
+    """Raise BadModel for settings, arguments and a model of a RemoteOptimizer that do not work together."""
     settings, rules = session.client.settings, session.client.joined.consistency
     local, pulls = settings.local_steps > 0, settings.overlap_pulls
     refused = (
@@ -44,7 +44,7 @@ def check_combination(session: Session, *, has_model: bool, has_outer: bool) -> 
             "local_steps with max_delay: what was stepped here meanwhile would be overwritten",
         ),
         (
-            pulls and not has_model,
+            pulls and model.module is None,
             "overlap_pulls needs RemoteOptimizer(…, model=model), whose modules wait for parameters",
         ),
         (pulls and not settings.overlap, "overlap_pulls needs overlap=True"),
@@ -54,10 +54,16 @@ def check_combination(session: Session, *, has_model: bool, has_outer: bool) -> 
             "step(). Use overlap without it, or one_trainer_per_host=False",
         ),
         (pulls and rules.max_delay > 0, "overlap_pulls with max_delay: pulls come behind the computation already"),
+        (
+            session.client.is_declared,
+            "a session has one RemoteOptimizer; give it the parameters of all models, as groups",
+        ),
     )
     for is_refused, reason in refused:
         if is_refused:
             raise BadModel(reason)
+    if not local:
+        check_model(model.module, model.parameters.values())
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,7 @@ class DividedWork:
         return found if self.mean_rate is None else [*found, {"lr": self.mean_rate}]
 
 
-def divide_work(
-    session: Session, optimizer: Optimizer, outer: Optimizer | None, model: TrainedModel, names: Mapping[int, str]
-) -> DividedWork:
+def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None, model: TrainedModel) -> DividedWork:
     """Return where an optimizer steps. Raises BadInput for one that no pserver can run, or for its state."""
     settings, rules = session.client.settings, session.client.joined.consistency
     stepped, local = optimizer, None
@@ -102,7 +106,7 @@ def divide_work(
         is_ring=rules.is_ring,
         is_async=rules.is_async,
         mean_rate=mean_rate if model.averages.means else None,
-        initial_state={} if rules.is_ring else own_state(describe_optimizer(stepped), stepped, names),
+        initial_state={} if rules.is_ring else own_state(describe_optimizer(stepped), stepped, model.names),
     )
 
 
@@ -143,7 +147,7 @@ def start_engine(session: Session, model: TrainedModel, work: DividedWork) -> St
             return StartedEngine(engine, engine)
         group.open(client.rendezvous)
         ring = RingEngine(session, model, work.optimizer, group)
-        session.join_others = ring.join_others
+        session.call_at_close(join_others=ring.join_others)
         return StartedEngine(ring, None)
 
     if host is None:
