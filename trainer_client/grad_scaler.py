@@ -51,25 +51,24 @@ def as_float32(number: float) -> float:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` for one RemoteOptimizer, which goes by what the round said instead of by own gradients.
+    """A `torch.amp.GradScaler` for one RemoteOptimizer, whose scale follows from the outcomes of rounds.
 
         scaler = GradScaler(optimizer)
 
-    It is used like torch's: `scale`, `unscale_` if gradients are to be looked at or clipped, `step`, `update`. Where a
-    round was skipped for any trainer's gradients, `update()` lets the scale back off on all of them, and else it grows
-    on all of them together: at each step all trainers have the same scale, if they begin with the same settings. A
-    trainer that is started again, or a run that is resumed or rolled back, continues with the state that the lowest
-    rank had in that round; what `load_state_dict` loads counts in a run that has just begun.
+    It is used like torch's: `scale`, `unscale_` if the script reads or clips gradients, `step`, `update`. If a round
+    was skipped for any trainer's gradients, the scale backs off on all trainers, else it grows on all of them: at each
+    step all trainers have the same scale, if they begin with the same settings. A restarted trainer, and a run that is
+    resumed or rolled back, continue with the state that the lowest rank had in that round; a loaded state counts only
+    in a run that has just begun.
 
-    With `max_delay` = k the outcome of a round counts k steps later, so that a scale that is too large may be halved
-    k + 1 times. With `overlap` gradients are unscaled before they leave. In asynchronous modes and with local steps
-    there are no rounds in common: there it is torch's own, and each trainer has its own scale.
-
-    With `overlap_pulls`, what needs the new scale (`scale`, `get_scale`, `state_dict`) waits for the newest step.
+    With `max_delay` = k the outcome of a round counts k steps later, so a scale that is too large may be halved k + 1
+    times. With `overlap` gradients are unscaled before they leave. With `overlap_pulls`, calls that need the new scale
+    (`scale`, `get_scale`, `state_dict`) wait for the newest step. Asynchronous modes and local steps have no rounds in
+    common: each trainer has its own scale there, as with torch's.
 
     Args:
-        optimizer: whose gradients are scaled; it has one GradScaler.
-        device: where losses are, as torch's: "cuda" or "cpu".
+        optimizer: the optimizer whose gradients are scaled; it has one GradScaler.
+        device: the device of losses, as torch's: "cuda" or "cpu".
         settings: torch's: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
 
     Raises:
@@ -183,8 +182,8 @@ class GradScaler(torch.amp.GradScaler):
             self._overlap.wait()
         round_, outcomes = self._outcome_round, self._client.outcomes
         if self._num_rollbacks != self._progress.num_rollbacks:  # also before the first step
-            told: dict[str, Any] = outcomes.scaler or {**asdict(self._initial), "after": round_}
-            self._state = ScalerState(**told)
+            pushed: dict[str, Any] = outcomes.scaler or {**asdict(self._initial), "after": round_}
+            self._state = ScalerState(**pushed)
         factors: dict[str, Any] = {
             "growth_factor": self.get_growth_factor(),
             "backoff_factor": self.get_backoff_factor(),

@@ -203,13 +203,15 @@ def describe_model(
     parameters: Sequence[ParameterSpec], stored: Sequence[tuple[Any, ...]], optimizer: OptimizerSpec, **settings: Any
 ) -> dict[str, str]:
     """Return a digest of each property that must be the same in all processes of a host."""
-    told = {
+    properties = {
         "parameters": [(p.name, p.shape, p.dtype, p.group) for p in parameters],
         "buffers": stored,
         "optimizer": (optimizer.name, optimizer.group_flags),
         **settings,
     }
-    return {name: xxhash.xxh3_64_hexdigest(json.dumps(value, default=str).encode()) for name, value in told.items()}
+    return {
+        name: xxhash.xxh3_64_hexdigest(json.dumps(value, default=str).encode()) for name, value in properties.items()
+    }
 
 
 def check_alike(ours: Mapping[str, str], theirs: Mapping[str, str], process: int) -> None:
