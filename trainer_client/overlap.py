@@ -32,7 +32,12 @@ class Overlap:
     """Hooks that add the gradients of each step to an engine. They run on the threads that run backward."""
 
     def __init__(
-        self, session: Session, parameters: Mapping[str, Tensor], engine: StepEngine, waits: ForwardWaits | None
+        self,
+        session: Session,
+        parameters: Mapping[str, Tensor],
+        engine: StepEngine,
+        flattening: Flattening,
+        waits: ForwardWaits | None,
     ) -> None:
         """Add a hook to each parameter. `waits`: pulls of the step before may still be on their way."""
         self._waits = waits
@@ -40,7 +45,7 @@ class Overlap:
         self._parameters = parameters
         self._engine = engine
         self._accumulate_steps = session.client.settings.accumulate_steps
-        self._flattening = Flattening()
+        self._flattening = flattening
         self._unscale: Callable[[Tensor], None] | None = None
         self._watched: set[str] = set()
         self._num_passes: Counter[str] = Counter()  # of this step that have come to a parameter
@@ -161,6 +166,7 @@ def attach_overlap(
     session: Session,
     model: TrainedModel,
     started: StartedEngine,
+    flattening: Flattening,
     watch: ParameterWatch | None,
     finish: Callable[[], object],
 ) -> Overlap | None:
@@ -171,7 +177,9 @@ def attach_overlap(
         assert watch is not None
         waits = ForwardWaits(session, model, started.pserver, watch, finish)
         session.call_at_close(finish_last_step=finish)
-    return Overlap(session, model.parameters, started.engine, waits) if settings.overlap else None
+    if not settings.overlap:
+        return None
+    return Overlap(session, model.parameters, started.engine, flattening, waits)
 
 
 class ForwardWaits:

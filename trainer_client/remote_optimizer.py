@@ -100,7 +100,9 @@ class RemoteOptimizer(WrappingOptimizer):
         self._flattening = Flattening()
         self._scaling = StepScaling(self)
         self._guard = ScriptGuard(self, model_tensors, self._engine, client.settings, client.log)
-        self._overlap = attach_overlap(self._session, model_tensors, started, self._guard.watch, self.synchronize)
+        self._overlap = attach_overlap(
+            self._session, model_tensors, started, self._flattening, self._guard.watch, self.synchronize
+        )
         progress = self._engine.progress
         self._batches = ResumableBatches(
             lambda: Position(progress.num_rollbacks, progress.begun),
