@@ -191,10 +191,9 @@ class RemoteOptimizer(WrappingOptimizer):
         """Push the gradients, wait until those of all trainers are applied, and pull the parameters.
 
         Blocks for the round; with local steps only every `local_steps` calls take part in one. A parameter whose `grad`
-        is None is skipped, as in torch. A `closure` is called once, before the step, and its loss is returned.
-
-        `GradScaler.step(optimizer)` unscales the gradients here. If they have overflowed, this trainer takes part in
-        the round without gradients; `nonfinite=skip_round` then skips it for all trainers.
+        is None is skipped, as in torch. A `closure` is called once, before the step, and its loss is returned. A
+        GradScaler unscales the gradients here. If they have overflowed, this trainer takes part in the round without
+        gradients, which `nonfinite=skip_round` then skips for all trainers.
 
         Raises:
             NonFiniteGradient: under `nonfinite=reject`. Gradients that are staged stay, so only the same gradient with
@@ -223,8 +222,7 @@ class RemoteOptimizer(WrappingOptimizer):
             self._overlap.finish_passes(is_scaled=getattr(self, "found_inf", None) is not None)
         is_finite = self._scaling.unscale(self._named.values())
         if self._local is None:
-            present = {name: p.grad for name, p in self._named.items() if p.grad is not None}
-            gradients = {name: self._flattening.flat(name, gradient) for name, gradient in present.items()}
+            gradients = self._flattening.flatten(self._named)
         elif self._local.step():
             gradients, is_finite = self._local.outer_gradients(), True
         else:
@@ -284,10 +282,9 @@ class RemoteOptimizer(WrappingOptimizer):
             for parameter in critic.parameters():
                 parameter.clamp_(-0.01, 0.01)
 
-        All trainers enter it between the same two steps; the values of the lowest rank that changed any count. A script
-        that restores the values within the block changes nothing, and may do so on one trainer alone. The block begins
-        with `synchronize`, and reads all values twice. Before the first step it is not needed. Raises BadModel in
-        asynchronous modes after the first step, because they have no common round.
+        All trainers enter it between the same two steps; the values of the lowest rank that changed any count. A block
+        that restores the values may run on one trainer alone. It begins with `synchronize`, and reads all values twice.
+        Before the first step it is not needed. Raises BadModel after the first step of asynchronous modes.
         """
         if self._work.is_async and not self._guard.is_before_first_step and self._local is None:
             raise BadModel(
@@ -305,10 +302,9 @@ class RemoteOptimizer(WrappingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the `state_dict` of the wrapped optimizer in a single process, with state fetched from the pservers.
 
-        The state is that of the newest step, which is waited for (`synchronize`), and lies in host memory. It is
-        float32 even if parameters are not. With local steps, and in a ring, it is the wrapped optimizer's own. Where
-        several processes of a host are one trainer, only process 0 has state; with `max_delay` all of them must call
-        `synchronize` before. Blocks for the pservers only.
+        The state is that of the newest step, which is waited for; it is float32, in host memory. With local steps, and
+        in a ring, it is the wrapped optimizer's own. Where several processes of a host are one trainer, only process 0
+        has state; with `max_delay` all of them must call `synchronize` before. Blocks for the pservers only.
         """
         if not isinstance(self._state, StateOnPservers):
             return super().state_dict()

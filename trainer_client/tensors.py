@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,6 +56,11 @@ class Flattening:
             memory = self._memory[name] = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         memory.copy_(gradient)
         return memory.view(-1)
+
+    def flatten(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the flat gradients of the parameters that have one."""
+        present = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        return {name: self.flat(name, gradient) for name, gradient in present.items()}
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
