@@ -15,6 +15,7 @@ from ps_protocol.errors import BadModel, NonFiniteGradient
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
+from .engines.engine import StepProgress
 from .overlap import Overlap
 
 if TYPE_CHECKING:
@@ -80,15 +81,14 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, **settings)
         self._remote = optimizer
         self._client = optimizer.session.client
-        self._is_shared = self.is_enabled() and optimizer.shares_rounds
+        self._is_shared = self.is_enabled() and optimizer.scaling.is_shared
         self._inverse: float | None = None  # of the scale of this step, while gradients are to be divided by it
         self._overlap: Overlap | None = None
         if self.is_enabled():
             self._check_run()
             self._begin_with(ScalerState(0, super().get_scale(), 0))
-            self._progress, self._overlap = optimizer.attach_scaler(self._describe)
-            if self._overlap is not None:
-                self._overlap.attach_scaler(self._unscale)
+            self._progress, self._overlap = optimizer.scaling.progress, optimizer.scaling.overlap
+            optimizer.scaling.attach(self._describe, self._unscale)
 
     def _check_run(self) -> None:
         policy = self._client.nonfinite
@@ -214,20 +214,31 @@ class GradScaler(torch.amp.GradScaler):
 class StepScaling:
     """The loss scale of a RemoteOptimizer's steps: that of a GradScaler, of torch's, or none."""
 
-    def __init__(self, optimizer: RemoteOptimizer) -> None:
+    def __init__(
+        self, optimizer: RemoteOptimizer, progress: StepProgress, overlap: Overlap | None, *, is_shared: bool
+    ) -> None:
+        """`is_shared`: every step is a round of all trainers, which have its outcome in common."""
+        self.progress = progress
+        self.overlap = overlap
+        self.is_shared = is_shared
         self._optimizer = optimizer
         self._describe: Callable[[], HyperParameters] | None = None
         self._has_warned = False
 
-    def attach(self, describe: Callable[[], HyperParameters]) -> None:
-        """Push the state that `describe` returns in each round. Raises BadModel for a second GradScaler."""
+    def attach(self, describe: Callable[[], HyperParameters], unscale: Callable[[Tensor], None]) -> None:
+        """Attach a GradScaler: `unscale` every gradient before it is added early, and push its state in each round.
+
+        Raises BadModel for a second one.
+        """
         if self._describe is not None:
             raise BadModel("a RemoteOptimizer has one GradScaler")
         self._describe = describe
+        if self.overlap is not None:
+            self.overlap.attach_scaler(unscale)
 
     def describe(self) -> list[HyperParameters]:
         """Return the state that is pushed with the hyperparameters, if there is one."""
-        return [] if self._describe is None or not self._optimizer.shares_rounds else [self._describe()]
+        return [] if self._describe is None or not self.is_shared else [self._describe()]
 
     def unscale(self, parameters: Collection[Tensor]) -> bool:
         """Unscale the gradients; return False, and clear them, if they have overflowed.
@@ -239,7 +250,7 @@ class StepScaling:
         if not unscale_gradients(self._optimizer, parameters):
             return True
         client = self._optimizer.session.client
-        if client.nonfinite != "skip_round" and self._optimizer.shares_rounds:
+        if client.nonfinite != "skip_round" and self.is_shared:
             text = f"the gradients of trainer {client.joined.rank} have overflowed, and nonfinite is {client.nonfinite}"
             raise NonFiniteGradient(f"{text}: with a GradScaler it has to be skip_round, so that all skip the round")
         for parameter in parameters:
@@ -249,7 +260,7 @@ class StepScaling:
     def _warn_of_torch(self) -> None:
         """Warn once that torch's GradScaler ignores the gradients of the other trainers."""
         session = self._optimizer.session
-        is_alone = self._describe is None and self._optimizer.shares_rounds and session.world_size > 1
+        is_alone = self._describe is None and self.is_shared and session.world_size > 1
         if is_alone and not self._has_warned:
             self._has_warned = True
             session.client.log.warning(

@@ -14,15 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ps_protocol.errors import BadModel
 from ps_protocol.messages import RunSummary
-from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
 from .engines.choice import check_combination, divide_work, start_engine
-from .engines.engine import Contribution, StepProgress
+from .engines.engine import Contribution
 from .grad_scaler import StepScaling
 from .model_tensors import find_tensors, log_names
 from .optimizer_state.wrapped_state import StateInTrainer, StateOnPservers, WrappedState
-from .overlap import Overlap, attach_overlap
+from .overlap import attach_overlap
 from .resumable_batches import Position, ResumableBatches
 from .script_guard import ScriptGuard
 from .session import Session, use_session
@@ -76,8 +75,6 @@ class RemoteOptimizer(WrappingOptimizer):
         outer: Optimizer | None = None,
         **arguments: Any,
     ) -> None:
-        if isinstance(optimizer, RemoteOptimizer):
-            raise BadModel("the optimizer is remote already")
         super().__init__(optimizer)
         model_tensors = find_tensors(optimizer, model)
         self._session = use_session(session, arguments)
@@ -98,12 +95,12 @@ class RemoteOptimizer(WrappingOptimizer):
         )
         self.share(state, lambda: self._session.is_open)
         self._flattening = Flattening()
-        self._scaling = StepScaling(self)
         self._guard = ScriptGuard(self, model_tensors, self._engine, client.settings, client.log)
         self._overlap = attach_overlap(
             self._session, model_tensors, started, self._flattening, self._guard.watch, self.synchronize
         )
         progress = self._engine.progress
+        self.scaling = StepScaling(self, progress, self._overlap, is_shared=self._work.shares_rounds)
         self._batches = ResumableBatches(
             lambda: Position(progress.num_rollbacks, progress.begun),
             max(1, client.settings.local_steps),
@@ -220,7 +217,7 @@ class RemoteOptimizer(WrappingOptimizer):
     def _step(self) -> None:
         if self._overlap is not None:
             self._overlap.finish_passes(is_scaled=getattr(self, "found_inf", None) is not None)
-        is_finite = self._scaling.unscale(self._named.values())
+        is_finite = self.scaling.unscale(self._named.values())
         if self._local is None:
             gradients = self._flattening.flatten(self._named)
         elif self._local.step():
@@ -228,22 +225,9 @@ class RemoteOptimizer(WrappingOptimizer):
         else:
             return
         started = time.perf_counter()
-        hyperparameters = [*self._work.hyperparameters(), *self._scaling.describe()]
+        hyperparameters = [*self._work.hyperparameters(), *self.scaling.describe()]
         self._engine.step(Contribution(gradients, hyperparameters, is_finite))
         self._session.client.metrics.step_seconds.observe(time.perf_counter() - started)
-
-    @property
-    def shares_rounds(self) -> bool:
-        """True if every step is a round of all trainers, which have its outcome in common."""
-        return not self._work.is_async and self._local is None
-
-    def attach_scaler(self, describe: Callable[[], HyperParameters]) -> tuple[StepProgress, Overlap | None]:
-        """Attach a GradScaler, whose state is pushed in each round, and return what it follows.
-
-        Raises BadModel for a second one.
-        """
-        self._scaling.attach(describe)
-        return self._engine.progress, self._overlap
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Keep the gradients of the backward passes in the block until a pass after it, where `overlap` pushes them.
@@ -264,15 +248,7 @@ class RemoteOptimizer(WrappingOptimizer):
         An interrupted or failed step is finished first, with its own gradient. Without such a step, `max_delay` and
         `overlap_pulls` it does nothing.
         """
-        progress = self._engine.progress
-        if progress.begun != progress.version:
-            self._guard.check_unchanged()
-        is_written = True
-        try:
-            is_written = self._engine.synchronize()
-        finally:
-            if is_written:
-                self._guard.note()
+        self._guard.synchronize()
 
     @contextmanager
     def write_parameters(self) -> Iterator[None]:

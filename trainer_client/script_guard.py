@@ -58,7 +58,7 @@ class ScriptGuard:
         self._check_structure()
         self._engine.check_parameters()
         if self._values_at_start is None:
-            self.check_unchanged()
+            self._check_unchanged()
             return
         changed, self._values_at_start = find_rewritten(self._parameters, self._values_at_start), None
         if changed:
@@ -76,10 +76,21 @@ class ScriptGuard:
             )
         self._places.check()
 
-    def check_unchanged(self) -> None:
+    def _check_unchanged(self) -> None:
         """Raise BadModel if the script has changed parameters since the last step."""
         if self.watch is not None:
             self.watch.check()
+
+    def synchronize(self) -> None:
+        """Wait for the steps on their way. Raises BadModel for changes that their parameters would overwrite."""
+        if self._engine.progress.begun != self._engine.progress.version:
+            self._check_unchanged()
+        is_written = True
+        try:
+            is_written = self._engine.synchronize()
+        finally:
+            if is_written:
+                self.note()
 
     @contextmanager
     def adopting_writes(self) -> Iterator[None]:

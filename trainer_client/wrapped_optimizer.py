@@ -25,6 +25,8 @@ class WrappingOptimizer(Optimizer):
     """An optimizer with the groups, the hooks and the state of another one, which it wraps."""
 
     def __init__(self, wrapped: Optimizer) -> None:
+        if isinstance(wrapped, WrappingOptimizer):
+            raise BadModel("the optimizer is remote already")
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups = wrapped.param_groups  # the very same list: schedulers may hold either
         self._wrapped = wrapped

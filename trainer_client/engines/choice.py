@@ -83,6 +83,11 @@ class DividedWork:
         """True if the wrapped optimizer steps in the trainer."""
         return self.is_ring or self.local is not None
 
+    @property
+    def shares_rounds(self) -> bool:
+        """True if every step is a round of all trainers, which have its outcome in common."""
+        return not self.is_async and self.local is None
+
     def hyperparameters(self) -> list[HyperParameters]:
         """Return the current hyperparameters of each group, and of averaged buffers."""
         found = [] if self.is_ring else read_hyper_parameters(self.spec, self.optimizer)
