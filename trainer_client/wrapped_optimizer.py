@@ -38,7 +38,11 @@ class WrappingOptimizer(Optimizer):
         Its own `step` raises BadModel as long as `is_in_run`.
         """
         self._state = state
-        share_hooks(self, self._wrapped, loads_itself=isinstance(state, StateInTrainer))
+        hooks = [*STEP_HOOKS, *STATE_HOOKS]
+        if not isinstance(state, StateInTrainer):  # which loads with the wrapped optimizer's own load_state_dict
+            hooks += LOAD_HOOKS
+        for name in hooks:
+            setattr(self, name, getattr(self._wrapped, name))
         refuse_changes(self._wrapped, is_in_run)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -77,15 +81,6 @@ class WrappingOptimizer(Optimizer):
             "a RemoteOptimizer cannot be copied or pickled, since it holds a trainer's connections; copy or save its "
             "state_dict() instead"
         )
-
-
-def share_hooks(remote: Optimizer, wrapped: Optimizer, *, loads_itself: bool) -> None:
-    """Make the hooks of both optimizers the same, so that a call of `remote` runs them once.
-
-    `loads_itself`: `load_state_dict` of `remote` calls that of `wrapped`, which runs its own hooks.
-    """
-    for hooks in (*STEP_HOOKS, *STATE_HOOKS, *(() if loads_itself else LOAD_HOOKS)):
-        setattr(remote, hooks, getattr(wrapped, hooks))
 
 
 def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
