@@ -36,7 +36,7 @@ from .training import (
 pytestmark = [pytest.mark.cluster, pytest.mark.hosts, pytest.mark.timeout(240)]
 IN_SYNC = (
     *("late", "early", "streaming", "clipped", "unequal", "start", "refused", "sharing"),
-    *("pulling", "averaging", "different", "scaled", "scaled_early", "kept", "broken_off"),
+    *("pulling", "averaging", "different", "scaled", "scaled_early", "kept", "broken_off", "contract"),
 )
 ROUNDING = 1e-5
 CUT = {"min_block_size": 100}  # parameters that are cut
@@ -75,6 +75,11 @@ def test_the_results_are_those_of_one_process_with_all_batches(found: Found) -> 
 def test_overlap_changes_no_bit(found: Found) -> None:
     for one in found["early"]:
         assert_identical(one, found["late"][0])
+
+
+def test_the_engines_of_a_host_follow_the_contract(found: Found) -> None:
+    for one in found["contract"]:
+        assert_identical(one, found["contract"][0])
 
 
 def test_buckets_go_on_while_backward_runs(found: Found) -> None:
