@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from ps_config.control_client import BearerAuth, make_control_client
+from ps_config.control_client import BearerAuth, make_control_client, raise_for_problem
 from ps_config.environment import PREFIX, SettingsError, check_environment, find_setting, read_settings_file
 from ps_config.hosts import is_loopback
 from ps_config.tokens import TokenFile, TokenPair
@@ -32,7 +32,6 @@ from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus, Sof
 from ps_protocol.printable import printable
 from ps_protocol.routes import HEALTH, METRICS, STATE
 from ps_protocol.vocabulary import PROTOCOL_VERSION
-from trainer_client.answers import raise_for_problem
 from trainer_client.transport.exchange import make_bulk_client
 
 from .output import EXIT_FAILED, CommandError, count, print_json

@@ -1,4 +1,4 @@
-"""The httpx client of control messages: small JSON bodies, with the TLS files and the token of the settings."""
+"""The httpx client of control messages, and how any client reads an answer: problem documents and gateway pages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from collections.abc import Generator
 
 import httpx
 
+from ps_protocol.errors import error_from_answer
+from ps_protocol.printable import printable
+from ps_protocol.retry import read_retry_after
+
 from .certificates import TlsFiles, client_context
 from .tokens import TokenPair
 
 # Requests are limited elsewhere. A request that had to wait for the connection of another would be late.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=100)
 TIMEOUT = httpx.Timeout(10.0, connect=5.0)
+MAX_LINE = 100  # characters of a gateway's page that are shown
 
 
 class BearerAuth(httpx.Auth):
@@ -52,3 +57,29 @@ def make_control_client(tls: TlsFiles, tokens: TokenPair | None, *, with_system:
     transport = ControlTransport(verify=client_context(tls, with_system=with_system), trust_env=False, limits=LIMITS)
     auth = None if tokens is None else BearerAuth(tokens)
     return httpx.AsyncClient(transport=transport, auth=auth, trust_env=False, timeout=TIMEOUT)
+
+
+class GatewayPage(httpx.RemoteProtocolError):
+    """An answer that does not come from Gradpost.
+
+    It is a transport error whatever its status is: the service may be away, and a gateway answers for it.
+    """
+
+
+def may_be_problem(response: httpx.Response) -> bool:
+    """Return whether the body has to be read before `raise_for_problem`, because it may not be what was asked for."""
+    return not response.is_success or response.headers.get("content-type", "").startswith("text/html")
+
+
+def raise_for_problem(response: httpx.Response) -> None:
+    """Raise the GradpostError that an answer contains, or GatewayPage if the answer does not come from Gradpost."""
+    if not may_be_problem(response):
+        return
+    error = error_from_answer(response.content)
+    if error is not None:
+        error.retry_after_seconds = read_retry_after(response.headers.get("retry-after"))
+        raise error
+    lines = (line.strip() for line in response.text.splitlines())
+    first = printable(next(filter(None, lines), "an empty page")[:MAX_LINE])
+    text = f"{response.url} answered {response.status_code} without a problem document: {first}"
+    raise GatewayPage(f"{text}; is it Gradpost?", request=response.request)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_type_hints
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from .errors import BadModel
 from .fields import Count, Flag, Positive, Real
@@ -108,6 +109,16 @@ class Consistency:
         """Return the expectations (name -> value) that the run does not meet."""
         mine = asdict(self)
         return {name: value for name, value in expected.items() if mine.get(name) != value}
+
+
+def declare_setting(name: str, *, default: Any, description: str | None = None) -> Any:
+    """Return the pydantic field of a process's setting with the bounds, and the description, that this class gives it.
+
+    The types are those of the process: an environment variable is text, where a message is strict.
+    """
+    declared = FieldInfo.from_annotation(get_type_hints(Consistency, include_extras=True)[name])
+    least = next((bound.ge for bound in declared.metadata if hasattr(bound, "ge")), None)
+    return Field(default=default, ge=least, description=description or declared.description)
 
 
 def oldest_start(step: Round, max_delay: int) -> Round:

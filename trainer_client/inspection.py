@@ -13,7 +13,7 @@ import httpx
 from pydantic import ValidationError
 
 from ps_config.certificates import TlsFiles, client_context, hint_at_tls
-from ps_config.control_client import BearerAuth
+from ps_config.control_client import BearerAuth, GatewayPage, may_be_problem, raise_for_problem
 from ps_config.tokens import TokenPair
 from ps_protocol.errors import NotFound, Unreachable
 from ps_protocol.fields import Message
@@ -26,6 +26,7 @@ from ps_protocol.messages import (
     TrainerStatus,
 )
 from ps_protocol.routes import (
+    ACTIVITY,
     CHECKPOINTS,
     CURVES,
     EVENT_STREAM,
@@ -40,8 +41,6 @@ from ps_protocol.routes import (
     STATUS,
     SUMMARY,
 )
-
-from .answers import GatewayPage, may_be_problem, raise_for_problem
 
 M = TypeVar("M", bound=Message)
 
@@ -121,6 +120,11 @@ class ClusterView:
     def curves(self) -> dict[str, Any]:
         """Return the reported curves, in columns by name and rank."""
         found: dict[str, Any] = self._get_json(CURVES)
+        return found
+
+    def activity(self) -> dict[str, Any]:
+        """Return the current speed of the run and what its members do."""
+        found: dict[str, Any] = self._get_json(ACTIVITY)
         return found
 
     def events(self, after: int = 0) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import copy
 import secrets
 import ssl
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 import httpx
@@ -16,6 +16,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger, Processor
 
 from ps_config.certificates import hint_at_tls
+from ps_config.control_client import GatewayPage, raise_for_problem
 from ps_config.versions import installed_versions
 from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
 from ps_protocol.fields import Message
@@ -45,7 +46,6 @@ from ps_protocol.routes import (
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
-from .answers import GatewayPage, raise_for_problem
 from .metrics import LinkMeter
 from .news import News
 from .settings import TrainerSettings
@@ -62,8 +62,6 @@ class Membership:
     def __init__(self, settings: TrainerSettings, http: httpx.AsyncClient) -> None:
         self.joined: TrainerJoined
         self.round: Round = 0  # the newest round that was pulled from every pserver
-        self.waiting_since: float | None = None  # in a ring, by the loop; None: it computes
-        self.is_done = False  # in a ring: no batches are left, and it accompanies the others
         self.results: dict[str, float] = {}
         self.failure: asyncio.Future[GradpostError] | None = None
         self.news = News()
@@ -73,6 +71,8 @@ class Membership:
         self._coordinator = settings.coordinator.rstrip("/")
         self._heartbeats: asyncio.Task[None] | None = None
         self.log = make_log()
+        self._waiting_since: float | None = None  # in a ring, by the loop; None: it computes
+        self._is_done = False  # in a ring: no batches are left
         self._logged: dict[str, str] = {}  # the last line about each topic
 
     # ------------------------------------------------------------------ joining
@@ -101,6 +101,19 @@ class Membership:
         self.joined = joined
         self.log = make_log(run=joined.run, trainer=joined.rank, process=process)
         self.failure = asyncio.get_running_loop().create_future()
+
+    @contextlib.contextmanager
+    def reporting_wait(self) -> Iterator[None]:
+        """Report with the heartbeats that this trainer waits for others. In a ring, by the I/O loop."""
+        self._waiting_since = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self._waiting_since = None
+
+    def report_done(self) -> None:
+        """Report with the heartbeats that a trainer of a ring has no batches left, and joins the others' rounds."""
+        self._is_done = True
 
     async def declare(self, message: DeclareModel) -> PlanReady:
         """Declare the model, and wait until all trainers have and the pservers have the plan."""
@@ -160,8 +173,8 @@ class Membership:
             ahead_of=dict(self.news.ahead_of),
             software=Software(**installed_versions()),
             links={index: meter.describe() for index, meter in self.links.items()},
-            waiting_seconds=0.0 if self.waiting_since is None else now - self.waiting_since,
-            is_done=self.is_done,
+            waiting_seconds=0.0 if self._waiting_since is None else now - self._waiting_since,
+            is_done=self._is_done,
         )
 
     async def _send_heartbeats(self) -> None:

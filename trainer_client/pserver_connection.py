@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import httpx
 
+from ps_config.control_client import GatewayPage
 from ps_protocol.errors import (
     ContributionMissing,
     FutureRound,
@@ -27,7 +28,6 @@ from ps_protocol.messages import PserverInfo
 from ps_protocol.retry import Patience, RetryPolicy, choose_backoff, choose_pause, request_with_retry
 from ps_protocol.vocabulary import Incarnation
 
-from .answers import GatewayPage
 from .metrics import LinkMeter, TrainerMetrics
 from .news import News
 from .transport.exchange import Exchange

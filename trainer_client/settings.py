@@ -10,11 +10,10 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
 
 from ps_config.settings import Settings
-from ps_protocol.consistency import Compensation, Consistency, ReadConsistency
+from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, declare_setting
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import PullType, PushType
 
-_EXPECTED = "refuse to train if the servers have another"
 _OF_THE_PLAN = "none: the coordinator's"
 BUCKET_BYTES = 32 * 1024 * 1024
 EARLY_BUCKET_BYTES = 4 * 1024 * 1024  # the last one leaves after backward, so nothing hides it
@@ -23,6 +22,10 @@ EARLY_BUCKET_BYTES = 4 * 1024 * 1024  # the last one leaves after backward, so n
 def _fixed_number(value: object) -> object:
     """None for a range, as torchrun takes it for `PET_NNODES`: so many pods or fewer say nothing of their number."""
     return None if isinstance(value, str) and ":" in value else value
+
+
+def _expected(name: str) -> Any:
+    return declare_setting(name, default=None, description="refuse to train if the servers have another")
 
 
 class TrainerSettings(Settings):
@@ -55,17 +58,15 @@ class TrainerSettings(Settings):
         description="under torchrun with several processes on a host: whether these are one trainer, whose rank is "
         "that of the host, and add their gradients up among themselves; else each is a trainer",
     )
-    strategy: Strategy | None = Field(
-        default=None, description="refuse to train another way than this; both need no change of the script"
-    )
-    mode: Mode | None = Field(default=None, description="refuse to train in another mode than this")
-    max_delay: int | None = Field(default=None, ge=0, description=_EXPECTED)
-    max_staleness: int | None = Field(default=None, ge=0, description=_EXPECTED)
-    wait_for_apply: bool | None = Field(default=None, description=_EXPECTED)
-    read_consistency: ReadConsistency | None = Field(default=None, description=_EXPECTED)
-    max_queued: int | None = Field(default=None, ge=1, description=_EXPECTED)
-    compensation: Compensation | None = Field(default=None, description=_EXPECTED)
-    dc_lambda: float | None = Field(default=None, ge=0, description=_EXPECTED)
+    strategy: Strategy | None = _expected("strategy")
+    mode: Mode | None = _expected("mode")
+    max_delay: int | None = _expected("max_delay")
+    max_staleness: int | None = _expected("max_staleness")
+    wait_for_apply: bool | None = _expected("wait_for_apply")
+    read_consistency: ReadConsistency | None = _expected("read_consistency")
+    max_queued: int | None = _expected("max_queued")
+    compensation: Compensation | None = _expected("compensation")
+    dc_lambda: float | None = _expected("dc_lambda")
     min_block_size: int | None = Field(default=None, ge=1, description=_OF_THE_PLAN)
     placement: Placement | None = Field(default=None, description=_OF_THE_PLAN)
     slice_parameters: bool | None = Field(default=None, description=_OF_THE_PLAN)

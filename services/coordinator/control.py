@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import httpx
 
+from ps_config.control_client import raise_for_problem
 from ps_protocol.fields import Message
 from ps_protocol.membership import WantCheckpoint
 from ps_protocol.routes import WANT_CHECKPOINT
 from ps_protocol.vocabulary import Round
-from services.runtime.errors import raise_for_problem
 
 from .pservers import PserverMember
 

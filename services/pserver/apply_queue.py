@@ -216,9 +216,8 @@ class QueueExecutor:
         hyper_parameters = self._get_hyper_parameters(contribution)
         loaded = LoadedState.from_staged(contribution.slots)
         update = LoggedUpdate(
-            self.schedule.num_committed + 1, (rank,), hyper_parameters, names, origin=origin, counter=rank,
-            loaded=loaded.describe() if loaded else None,
-        )  # fmt: skip
+            self.schedule.num_committed + 1, (rank,), hyper_parameters, names, origin=origin, counter=rank
+        )
         try:
             await asyncio.to_thread(self._append, update, [contribution.blocks[name] for name in names], loaded)
         except OSError as error:
@@ -232,8 +231,7 @@ class QueueExecutor:
 
     def _append(self, update: LoggedUpdate, blocks: Sequence[StagedBlock], loaded: LoadedState | None) -> None:
         if self._run.storage is not None:
-            state = loaded.parts() if loaded else ()
-            self._run.storage.append(update, [*(view_bytes(block.tensor().float()) for block in blocks), *state])
+            self._run.storage.append(update, [view_bytes(block.tensor().float()) for block in blocks], loaded)
 
     async def _handle_failed_append(self, what: str, error: OSError) -> NoReturn:
         """Make the trainers send again, until the round time-out for a full disk has passed."""

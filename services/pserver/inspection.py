@@ -53,7 +53,9 @@ async def read_shard(run: Run, round_: Round | None, seconds: float) -> list[byt
     In asynchronous modes all blocks contain the same contributions, which the metadata names.
     """
     _check(run, ())
-    return await run.executor.read_after_round(round_, run.shard.encode_all, seconds)
+    return await run.executor.read_after_round(
+        round_, lambda metadata: run.shard.encode(None, metadata, with_buffers=True), seconds
+    )
 
 
 async def describe_blocks(

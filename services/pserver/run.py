@@ -282,7 +282,7 @@ class Run:
         self.check_fence(fence)
         self.check_member(fence)
         self.check_readable()
-        return await self.compute.run(self.shard.encode_buffers, self.metadata(0))
+        return await self.compute.run(lambda: self.shard.encode([], self.metadata(0), with_buffers=True))
 
     # ------------------------------------------------------------------ waiting
 

@@ -13,7 +13,6 @@ from contextlib import suppress
 from http import HTTPStatus
 from urllib.parse import quote
 
-import httpx
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -29,7 +28,6 @@ from ps_protocol.errors import (
     BadInput,
     GradpostError,
     TryAgain,
-    error_from_answer,
 )
 
 from .logs import get_logger
@@ -65,14 +63,6 @@ def problem_response(
         all_headers["retry-after"] = "0" if error.code in ("round_pending", "queue_full") else "1"
     # A fact that JSON cannot represent must not cause an internal error.
     return Response(json.dumps(document, default=str), error.status, all_headers, PROBLEM_CONTENT_TYPE)
-
-
-def raise_for_problem(response: httpx.Response) -> None:
-    """Raise the GradpostError of a problem document; other errors, as of a gateway, are httpx.TransportError."""
-    if response.is_error:
-        if (error := error_from_answer(response.content)) is not None:
-            raise error
-        raise httpx.TransportError(f"{response.url} answered {response.status_code} without a problem document")
 
 
 def install_error_handlers(app: FastAPI) -> None:

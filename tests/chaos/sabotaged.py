@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+from ps_config import control_client
 from ps_protocol.errors import Ended
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PushAnswer
@@ -20,7 +21,6 @@ from services.pserver.pushes import read_blocks
 from services.pserver.queues import Pauses
 from services.pserver.rounds import Rounds
 from services.pserver.run import Run
-from trainer_client import answers
 
 _push, _append, _required, _admit = Run.push, UpdateLog.append, Rounds.required, Clocks.admit
 _prune_place = RunStorage.prune_place
@@ -91,7 +91,7 @@ def break_pauses() -> None:
 
 def break_pages() -> None:
     """Let a trainer end at the page of a gateway."""
-    answers.GatewayPage = lambda text, **_: Ended(text)  # type: ignore[misc, assignment]
+    control_client.GatewayPage = lambda text, **_: Ended(text)  # type: ignore[misc, assignment]
 
 
 SABOTAGES = {

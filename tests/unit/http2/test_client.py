@@ -1,0 +1,281 @@
+"""The client's end: requests and responses of the httpx transport, its connections, TLS and Unix sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from h2.events import DataReceived, RequestReceived, StreamEnded, StreamReset
+from h2.settings import SettingCodes
+
+from ps_config.certificates import TlsFiles
+from ps_http2 import frames
+from ps_http2.asgi import receive_into, send_from
+from ps_http2.client import BODY_EXTENSION, SINK_EXTENSION, Http2Transport
+from ps_http2.frames import ErrorCode, pack
+from services.runtime.app import add_raw_route
+
+from ..protocol.test_certificates import Authority
+from ..runtime.support import Sample, running
+from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, serving, until, writing
+from .support import Collector
+
+# ---------------------------------------------------------------------- requests and responses
+
+
+async def test_a_request_has_the_headers_of_http2(client: httpx.AsyncClient) -> None:
+    seen: list[Any] = []
+
+    async def serve(talker: Talker) -> None:
+        await talker.until(StreamEnded)
+        seen.extend([talker.of(RequestReceived)[0].headers, await talker.body(1)])
+        await answering()(talker)  # when the second request comes
+
+    async with serving(serve) as address:
+        first = asyncio.create_task(client.post(f"{address}/a?b=c", content=b"12345", headers={"X-Upper": "Case"}))
+        await until(lambda: seen)
+        await ask(client, address)
+        response = await first
+    assert (response.status_code, response.content, response.extensions["http_version"]) == (200, b"fine", b"HTTP/2")
+    headers, body = seen
+    authority = address.removeprefix("http://").encode()
+    assert headers[:4] == [
+        (b":method", b"POST"), (b":scheme", b"http"), (b":authority", authority), (b":path", b"/a?b=c"),
+    ]  # fmt: skip
+    assert {(b"content-length", b"5"), (b"x-upper", b"Case")} <= set(headers)
+    assert not {name for name, _ in headers} & {b"host", b"connection", b"transfer-encoding"}
+    assert body == b"12345"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 65_535, 65_536, 3_000_000])
+async def test_bodies_of_any_size_are_sent_and_received(num_bytes: int, client: httpx.AsyncClient) -> None:
+    body = bytes(range(250)) * (num_bytes // 250) + b"x" * (num_bytes % 250)
+
+    async def echo(talker: Talker) -> None:
+        rest = await talker.body(1)
+        talker.h2.send_headers(1, OK)
+        while rest:
+            count = min(len(rest), talker.h2.local_flow_control_window(1), talker.h2.max_outbound_frame_size)
+            talker.h2.send_data(1, rest[:count])
+            rest = rest[count:]
+        talker.h2.end_stream(1)
+        talker.flush()
+        await talker.hear()
+
+    sink = Collector(num_bytes)
+    async with serving(echo) as address:
+        extensions = {BODY_EXTENSION: (memoryview(body),), SINK_EXTENSION: sink}
+        response = await ask(client, address, "POST", **extensions)
+    assert response.content == b""
+    assert sink.body == body
+
+
+async def test_only_a_body_with_status_200_goes_to_the_sink(client: httpx.AsyncClient) -> None:
+    sink = Collector(100)
+    async with serving(answering(b"problem", [(b":status", b"409")])) as address:
+        response = await ask(client, address, **{SINK_EXTENSION: sink})
+    assert (response.status_code, response.content, sink.body) == (409, b"problem", b"")
+
+
+async def test_interim_responses_and_trailers_are_ignored(client: httpx.AsyncClient) -> None:
+    interim = [headers_frame([(b":status", status), (b"link", b"x")]) for status in (b"100", b"103")]
+    trailers = headers_frame([(b"x-trailer", b"1")], end_stream=True)
+    async with serving(writing(*interim, headers_frame(OK), data_frame(b"fine"), trailers)) as address:
+        response = await ask(client, address)
+    assert (response.status_code, response.content) == (200, b"fine")
+    assert "link" not in response.headers
+
+
+async def test_a_response_may_come_before_the_body_is_sent(client: httpx.AsyncClient) -> None:
+    reset = pack(frames.RST_STREAM, 0, 1, bytes(4))
+    refusal = headers_frame([(b":status", b"413")]), data_frame(b"too much", end_stream=True), reset
+
+    async def serve(talker: Talker) -> None:
+        talker.acknowledges = False
+        await writing(*refusal)(talker)
+
+    async with serving(serve) as address:
+        response = await ask(client, address, "POST", **{BODY_EXTENSION: (memoryview(bytearray(10_000_000)),)})
+        assert (response.status_code, response.content) == (413, b"too much")
+
+
+async def test_requests_beyond_the_servers_limit_wait(client: httpx.AsyncClient) -> None:
+    most = 0
+
+    async def serve(talker: Talker) -> None:
+        nonlocal most
+        answered = 0
+        while await talker.hear():
+            ended = talker.of(StreamEnded)
+            most = max(most, len(ended) - answered)
+            await asyncio.sleep(0.01)
+            for event in ended[answered:]:
+                talker.h2.send_headers(event.stream_id, OK, end_stream=True)
+            answered = len(ended)
+            talker.flush()
+
+    async with serving(serve, settings={SettingCodes.MAX_CONCURRENT_STREAMS: 2}) as address:
+        await ask(client, address)  # and its settings are known
+        responses = await asyncio.gather(*(ask(client, address) for _ in range(11)))
+    assert [response.status_code for response in responses] == [200] * 11
+    assert most == 2
+
+
+@pytest.mark.parametrize(("method", "status"), [("HEAD", b"200"), ("GET", b"304")])
+async def test_a_response_without_a_body_may_have_a_length(
+    method: str, status: bytes, client: httpx.AsyncClient
+) -> None:
+    answer = headers_frame([(b":status", status), (b"content-length", b"7")], end_stream=True)
+    async with serving(writing(answer)) as address:
+        response = await ask(client, address, method)
+    assert (response.status_code, response.headers["content-length"]) == (int(status), "7")
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def with_length(length: bytes) -> bytes:
+    return headers_frame([*OK, (b"content-length", length)])
+
+
+BROKEN = {
+    "no status": [headers_frame([(b"x-a", b"b")])],
+    "two statuses": [headers_frame(OK + OK)],
+    "a malformed status": [headers_frame([(b":status", b"2x0")])],
+    "nothing after 1xx": [headers_frame([(b":status", b"103")], end_stream=True)],
+    "data first": [data_frame(b"x", end_stream=True)],
+    "another stream": [headers_frame(OK, 2)],
+    "too short": [with_length(b"10"), data_frame(b"x", end_stream=True)],
+    "too long": [with_length(b"1"), data_frame(b"12", end_stream=True)],
+    "no body": [with_length(b"1"), data_frame(b"", end_stream=True)],
+    "a malformed length": [with_length(b"x"), data_frame(b"12", end_stream=True)],
+    "HTTP/1.1": [b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n"],
+    "reset": [pack(frames.RST_STREAM, 0, 1, bytes([0, 0, 0, 2]))],
+    "reset in the middle": [headers_frame(OK), data_frame(b"x"), pack(frames.RST_STREAM, 0, 1, bytes(4))],
+    "end": [],
+    "end in the middle": [headers_frame(OK), data_frame(b"x")],
+    "GOAWAY in the middle": [headers_frame(OK), frames.pack_goaway(0, ErrorCode.NO_ERROR, "")],
+}
+
+
+@pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN)
+async def test_a_broken_response_is_a_transport_error(answer: list[bytes], client: httpx.AsyncClient) -> None:
+    for extensions in ({}, {SINK_EXTENSION: Collector(100)}):
+        async with serving(writing(*answer, stays=False)) as address:
+            with pytest.raises(httpx.TransportError) as raised:
+                await ask(client, address, **extensions)
+            assert str(raised.value.request.url).rstrip("/") == address
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pack(frames.RST_STREAM, 0, 1, bytes([0, 0, 0, ErrorCode.REFUSED_STREAM])),
+        frames.pack_goaway(0, ErrorCode.NO_ERROR, ""),
+    ],
+)
+async def test_an_unprocessed_request_is_a_connect_error(answer: bytes, client: httpx.AsyncClient) -> None:
+    async with serving(writing(answer)) as address:
+        with pytest.raises(httpx.ConnectError):
+            await ask(client, address)
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+async def test_a_cancelled_request_releases_its_body_and_its_sink(is_answered: bool, client: httpx.AsyncClient) -> None:
+    begun = asyncio.Event()
+    reset: list[Any] = []
+
+    async def serve(talker: Talker) -> None:
+        talker.acknowledges = False
+        await talker.until(DataReceived, 1)
+        if is_answered:
+            talker.writer.write(headers_frame(OK) + data_frame(b"x" * 50))
+        begun.set()
+        reset.append(await talker.until(StreamReset, 1))
+        talker.writer.write((b"" if is_answered else headers_frame(OK)) + data_frame(b"y" * 50))  # was on its way
+        await talker.until(StreamEnded, 3)
+        talker.h2.send_headers(3, OK, end_stream=True)
+        talker.flush()
+        await talker.hear()
+
+    async with serving(serve) as address:
+        sink = Collector(100)
+        extensions = {BODY_EXTENSION: (memoryview(bytearray(10_000_000)),), SINK_EXTENSION: sink}
+        asking = asyncio.create_task(ask(client, address, "POST", **extensions))
+        await begun.wait()
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert (await ask(client, address)).status_code == 200  # over the same connection
+        assert bytes(sink.memory) == (b"x" * 50 if is_answered else bytes(50)) + bytes(50)
+        assert reset[0].error_code == ErrorCode.CANCEL
+
+
+async def test_closing_a_response_releases_its_sink(client: httpx.AsyncClient) -> None:
+    closed = asyncio.Event()
+
+    async def serve(talker: Talker) -> None:
+        await talker.until(RequestReceived)
+        talker.writer.write(headers_frame(OK) + data_frame(b"x" * 50))
+        await closed.wait()
+        talker.writer.write(data_frame(b"y" * 50))
+        await talker.until(StreamReset, 1)
+
+    async with serving(serve) as address:
+        sink = Collector(100)
+        async with client.stream("GET", address, extensions={SINK_EXTENSION: sink}):
+            await asyncio.sleep(0.05)
+        closed.set()
+        await asyncio.sleep(0.05)
+        assert bytes(sink.memory) == b"x" * 50 + bytes(50)
+
+
+async def test_an_error_of_the_sink_is_raised_unchanged(client: httpx.AsyncClient) -> None:
+    class Refusing(Collector):
+        def feed(self, data: memoryview) -> None:
+            raise LookupError("not this")
+
+    async with serving(answering()) as address:
+        with pytest.raises(LookupError, match="not this"):
+            await ask(client, address, **{SINK_EXTENSION: Refusing()})
+        assert (await ask(client, address)).content == b"fine"
+
+
+# ---------------------------------------------------------------------- the services' server
+
+
+async def test_large_bodies_are_exchanged_with_our_server_over_tls(authority: Authority) -> None:
+    files = authority.issue("service")
+    body = bytes(range(250)) * 80_000
+    app = Sample().make_app()
+
+    async def echo(scope: Any, receive: Any, send: Any) -> None:
+        buffer, filled, more = memoryview(bytearray(len(body))), 0, True
+        while more:
+            num_bytes, more = await receive_into(buffer[filled:], scope, receive)
+            filled += num_bytes
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send_from(buffer, scope, send, more_body=False)
+
+    add_raw_route(app, "/echo", echo, methods=["POST"], summary="Echo the body")
+    sink = Collector(len(body))
+    async with (
+        running(app, tls_cert=files.cert, tls_key=files.key) as service,
+        httpx.AsyncClient(transport=Http2Transport(TlsFiles(files.ca))) as client,
+    ):
+        extensions = {BODY_EXTENSION: (memoryview(body),), SINK_EXTENSION: sink}
+        response = await ask(client, f"{service.address}/echo", "POST", **extensions)
+    assert response.status_code == 200
+    assert bytes(sink.memory) == body
+
+
+async def test_our_server_answers_many_requests_at_once(client: httpx.AsyncClient) -> None:
+    async with running(Sample().make_app()) as service:
+        response = await ask(client, f"{service.address}/raw/fine", "POST", **{BODY_EXTENSION: (memoryview(b"12345"),)})
+        assert response.text == "5 HTTP/2\n"
+        with pytest.raises(httpx.ReadError):
+            await client.post(f"{service.address}/raw/cut")
+        many = [client.get(f"{service.address}/stale") for _ in range(300)]
+        assert {response.status_code for response in await asyncio.gather(*many)} == {409}
