@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
@@ -28,30 +28,6 @@ from ..pservers import PserverMember
 TRIES = 6
 WAIT_SECONDS = 10.0  # until a named round is applied
 READ_SECONDS = 30.0  # for the answer itself
-
-
-class Answer:
-    """An answer of a pserver, with the version in its metadata."""
-
-    metadata: dict[str, str]
-
-    @property
-    def run(self) -> str:
-        """The name of the run."""
-        return self.metadata["run"]
-
-    @property
-    def attempt(self) -> int:
-        """The attempt of the run."""
-        return int(self.metadata["attempt"])
-
-    @property
-    def version(self) -> Round:
-        """The round; in asynchronous modes the number of contributions."""
-        return int(self.metadata["round"])
-
-
-A = TypeVar("A", bound=Answer)
 
 
 def current_plan(coordinator: Coordinator) -> SlicePlan:
@@ -79,8 +55,8 @@ def round_everywhere(coordinator: Coordinator) -> Round:
 async def read_same_version(
     coordinator: Coordinator,
     pservers: Sequence[PserverIndex],
-    ask: Callable[[PserverMember, Round | None], Awaitable[A]],
-) -> list[A]:
+    ask: Callable[[PserverMember, Round | None], Awaitable[IncomingFrame]],
+) -> list[IncomingFrame]:
     """Return the answers of these pservers in their order, of one version except in asynchronous modes.
 
     `ask` gets a named round, or None for the newest. Raises TryAgain if the versions never agree, and the errors of
@@ -133,11 +109,17 @@ _LIMITS = FrameLimits(
 GONE = "a pserver went away while its shard was being read"
 
 
-class IncomingFrame(Answer):
-    """A pserver's frame: a parsed header, and data that is read in order."""
+class IncomingFrame:
+    """A pserver's frame: a parsed header with the version, and data that is read in order.
+
+    `version` is the round; in asynchronous modes the number of contributions.
+    """
 
     def __init__(self, frame: Frame, parts: AsyncIterator[bytes], rest: bytes) -> None:
         self.metadata = dict(frame.metadata)
+        self.run = self.metadata["run"]
+        self.attempt = int(self.metadata["attempt"])
+        self.version: Round = int(self.metadata["round"])
         self.names = frozenset(entry.name for entry in frame.tensors)
         self._parts = parts
         self._rest = bytearray(rest)

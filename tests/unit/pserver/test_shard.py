@@ -12,7 +12,7 @@ from ps_protocol.frames import parse_frame
 from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, PLACEMENTS, WINDOW, ParameterSpec
-from services.coordinator.run_settings import RECORD_BYTES
+from services.coordinator.settings import RECORD_BYTES
 from services.pserver.aggregation import PIECE, Aggregator
 from services.pserver.layout import ShardLayout
 from services.pserver.reply_chunks import CHUNK_BYTES
