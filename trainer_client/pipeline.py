@@ -18,10 +18,11 @@ from typing import Any
 from torch import Tensor
 
 from ps_protocol.optimizers import HyperParameters
+from ps_protocol.requests import Barrier
 from ps_protocol.vocabulary import Round
 
-from .client import ParameterClient
-from .destinations import Deltas, PullProgress
+from .client import RunClient
+from .destinations import PullProgress, ShardDestination
 from .io_thread import IoThread
 from .optimizer_state.transfer import StateFrames
 from .pushing.buckets import Bucket, make_buckets
@@ -36,16 +37,14 @@ class Pipeline:
     wire; else from k + 1 sets of copies.
     """
 
-    def __init__(self, client: ParameterClient, io: IoThread, *, by_parameter: bool) -> None:
+    def __init__(self, client: RunClient, io: IoThread, *, by_parameter: bool) -> None:
         """Prepare the sets. `by_parameter`: the script computes with complete parameters while others are missing."""
         self._is_by_parameter = by_parameter
         self.max_delay = client.joined.consistency.max_delay
         self.newest: Round = 0  # that was waited for, or was found to be there already
         self._client = client
         self._io = io
-        self._destinations: list[list[dict[str, memoryview]]] = []
-        self._deltas: list[list[Deltas] | None] = []
-        self._have: dict[int, list[Round]] = {}  # by landing set: the version of each shard in it, if that is known
+        self._destinations: list[list[ShardDestination]] = []  # by landing set and pserver
         self._layouts: list[_Layout | None] = [None] * (self.max_delay + 1)
         self._outgoing: Outgoing | None = None  # of a step that has not begun, and has gradients already
         self._pulls: dict[Round, Future[None]] = {}  # not waited for yet
@@ -59,24 +58,24 @@ class Pipeline:
         That of step t holds until step t + 1 + k begins. Nothing may be under way.
         """
         self._destinations = [
-            self._client.destinations({name: writable_bytes(tensor) for name, tensor in one.items() if tensor.numel()})
+            self._client.destinations(
+                {name: writable_bytes(tensor) for name, tensor in one.items() if tensor.numel()}, keeps_values=True
+            )
             for one in landing
         ]
-        self._deltas = [self._client.make_deltas(one) for one in self._destinations]
-        self.forget_versions()
 
     def forget_versions(self) -> None:
         """Pull all blocks the next time, because the sets were changed. Nothing may be under way."""
-        self._have.clear()
+        for destination in (one for some in self._destinations for one in some):
+            destination.version = None
 
     def pull_start(self, version: Round) -> None:
         """Begin after this version: pull it into its landing set. Nothing may be under way."""
         self._give_up()
         self.forget_versions()
-        slot = self.slot(version)
-        versions = self._io.run(self._client.pull(version, self._destinations[slot], with_batch_barrier=False))
-        if self._deltas[slot] is not None:  # into memory that no script writes to, until its first step
-            self._have[slot] = versions
+        self._io.run(self._client.pull(version, self._destinations[self.slot(version)]))
+        if not self._client.plan.wire.pulls_deltas:  # into parameters, which the script may write to before its step
+            self.forget_versions()
         self.newest = version
 
     def begin(
@@ -145,16 +144,12 @@ class Pipeline:
         acknowledged = perf_counter()
         if before is not None:
             await asyncio.wrap_future(before)
-        is_sync = not self._client.joined.consistency.is_async
-        slot = self.slot(step)
-        self._have[slot] = await self._client.pull(
+        is_async = self._client.joined.consistency.is_async
+        await self._client.pull(
             step,
-            self._destinations[slot],
-            with_batch_barrier=is_sync,
-            is_finite=is_finite and is_finite_everywhere,
-            have=self._have.pop(slot, None),  # what a failure leaves there is nothing that is known
-            deltas=self._deltas[slot],
-            on_block=arrivals.mark_complete if arrivals is not None and self._deltas[slot] is None else None,
+            self._destinations[self.slot(step)],
+            barrier=None if is_async else Barrier("batch", is_finite and is_finite_everywhere),
+            on_block=None if arrivals is None else arrivals.mark_complete,
         )
         metrics, ended = self._client.metrics, perf_counter()
         metrics.push_seconds.observe(acknowledged - outgoing.begun)

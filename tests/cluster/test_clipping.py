@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel
 from ps_protocol.norms import agree
+from ps_protocol.requests import Barrier, Pull
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.flat_buckets import FlatBucket
@@ -176,10 +177,10 @@ def test_who_comes_later_ends_a_round_that_only_some_pservers_have_stepped(carri
         await client.send_initial({"w": torch.zeros(2, 8)})
         await client.get(0)
         await client.send(1, {"w": torch.full((2, 8), 3.0)}, NUMBERS)
-        told = [await pserver.norm(1, with_batch_barrier=True) for pserver in client.pservers]
+        told = [await pserver.norm(Pull(1, Barrier("batch"))) for pserver in client.pservers]
         agreed = agree([norm for norm in told if norm is not None])
         assert agreed is not None
-        await client.pservers[0].norm(1, norm=agreed[0])
+        await client.pservers[0].norm(Pull(1, norm=agreed[0]))
         await client.leave("failed", "it dies before it has told the other one")
 
     async def go_on() -> Tensor:

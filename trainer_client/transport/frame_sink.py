@@ -9,6 +9,7 @@ from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, p
 from ps_protocol.routes import SINCE_KEY
 
 NO_DELTAS: Mapping[str, memoryview] = {}
+LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)
 
 
 class FrameSink:
@@ -22,9 +23,10 @@ class FrameSink:
     def __init__(
         self,
         destinations: Mapping[str, memoryview],
-        limits: FrameLimits,
+        *,
         deltas: Mapping[str, memoryview] = NO_DELTAS,
         on_block: Callable[[str], None] | None = None,
+        limits: FrameLimits = LIMITS,
     ) -> None:
         self._on_block = on_block
         self._destinations = destinations

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ps_protocol.frames import FrameLimits, parse_frame
+from ps_protocol.frames import parse_frame
 from ps_protocol.plan import make_plan
 from ps_protocol.quantisation import PIECE, add_delta
 from ps_protocol.routes import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
@@ -82,7 +82,7 @@ class Trainer:
         versioned = VersionedBlocks(
             shard.borrow(), changed, {"round": str(shard.version)}, shard.version - 1, shard.borrow_deltas()
         )
-        sink = FrameSink(self.memory, FrameLimits(), self.differences.memory)
+        sink = FrameSink(self.memory, deltas=self.differences.memory)
         sink.feed(b"".join(versioned.parts(self.round)))
         sink.finish()
         await self.differences.add(sink.delta_names)
