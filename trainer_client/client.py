@@ -47,20 +47,13 @@ from .transport.exchange import Exchange
 
 T = TypeVar("T")
 
-# Settings that a trainer states with its model, so that they may still be chosen after it has joined.
-_OF_THE_PLAN = {
-    "min_block_size",
-    "placement",
-    "slice_parameters",
-    "nonfinite",
-    "push_type",
-    "pull_type",
-    "topk",
-    "max_grad_norm",
+# Settings that a trainer declares with its model, so that they may still be chosen after it has joined.
+_OF_THE_MODEL = DeclareModel.model_fields.keys() & TrainerSettings.model_fields.keys()
+_OF_THE_TRAINER = {
+    *("outer_lr", "outer_momentum", "outer_nesterov"),
+    *("bucket_bytes", "overlap", "overlap_pulls", "accumulate_steps"),
 }
-_OF_LOCAL_STEPS = {"local_steps", "outer_lr", "outer_momentum", "outer_nesterov"}
-_OF_OVERLAP = {"bucket_bytes", "overlap", "overlap_pulls", "accumulate_steps"}
-DECLARED_SETTINGS = frozenset(_OF_THE_PLAN | _OF_LOCAL_STEPS | _OF_OVERLAP)
+DECLARED_SETTINGS = _OF_THE_MODEL | _OF_THE_TRAINER
 MAX_CONCURRENT_PUSHES = 4  # per pserver; more would only queue in the connection
 
 
@@ -171,17 +164,9 @@ class RunClient:
                     buffers=tuple(buffers),
                     optimizer=optimizer.name,
                     group_flags=optimizer.group_flags,
-                    min_block_size=settings.min_block_size,
-                    placement=settings.placement,
-                    slice_parameters=settings.slice_parameters,
-                    nonfinite=settings.nonfinite,
-                    push_type=settings.push_type,
-                    pull_type=settings.pull_type,
-                    topk=settings.topk,
-                    local_steps=settings.local_steps,
-                    max_grad_norm=settings.max_grad_norm,
                     aliases=dict(aliases or {}),
                     rendezvous=rendezvous,
+                    **settings.model_dump(include=_OF_THE_MODEL),
                 )
             )
         )
