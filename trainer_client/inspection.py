@@ -26,6 +26,7 @@ from ps_protocol.messages import (
     TrainerStatus,
 )
 from ps_protocol.routes import (
+    ACTIVITY,
     CHECKPOINTS,
     CURVES,
     EVENT_STREAM,
@@ -119,6 +120,11 @@ class ClusterView:
     def curves(self) -> dict[str, Any]:
         """Return the reported curves, in columns by name and rank."""
         found: dict[str, Any] = self._get_json(CURVES)
+        return found
+
+    def activity(self) -> dict[str, Any]:
+        """Return the current speed of the run and what its members do."""
+        found: dict[str, Any] = self._get_json(ACTIVITY)
         return found
 
     def events(self, after: int = 0) -> list[dict[str, Any]]:

@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
+from ps_protocol.errors import BadModel
 from ps_protocol.messages import RunSummary
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
-from .buffer_averages import BufferAverages
-from .combinations import check_combination, divide_work
-from .device_copies import check_devices
-from .grad_scaler import unscale_gradients
-from .model_tensors import find_aliases, name_parameters, stored_tensors
+from .engines.choice import check_combination, divide_work, start_engine
+from .engines.engine import Contribution, StepProgress
+from .engines.pserver import PserverEngine
+from .grad_scaler import StepScaling
+from .model_tensors import find_tensors, log_names
 from .optimizer_state.remote import RemoteOptimizerState
 from .overlap import ForwardWaits, Overlap
-from .parameter_watch import ParameterWatch, check_model, digest_values, find_rewritten
+from .parameter_watch import ParameterWatch, check_model
 from .resumable_batches import Position, ResumableBatches
 from .script_guard import ScriptGuard
 from .session import Session, connect, open_session
-from .start import TrainedModel, start_steps
-from .steps import Steps
 from .tensors import Flattening
 from .wrapped_optimizer import (
-    InitializedState,
-    RemoteState,
+    SharedState,
     describe_local_optimizer,
     describe_optimizer,
     read_hyper_parameters,
     refuse_changes,
-    refuse_entries,
     refuse_group,
     share_hooks,
 )
@@ -95,70 +91,47 @@ class RemoteOptimizer(Optimizer):
             raise BadModel("the optimizer is remote already")
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the very same list: schedulers may hold either
-        self._named, num_unnamed = name_parameters(optimizer, model)
-        stored = stored_tensors(model, self._named)
-        check_devices(self._named)
-        aliases = find_aliases(model, self._named | stored)
+        self._wrapped = optimizer
+        tensors = find_tensors(optimizer, model)
         self._session = _use_session(session, arguments)
         client = self._session.client
-        self._is_ring = client.joined.consistency.is_ring
-        self._is_async = client.joined.consistency.is_async
-        averages = BufferAverages(model, self._named)
-        self._pulled = {**self._named, **averages.means}
-        stored = {name: tensor for name, tensor in stored.items() if name not in averages.means}
         check_combination(self._session, has_model=model is not None, has_outer=outer is not None)
-        self._remote, self._local = divide_work(self._session, optimizer, outer, self._named)
-        self._own = optimizer if self._is_ring or self._local is not None else None  # steps in the trainer
-        self.spec = describe_local_optimizer(optimizer) if self._is_ring else describe_optimizer(self._remote)
+        self._named, self._has_means = tensors.parameters, bool(tensors.averages.means)
+        self._stepped, self._local = divide_work(self._session, optimizer, outer, self._named)
+        is_ring = client.joined.consistency.is_ring
+        self._own = optimizer if is_ring or self._local is not None else None  # steps in the trainer
+        self.spec = describe_local_optimizer(optimizer) if is_ring else describe_optimizer(self._stepped)
         names = {id(parameter): name for name, parameter in self._named.items()}
-        self._remote_state = None if self._is_ring else RemoteOptimizerState(self.spec, self._remote, names)
-        self._share_state((self if self._own is None else self._own).state)
+        self._remote_state = None if is_ring else RemoteOptimizerState(self.spec, self._stepped, names)
+        self._shared_state = SharedState(self, self._own)
         share_hooks(self, optimizer, loads_itself=self._own is not None)
         if client.is_declared:
             raise BadModel("a session has one RemoteOptimizer; give it the parameters of all models, as groups")
-        if num_unnamed:
-            client.log.info(
-                f"{num_unnamed} parameters have no names and are called by their position, such as "
-                "group0.parameter0; give the optimizer model.named_parameters(), or RemoteOptimizer the model"
-            )
-        if model is None:
-            client.log.info(
-                "buffers, such as the statistics of batch norm, are not part of the run without RemoteOptimizer(…, "
-                "model=model); if the model has any, exported and resumed models lack them"
-            )
-        self._is_rolled_back = False  # the run has gone back since this step's forward pass began
-        self._flattening = Flattening()
-        self._overlap: Overlap | None = None
-        self._waits: ForwardWaits | None = None
-        self._unscale: Callable[[Tensor], None] | None = None  # of a GradScaler
-        self._describe_scaler: Callable[[], HyperParameters] | None = None
-        self._has_warned_of_scale = False
+        log_names(client.log, tensors)
         if self._local is None:
             check_model(model, self._named.values())
-        trained = TrainedModel(self._named, averages, stored, aliases)
-        self._steps = start_steps(self._session, trained, self._remote, self.spec, self._local, self._remote_state)
-        self._averages = averages
-        self._start_overlap(model)
-        self._guard = ScriptGuard(self, model, self._named, averages, client.log)
-        if self._local is None:
-            self._guard.watch = ParameterWatch(self._named, has_samples=self._waits is None)
+        self._engine = start_engine(self._session, tensors, self._stepped, self.spec, self._local, self._remote_state)
+        has_waits = client.settings.overlap_pulls
+        watch = None if self._local is not None else ParameterWatch(self._named, has_samples=not has_waits)
+        self._waits: ForwardWaits | None = None
+        if has_waits:
+            assert isinstance(self._engine, PserverEngine)  # else the combination is refused
+            assert watch is not None
+            self._waits = ForwardWaits(self._session, tensors, self._engine, watch, self.synchronize)
+            self._session.finish_last_step = self.synchronize
+        self._overlap: Overlap | None = None
+        if client.settings.overlap:
+            self._overlap = Overlap(self._session, self._named, self._engine, self._waits)
+        self._flattening = Flattening()
+        self._scaling = StepScaling(self)
+        self._guard = ScriptGuard(self, tensors, watch, client.log)
+        progress = self._engine.progress
         self._batches = ResumableBatches(
-            lambda: Position(self._steps.num_rollbacks, self._steps.begun),
+            lambda: Position(progress.num_rollbacks, progress.begun),
             max(1, client.settings.local_steps),
             client.log.warning,
         )
-        self._wrapped = optimizer
         refuse_changes(optimizer, lambda: self._session.is_open)
-
-    def _start_overlap(self, model: nn.Module | None) -> None:
-        settings = self._session.client.settings
-        if settings.overlap_pulls and model is not None:
-            self._waits = ForwardWaits(model, self._pulled, self._wait_for_parameters, self.synchronize)
-            self._session.finish_last_step = self.synchronize
-        if settings.overlap:
-            self._overlap = Overlap(
-                self._session, self._named, self._send_early, settings.accumulate_steps, self._waits
-            )
 
     @property
     def session(self) -> Session:
@@ -178,9 +151,10 @@ class RemoteOptimizer(Optimizer):
 
     @property
     def _round(self) -> Round:
-        if self._waits is not None:
-            return self._steps.begun
-        return self._session.round if self._session.host is None else self._steps.version
+        progress = self._engine.progress
+        if self._session.client.settings.overlap_pulls:
+            return progress.begun
+        return self._session.round if self._session.host is None else progress.version
 
     def batches(
         self,
@@ -267,7 +241,7 @@ class RemoteOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._waits is not None and self._finish_pull():
+        if self._overlap is not None and self._overlap.finish_pull():
             return loss
         self._check_changes()
         try:
@@ -277,151 +251,57 @@ class RemoteOptimizer(Optimizer):
         return loss
 
     def _check_changes(self) -> None:
-        """Take over values that were loaded before the first step. Raises BadModel for later changes."""
+        """Adopt values that were loaded before the first step. Raises BadModel for later changes."""
         is_first = self._guard.is_before_first_step
         self._guard.check_structure()
         self._check_reset()
-        self._steps.refresh_parameters()
+        self._engine.check_parameters()
         if changed := self._guard.check_values():
-            self._steps.replace_values(changed)
+            self._engine.replace_values(changed)
         if is_first:
             follows_schedule = self._batches.schedule is not None
-            self._guard.warn_before_first_step(self._steps.begun, self._wrapped, follows_schedule=follows_schedule)
+            begun = self._engine.progress.begun
+            self._guard.warn_before_first_step(begun, self._wrapped, follows_schedule=follows_schedule)
 
     def _step(self) -> None:
         if self._overlap is not None:
-            self._check_early()
-        if getattr(self, "found_inf", None) is not None:
-            self._warn_of_own_scale()
-        has_overflowed = unscale_gradients(self, self._named.values())
-        policy = self._session.client.nonfinite
-        if has_overflowed and policy != "skip_round" and self.shares_rounds:
-            rank = self._session.client.joined.rank
-            text = f"the gradients of trainer {rank} have overflowed, and nonfinite is {policy}"
-            raise NonFiniteGradient(f"{text}: with a GradScaler it has to be skip_round, so that all skip the round")
-        if has_overflowed:  # takes part with nothing
-            for parameter in self._named.values():
-                parameter.grad = None
+            self._overlap.finish_passes(is_scaled=getattr(self, "found_inf", None) is not None)
+        is_finite = self._scaling.unscale(self._named.values())
         if self._local is None:
-            gradients = {
-                name: self._flattening.flat(name, p.grad) for name, p in self._named.items() if p.grad is not None
-            }
-            self._exchange(gradients, is_finite=not has_overflowed)
+            present = {name: p.grad for name, p in self._named.items() if p.grad is not None}
+            gradients = {name: self._flattening.flat(name, gradient) for name, gradient in present.items()}
         elif self._local.step():
-            self._exchange(self._local.outer_gradients())
-
-    def _wait_for_parameters(self, names: Collection[str]) -> None:
-        """Wait for the newest step's values of these parameters. A module calls it before it computes with them."""
-        assert isinstance(self._steps, Steps)
-        watch = self._guard.watch
-        assert watch is not None  # no local steps
-        if self._session.is_open and (pending := self._steps.pending & set(names)):
-            trained = pending & self._named.keys()  # the others are buffers
-            watch.check(trained)
-            self._is_rolled_back = self._steps.take(pending) or self._is_rolled_back
-            watch.note(self._named if self._is_rolled_back else trained)
-
-    def _finish_pull(self) -> bool:
-        """Wait for the rest of the newest step; return whether the run went back, which makes the gradients void."""
-        self._wait_for_parameters(self._pulled)
-        is_rolled_back, self._is_rolled_back = self._is_rolled_back, False
-        if is_rolled_back:
-            self._begin_overlap()
-        return is_rolled_back
-
-    def _begin_overlap(self) -> None:
-        if self._overlap is not None:
-            self._overlap.begin()
-        if self._waits is not None:
-            self._waits.begin()
-
-    def _send_early(self, name: str, gradient: Tensor) -> None:
-        if self._waits is not None:
-            self._wait_for_parameters(self._pulled)  # a push implies that the round before was pulled
-        if self._unscale is not None:
-            self._unscale(gradient)
-        if not self._is_rolled_back:
-            self._steps.add(name, self._flattening.flat(name, gradient))
-
-    def _check_early(self) -> None:
-        assert self._overlap is not None
-        try:
-            if getattr(self, "found_inf", None) is not None:
-                raise BadModel(
-                    "with overlap=True gradients have left before torch's GradScaler unscales them; use "
-                    "trainer_client.GradScaler(optimizer), bfloat16, which needs none, or overlap=False"
-                )
-            self._overlap.check()
-        except GradpostError:
-            self._steps.forget_gradients()
-            raise
-        finally:
-            self._begin_overlap()
-
-    def _exchange(self, gradients: dict[str, Tensor], *, is_finite: bool = True) -> None:
+            gradients, is_finite = self._local.outer_gradients(), True
+        else:
+            return
         started = time.perf_counter()
-        hyperparameters = [] if self._is_ring else read_hyper_parameters(self.spec, self._remote)
-        if self._averages.means:
-            # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
-            hyperparameters.append({"lr": 1 / self._session.world_size if self._is_async else 1.0})
-        if self._describe_scaler is not None and self.shares_rounds:
-            hyperparameters.append(self._describe_scaler())
-        self._steps.begin(gradients, hyperparameters, is_finite=is_finite)
-        if self._waits is None:
-            self._steps.finish_due_step()
+        self._engine.step(Contribution(gradients, self._hyperparameters(), is_finite))
         self._session.client.metrics.step_seconds.observe(time.perf_counter() - started)
 
-    # ------------------------------------------------------------------ for a GradScaler
-
-    def attach_scaler(self, unscale: Callable[[Tensor], None], describe: Callable[[], HyperParameters]) -> None:
-        """Attach a GradScaler: `unscale` is called with every gradient before it is pushed early.
-
-        The state that `describe` returns is pushed with the hyperparameters of each round. Raises BadModel for a
-        second one.
-        """
-        if self._unscale is not None:
-            raise BadModel("a RemoteOptimizer has one GradScaler")
-        self._unscale, self._describe_scaler = unscale, describe
-
-    def _warn_of_own_scale(self) -> None:
-        """Warn once that torch's GradScaler ignores the gradients of the other trainers."""
-        is_own = self._unscale is None and self.shares_rounds and self._session.world_size > 1
-        if is_own and not self._has_warned_of_scale:
-            self._has_warned_of_scale = True
-            self._session.client.log.warning(
-                "torch's GradScaler backs off alone when this trainer's gradients overflow, and scales drift apart; "
-                "with trainer_client.GradScaler(optimizer) all trainers have the same one"
-            )
+    def _hyperparameters(self) -> list[HyperParameters]:
+        """Return those of each group, of averaged buffers, and the state of a GradScaler."""
+        found = [] if self._remote_state is None else read_hyper_parameters(self.spec, self._stepped)
+        if self._has_means:
+            # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
+            found.append({"lr": 1 / self._session.world_size if self._is_async else 1.0})
+        return found + self._scaling.describe()
 
     @property
-    def overlaps(self) -> bool:
-        """True if gradients are pushed while backward still runs."""
-        return self._overlap is not None
+    def _is_async(self) -> bool:
+        return self._session.client.joined.consistency.is_async
 
     @property
     def shares_rounds(self) -> bool:
         """True if every step is a round of all trainers, which have its outcome in common."""
         return not self._is_async and self._local is None
 
-    @property
-    def outcome_round(self) -> Round:
-        """The newest round whose outcome counts for the next step: `max_delay` rounds before the newest one."""
-        return max(self._steps.begun - self._session.client.joined.consistency.max_delay, 0)
+    def attach_scaler(self, describe: Callable[[], HyperParameters]) -> tuple[StepProgress, Overlap | None]:
+        """Attach a GradScaler, whose state is pushed in each round, and return what it follows.
 
-    @property
-    def num_rollbacks(self) -> int:
-        """The number of rollbacks of the run that this trainer has followed."""
-        return self._steps.num_rollbacks
-
-    def wait_for_outcome(self) -> None:
-        """Wait for `outcome_round`, if `step` has not."""
-        if self._waits is not None:
-            self._wait_for_parameters(self._pulled)
-
-    def unsent_gradients(self) -> list[Tensor]:
-        """Return the gradients of this step that have not been pushed."""
-        left = () if self._overlap is None else self._overlap.left
-        return [p.grad for name, p in self._named.items() if p.grad is not None and name not in left]
+        Raises BadModel for a second one.
+        """
+        self._scaling.attach(describe)
+        return self._engine.progress, self._overlap
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Keep the gradients of the backward passes in the block until a pass after it, where `overlap` pushes them.
@@ -442,18 +322,15 @@ class RemoteOptimizer(Optimizer):
         An interrupted or failed step is finished first, with its own gradient. Without such a step, `max_delay` and
         `overlap_pulls` it does nothing.
         """
-        if isinstance(self._steps, Steps) and self._steps.is_unfinished:
-            try:
-                self._steps.finish()
-            finally:
+        progress = self._engine.progress
+        if progress.begun != progress.version:
+            self._guard.check_unchanged()
+        is_written = True
+        try:
+            is_written = self._engine.synchronize()
+        finally:
+            if is_written:
                 self._guard.note()
-        watch = self._guard.watch
-        if watch is None or self._steps.begun == self._steps.version:
-            self._steps.take()
-            return
-        watch.check()
-        self._steps.take()
-        watch.note()
 
     @contextmanager
     def write_parameters(self) -> Iterator[None]:
@@ -474,16 +351,14 @@ class RemoteOptimizer(Optimizer):
                 "first step"
             )
         self.synchronize()
-        watch = self._guard.watch
-        if watch is None:  # a write is part of the local steps
+        if self._local is not None:  # a write is part of the local steps
             yield
             return
-        changed, before = watch.find_changed(), digest_values(self._named)
-        yield
-        changed.update(find_rewritten(self._named, before))
+        with self._guard.find_writes() as changed:
+            yield
         if changed:
-            self._steps.replace_values(changed)
-        watch.note()
+            self._engine.replace_values(changed)
+        self._guard.note()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -500,10 +375,9 @@ class RemoteOptimizer(Optimizer):
         if self._session.host is None:
             self.synchronize()
         self._check_reset()
-        news = self._session.client.membership.news
-        attempt = news.attempt
+        num_rollbacks = self._engine.progress.num_rollbacks
         with self._remote_state.in_state(self):
-            if news.attempt != attempt:  # the run has gone back
+            if self._engine.progress.num_rollbacks != num_rollbacks:
                 self._guard.note()
             return super().state_dict()
 
@@ -539,28 +413,12 @@ class RemoteOptimizer(Optimizer):
             self.param_groups, self._own.param_groups = self._own.param_groups, shared
         shared[:] = self.param_groups
         self.param_groups = shared
-        self._share_state((self if self._own is None else self._own).state)
-
-    def _share_state(self, state: Mapping[Tensor, Any]) -> None:
-        self.state = self._shared_state = (RemoteState if self._own is None else InitializedState)(dict, state)
-        if self._own is not None:
-            self._own.state = self.state
+        self._shared_state.adopt_loaded()
 
     def _check_reset(self) -> None:
-        """Begin the next step without optimizer state if the script has cleared or replaced `state`.
-
-        Raises BadModel for entries that the script has added, which the run would not notice.
-        """
-        shared = self._shared_state
-        places = (self,) if self._own is None else (self, self._own)
-        replaced = next((one.state for one in places if one.state is not shared), None)
-        if isinstance(shared, RemoteState) and (replaced or any(shared.values())):
-            refuse_entries()
-        if replaced is None and not (isinstance(shared, RemoteState) and shared.was_cleared):
-            return
-        if self._own is None and self._remote_state is not None:
+        """Begin the next step without optimizer state if the script has cleared or replaced `state`."""
+        if self._shared_state.was_reset() and self._own is None and self._remote_state is not None:
             self._remote_state.load({})
-        self._share_state(replaced or {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; only the constructor may, because the plan is made once."""

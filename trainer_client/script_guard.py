@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from structlog.typing import FilteringBoundLogger
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 from ps_protocol.vocabulary import Round
 
-from .buffer_averages import BufferAverages
-from .model_tensors import frozen_parameters
+from .model_tensors import TrainedModel, frozen_parameters
 from .parameter_watch import Digests, ModelPlaces, ParameterWatch, digest_values, find_rewritten
 
 
@@ -20,23 +20,19 @@ class ScriptGuard:
     """The parameters, groups and modules of a script as they were when the run began, or after the last step."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module | None,
-        parameters: dict[str, Tensor],
-        averages: BufferAverages,
-        log: FilteringBoundLogger,
+        self, optimizer: Optimizer, model: TrainedModel, watch: ParameterWatch | None, log: FilteringBoundLogger
     ) -> None:
+        """Note the state at the start. There is no `watch` with local steps, which write to the parameters."""
+        self.watch = watch
+        self.has_read_position = False  # the script has asked for the run's round
         self._optimizer = optimizer
-        self._model = model
-        self._parameters = parameters
+        self._model = model.module
+        self._parameters = model.parameters
         self._log = log
         self._members = _identities(optimizer.param_groups)
-        self._places = ModelPlaces(model, parameters, averages.owners)
-        self._values_at_start: Digests | None = digest_values(parameters)  # None after the first step
-        self._frozen_at_start = digest_values(frozen_parameters(model, parameters))
-        self.watch: ParameterWatch | None = None  # None with local steps, whose optimizer writes to the parameters
-        self.has_read_position = False  # the script has asked for the run's round
+        self._places = ModelPlaces(model.module, model.parameters, model.averages.owners)
+        self._values_at_start: Digests | None = digest_values(self._parameters)  # None after the first step
+        self._frozen_at_start = digest_values(frozen_parameters(model.module, self._parameters))
 
     @property
     def is_before_first_step(self) -> bool:
@@ -63,9 +59,21 @@ class ScriptGuard:
             changed = find_rewritten(self._parameters, self._values_at_start)
             self._values_at_start = None
             return changed
+        self.check_unchanged()
+        return []
+
+    def check_unchanged(self) -> None:
+        """Raise BadModel if the script has changed parameters since the last step."""
         if self.watch is not None:
             self.watch.check()
-        return []
+
+    @contextmanager
+    def find_writes(self) -> Iterator[set[str]]:
+        """Return the parameters that were written within the block, or before it; complete after the block."""
+        assert self.watch is not None
+        changed, before = self.watch.find_changed(), digest_values(self._parameters)
+        yield changed
+        changed.update(find_rewritten(self._parameters, before))
 
     def warn_before_first_step(self, round_: Round, wrapped: Optimizer, *, follows_schedule: bool) -> None:
         """Warn if frozen parameters have changed, or if the script does not continue at the run's round."""

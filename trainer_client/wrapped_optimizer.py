@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from types import MethodType
 from typing import Any, NoReturn
@@ -53,6 +53,41 @@ class RemoteState(InitializedState):
     def __missing__(self, parameter: Tensor) -> Any:
         """Return an empty entry, and keep it: what a script writes to it is found before the next step."""
         return self.setdefault(parameter, {})
+
+
+class SharedState:
+    """The `state` of a RemoteOptimizer: that of the wrapped optimizer, or an empty one for state on the pservers."""
+
+    def __init__(self, remote: Optimizer, stepping: Optimizer | None) -> None:
+        """`stepping` is the wrapped optimizer if it steps in the trainer, and so has the state."""
+        self._optimizers = (remote,) if stepping is None else (remote, stepping)
+        self._kind = RemoteState if stepping is None else InitializedState
+        self._state: InitializedState
+        self.share(self._optimizers[-1].state)
+
+    def share(self, state: Mapping[Tensor, Any]) -> None:
+        """Make this the state of both optimizers."""
+        self._state = self._kind(dict, state)
+        for optimizer in self._optimizers:
+            optimizer.state = self._state
+
+    def adopt_loaded(self) -> None:
+        """Share the state that torch has just loaded into the optimizer that has it."""
+        self.share(self._optimizers[-1].state)
+
+    def was_reset(self) -> bool:
+        """Return True, and share the new state, if the script has cleared or replaced the state.
+
+        Raises BadModel for entries that the script has added, which the run would not notice.
+        """
+        replaced = next((one.state for one in self._optimizers if one.state is not self._state), None)
+        is_remote = isinstance(self._state, RemoteState)
+        if is_remote and (replaced or any(self._state.values())):
+            refuse_entries()
+        if replaced is None and not (isinstance(self._state, RemoteState) and self._state.was_cleared):
+            return False
+        self.share(replaced or {})
+        return True
 
 
 def share_hooks(remote: Optimizer, wrapped: Optimizer, *, loads_itself: bool) -> None:
@@ -106,7 +141,7 @@ def refuse_group(*_: object, **__: object) -> NoReturn:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """The spec of an optimizer; raises BadInput (`unsupported_optimizer`) with the reason.
+    """Return the spec of an optimizer. Raises BadInput (`unsupported_optimizer`) with the reason.
 
     A subclass of an allowed class is refused: its rule may be another one. `foreach`, `fused` and `capturable` choose
     an implementation, which is the pserver's business; they are ignored.
@@ -130,10 +165,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
 
 
 def describe_local_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """The name of an optimizer that steps in the trainer itself: any but one that evaluates the model several times.
-
-    Raises BadInput.
-    """
+    """Return the spec of an optimizer that steps in the trainer. Raises BadInput for LBFGS."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BadInput(
             "LBFGS evaluates a closure several times a step, each on other gradients", code="unsupported_optimizer"
@@ -142,7 +174,7 @@ def describe_local_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
 
 
 def read_hyper_parameters(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> list[HyperParameters]:
-    """The current numbers of every group, as plain floats; tensors (lr) are read.
+    """Return the current numbers of every group, as plain floats; tensors (lr) are read.
 
     Raises BadModel if a group's flag is not what it was when the run began.
     """

@@ -281,9 +281,8 @@ class AsyncRun(PserverRun):
         hyper_parameters = self._get_hyper_parameters(contribution)
         loaded = LoadedState.from_staged(contribution.slots)
         update = LoggedUpdate(
-            self.clocks.num_committed + 1, (rank,), hyper_parameters, names, origin=origin, counter=rank,
-            loaded=loaded.describe() if loaded else None,
-        )  # fmt: skip
+            self.clocks.num_committed + 1, (rank,), hyper_parameters, names, origin=origin, counter=rank
+        )
         try:
             await asyncio.to_thread(self._append, update, [contribution.blocks[name] for name in names], loaded)
         except OSError as error:
@@ -297,8 +296,7 @@ class AsyncRun(PserverRun):
 
     def _append(self, update: LoggedUpdate, blocks: Sequence[StagedBlock], loaded: LoadedState | None) -> None:
         if self.storage is not None:
-            state = loaded.parts() if loaded else ()
-            self.storage.append(update, [*(view_bytes(block.tensor().float()) for block in blocks), *state])
+            self.storage.append(update, [view_bytes(block.tensor().float()) for block in blocks], loaded)
 
     async def _handle_failed_append(self, failure: GradpostError) -> NoReturn:
         """Make the trainers send again, until the round time-out for a full disk has passed."""

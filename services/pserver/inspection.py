@@ -52,7 +52,9 @@ async def read_shard(run: PserverRun, round_: Round | None, seconds: float) -> l
     In asynchronous modes all blocks contain the same contributions, which the metadata names.
     """
     _check(run, ())
-    return await run.read_after_round(round_, run.shard.encode_all, seconds)
+    return await run.read_after_round(
+        round_, lambda metadata: run.shard.encode(None, metadata, with_buffers=True), seconds
+    )
 
 
 async def describe_blocks(

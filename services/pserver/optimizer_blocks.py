@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ps_protocol.errors import BadInput
 from ps_protocol.optimizers import (
     FRESH,
     HyperParameters,
@@ -27,6 +28,7 @@ from ps_protocol.vocabulary import Rank
 
 from .layout import ShardLayout
 from .optimizer_rules import UPDATE_RULES, Operands
+from .shard_state import OptimizerState
 from .tensors import StagedBlock, view_bytes
 
 
@@ -80,19 +82,12 @@ class _Stepped:
 
 
 class OptimizerBlocks:
-    """The slots and the step states of a shard's blocks.
+    """Steps of a shard's blocks, and their state. Synchronous, not thread-safe."""
 
-    Slots are flat float32 tensors of the shard's layout that are allocated when first needed. Each block has a step
-    state, because a parameter without a gradient is skipped, as in `torch.optim`. Synchronous, not thread-safe.
-    """
-
-    def __init__(self, layout: ShardLayout, spec: OptimizerSpec) -> None:
-        self.spec = spec
+    def __init__(self, layout: ShardLayout, spec: OptimizerSpec | None) -> None:
+        self.state = OptimizerState(steps={} if spec is None else dict.fromkeys(layout.place, FRESH))
+        self._spec = spec
         self._layout = layout
-        self._slots: dict[str, Tensor] = {}
-        self._states = dict.fromkeys(layout.place, StepState())
-        # By counter, where each has its own steps; by None the state before any counter stepped the block.
-        self._counted: dict[tuple[Rank | None, str], StepState] = {}
 
     def apply(
         self,
@@ -109,15 +104,18 @@ class OptimizerBlocks:
         blocks are present. For buffers it contains the pushed values. `hyper_parameters` has one checked dictionary for
         each parameter group. Steps are counted for each block, or with a `counter` for each block and counter; counters
         share the slots. A new counter begins with the steps of the block before any counter stepped it.
+        Raises BadInput if the plan has no optimizer.
         """
+        if self._spec is None:
+            raise BadInput("this plan has no optimizer", code="unsupported_optimizer")
         if counter is None:
-            self._counted.clear()  # such a step counts for all
+            self.state.counted.clear()  # such a step counts for all
         else:
-            self._states.update({name: self._begin(name, counter) for name in present})
+            self.state.steps.update({name: self._begin(name, counter) for name in present})
         for (group, state), stepped in self._find_runs(frozenset(present)).items():
-            name = self.spec.rule(group)
+            name = self._spec.rule(group)
             rule = UPDATE_RULES[name]
-            options = {**hyper_parameters[group], **self.spec.group_flags[group]}
+            options = {**hyper_parameters[group], **self._spec.group_flags[group]}
             pieces = [piece for run in stepped.runs for piece in _cut(*run, rule.max_elements)]
             operands = Operands(
                 values=[values[begin:end] for begin, end in pieces],
@@ -129,46 +127,28 @@ class OptimizerBlocks:
                 },
                 state=state,
             )
-            self._states.update(dict.fromkeys(stepped.names, rule.step(operands, options)))
+            self.state.steps.update(dict.fromkeys(stepped.names, rule.step(operands, options)))
         if counter is not None:
-            self._counted.update({(counter, name): self._states[name] for name in present})
+            self.state.counted.update({(counter, name): self.state.steps[name] for name in present})
 
     def _begin(self, name: str, counter: Rank) -> StepState:
         """Return a counter's state of a block that it is about to step."""
-        before = self._counted.setdefault((None, name), self._states[name])
-        return self._own_state(name, self._counted.get((counter, name), before))
+        before = self.state.counted.setdefault((None, name), self.state.steps[name])
+        return self._own_state(name, self.state.counted.get((counter, name), before))
 
     def _own_state(self, name: str, counted: StepState) -> StepState:
-        return counted._replace(has_momentum=self._states[name].has_momentum)  # the slot is one for all
+        return counted._replace(has_momentum=self.state.steps[name].has_momentum)  # the slot is one for all
 
-    def slots(self) -> dict[str, Tensor]:
-        """Return the slots allocated so far, by torch's name: flat float32 tensors of the layout, not copies."""
-        return dict(self._slots)
-
-    def states(self, counter: Rank | None = None) -> dict[str, StepState]:
-        """Return the step state of every block: the `counter`'s own where it has stepped the block."""
-        if counter is None:
-            return dict(self._states)
-        counted = {name: self._counted.get((counter, name), state) for name, state in self._states.items()}
+    def steps_for(self, counter: Rank) -> dict[str, StepState]:
+        """Return the step state of every block: the counter's own where it has stepped the block."""
+        counted = {name: self.state.counted.get((counter, name), state) for name, state in self.state.steps.items()}
         return {name: self._own_state(name, state) for name, state in counted.items()}
 
-    def counted(self) -> dict[tuple[Rank | None, str], StepState]:
-        """Return the step states of all counters by counter and block; those before any counter are under None."""
-        return dict(self._counted)
-
-    def load(
-        self,
-        slots: Mapping[str, Tensor],
-        states: Mapping[str, StepState],
-        counted: Mapping[tuple[Rank | None, str], StepState],
-    ) -> None:
-        """Replace the slots, which are copied, and all counts.
-
-        Counters of earlier versions began at 0, and their files contain no states under None.
-        """
-        self._slots = {name: slot.clone() for name, slot in slots.items()}
-        self._states = dict(states)
-        self._counted = {(None, name): FRESH for _, name in counted} | dict(counted)
+    def load(self, state: OptimizerState) -> None:
+        """Replace the state by a copy of another one."""
+        self.state = state.clone()
+        # Counters of earlier versions began at 0, and their files contain no states under None.
+        self.state.counted = {(None, name): FRESH for _, name in state.counted} | state.counted
 
     def load_blocks(self, states: Mapping[str, StepState], slots: Mapping[str, Tensor]) -> None:
         """Replace the counts and slots of these blocks. `{slot}/{block}` tensors of shape (num_elements,) are copied.
@@ -177,19 +157,14 @@ class OptimizerBlocks:
         """
         for name in states:
             place = self._layout.place[name]
-            for slot in self._slots.values():
+            for slot in self.state.slots.values():
                 slot[place.step_begin : place.padded_end] = 0
         for key, values in slots.items():
             slot_name, name = split_key(key)
             place = self._layout.place[name]
             self._slot(slot_name)[place.begin : place.end] = values
-        self._states.update(states)
-        self._counted = {key: state for key, state in self._counted.items() if key[1] not in states}
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that the slots take."""
-        return sum(slot.nbytes for slot in self._slots.values())
+        self.state.steps.update(states)
+        self.state.counted = {key: state for key, state in self.state.counted.items() if key[1] not in states}
 
     def _find_runs(self, present: frozenset[str]) -> dict[tuple[int, StepState], _Stepped]:
         """Return the present blocks by group and state.
@@ -201,7 +176,7 @@ class OptimizerBlocks:
         if len(present) < len(places):
             places = tuple(sorted((self._layout.place[name] for name in present), key=lambda place: place.begin))
         for place in places:
-            stepped = found.setdefault((place.group, self._states[place.name]), _Stepped())
+            stepped = found.setdefault((place.group, self.state.steps[place.name]), _Stepped())
             stepped.names.append(place.name)
             if stepped.runs and stepped.runs[-1][1] == place.step_begin:
                 stepped.runs[-1] = (stepped.runs[-1][0], place.step_end)
@@ -210,9 +185,9 @@ class OptimizerBlocks:
         return found
 
     def _slot(self, name: str) -> Tensor:
-        if name not in self._slots:
-            self._slots[name] = torch.zeros(self._layout.num_elements)
-        return self._slots[name]
+        if name not in self.state.slots:
+            self.state.slots[name] = torch.zeros(self._layout.num_elements)
+        return self.state.slots[name]
 
 
 def _cut(begin: int, end: int, size: int | None) -> list[tuple[int, int]]:

@@ -77,10 +77,9 @@ class RoundWork:
             logged = None if len(present) == len(self._shard.layout.places) else present
             update = Update(
                 apply.round, apply.ranks, hyper_parameters, logged, apply.nonfinite,
-                norm=measured.norm if measured else None, loaded=loaded.describe() if loaded else None,
+                norm=measured.norm if measured else None,
             )  # fmt: skip
-            state = loaded.parts() if loaded else ()
-            self._storage.append(update, [*self._shard.aggregator.encode(logged), *state])
+            self._storage.append(update, self._shard.aggregator.encode(logged), loaded)
         reach_failpoint("apply.before")
         masters = self._shard.load_slots(loaded) if loaded else []
         self._shard.apply(gradient, present, hyper_parameters)

@@ -371,7 +371,7 @@ class PserverRun(ABC):
         self.check_fence(fence)
         self.check_member(fence)
         self.check_readable()
-        return await self._compute.run(self.shard.encode_buffers, self._metadata(0))
+        return await self._compute.run(lambda: self.shard.encode([], self._metadata(0), with_buffers=True))
 
     # ------------------------------------------------------------------ members and the end
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 import xxhash
@@ -20,10 +19,11 @@ from torch import Tensor
 
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import encode_header
-from ps_protocol.optimizers import FRESH, MASTER, HyperParameters, StepState, split_key, write_states
+from ps_protocol.optimizers import FRESH, MASTER, HyperParameters, split_key, write_states
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import SLOT_NAMES_KEY, STATES_KEY, STEPS_KEY
 from ps_protocol.vocabulary import BufferSpec, PserverIndex, Rank
+from ps_protocol.wire_types import WireTensor
 
 from .aggregation import Aggregator
 from .captures import Probes
@@ -45,7 +45,7 @@ class Shard:
         self.values = torch.zeros(self.layout.num_elements)  # flat float32; blocks are views of it
         self.version = 0  # applied rounds; in asynchronous modes applied contributions, which the run counts
         self.versions = dict.fromkeys(self.layout.place, 0)  # updates of each block; an absent gradient is none
-        self.optimizer = None if plan.optimizer is None else OptimizerBlocks(self.layout, plan.optimizer)
+        self.optimizer = OptimizerBlocks(self.layout, plan.optimizer)
         self.probes = Probes()
         self.published = Published(self.layout, self.values) if plan.wire.pulls_deltas else None
         self.aggregator = Aggregator(self.layout, self.values)
@@ -61,11 +61,6 @@ class Shard:
         if place is None:
             raise BadInput(f"block {name!r} is not in this shard", code="unknown_block")
         return self.values[place.begin : place.end]
-
-    def _require_optimizer(self) -> OptimizerBlocks:
-        if self.optimizer is None:
-            raise BadInput("this plan has no optimizer", code="unsupported_optimizer")
-        return self.optimizer
 
     # ------------------------------------------------------------------ initial values
 
@@ -122,7 +117,7 @@ class Shard:
         """
         whole = self.aggregator.load_block(name, gradient)
         probed = self.probes.copy_before((name,), self.block)
-        self._step(whole, (name,), hyper_parameters, counter=counter)
+        self._step(whole, (name,), hyper_parameters, counter)
         self.probes.finish_probes(probed, self.block, self.version)
 
     def _step(
@@ -130,21 +125,17 @@ class Shard:
         gradient: Tensor,
         present: Collection[str],
         hyper_parameters: list[HyperParameters],
-        *,
         counter: Rank | None = None,
     ) -> None:
-        self._require_optimizer().apply(self.values, gradient, present, hyper_parameters, counter=counter)
+        self.optimizer.apply(self.values, gradient, present, hyper_parameters, counter=counter)
         for name in present:
             self.versions[name] += 1
 
     def load_slots(self, loaded: LoadedState) -> list[str]:
-        """Replace optimizer state and masters by what a trainer has loaded. Return the blocks whose values changed.
-
-        Raises BadInput if there is no optimizer.
-        """
+        """Replace optimizer state and masters by what a trainer has loaded. Return the blocks whose values changed."""
         slots = dict(loaded.tensors)
         masters = {split_key(key)[1]: slots.pop(key) for key in loaded.tensors if split_key(key)[0] == MASTER}
-        self._require_optimizer().load_blocks(loaded.states, slots)
+        self.optimizer.load_blocks(loaded.states, slots)
         for name, values in masters.items():
             self.block(name).copy_(values)
         return list(masters)
@@ -157,73 +148,13 @@ class Shard:
         if self.published is not None:
             self.published.publish_round(stepped, loaded)
 
-    def replay(
-        self,
-        data: memoryview,
-        present: Sequence[str] | None,
-        hyper_parameters: list[HyperParameters],
-        loaded: str | None = None,
-    ) -> None:
-        """Apply a logged gradient, and the state logged behind it, with the same bits as the first time."""
-        data, masters = self._replay_slots(data, loaded)
-        names = tuple(place.name for place in self.layout.places) if present is None else present
-        self.apply(self.aggregator.decode(data, present), names, hyper_parameters)
-        self.publish(names, masters)
-        if self.published is not None:
-            self.published.discard_deltas()
-
-    def replay_blocks(
-        self,
-        data: memoryview,
-        present: Sequence[str],
-        hyper_parameters: list[HyperParameters],
-        *,
-        counter: Rank | None = None,
-        loaded: str | None = None,
-    ) -> None:
-        """Step these blocks one by one, as asynchronous modes do, with the float32 gradient of one contribution."""
-        data, _ = self._replay_slots(data, loaded)
-        whole = self.aggregator.decode(data, present)
-        for name in present:
-            self._step(whole, (name,), hyper_parameters, counter=counter)
-
-    def _replay_slots(self, data: memoryview, loaded: str | None) -> tuple[memoryview, list[str]]:
-        """Load the state at the end of a record's data. Return the data before it, and the blocks with new values."""
-        if loaded is None:
-            return data, []
-        state, data = LoadedState.from_log(loaded, data, self.layout)
-        return data, self.load_slots(state)
-
     # ------------------------------------------------------------------ the whole state
 
-    def _slots(self) -> dict[str, Tensor]:
-        return self.optimizer.slots() if self.optimizer else {}
-
-    def _states(self, counter: Rank | None = None) -> dict[str, StepState]:
-        return self.optimizer.states(counter) if self.optimizer else {}
-
-    def copy_state(self) -> ShardState:
-        """Return a copy of everything, for a checkpoint."""
-        state = self.view_state()
-        return replace(
-            state,
-            values=state.values.clone(),
-            published=None if state.published is None else state.published.clone(),
-            slots={name: slot.clone() for name, slot in state.slots.items()},
-        )
-
-    def view_state(self) -> ShardState:
-        """Return everything with the shard's own tensors, which are valid until the next step."""
-        return ShardState(
-            version=self.version,
-            values=self.values,
-            published=None if self.published is None else self.published.values,
-            slots=self._slots(),
-            states=self._states(),
-            versions=dict(self.versions),
-            counted=self.optimizer.counted() if self.optimizer else {},
-            buffers=dict(self._buffers),
-        )
+    @property
+    def state(self) -> ShardState:
+        """Everything, with the shard's own tensors and mappings, which are valid until the next step."""
+        published = None if self.published is None else self.published.values
+        return ShardState(self.version, self.values, published, self.optimizer.state, self.versions, self._buffers)
 
     def load_state(self, state: ShardState) -> None:
         """Replace everything by a state, whose tensors are only read."""
@@ -231,25 +162,24 @@ class Shard:
         if self.published is not None:
             self.published.load(state.published)
         self.version, self.versions = state.version, dict(state.versions)
-        if self.optimizer is not None:
-            self.optimizer.load(state.slots, state.states, state.counted)
+        self.optimizer.load(state.optimizer)
         self._buffers = dict(state.buffers)
         self._initialised = set(self.layout.place)
 
     def digest(self) -> str:
         """Return XXH3 of values, published values, optimizer state and buffers. Equal shards have equal digests."""
         digest = xxhash.xxh3_128()
-        states = self._states()
-        flat = {"": view_bytes(self.values)} | {name: view_bytes(slot) for name, slot in sorted(self._slots().items())}
+        state = self.optimizer.state
+        flat = {"": view_bytes(self.values)} | {name: view_bytes(slot) for name, slot in sorted(state.slots.items())}
         if self.published is not None:
             flat["published"] = view_bytes(self.published.values)
         for name, place in self.layout.place.items():
-            digest.update(repr((name, tuple(states.get(name, ())))).encode())
+            digest.update(repr((name, tuple(state.steps.get(name, ())))).encode())
             for slot_name, data in flat.items():
                 digest.update(slot_name.encode())
                 digest.update(data[4 * place.begin : 4 * place.end])
-        if self.optimizer is not None and (counted := self.optimizer.counted()):
-            digest.update(repr(sorted(map(repr, counted.items()))).encode())
+        if state.counted:
+            digest.update(repr(sorted(map(repr, state.counted.items()))).encode())
         for spec in self._stored_buffers():
             digest.update(spec.name.encode())
             digest.update(self._buffers[spec.name])
@@ -264,9 +194,11 @@ class Shard:
         *,
         encoder: ChunkEncoder | None = None,
         pulled: bool = False,
+        with_buffers: bool = False,
     ) -> list[bytes]:
         """Return a frame of these blocks (all by default) in plan order: the values, or as trainers pull them.
 
+        The buffers that were set follow, if wanted, in plan order and with their shapes.
         The header comes first, then chunks of about 1 MiB. The bytes are copies, which later updates do not change.
         Another `encoder` reads a copy of the values, or reads them on another thread. Raises BadInput.
         """
@@ -274,9 +206,13 @@ class Shard:
             self.block(name)  # raises BadInput
         wanted = self.layout.place.keys() if blocks is None else frozenset(blocks)
         places = [place for name, place in self.layout.place.items() if name in wanted]
+        specs = self._stored_buffers() if with_buffers else []
+        entries: list[WireTensor]
         entries = [(p.name, p.pulled if pulled else p.dtype, (p.block.num_elements,)) for p in places]
+        entries += [(spec.name, spec.dtype, spec.shape) for spec in specs]
         encoder = encoder or (self._pulled_encoder if pulled else self._encoder)
-        return [encode_header(entries, metadata), *encoder.encode(places, pulled=pulled)]
+        buffers = [self._buffers[spec.name] for spec in specs]
+        return [encode_header(entries, metadata), *encoder.encode(places, pulled=pulled), *buffers]
 
     def borrow(self) -> list[BorrowedTensor]:
         """Return all blocks as trainers pull them, in plan order: views of the values, valid until these change."""
@@ -291,25 +227,12 @@ class Shard:
     def _stored_buffers(self) -> list[BufferSpec]:
         return [spec for name, spec in self._buffer_specs.items() if name in self._buffers]
 
-    def encode_buffers(self, metadata: Mapping[str, str] | None = None) -> list[bytes]:
-        """Return a frame of the buffers that were set, in plan order and with their shapes."""
-        specs = self._stored_buffers()
-        header = encode_header([(spec.name, spec.dtype, spec.shape) for spec in specs], metadata)
-        return [header, *(self._buffers[spec.name] for spec in specs)]
-
-    def encode_all(self, metadata: Mapping[str, str] | None = None) -> list[bytes]:
-        """Return a frame of the blocks in plan order, then the buffers."""
-        places, specs = list(self.layout.place.values()), self._stored_buffers()
-        entries = [(place.name, place.dtype, (place.block.num_elements,)) for place in places]
-        header = encode_header([*entries, *((spec.name, spec.dtype, spec.shape) for spec in specs)], metadata)
-        return [header, *self._encoder.encode(places), *(self._buffers[spec.name] for spec in specs)]
-
     def encode_slots(self, names: Collection[str], metadata: Mapping[str, str] | None = None) -> list[bytes]:
         """Return a frame of the slots of these blocks, float32: `{slot}/{block}`, all blocks of a slot together.
 
         A slot that no update has needed yet is left out. The metadata's `steps` counts each block's updates.
         """
-        slots, states = self._slots(), self._states()
+        slots, states = self.optimizer.state.slots, self.optimizer.state.steps
         steps = json.dumps({name: states[name].steps for name in dict.fromkeys(names) if name in states})
         views = {f"{slot}/{name}": self._view_slot(slots, slot, name) for slot in sorted(slots) for name in names}
         return _encode_views(views, {**(metadata or {}), STEPS_KEY: steps})
@@ -320,11 +243,11 @@ class Shard:
         Without keys its metadata lists the slots that exist, and the states of the blocks that have been stepped: with
         this counter's own steps, where each counter has its own.
         """
-        slots = self._slots()
+        slots = dict(self.optimizer.state.slots)
         if any(place.has_master for place in self.layout.places):
             slots[MASTER] = self.values
         if not keys:
-            stepped = {name: state for name, state in self._states(counter).items() if state != FRESH}
+            stepped = {name: state for name, state in self.optimizer.steps_for(counter).items() if state != FRESH}
             names = json.dumps(sorted(slots))
             return _encode_views({}, {**metadata, STATES_KEY: write_states(stepped), SLOT_NAMES_KEY: names})
         return _encode_views({key: self._view_slot(slots, *split_key(key)) for key in keys}, metadata)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,54 +30,76 @@ _LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tens
 
 
 @dataclass(slots=True)
+class OptimizerState:
+    """The optimizer state of a shard's blocks.
+
+    Slots are flat float32 tensors of the shard's layout, by torch's name, which are allocated when first needed. Each
+    block has a step state, because a parameter without a gradient is skipped, as in `torch.optim`.
+    """
+
+    slots: dict[str, Tensor] = field(default_factory=dict)
+    steps: dict[str, StepState] = field(default_factory=dict)  # by block
+    # By counter and block, where each counter has its own steps; under None the state before any counter's steps.
+    counted: dict[tuple[Rank | None, str], StepState] = field(default_factory=dict)
+
+    def clone(self) -> OptimizerState:
+        """Return a copy."""
+        slots = {name: slot.clone() for name, slot in self.slots.items()}
+        return OptimizerState(slots, dict(self.steps), dict(self.counted))
+
+
+@dataclass(slots=True)
 class ShardState:
     """Tensors are flat float32 in the shard's layout; mappings are by block name."""
 
     version: Round
     values: Tensor
     published: Tensor | None = None  # what trainers have, where that is not the values
-    slots: dict[str, Tensor] = field(default_factory=dict)
-    states: dict[str, StepState] = field(default_factory=dict)
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
     versions: dict[str, int] = field(default_factory=dict)
-    counted: dict[tuple[Rank | None, str], StepState] = field(default_factory=dict)  # by counter and block
     buffers: dict[str, bytes] = field(default_factory=dict)
+
+    def clone(self) -> ShardState:
+        """Return a copy."""
+        published = None if self.published is None else self.published.clone()
+        return ShardState(
+            self.version,
+            self.values.clone(),
+            published,
+            self.optimizer.clone(),
+            dict(self.versions),
+            dict(self.buffers),
+        )
 
     def encode(self, plan: SlicePlan, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
         """Return the chunks of a file. They are views of the tensors, which must not change before it is written."""
         flat = {VALUES: self.values}
         if self.published is not None:
             flat[PUBLISHED] = self.published
-        flat |= {SLOT_PREFIX + name: slot for name, slot in sorted(self.slots.items())}
+        flat |= {SLOT_PREFIX + name: slot for name, slot in sorted(self.optimizer.slots.items())}
         entries: list[tuple[str, str, tuple[int, ...]]]
         entries = [(name, "F32", (len(tensor),)) for name, tensor in flat.items()]
         specs = [spec for spec in plan.buffers if spec.name in self.buffers]
         entries += [(BUFFER_PREFIX + spec.name, spec.dtype, spec.shape) for spec in specs]
-        header = encode_header(entries, {**metadata, **self._describe()})
-        return [header, *map(view_bytes, flat.values()), *(self.buffers[spec.name] for spec in specs)]
-
-    def _describe(self) -> dict[str, str]:
-        return {
+        state = {
             "version": str(self.version),
-            "states": json.dumps([[name, *state] for name, state in self.states.items()]),
+            "states": json.dumps([[name, *steps] for name, steps in self.optimizer.steps.items()]),
             "versions": json.dumps(self.versions),
-            "counted": json.dumps([[*key, *state] for key, state in self.counted.items()]),
+            "counted": json.dumps([[*key, *steps] for key, steps in self.optimizer.counted.items()]),
         }
+        header = encode_header(entries, {**metadata, **state})
+        return [header, *map(view_bytes, flat.values()), *(self.buffers[spec.name] for spec in specs)]
 
     @classmethod
     def decode(cls, data: memoryview) -> tuple[ShardState, Mapping[str, str]]:
         """Return the state and the metadata of a file; the tensors are views of `data`. Raises BadInput and others."""
         frame = parse_frame(data, _LIMITS)
         metadata = frame.metadata
-        state = cls(
-            version=int(metadata["version"]),
-            values=torch.empty(0),
-            states={name: StepState(*rest) for name, *rest in json.loads(metadata["states"])},
-            versions=json.loads(metadata["versions"]),
-            counted={
-                (None if counter is None else int(counter), name): StepState(*rest)
-                for counter, name, *rest in json.loads(metadata["counted"])
-            },
-        )
+        state = cls(int(metadata["version"]), torch.empty(0), versions=json.loads(metadata["versions"]))
+        for name, *steps in json.loads(metadata["states"]):
+            state.optimizer.steps[name] = StepState(*steps)
+        for counter, name, *steps in json.loads(metadata["counted"]):
+            state.optimizer.counted[counter, name] = StepState(*steps)
         for entry in frame.tensors:
             view = data[frame.data_begin + entry.begin : frame.data_begin + entry.end]
             if entry.name.startswith(BUFFER_PREFIX):
@@ -90,7 +111,7 @@ class ShardState:
             elif entry.name == PUBLISHED:
                 state.published = tensor
             else:
-                state.slots[entry.name.removeprefix(SLOT_PREFIX)] = tensor
+                state.optimizer.slots[entry.name.removeprefix(SLOT_PREFIX)] = tensor
         return state, metadata
 
 
@@ -113,16 +134,13 @@ def reslice(
     for old_index, shard in shards:
         state.version = shard.version
         state.buffers.update({name: data for name, data in shard.buffers.items() if name in wanted})
-        counters = {counter for counter, _ in shard.counted}
         for source in ShardLayout(old, old_index).places:
             for target in by_parameter.get(source.block.parameter, ()):
-                _copy(shard, counters, source, state, target)
+                _copy(shard, source, state, target)
     return state
 
 
-def _copy(
-    shard: ShardState, counters: Iterable[Rank | None], source: BlockPlace, state: ShardState, target: BlockPlace
-) -> None:
+def _copy(shard: ShardState, source: BlockPlace, state: ShardState, target: BlockPlace) -> None:
     begin, end = max(source.block.begin, target.block.begin), min(source.block.end, target.block.end)
     if begin >= end:
         return
@@ -131,19 +149,19 @@ def _copy(
     state.values[at] = shard.values[of]
     if state.published is not None:
         state.published[at] = (shard.values if shard.published is None else shard.published)[of]
-    for name, slot in shard.slots.items():
-        state.slots.setdefault(name, torch.zeros_like(state.values))[at] = slot[of]
+    for name, slot in shard.optimizer.slots.items():
+        state.optimizer.slots.setdefault(name, torch.zeros_like(state.values))[at] = slot[of]
     if begin == target.block.begin:
-        state.states[target.name] = shard.states[source.name]
+        state.optimizer.steps[target.name] = shard.optimizer.steps[source.name]
         state.versions[target.name] = shard.versions[source.name]
-        for counter in counters:
-            if (counter, source.name) in shard.counted:
-                state.counted[counter, target.name] = shard.counted[counter, source.name]
+        for (counter, name), steps in shard.optimizer.counted.items():
+            if name == source.name:
+                state.optimizer.counted[counter, target.name] = steps
 
 
 def concatenate(shards: Iterable[tuple[PserverIndex, ShardState]], plan: SlicePlan) -> dict[str, Tensor]:
     """Return whole parameters by name, float32 in their own shapes, from all shards of a plan, in any order."""
-    whole: dict[str, Any] = {spec.name: torch.empty(spec.num_elements) for spec in plan.parameters}
+    whole = {spec.name: torch.empty(spec.num_elements) for spec in plan.parameters}
     for index, shard in shards:
         for place in ShardLayout(plan, index).places:
             block = place.block

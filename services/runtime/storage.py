@@ -191,6 +191,14 @@ def read_file(path: Path) -> memoryview:
     return data[:done]
 
 
+def digest_chunks(chunks: Iterable[Buffer]) -> xxhash.xxh3_128:
+    """Return the digest of these chunks together."""
+    digest = xxhash.xxh3_128()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest
+
+
 class DamagedFile(OSError):  # noqa: N818 - the name says what happened
     """A required file is missing, or does not match its digest."""
 

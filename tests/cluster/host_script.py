@@ -35,7 +35,7 @@ from tests.cluster.training import (
     values,
 )
 from trainer_client import GradScaler, RemoteOptimizer, Session, connect
-from trainer_client.host.leader import LeaderSteps
+from trainer_client.engines.host import HostLeader
 
 LOCAL_STEPS = 3
 
@@ -61,8 +61,8 @@ def streaming(session: Session) -> dict[str, Tensor]:
         if layer is model[0]:
             hidden = Wait.apply(hidden, lambda: collectives.has_ended(0))
     hidden.sum().backward()
-    if isinstance(optimizer._steps, LeaderSteps):
-        assert optimizer._steps._num_handed_on > 0
+    if isinstance(optimizer._engine, HostLeader):
+        assert optimizer._engine._num_handed_on > 0
     optimizer.step()
     return {}
 

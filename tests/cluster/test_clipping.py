@@ -17,7 +17,7 @@ from ps_protocol.norms import agree
 from ps_protocol.requests import Barrier, Pull
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient, RemoteOptimizer, Session
-from trainer_client.flat_buckets import FlatBucket
+from trainer_client.engines.collective_buffers import FlatBucket
 from trainer_client.testing import LocalCluster
 
 from .conftest import Carrier, StartCluster
@@ -115,7 +115,7 @@ def test_all_of_a_ring_clip_by_one_number(ring: LocalCluster) -> None:
         model, norms = make_model(), []
         local = OPTIMIZERS["momentum"](model.named_parameters())
         optimizer = RemoteOptimizer(local, session=session, max_grad_norm=MAX_NORM)
-        for bucket in optimizer._steps._buckets:
+        for bucket in optimizer._engine._gradients.buckets:
             bucket.sum_of_squares = lambda bucket=bucket: FlatBucket.sum_of_squares(bucket) * (1 + error)
         for step in range(6):
             optimizer.zero_grad()

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel
 from ps_protocol.frames import parse_frame
-from trainer_client import RemoteOptimizer, Session, destinations, steps
+from trainer_client import RemoteOptimizer, Session, destinations
 from trainer_client.device_copies import GradientCopies, ParameterCopies
+from trainer_client.engines import pipeline
 from trainer_client.pushing.buckets import Payload
 from trainer_client.testing import LocalCluster
 
@@ -75,7 +76,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(GradientCopies, "begin", begin_and_count)
     monkeypatch.setattr(ParameterCopies, "copy", copy_and_count)
-    monkeypatch.setattr(steps, "is_away", lambda _: True)
+    monkeypatch.setattr(pipeline, "is_away", lambda _: True)
     monkeypatch.setattr(destinations, "is_away", lambda _: True)
     monkeypatch.setattr(destinations, "has_wire_layout", lambda _: False)
     return counts

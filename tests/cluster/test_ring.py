@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel, ContributionConflict, NonFiniteGradient
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.ring.steps import RingSteps
+from trainer_client.engines.ring import RingEngine
 from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
@@ -91,7 +91,7 @@ def test_buckets_go_round_while_backward_runs(ring: LocalCluster) -> None:
         for layer in model:
             hidden = layer(hidden)
             if layer is model[0]:
-                hidden = Wait.apply(hidden, lambda: optimizer._steps._group.collectives.has_ended(0))
+                hidden = Wait.apply(hidden, lambda: optimizer._engine._group.collectives.has_ended(0))
         hidden.sum().backward()
         optimizer.step()
 
@@ -106,8 +106,8 @@ def test_all_cut_as_the_lowest_rank_does(ring: LocalCluster) -> None:
         )
         model[0].weight.grad = torch.ones(30, 30)
         optimizer.step()
-        assert isinstance(optimizer._steps, RingSteps)
-        return len(optimizer._steps._buckets)
+        assert isinstance(optimizer._engine, RingEngine)
+        return len(optimizer._engine._gradients.buckets)
 
     assert run_trainers(ring.address, [partial(work, bucket_bytes=n) for n in (4000, 10_000_000)]) == [3, 3]
 
@@ -156,8 +156,8 @@ def test_16_bits_are_added_up_in_32_and_the_scripts_gradients_stay(ring: LocalCl
         optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
         weight.grad = torch.full((4,), 256.0 if session.rank == 0 else 2.0, dtype=torch.bfloat16)
         own = weight.grad
-        assert isinstance(optimizer._steps, RingSteps)
-        assert [bucket.flat.dtype for bucket in optimizer._steps._buckets] == [torch.float32]
+        assert isinstance(optimizer._engine, RingEngine)
+        assert [bucket.flat.dtype for bucket in optimizer._engine._gradients.buckets] == [torch.float32]
         optimizer.step()
         assert weight.grad is own
         assert own[0] == (256 if session.rank == 0 else 2)

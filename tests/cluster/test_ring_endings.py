@@ -221,7 +221,7 @@ def test_a_trainer_that_is_done_waits_for_longer_than_the_others(cluster: LocalC
     command = write_script(
         tmp_path,
         rounds="(4 if session.rank == 0 else 9)",
-        begin="import time; from trainer_client.ring import group; group.SPARE_SECONDS = 0.0",
+        begin="import time; from trainer_client.engines import ring_group; ring_group.SPARE_SECONDS = 0.0",
         in_each_round="if session.rank == 2 and optimizer.round == 9: time.sleep(8)  # it scores its model",
     )
     assert cluster.run_trainers(command, timeout=60) == [0, 0, 0], cluster.output
@@ -249,7 +249,7 @@ def test_the_scripts_own_process_group_is_used_if_it_fits(cluster: LocalCluster,
         begin=f"import torch.distributed as dist; {begin}",
         # Collectives of the script come in between, and after those of the session, which ends beside the others.
         end="""
-group = optimizer._steps._group.collectives._group
+group = optimizer._engine._group.collectives._group
 assert group in dist.distributed_c10d._world.pg_map and group is not dist.group.WORLD
 session.close()
 total = torch.ones(1)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ps_protocol.optimizers import OptimizerSpec, StepState
 
-from ..steps import Steps
+from ..engines.pserver import PserverEngine
 from .torch_state import OptimizerState, needed_slots, read_state, write_state
 
 
@@ -25,16 +25,14 @@ class RemoteOptimizerState:
         # Of steps that it has taken, or of a checkpoint: they are the run's initial slots.
         own = optimizer.state_dict() if optimizer.state else None
         self._initial: OptimizerState = {} if own is None else read_state(spec, self._groups(), names, own)
-        self._steps: Steps | None = None
-        self._leads = False
+        self._engine: PserverEngine | None = None
 
-    def begin(self, steps: Steps | None, *, leads: bool = False) -> None:
+    def begin(self, engine: PserverEngine | None) -> None:
         """Push the optimizer's own state to the run, and free it in the trainer.
 
-        Without `steps` another process of this host talks to the pservers. That one `leads`, and only it has state to
-        show.
+        Without `engine` process 0 of this host talks to the pservers, and only process 0 has state to show.
         """
-        self._steps, self._leads = steps, leads
+        self._engine = engine
         if self._initial:
             self.load(self._initial)
             self._optimizer.state.clear()
@@ -54,8 +52,8 @@ class RemoteOptimizerState:
             group, parameter = named[name]
             return needed_slots(self._spec.name, group, state, parameter.dtype)
 
-        if self._steps is not None:
-            slots = self._steps.pull_optimizer_state(needed, leads=self._leads)
+        if self._engine is not None:
+            slots = self._engine.pull_optimizer_state(needed)
             remote.state.update(write_state(self._spec, self._groups(), self._names, slots))
         try:
             yield
@@ -72,5 +70,5 @@ class RemoteOptimizerState:
 
     def load(self, slots: OptimizerState) -> None:
         """Push this state with the next step. Does not block."""
-        if self._steps is not None:
-            self._steps.load_optimizer_state(slots)
+        if self._engine is not None:
+            self._engine.load_optimizer_state(slots)

@@ -16,14 +16,11 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
-
-import xxhash
+from typing import Literal
 
 from ps_protocol.errors import GradpostError
 from ps_protocol.frames import Frame, FrameLimits, parse_frame
-
-Buffer: TypeAlias = bytes | memoryview
+from services.runtime.storage import Buffer, digest_chunks
 
 MARK_BYTES = 8
 _PREFIX = struct.Struct("<8sQ16s")
@@ -60,7 +57,8 @@ def append_record(fd: int, at: int, mark: bytes, frame: Sequence[Buffer]) -> int
 
     All or nothing while the process lives: on an OSError (such as a full disk) the file ends where it ended before.
     """
-    prefix = _PREFIX.pack(mark, sum(map(len, frame)), _digest(mark, frame))
+    # The digest contains the mark, so that a new mark before an old record does not revive it.
+    prefix = _PREFIX.pack(mark, sum(map(len, frame)), digest_chunks([mark, *frame]).digest())
     try:
         return _write_all(fd, at, [prefix, *frame])
     except BaseException:
@@ -127,21 +125,15 @@ def _read_record(file: _File, begin: int, mark: bytes) -> Record | None:
         return None
     found, length, digest = _PREFIX.unpack(prefix)
     body_begin = begin + _PREFIX.size
-    if found != mark or (body := file.read(body_begin, length)) is None or _digest(mark, [body]) != digest:
+    if found != mark or (body := file.read(body_begin, length)) is None:
+        return None
+    if digest_chunks([mark, body]).digest() != digest:
         return None
     try:
         frame = parse_frame(body, _LIMITS)
     except GradpostError:
         return None
     return Record(begin, body_begin + length, frame, body)
-
-
-def _digest(mark: bytes, frame: Sequence[Buffer]) -> bytes:
-    """Return the digest of the mark and the frame: so a new mark before an old record does not revive it."""
-    digest = xxhash.xxh3_128(mark)
-    for chunk in frame:
-        digest.update(chunk)
-    return digest.digest()
 
 
 def _has_record_after(file: _File, begin: int, mark: bytes) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -35,12 +35,21 @@ from services.runtime.checkpoints import (
 )
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
-from services.runtime.storage import CheckpointStorage, DamagedFile, read_file, seal, unseal, write_file
+from services.runtime.storage import (
+    Buffer,
+    CheckpointStorage,
+    DamagedFile,
+    digest_chunks,
+    read_file,
+    seal,
+    unseal,
+    write_file,
+)
 
 from ..history import History
+from ..optimizer_blocks import LoadedState
 from ..shard import Shard
 from ..shard_state import ShardState
-from .records import Buffer
 from .update_log import Update, UpdateLog
 
 _DIGEST_BYTES = 16
@@ -62,10 +71,7 @@ class OwnCheckpoints:
 
     def write(self, round_: Round, chunks: Sequence[Buffer]) -> None:
         """Write the shard after a round; it is on the disk when this returns."""
-        digest = xxhash.xxh3_128()
-        for chunk in chunks:
-            digest.update(chunk)
-        write_file(self._path(round_), [digest.digest(), *chunks])
+        write_file(self._path(round_), [digest_chunks(chunks).digest(), *chunks])
         self._rounds.add(round_)
 
     def read(self, round_: Round) -> memoryview:
@@ -106,7 +112,6 @@ class Restored:
     shard: Shard
     history: History
     is_short: bool = False  # there were later rounds
-    num_bytes: int = 0  # of the checkpoint
 
     @property
     def round(self) -> Round:
@@ -154,10 +159,13 @@ class RunStorage:
 
     # ------------------------------------------------------------------ writing
 
-    def append(self, update: Update, gradient: Sequence[Buffer]) -> None:
-        """Log an update, if the run has a log. On an OSError nothing was written."""
-        if self.has_log:
-            self._log.append(update, gradient)
+    def append(self, update: Update, gradient: Sequence[Buffer], loaded: LoadedState | None = None) -> None:
+        """Log an update with the optimizer state that it loads, if the run has a log. An OSError writes nothing."""
+        if not self.has_log:
+            return
+        if loaded is not None:
+            update, gradient = replace(update, loaded=loaded.describe()), [*gradient, *loaded.parts()]
+        self._log.append(update, gradient)
 
     def snapshot(
         self, shard: Shard, history: History, *, is_own: bool = False, copies: bool = True
@@ -166,7 +174,7 @@ class RunStorage:
 
         `copies` is false for a shard that does not change before it is written.
         """
-        state = shard.copy_state() if copies else shard.view_state()
+        state = shard.state.clone() if copies else shard.state
         self._is_promised = False
         if self.has_log:
             self._log.begin_segment(state.version)
@@ -184,16 +192,12 @@ class RunStorage:
 
     def _write(self, state: ShardState, metadata: Mapping[str, str], steps: dict[Rank, Round]) -> ShardFile:
         folder = round_folder(self._install.run, state.version)
-        digest, num_bytes = xxhash.xxh3_128(), 0
         chunks = state.encode(self.plan, metadata)
-        for chunk in chunks:
-            digest.update(chunk)
-            num_bytes += len(chunk)
         file = ShardFile(
             pserver=self._index,
             name=f"{self._name}.safetensors",
-            num_bytes=num_bytes,
-            digest=digest.hexdigest(),
+            num_bytes=sum(map(len, chunks)),
+            digest=digest_chunks(chunks).hexdigest(),
             round=state.version,
             attempt=self._install.attempt,
             torch=str(torch.__version__),
@@ -227,8 +231,13 @@ class RunStorage:
             if round_ < oldest and round_ not in complete and round_ not in needed:
                 with self._pruning:
                     file = None if self._is_promised else self.checkpoints.pop(round_, None)
-                if file is not None:
-                    self._try_delete(file)
+                if file is None:
+                    continue
+                try:
+                    self._delete(round_)
+                except OSError:
+                    self.checkpoints[round_] = file  # so that it is tried again
+                    raise
 
     def prune_folder(self, complete: Sequence[Round] | None) -> None:
         """Delete files that no restart needs. The log reaches back over as many checkpoints as are kept.
@@ -248,13 +257,6 @@ class RunStorage:
     def _has_manifest(self, round_: Round) -> bool:
         manifest = read_manifest(self._place, self._install.run, round_)
         return manifest is not None and manifest.attempt == self._install.attempt
-
-    def _try_delete(self, file: ShardFile) -> None:
-        try:
-            self._delete(file.round)
-        except OSError:
-            self.checkpoints[file.round] = file  # so that it is tried again
-            raise
 
     def _delete(self, round_: Round) -> None:
         folder = round_folder(self._install.run, round_)
@@ -309,15 +311,18 @@ class RunStorage:
             if newest is not None and round_ > newest:
                 continue
             began = perf_counter()
-            restored = self._load(round_)
-            if restored is None:
+            read = self._read(round_)
+            if read is None:
                 continue
+            state, history, num_bytes = read
+            restored = Restored(Shard(self.plan, self._index), history)
+            restored.shard.load_state(state)
             loaded = perf_counter()
             self._replay(restored, newest)
             if newest is None or restored.round == newest:
                 log.info(
                     "restored from disk", run=self._install.run, round=restored.round, checkpoint=round_,
-                    bytes=restored.num_bytes, load_seconds=round(loaded - began, 3),
+                    bytes=num_bytes, load_seconds=round(loaded - began, 3),
                     updates=restored.round - round_, replay_seconds=round(perf_counter() - loaded, 3),
                 )  # fmt: skip
                 return restored
@@ -338,33 +343,37 @@ class RunStorage:
             self.checkpoints.pop(round_, None)
             return None
 
-    def _load(self, round_: Round) -> Restored | None:
-        read = self._read(round_)
-        if read is None:
-            return None
-        state, history, num_bytes = read
-        shard = Shard(self.plan, self._index)
-        shard.load_state(state)
-        return Restored(shard, history, num_bytes=num_bytes)
-
     def _replay(self, restored: Restored, newest: Round | None) -> None:
-        keep = self._install.consistency.max_delay + 1
-        for update, gradient in self._log.read_after(restored.round):
+        for update, data in self._log.read_after(restored.round):
             if newest is not None and update.round > newest:
                 break
-            if update.origin is None:
-                restored.shard.replay(gradient, update.present, update.hyper_parameters, update.loaded)
-                restored.history.add_round(
-                    update.round, update.ranks, update.nonfinite, update.norm, update.hyper_parameters, keep=keep
-                )
-                continue
-            (rank,) = update.ranks
-            restored.shard.replay_blocks(
-                gradient, update.present or (), update.hyper_parameters, counter=update.counter, loaded=update.loaded
-            )
-            restored.shard.version = update.round
-            restored.history.steps[rank] = update.origin
+            self._replay_update(restored.shard, restored.history, update, data)
+        if restored.shard.published is not None:
+            restored.shard.published.discard_deltas()
         restored.is_short = self.has_log and newest is None and self._log.is_short
+
+    def _replay_update(self, shard: Shard, history: History, update: Update, data: memoryview) -> None:
+        """Apply a logged gradient, and the state logged behind it, with the same bits as the first time."""
+        present = tuple(place.name for place in shard.layout.places) if update.present is None else update.present
+        masters: list[str] = []
+        if update.loaded is not None:
+            state, data = LoadedState.from_log(update.loaded, data, shard.layout)
+            masters = shard.load_slots(state)
+        gradient = shard.aggregator.decode(data, update.present)
+        if update.origin is None:
+            shard.apply(gradient, present, update.hyper_parameters)
+            shard.publish(present, masters)
+            keep = self._install.consistency.max_delay + 1
+            history.add_round(
+                update.round, update.ranks, update.nonfinite, update.norm, update.hyper_parameters, keep=keep
+            )
+            return
+        for name in present:
+            place = shard.layout.place[name]
+            part = gradient[place.begin : place.end]
+            shard.apply_block(name, part, update.hyper_parameters, counter=update.counter)
+        shard.version = update.round
+        history.steps[update.ranks[0]] = update.origin
 
     def find_restorable(self, newest: Round | None = None) -> list[tuple[Round, Round]]:
         """Return the ranges of rounds, first and last, that the log's digests allow to restore, newest first.

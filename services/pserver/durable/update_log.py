@@ -19,7 +19,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ps_protocol.frames import encode_header
@@ -29,11 +29,11 @@ from ps_protocol.routes import GRAD_SCALER_KEY
 from ps_protocol.vocabulary import Durability, Incarnation, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
-from services.runtime.storage import sync_folder
+from services.runtime.storage import Buffer, sync_folder
 
-from .records import MARK_BYTES, Buffer, Ending, Record, append_record, read_records
+from .records import MARK_BYTES, Ending, Record, append_record, read_records
 
-_SPARE = "spare"
+log = get_logger()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -52,39 +52,6 @@ class Segment:
 def list_segments(folder: Path) -> list[Segment]:
     """Return the segments in a folder, ordered by base."""
     return sorted(Segment(int(path.stem.partition("-")[0]), path) for path in folder.glob("*-*.log"))
-
-
-def create_segment(folder: Path, base: Round) -> tuple[Segment, int]:
-    """Return a segment without records, made of the spare one if there is one, and its open file. Raises OSError.
-
-    The name is on the disk when this returns; after an error there is no such segment.
-    """
-    segment = Segment(base, folder / f"{base:012}-{secrets.token_hex(MARK_BYTES)}.log")
-    with contextlib.suppress(FileNotFoundError):
-        (folder / _SPARE).rename(segment.path)
-    fd = -1
-    try:
-        fd = os.open(segment.path, os.O_WRONLY | os.O_CREAT, 0o600)
-        sync_folder(folder)
-    except OSError:
-        if fd >= 0:
-            os.close(fd)
-        segment.path.unlink(missing_ok=True)  # later updates would be expected in it
-        raise
-    return segment, fd
-
-
-def retire_segment(segment: Segment) -> None:
-    """Make a segment the spare one, of which there is one at most."""
-    segment.path.replace(segment.path.with_name(_SPARE))
-
-
-def delete_spare(folder: Path) -> None:
-    """Delete the spare segment, since no further segment is needed."""
-    (folder / _SPARE).unlink(missing_ok=True)
-
-
-log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,36 +73,20 @@ class Update:
 
     def to_metadata(self) -> dict[str, str]:
         """Return the metadata of a record."""
-        return {
-            "round": str(self.round),
-            "ranks": json.dumps(self.ranks),
-            "hyper_parameters": json.dumps(self.hyper_parameters),
-            "present": json.dumps(self.present),
-            "nonfinite": json.dumps(self.nonfinite),
-            "origin": json.dumps(self.origin),
-            "counter": json.dumps(self.counter),
-            "norm": json.dumps(self.norm),
-            "loaded": json.dumps(self.loaded),
-        }
+        return {field.name: json.dumps(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_record(cls, record: Record) -> Update:
         """Return the update in a record."""
-        values = record.frame.metadata
-        present, origin = json.loads(values["present"]), json.loads(values["origin"])
-        norm = json.loads(values.get("norm", "null"))
-        scaler = [json.loads(values[GRAD_SCALER_KEY])] if GRAD_SCALER_KEY in values else []  # of an earlier version
-        return cls(
-            round=int(values["round"]),
-            ranks=tuple(json.loads(values["ranks"])),
-            hyper_parameters=json.loads(values["hyper_parameters"]) + scaler,
-            present=None if present is None else tuple(present),
-            nonfinite=tuple(json.loads(values["nonfinite"])),
-            origin=None if origin is None else (origin[0], origin[1]),
-            counter=json.loads(values.get("counter", "null")),
-            norm=None if norm is None else ShardNorm(*norm),
-            loaded=json.loads(values.get("loaded", "null")),
-        )
+        metadata = record.frame.metadata
+        values = {field.name: json.loads(metadata.get(field.name, "null")) for field in fields(cls)}
+        for name in ("ranks", "present", "nonfinite", "origin"):
+            values[name] = None if values[name] is None else tuple(values[name])
+        if values["norm"] is not None:
+            values["norm"] = ShardNorm(*values["norm"])
+        if GRAD_SCALER_KEY in metadata:  # of an earlier version
+            values["hyper_parameters"].append(json.loads(metadata[GRAD_SCALER_KEY]))
+        return cls(**values)
 
 
 class UpdateLog:
@@ -145,6 +96,7 @@ class UpdateLog:
         self.num_bytes = 0  # of the newest segment's records; its file may be longer
         self.is_short = False  # whether the updates that were read last end before the log did
         self._folder = folder
+        self._spare = folder / "spare"
         self._durability = durability
         self._newest: tuple[Segment, int] | None = None  # and its descriptor
         folder.mkdir(parents=True, exist_ok=True)
@@ -181,17 +133,33 @@ class UpdateLog:
         try:
             if self._newest is not None:
                 os.ftruncate(self._newest[1], self.num_bytes)  # no file stays longer than its records
-            segment, fd = create_segment(self._folder, round_)
+            segment, fd = self._create_segment(round_)
         except OSError as error:
             if self._newest is None:
                 raise
             log.warning("the log cannot begin a new file and goes on in the old one", round=round_, error=str(error))
             return
-        self._open(segment, fd, 0)
-
-    def _open(self, segment: Segment, fd: int, num_bytes: int) -> None:
         self.close()
-        self._newest, self.num_bytes = (segment, fd), num_bytes
+        self._newest, self.num_bytes = (segment, fd), 0
+
+    def _create_segment(self, base: Round) -> tuple[Segment, int]:
+        """Return a segment without records, made of the spare one if there is one, and its open file.
+
+        The name is on the disk when this returns; after an error there is no such segment.
+        """
+        segment = Segment(base, self._folder / f"{base:012}-{secrets.token_hex(MARK_BYTES)}.log")
+        with contextlib.suppress(FileNotFoundError):
+            self._spare.rename(segment.path)
+        fd = -1
+        try:
+            fd = os.open(segment.path, os.O_WRONLY | os.O_CREAT, 0o600)
+            sync_folder(self._folder)
+        except OSError:
+            if fd >= 0:
+                os.close(fd)
+            segment.path.unlink(missing_ok=True)  # later updates would be expected in it
+            raise
+        return segment, fd
 
     def resume(self, round_: Round) -> None:
         """Continue after this round, and cut off later records, such as a torn tail."""
@@ -211,7 +179,7 @@ class UpdateLog:
                 break
             end = item.end
         fd = os.open(segment.path, os.O_WRONLY)
-        self._open(segment, fd, end)
+        self._newest, self.num_bytes = (segment, fd), end
         os.ftruncate(fd, end)
         os.fsync(fd)
 
@@ -245,14 +213,14 @@ class UpdateLog:
                     return
 
     def prune(self, oldest: Round) -> None:
-        """Retire the segments that only contain updates before the checkpoint of this round."""
+        """Make a spare segment of those that only contain updates before the checkpoint of this round."""
         for segment, following in itertools.pairwise(list_segments(self._folder)):
             if following.base <= oldest:
-                retire_segment(segment)
+                segment.path.replace(self._spare)
 
     def shrink(self) -> None:
         """Delete unused space, since no more records will be written."""
-        delete_spare(self._folder)
+        self._spare.unlink(missing_ok=True)
         if self._newest is not None:
             os.ftruncate(self._newest[1], self.num_bytes)
 

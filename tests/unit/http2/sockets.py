@@ -10,17 +10,29 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
+import httpx
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import ConnectionTerminated, DataReceived, Event, ResponseReceived, StreamEnded, StreamReset
+from h2.events import (
+    ConnectionTerminated,
+    DataReceived,
+    Event,
+    RequestReceived,
+    ResponseReceived,
+    StreamEnded,
+    StreamReset,
+)
+from hpack import Encoder
 
+from ps_config.certificates import TlsFiles, server_context
 from ps_http2 import frames
-from ps_http2.frames import ErrorCode
+from ps_http2.frames import ErrorCode, pack
 from ps_http2.stream import Headers
 
 E = TypeVar("E", bound=Event)
 
 GET = [(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"localhost"), (b":path", b"/healthz")]
+OK = [(b":status", b"200")]
 
 
 def get(path: bytes) -> Headers:
@@ -29,6 +41,18 @@ def get(path: bytes) -> Headers:
 
 def post(path: bytes, *more: tuple[bytes, bytes]) -> Headers:
     return [(b":method", b"POST"), *GET[1:3], (b":path", path), *more]
+
+
+def headers_frame(headers: Headers, stream_id: int = 1, *, end_stream: bool = False) -> bytes:
+    """Return a HEADERS frame whose block leaves the header table unchanged, so that it can be repeated."""
+    encoder = Encoder()
+    encoder.header_table_size = 0
+    flags = frames.END_HEADERS | (frames.END_STREAM if end_stream else 0)
+    return pack(frames.HEADERS, flags, stream_id, encoder.encode(headers))
+
+
+def data_frame(body: bytes, stream_id: int = 1, *, end_stream: bool = False) -> bytes:
+    return pack(frames.DATA, frames.END_STREAM if end_stream else 0, stream_id, body)
 
 
 class Talker:
@@ -46,23 +70,21 @@ class Talker:
         )
         self.events: list[Event] = []
         self.acknowledges = True
-        self.is_over = False
 
     def flush(self) -> None:
         self.writer.write(self.h2.data_to_send())
 
-    def say(self, data: bytes) -> None:
-        """Bytes that h2 knows nothing of."""
+    def write(self, data: bytes) -> None:
+        """Write bytes without h2's knowledge."""
         self.flush()
         self.writer.write(data)
 
     async def hear(self) -> bool:
-        """Wait for more bytes; False at the end."""
+        """Wait for more bytes; return False at the end."""
         try:
             data = await self.reader.read(1 << 20)
         except ConnectionError:
             data = b""
-        self.is_over = not data
         for event in self.h2.receive_data(data):
             self.events.append(event)
             if self.acknowledges and isinstance(event, DataReceived) and event.flow_controlled_length:
@@ -70,33 +92,31 @@ class Talker:
         self.flush()
         return bool(data)
 
-    async def until(self, kind: type[E], number: int | None = None, *, seconds: float = 10) -> E:
-        """Wait for an event of this kind, of this stream; it may be here already."""
-        async with asyncio.timeout(seconds):
-            while True:
-                for event in self.events:
-                    if isinstance(event, kind) and number in (None, getattr(event, "stream_id", None)):
-                        return event
+    async def until(self, kind: type[E], number: int | None = None) -> E:
+        """Return the first event of this kind and stream, and wait for it if necessary."""
+        async with asyncio.timeout(10):
+            while not (found := self.of(kind, number)):
                 assert await self.hear(), f"no {kind.__name__} before the end; {self.events}"
+        return found[0]
 
-    async def end(self, *, seconds: float = 10) -> ErrorCode | None:
-        """Wait until the other end has closed the connection; the code that it named, if it did."""
-        async with asyncio.timeout(seconds):
+    async def end(self) -> ErrorCode | None:
+        """Wait until the other end has closed the connection, and return the code of its GOAWAY, if any."""
+        async with asyncio.timeout(10):
             while await self.hear():
                 pass
-        codes = [event.error_code for event in self.events if isinstance(event, ConnectionTerminated)]
+        codes = [event.error_code for event in self.of(ConnectionTerminated)]
         return ErrorCode(codes[0]) if codes else None
 
-    async def raw_end(self, *, seconds: float = 10) -> ErrorCode | None:
-        """Send frames before h2 has received any, without its knowledge."""
+    async def raw_end(self) -> ErrorCode | None:
+        """As `end`, where h2 cannot parse the frames, since it does not know the streams."""
         data = bytearray()
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(10):
             with contextlib.suppress(ConnectionError):
                 while part := await self.reader.read(1 << 20):
                     data += part
         at = 0
         while at + frames.FRAME_HEADER_BYTES + 8 <= len(data):
-            length, kind, _, _ = frames.unpack_frame_header(bytes(data[at : at + frames.FRAME_HEADER_BYTES]))
+            length, kind, _, _ = frames.unpack_frame_header(data[at : at + frames.FRAME_HEADER_BYTES])
             if kind == frames.GOAWAY:
                 return ErrorCode(int.from_bytes(data[at + 13 : at + 17], "big"))
             at += frames.FRAME_HEADER_BYTES + length
@@ -129,17 +149,30 @@ class Caller(Talker):
         self.flush()
         return number
 
-    def forget(self, number: int) -> None:
-        """Let h2 believe that it has opened a stream. Its table of headers is of no use from then on."""
+    def send(self, number: int, body: bytes, *, end_stream: bool = False) -> None:
+        self.h2.send_data(number, body, end_stream=end_stream)
+        self.flush()
+
+    def widen(self, num_bytes: int, number: int | None = None) -> None:
+        """Send a window update."""
+        self.h2.increment_flow_control_window(num_bytes, number)
+        self.flush()
+
+    def reset(self, number: int) -> None:
+        self.h2.reset_stream(number, ErrorCode.CANCEL)
+        self.flush()
+
+    def write_request(self, number: int, headers: Headers = GET) -> None:
+        """Write a request that h2 would refuse, but let h2 know of the stream. h2's table of headers is stale then."""
+        self.write(headers_frame(headers, number, end_stream=True))
         self.h2.send_headers(number, GET, end_stream=True)
         self.h2.data_to_send()
 
     async def status(self, headers: Headers = GET, body: bytes | None = None) -> int:
-        """Ask, and wait for all of the answer."""
+        """Send a request, and return the status of its complete response."""
         number = self.ask(headers, end_stream=body is None)
         if body is not None:
-            self.h2.send_data(number, body, end_stream=True)
-            self.flush()
+            self.send(number, body, end_stream=True)
         await self.body(number)
         [answer] = self.of(ResponseReceived, number)
         assert answer.headers is not None
@@ -147,21 +180,18 @@ class Caller(Talker):
 
 
 async def connect(
-    address: str,
-    *,
-    settings: dict[int, int] | None = None,
-    tls: ssl.SSLContext | None = None,
-    greets: bool = True,
-    widens: bool = True,
+    address: str | socket.socket, *, settings: dict[int, int] | None = None, greets: bool = True, widens: bool = True
 ) -> Caller:
     """Return a client that has sent its preface and, if it widens, the largest window for the connection."""
-    url = urlsplit(address)
-    reader, writer = await asyncio.open_connection(url.hostname, url.port, ssl=tls)
+    if isinstance(address, str):
+        url = urlsplit(address)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    else:
+        reader, writer = await asyncio.open_unix_connection(sock=address)
     caller = Caller(reader, writer, is_client=True)
     if greets:
         caller.h2.initiate_connection()
-        if settings:
-            caller.h2.update_settings(settings)  # type: ignore[arg-type]
+        caller.h2.update_settings(settings or {})
         if widens:
             caller.h2.increment_flow_control_window(frames.MAX_WINDOW - frames.DEFAULT_WINDOW)
         caller.flush()
@@ -176,9 +206,9 @@ async def serving(
     tls: ssl.SSLContext | None = None,
     local: socket.socket | None = None,
 ) -> AsyncIterator[str]:
-    """A server whose every connection is served by this; yields its address. What it raises is raised here.
+    """Serve each connection by `serve`, and yield the address; at the end raise what `serve` has raised.
 
-    With `local` it listens on that Unix socket alone.
+    With `local` the server listens on that Unix socket alone.
     """
     connections: list[asyncio.Task[Any]] = []
 
@@ -188,8 +218,7 @@ async def serving(
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with Talker(reader, writer, is_client=False) as talker:
             talker.h2.initiate_connection()
-            if settings:
-                talker.h2.update_settings(settings)  # type: ignore[arg-type]
+            talker.h2.update_settings(settings or {})
             talker.flush()
             await serve(talker)
 
@@ -199,12 +228,54 @@ async def serving(
     else:
         server, port = await asyncio.start_unix_server(accept, sock=local), 0
     try:
-        yield f"{'http' if tls is None else 'https'}://localhost:{port}" if tls else f"http://127.0.0.1:{port}"
+        yield f"https://localhost:{port}" if tls else f"http://127.0.0.1:{port}"
     finally:
         server.close()
         for task in connections:
             task.cancel()
-        ended = await asyncio.gather(*connections, return_exceptions=True)
-        for each in ended:
-            if isinstance(each, Exception) and not isinstance(each, ConnectionError):
-                raise each
+        for ended in await asyncio.gather(*connections, return_exceptions=True):
+            if isinstance(ended, Exception) and not isinstance(ended, ConnectionError):
+                raise ended
+
+
+def answering(body: bytes = b"fine", headers: Headers = OK) -> Callable[[Talker], Awaitable[None]]:
+    """Return a server that answers each request in the same way once all of it is received."""
+
+    async def serve(talker: Talker) -> None:
+        answered: set[int] = set()
+        while await talker.hear():
+            for number in {event.stream_id for event in talker.of(StreamEnded)} - answered:
+                answered.add(number)
+                talker.h2.send_headers(number, headers)
+                talker.h2.send_data(number, body, end_stream=True)
+            talker.flush()
+
+    return serve
+
+
+def writing(*data: bytes, stays: bool = True) -> Callable[[Talker], Awaitable[None]]:
+    """Return a server that answers the first request with these bytes, and may close the connection then."""
+
+    async def serve(talker: Talker) -> None:
+        await talker.until(RequestReceived)
+        talker.writer.write(b"".join(data))
+        if stays:
+            await talker.hear()
+
+    return serve
+
+
+def secure(files: TlsFiles, *protocols: str) -> ssl.SSLContext:
+    context = server_context(TlsFiles(None, files.cert, files.key))
+    context.set_alpn_protocols(protocols)
+    return context
+
+
+async def ask(client: httpx.AsyncClient, address: str, method: str = "GET", **extensions: Any) -> httpx.Response:
+    return await asyncio.wait_for(client.request(method, address, extensions=extensions), 10)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

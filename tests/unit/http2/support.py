@@ -24,10 +24,10 @@ ANSWER = [(b":status", b"200")]
 class FakeTransport(asyncio.Transport):
     """Records what is written. With `pauses` it takes one write at a time, as a full socket does."""
 
-    def __init__(self, *, pauses: bool = False) -> None:
+    def __init__(self, protocol: Connection, *, pauses: bool = False) -> None:
         super().__init__()
         self.written = bytearray()
-        self.protocol: Connection
+        self.protocol = protocol
         self.is_closed = False
         self.pauses = pauses
 
@@ -48,15 +48,14 @@ class FakeTransport(asyncio.Transport):
     def close(self) -> None:
         self.is_closed = True
 
-    def abort(self) -> None:
-        self.is_closed = True
+    abort = close
 
     def is_closing(self) -> bool:
         return self.is_closed
 
 
 class Collector:
-    """A sink of so many bytes; what comes behind them, or all of it if there are none, is fed."""
+    """A sink with memory for so many bytes; later ones are fed."""
 
     def __init__(self, num_bytes: int = 0) -> None:
         self.memory = bytearray(num_bytes)
@@ -81,27 +80,25 @@ class Collector:
 
 
 class End(Connection):
-    """The least that a child says; remembers what it was told."""
+    """A server's end that accepts each stream with a Collector of `sink_bytes`, and keeps its streams and sinks."""
 
     preface = b""
     keeps_windows_full = True
 
-    def __init__(self, stream_window: int = frames.DEFAULT_WINDOW, **settings: int) -> None:
+    def __init__(self, stream_window: int = frames.DEFAULT_WINDOW, sink_bytes: int = 0, **settings: int) -> None:
         super().__init__({getattr(frames, name): value for name, value in settings.items()}, stream_window)
         self.all_streams: dict[int, Stream] = {}
         self.sinks: dict[int, Collector] = {}
         self.num_resets = 0
-        self.landing_bytes = 0  # of a sink
+        self.sink_bytes = sink_bytes
 
     def connect(self, *, pauses: bool = False) -> FakeTransport:
-        transport = FakeTransport(pauses=pauses)
-        transport.protocol = self
+        transport = FakeTransport(self, pauses=pauses)
         self.connection_made(transport)
         return transport
 
     def begin(self, stream: Stream) -> Stream:
-        self.sinks[stream.stream_id] = Collector(self.landing_bytes)
-        stream.sink = self.sinks[stream.stream_id]
+        stream.sink = self.sinks[stream.stream_id] = Collector(self.sink_bytes)
         self.all_streams[stream.stream_id] = stream
         return stream
 
@@ -123,14 +120,14 @@ class End(Connection):
 
 
 class ClientEnd(End):
-    """Do so while beginning streams."""
+    """A client's end."""
 
     preface = PREFACE
 
-    def ask(self, headers: Headers | None = None, *, end_stream: bool = False) -> Stream:
+    def ask(self, *, end_stream: bool = False) -> Stream:
         stream = self.begin(self.new_stream(self.highest_stream + 2 if self.highest_stream else 1))
         self.streams[stream.stream_id] = stream
-        stream.send_headers(headers or REQUEST, end_stream=end_stream)
+        stream.send_headers(REQUEST, end_stream=end_stream)
         self.pump()
         return stream
 
@@ -140,7 +137,7 @@ class ClientEnd(End):
 
 
 def feed(connection: Connection, data: bytes, sizes: Iterable[int] = repeat(1 << 20)) -> None:
-    """Let bytes come from the socket in portions of these sizes."""
+    """Receive bytes from the socket in portions of these sizes."""
     rest, portions = memoryview(data), iter(sizes)
     while len(rest) and not connection._transport.is_closing():
         room = connection.get_buffer(-1)
@@ -152,11 +149,11 @@ def feed(connection: Connection, data: bytes, sizes: Iterable[int] = repeat(1 <<
 
 
 def parse(data: bytes) -> list[Frame]:
-    """Whole frames, as hyperframe sees them."""
+    """Return complete frames, parsed by hyperframe."""
     found, rest = [], memoryview(data.removeprefix(PREFACE))
     while len(rest):
         frame, length = Frame.parse_frame_header(rest[:9])
-        assert len(rest) >= 9 + length, "a frame that is not whole"
+        assert len(rest) >= 9 + length, "an incomplete frame"
         frame.parse_body(rest[9 : 9 + length])
         found.append(frame)
         rest = rest[9 + length :]
@@ -168,62 +165,63 @@ class Peer:
 
     def __init__(self, ours: End, transport: FakeTransport, *, settings: dict[int, int] | None = None) -> None:
         self.ours, self.transport = ours, transport
-        self.is_client = not isinstance(ours, ClientEnd)
+        is_client = not isinstance(ours, ClientEnd)
         self.h2 = H2Connection(
-            H2Configuration(client_side=self.is_client, header_encoding=None, validate_inbound_headers=False)
+            H2Configuration(client_side=is_client, header_encoding=None, validate_inbound_headers=False)
         )
         self.events: list[Event] = []
+        self.acknowledges = True  # restores windows as soon as they are used
         self.h2.initiate_connection()
-        self.acknowledges = True  # gives back windows as soon as they are used
         if settings:
             self.h2.update_settings(settings)
+        self.run()
 
-    def run(self, sizes: Iterable[int] = repeat(1 << 20)) -> list[Event]:
-        """Let both talk until neither has anything to say; returns what h2 has heard."""
-        before, portions = len(self.events), iter(sizes)
-        while self._talk(portions):
+    def request(self, *numbers: int, end_stream: bool = True) -> list[Stream]:
+        """Send requests on these streams, and return our ends of the streams."""
+        for number in numbers:
+            self.h2.send_headers(number, REQUEST, end_stream=end_stream)
+        self.run()
+        return [self.ours.all_streams[number] for number in numbers]
+
+    def send(self, body: bytes, *, number: int = 1, end_stream: bool = False) -> None:
+        self.h2.send_data(number, body, end_stream=end_stream)
+        self.run()
+
+    def run(self, sizes: Iterable[int] = repeat(1 << 20)) -> None:
+        """Exchange bytes until neither end has more to send."""
+        portions = iter(sizes)
+        while self._exchange(portions):
             pass
-        return self.events[before:]
 
-    def _talk(self, sizes: Iterator[int]) -> bool:
+    def _exchange(self, sizes: Iterator[int]) -> bool:
         to_us = self.h2.data_to_send()
         feed(self.ours, to_us.removeprefix(PREFACE), sizes)
         if self.transport.pauses and not self.transport.is_closed:
             self.ours.resume_writing()
         from_us = self.transport.take()
-        if from_us:
-            for event in self.h2.receive_data(from_us):
-                self.events.append(event)
-                if self.acknowledges and isinstance(event, DataReceived) and event.flow_controlled_length:
-                    self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+        for event in self.h2.receive_data(from_us) if from_us else ():
+            self.events.append(event)
+            if self.acknowledges and isinstance(event, DataReceived) and event.flow_controlled_length:
+                self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
         return bool(to_us or from_us)
 
     def body(self, number: int) -> bytes:
-        """Return the resulting events."""
-        return b"".join(e.data for e in self.events if isinstance(e, DataReceived) and e.stream_id == number)
+        """Return the received body of a stream."""
+        return b"".join(event.data for event in self.of(DataReceived) if event.stream_id == number)
 
     def of(self, kind: type[Event]) -> list[Any]:
         """Return the received events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def serve(*, settings: dict[int, int] | None = None, pauses: bool = False, **own: Any) -> tuple[End, Peer]:
-    """A server of ours, and h2's client behind its preface."""
-    ours = End(**own)
-    peer = Peer(ours, ours.connect(pauses=pauses), settings=settings)
-    peer.run()
-    return ours, peer
-
-
-def call(*, settings: dict[int, int] | None = None, pauses: bool = False, **own: Any) -> tuple[ClientEnd, Peer]:
-    """A client of ours, and h2's server."""
-    ours = ClientEnd(**own)
-    peer = Peer(ours, ours.connect(pauses=pauses), settings=settings)
-    peer.run()
-    return ours, peer
+def connect(
+    kind: type[End] = End, *, settings: dict[int, int] | None = None, pauses: bool = False, **own: Any
+) -> tuple[Any, Peer]:
+    """Return an end of ours, and h2's as its peer."""
+    ours = kind(**own)
+    return ours, Peer(ours, ours.connect(pauses=pauses), settings=settings)
 
 
 def error_of(stream: Stream) -> StreamResetError:
-    """Why it has ended."""
     assert stream.error is not None
     return stream.error

@@ -1,4 +1,4 @@
-"""One stream as those see it who wait: bodies that are sent, asked for, and given up."""
+"""One stream: bodies that are sent, received, and given up by either end."""
 
 from __future__ import annotations
 
@@ -9,111 +9,121 @@ from typing import Any
 import pytest
 from h2.events import DataReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
+from hpack import Encoder
+from hyperframe.frame import PingFrame
 
+from ps_http2 import connection as connection_module
+from ps_http2 import frames
 from ps_http2 import writer as writer_module
 from ps_http2.frames import ErrorCode
 from ps_http2.stream import MIN_WINDOW_BYTES, BodyReader, Stream, StreamResetError
 
-from .support import ANSWER, REQUEST, End, FakeTransport, Peer, call, serve
+from .support import ANSWER, REQUEST, ClientEnd, End, FakeTransport, Peer, connect, error_of, feed, parse
 
-pytestmark = pytest.mark.asyncio
-
-WIDE: dict[int, int] = {SettingCodes.INITIAL_WINDOW_SIZE: 1 << 20, SettingCodes.MAX_FRAME_SIZE: 1 << 20}
-
-
-def asked(*, pauses: bool = False, settings: dict[int, int] | None = None) -> tuple[Stream, BodyReader, Peer]:
-    """A request whose body has not arrived, and its reader."""
-    ours, peer = serve(pauses=pauses, settings=settings)
-    ours.keeps_windows_full = False  # type: ignore[misc]
-    peer.h2.increment_flow_control_window(1 << 20)
-    peer.h2.send_headers(1, REQUEST)
-    peer.run()
-    stream = ours.all_streams[1]
-    stream.sink = inbox = BodyReader(stream)
-    return stream, inbox, peer
+WIDE = {SettingCodes.INITIAL_WINDOW_SIZE: 1 << 21, SettingCodes.MAX_FRAME_SIZE: 600_000}
+SETTINGS = frames.pack_settings({})
+PATTERN = bytes(range(251)) * 5000  # 1.2 MB without two places that look alike for long
+BODY = PATTERN[:500_000]  # one frame
 
 
-async def test_a_body_lands_in_a_buffer() -> None:
-    _, inbox, peer = asked()
-    buffer = bytearray(300_000)
-    filling = asyncio.create_task(inbox.read_into(memoryview(buffer), 5))
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a large frame take several writes."""
+    monkeypatch.setattr(writer_module, "PART_BYTES", 256 * 1024)
+
+
+def open_stream(*, end_stream: bool = False, **options: Any) -> tuple[Stream, Peer]:
+    """Return a requested stream of a server, and its peer, whose connection has a large window."""
+    _, peer = connect(**options)
+    peer.h2.increment_flow_control_window(1 << 21)
+    [stream] = peer.request(1, end_stream=end_stream)
+    return stream, peer
+
+
+async def start(coroutine: Any) -> asyncio.Task[Any]:
+    """Run a coroutine in a task until it waits."""
+    task = asyncio.create_task(coroutine)
     await asyncio.sleep(0)
+    return task
+
+
+# ---------------------------------------------------------------------- reading a body
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> tuple[BodyReader, Peer]:
+    """Return the reader of a body that has not arrived, and the peer that sends it."""
+    monkeypatch.setattr(End, "keeps_windows_full", False)
+    stream, peer = open_stream()
+    stream.sink = reader = BodyReader(stream)
+    return reader, peer
+
+
+async def test_a_body_is_received_into_a_buffer(received: tuple[BodyReader, Peer]) -> None:
+    reader, peer = received
+    buffer = bytearray(300_000)
+    reading = await start(reader.read_into(memoryview(buffer), 5))
     peer.run()
     assert peer.h2.local_flow_control_window(1) == 300_000
     for _ in range(30):
-        peer.h2.send_data(1, b"0123456789" * 1000)
-        peer.run()
-    peer.h2.end_stream(1)
-    peer.run()
-    assert await filling == (300_000, False)
+        peer.send(b"0123456789" * 1000)
+    peer.send(b"", end_stream=True)
+    assert await reading == (300_000, False)
     assert buffer == b"0123456789" * 30_000
 
 
-async def test_what_came_before_it_was_asked_for_is_there_too() -> None:
-    _, inbox, peer = asked()
-    peer.h2.send_data(1, b"12345")
-    peer.h2.send_data(1, b"678")
-    peer.run()
+async def test_bytes_that_came_before_the_reader_are_read_first(received: tuple[BodyReader, Peer]) -> None:
+    reader, peer = received
+    peer.send(b"12345")
+    peer.send(b"678")
     buffer = bytearray(4)
-    assert await inbox.read_into(memoryview(buffer), 5) == (4, True)
-    assert await inbox.read() == (b"5678", True)
-    peer.h2.send_data(1, b"9", end_stream=True)
-    peer.run()
-    assert (buffer, await inbox.read(), await inbox.read()) == (b"1234", (b"9", False), (b"", False))
+    assert await reader.read_into(memoryview(buffer), 5) == (4, True)
+    assert await reader.read() == (b"5678", True)
+    peer.send(b"9", end_stream=True)
+    assert (buffer, await reader.read(), await reader.read()) == (b"1234", (b"9", False), (b"", False))
 
 
-async def test_a_part_of_it_after_some_time() -> None:
-    _, inbox, peer = asked()
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_slow_body_is_returned_in_parts(is_late: bool, received: tuple[BodyReader, Peer]) -> None:
+    """Also if nothing came at first: otherwise it would seem stalled until all of it has arrived."""
+    reader, peer = received
     buffer = bytearray(10)
-    peer.h2.send_data(1, b"123")
-    peer.run()
-    assert await asyncio.wait_for(inbox.read_into(memoryview(buffer), 0.01), 5) == (3, True)
+    if not is_late:
+        peer.send(b"123")
+    reading = await start(reader.read_into(memoryview(buffer), 0.02))
+    if is_late:
+        await asyncio.sleep(0.05)
+        assert not reading.done()
+        peer.send(b"123")
+    assert await asyncio.wait_for(reading, 5) == (3, True)
     assert buffer[:3] == b"123"
 
 
-async def test_a_part_of_it_even_if_nothing_came_at_first() -> None:
-    """Otherwise a late reader would seem stalled until the whole body has arrived."""
-    _, inbox, peer = asked()
+async def test_a_cancelled_reader_no_longer_writes_to_its_buffer(received: tuple[BodyReader, Peer]) -> None:
+    reader, peer = received
     buffer = bytearray(10)
-    filling = asyncio.create_task(inbox.read_into(memoryview(buffer), 0.02))
-    await asyncio.sleep(0.05)
-    assert not filling.done()
-    peer.h2.send_data(1, b"123")
-    peer.run()
-    assert await asyncio.wait_for(filling, 5) == (3, True)
-
-
-async def test_a_fill_that_is_cancelled_gives_the_buffer_back() -> None:
-    _, inbox, peer = asked()
-    buffer = bytearray(10)
-    filling = asyncio.create_task(inbox.read_into(memoryview(buffer), 5))
-    await asyncio.sleep(0)
-    filling.cancel()
-    await asyncio.gather(filling, return_exceptions=True)
-    peer.h2.send_data(1, b"12345", end_stream=True)
-    peer.run()
+    reading = await start(reader.read_into(memoryview(buffer), 5))
+    reading.cancel()
+    await asyncio.wait([reading])
+    peer.send(b"12345", end_stream=True)
     assert buffer == bytes(10)
-    assert await inbox.read() == (b"12345", False)
+    assert await reader.read() == (b"12345", False)
 
 
-async def test_who_asks_for_pieces_gets_a_window_for_some_of_them() -> None:
-    stream, inbox, peer = asked()
-    peer.h2.send_data(1, bytes(10_000))
+async def test_reading_without_a_buffer_has_a_small_window(received: tuple[BodyReader, Peer]) -> None:
+    reader, peer = received
+    peer.send(bytes(10_000))
+    assert await reader.read() == (bytes(10_000), True)
+    reading = await start(reader.read())
     peer.run()
-    assert await inbox.read() == (bytes(10_000), True)
-    asking = asyncio.create_task(inbox.read())
-    await asyncio.sleep(0)
-    peer.run()
-    assert peer.h2.local_flow_control_window(1) == stream.receive_window == MIN_WINDOW_BYTES
-    peer.h2.end_stream(1)
-    peer.run()
-    assert await asking == (b"", False)
+    assert peer.h2.local_flow_control_window(1) == MIN_WINDOW_BYTES
+    peer.send(b"", end_stream=True)
+    assert await reading == (b"", False)
 
 
-async def test_who_waits_hears_of_a_reset() -> None:
-    _, inbox, peer = asked()
-    waiting = [asyncio.create_task(each) for each in (inbox.read(), inbox.read_into(memoryview(bytearray(5)), 5))]
-    await asyncio.sleep(0)
+async def test_a_reset_is_raised_in_all_waiting_tasks(received: tuple[BodyReader, Peer]) -> None:
+    reader, peer = received
+    waiting = [await start(each) for each in (reader.read(), reader.read_into(memoryview(bytearray(5)), 5))]
     peer.h2.reset_stream(1, ErrorCode.INTERNAL_ERROR)
     peer.run()
     for each in waiting:
@@ -121,57 +131,53 @@ async def test_who_waits_hears_of_a_reset() -> None:
             await each
 
 
+# ---------------------------------------------------------------------- sending a body
+
+
 async def test_sending_returns_when_all_is_taken() -> None:
-    stream, _, peer = asked(pauses=True, settings=WIDE)
+    stream, peer = open_stream(pauses=True, settings=WIDE)
     stream.send_headers(ANSWER)
-    body = bytearray(b"0123456789" * 60_000)
-    sending = asyncio.create_task(stream.send(memoryview(body)))
-    await asyncio.sleep(0)
+    body = bytearray(BODY)
+    sending = await start(stream.send(memoryview(body)))
     assert not sending.done(), "the transport has not taken it"
     peer.run()
     await sending
     body[:] = bytes(len(body))
     await stream.send(b"", end_stream=True)
     peer.run()
-    assert peer.body(1) == b"0123456789" * 60_000
+    assert peer.body(1) == BODY
     assert peer.of(StreamEnded)
 
 
-async def test_sending_that_is_cancelled_gives_the_body_back() -> None:
-    stream, _, peer = asked(pauses=True, settings=WIDE)
+async def test_a_cancelled_sender_resets_the_stream_and_releases_its_body() -> None:
+    stream, peer = open_stream(pauses=True, settings=WIDE)
     stream.send_headers(ANSWER)
-    body = bytearray(b"0123456789" * 60_000)
-    sending = asyncio.create_task(stream.send(memoryview(body)))
-    await asyncio.sleep(0)
+    body = bytearray(BODY)
+    sending = await start(stream.send(memoryview(body)))
     sending.cancel()
-    await asyncio.gather(sending, return_exceptions=True)
+    await asyncio.wait([sending])
     body[:] = bytes(len(body))
     peer.run()
-    assert b"".join(event.data for event in peer.of(DataReceived)) == b"0123456789" * 60_000
+    assert b"".join(event.data for event in peer.of(DataReceived)) == BODY
     assert [event.error_code for event in peer.of(StreamReset)] == [ErrorCode.CANCEL]
 
 
-async def test_sending_to_one_who_has_gone() -> None:
-    stream, _, peer = asked(pauses=True, settings=WIDE)
+async def test_sending_on_a_reset_stream_raises() -> None:
+    stream, peer = open_stream(pauses=True, settings=WIDE)
     stream.send_headers(ANSWER)
-    sending = asyncio.create_task(stream.send(bytes(600_000), end_stream=True))
-    await asyncio.sleep(0)
+    sending = await start(stream.send(BODY, end_stream=True))
     peer.h2.reset_stream(1, ErrorCode.CANCEL)
     peer.run()
-    with pytest.raises(StreamResetError, match="CANCEL"):
-        await sending
-    with pytest.raises(StreamResetError, match="CANCEL"):
-        await stream.send(b"more")
+    for sent in (sending, stream.send(b"more")):
+        with pytest.raises(StreamResetError, match="CANCEL"):
+            await sent
     stream.close()
-    assert len(peer.of(StreamReset)) == 0, "it was over"
+    assert not peer.of(StreamReset), "it was closed already"
 
 
-async def test_a_stream_that_is_over_takes_nothing() -> None:
+async def test_sending_after_the_end_raises() -> None:
     """Otherwise the sender would wait without a limit."""
-    ours, peer = serve()
-    peer.h2.send_headers(1, REQUEST, end_stream=True)
-    peer.run()
-    stream = ours.all_streams[1]
+    stream, _ = open_stream(end_stream=True)
     stream.send_headers(ANSWER)
     await stream.send(b"12345", end_stream=True)
     with pytest.raises(StreamResetError, match="ended"):
@@ -179,69 +185,147 @@ async def test_a_stream_that_is_over_takes_nothing() -> None:
 
 
 class KeepingTransport(FakeTransport):
-    """Takes a few bytes of each write, and keeps the rest of it as it is: as asyncio does from Python 3.12 on."""
+    """Takes a few bytes of each write, and keeps a view of the rest, as asyncio does from Python 3.12 on."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Any] = []
+    kept: Any = b""
 
     def write(self, data: Any) -> None:
+        assert not len(self.kept)
         self.written += data[:10]
-        if len(data) > 10:
-            self.kept.append(data[10:])
+        self.kept = data[10:]
+        if len(self.kept):
             self.protocol.pause_writing()
 
-    def go_on(self) -> None:
-        kept, self.kept = self.kept, []
-        for each in kept:
-            self.written += each
+    def write_kept(self) -> bool:
+        kept, self.kept = self.kept, b""
+        self.written += kept
         self.protocol.resume_writing()
+        return len(kept) > 0
 
 
-@pytest.mark.parametrize("is_given_up", [False, True])
-async def test_a_transport_that_keeps_views(is_given_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_transport_may_keep_views(is_cancelled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (sys.version_info >= (3, 12)) == writer_module.KEEPS_VIEWS
     monkeypatch.setattr(writer_module, "KEEPS_VIEWS", True)
     ours = End()
-    transport = KeepingTransport()
-    transport.protocol = ours
+    transport = KeepingTransport(ours)
     ours.connection_made(transport)
-    transport.go_on()
+    while transport.write_kept():
+        pass
     peer = Peer(ours, transport, settings=WIDE)
-    peer.run()
-    transport.go_on()
-    peer.run()
+    while transport.write_kept():
+        peer.run()
     peer.h2.increment_flow_control_window(1 << 20)
-    peer.h2.send_headers(1, REQUEST, end_stream=True)
-    peer.run()
-    stream = ours.all_streams[1]
+    [stream] = peer.request(1)
     stream.send_headers(ANSWER)
-    body = bytearray(b"0123456789" * 60_000)
-    sending = asyncio.create_task(stream.send(memoryview(body), end_stream=not is_given_up))
-    await asyncio.sleep(0)
-    if is_given_up:
+    body = bytearray(BODY)
+    sending = await start(stream.send(memoryview(body), end_stream=not is_cancelled))
+    if is_cancelled:
         sending.cancel()
-        await asyncio.gather(sending, return_exceptions=True)
-        body[:] = bytes(len(body))
-    while transport.kept:
-        transport.go_on()
+        await asyncio.wait([sending])
+    while not sending.done() or len(transport.kept):
         if sending.done():
             body[:] = bytes(len(body))
+        transport.write_kept()
         peer.run()
-    assert peer.body(1) == b"0123456789" * 60_000
-    await asyncio.gather(sending, return_exceptions=True)
+        await asyncio.sleep(0)
+    assert peer.body(1) == BODY
 
 
-async def test_which_transports_do() -> None:
-    assert (sys.version_info >= (3, 12)) == writer_module.KEEPS_VIEWS
-
-
-async def test_a_client_whose_body_is_lent() -> None:
-    ours, peer = call(pauses=True, settings=WIDE)
+def test_a_closed_stream_of_a_client_no_longer_refers_to_its_body() -> None:
+    ours, peer = connect(ClientEnd, pauses=True, settings=WIDE)
     stream = ours.ask()
-    body = bytearray(b"0123456789" * 60_000)
+    body = bytearray(BODY)
     stream.send_nowait(memoryview(body))
     stream.close()
-    body.clear()  # which is not allowed while the memory is borrowed
+    body.clear()  # which raises BufferError while the memory is borrowed
     peer.run()
     assert [event.error_code for event in peer.of(StreamReset)] in ([ErrorCode.CANCEL], [])
+    assert not ours.streams
+
+
+# ---------------------------------------------------------------------- ends of streams
+
+
+@pytest.mark.parametrize("num_written", [0, 1, 3])
+def test_a_closed_stream_no_longer_reads_its_body(num_written: int) -> None:
+    """A frame that has begun is completed from a copy; other streams continue."""
+    ours, peer = connect(settings=WIDE, pauses=True)
+    peer.h2.increment_flow_control_window(1 << 21)
+    stream, other = peer.request(1, 3)
+    body = bytearray(PATTERN[:1_000_000])
+    stream.send_headers(ANSWER)
+    stream.send_nowait(memoryview(body))
+    for _ in range(num_written):
+        ours.resume_writing()
+    stream.close()
+    body[:] = bytes(len(body))
+    assert not stream.outgoing
+    peer.run()
+    assert peer.body(1) == PATTERN[:600_000]
+    assert [(event.stream_id, event.error_code) for event in peer.of(StreamReset)] == [(1, ErrorCode.CANCEL)]
+    other.send_headers(ANSWER)
+    other.send_nowait(b"12345")
+    peer.run()
+    assert peer.body(3) == b"12345"
+    assert not ours.streams
+
+
+@pytest.mark.parametrize("at", [0, 9, 10_000, 500_000])
+def test_a_closed_stream_no_longer_writes_to_its_sink(at: int) -> None:
+    ours = End(stream_window=1 << 20, sink_bytes=600_000)
+    transport = ours.connect()
+    data = frames.pack(frames.DATA, 0, 1, PATTERN[:600_000])
+    feed(ours, SETTINGS + frames.pack(frames.HEADERS, frames.END_HEADERS, 1, Encoder().encode(REQUEST)))
+    feed(ours, data[:at])
+    ours.all_streams[1].close()
+    memory = bytes(ours.sinks[1].memory)
+    assert memory[: max(0, at - 9)] == PATTERN[: max(0, at - 9)]
+    feed(ours, data[at:])
+    assert bytes(ours.sinks[1].memory) == memory
+    feed(ours, frames.pack(frames.PING, 0, 0, b"12345678"))
+    assert isinstance(parse(transport.take())[-1], PingFrame)
+    assert ours._receive_window == connection_module.CONNECTION_WINDOW - 600_000
+
+
+def test_an_exception_of_a_sink_ends_its_stream_only() -> None:
+    def refuse(data: memoryview) -> None:
+        raise ValueError("not this")
+
+    ours, peer = connect()
+    peer.request(1, 3, end_stream=False)
+    ours.sinks[1].feed = refuse
+    for number in (1, 3):
+        peer.send(b"12345", number=number, end_stream=True)
+    error = error_of(ours.all_streams[1])
+    assert (error.code, str(error.__cause__)) == (ErrorCode.CANCEL, "not this")
+    assert [event.stream_id for event in peer.of(StreamReset)] == [1]
+    assert ours.sinks[3].body == b"12345"
+
+
+@pytest.mark.parametrize("code", [ErrorCode.CANCEL, ErrorCode.NO_ERROR])
+def test_the_peer_may_reset_a_stream(code: ErrorCode) -> None:
+    """NO_ERROR is for servers that need no more of a body; from a client it is a reset like others."""
+    ours, peer = connect(pauses=True)
+    [stream] = peer.request(1)
+    stream.send_headers(ANSWER)
+    stream.send_nowait(PATTERN)
+    peer.h2.reset_stream(1, code)
+    feed(ours, peer.h2.data_to_send())
+    assert (error_of(stream).code, ours.num_resets, ours.streams) == (code, 1, {})
+    assert not stream.outgoing
+
+
+def test_a_response_may_end_before_the_body_is_sent() -> None:
+    ours, peer = connect(ClientEnd)
+    peer.acknowledges = False
+    stream = ours.ask()
+    stream.send_nowait(PATTERN)
+    peer.run()
+    peer.h2.send_headers(1, ANSWER)
+    peer.h2.send_data(1, b"enough", end_stream=True)
+    peer.h2.reset_stream(1, ErrorCode.NO_ERROR)
+    peer.run()
+    assert (stream.headers, ours.sinks[1].body, stream.is_remote_closed) == (ANSWER, b"enough", True)
+    assert not stream.outgoing
     assert not ours.streams

@@ -116,9 +116,8 @@ class Shards:
         for block in self.plan.blocks:
             if block.parameter == parameter:
                 shard = self.shards[block.pserver]
-                assert shard.optimizer is not None
                 place = shard.layout.place[block.name]
-                flat = shard.values if slot is None else shard.optimizer.slots()[slot]
+                flat = shard.values if slot is None else shard.optimizer.state.slots[slot]
                 parts.append(flat[place.begin : place.end])
         return torch.cat(parts).view(self.plan.parameter[parameter].shape)
 
@@ -134,9 +133,8 @@ def assert_equal(shards: Shards, oracle: TorchOracle, when: str) -> None:
     for name, parameter in oracle.parameters.items():
         assert_same_bits(shards.values(name), parameter, f"{name} {when}")
         states = [
-            shard.optimizer.states()[block.name]
+            shard.optimizer.state.steps[block.name]
             for shard in shards.shards
-            if shard.optimizer
             for block in shards.plan.blocks
             if block.parameter == name and block.name in shard.layout.place
         ]

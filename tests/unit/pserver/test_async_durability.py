@@ -192,7 +192,7 @@ async def test_a_checkpoint_holds_the_first_contributions_and_nothing_else(tmp_p
         await later
         await pserver.get(1, 2)
         await until(lambda: 3 in pserver.run.storage.checkpoints)
-        restored = pserver.run.storage._load(3)
+        restored = pserver.run.storage.restore(3)
         assert restored.history.steps == {0: (1, 2), 1: (1, 1)}
     async with life(tmp_path / "other") as other:
         await steps(other, 1, 1)

@@ -20,6 +20,7 @@ from services.pserver import optimizer_rules
 from services.pserver.layout import ShardLayout
 from services.pserver.optimizer_blocks import OptimizerBlocks
 from services.pserver.optimizer_rules import PIECE, UPDATE_RULES
+from services.pserver.shard_state import OptimizerState
 
 from ...soaking import examples, parametrize_sampled
 from .oracle import (
@@ -288,21 +289,22 @@ def test_adjacent_blocks_of_a_group_and_of_a_count_are_one_run(monkeypatch, name
     for present, calls in steps:
         assert recorder.apply(*present) == calls
     expected = sum("a" in present for present, _ in steps) if name == "Adam" else 0
-    assert {state.steps for state in recorder.blocks.states().values()} == {expected}
+    assert {state.steps for state in recorder.blocks.state.steps.values()} == {expected}
 
 
 def test_a_step_without_a_counter_counts_for_every_counter(monkeypatch):
     recorder = Recorder(monkeypatch, "Adam", four(), [make_options("Adam")])
     for counter, before in [(0, 0), (0, 1), (1, 0), (None, 1), (0, 2), (1, 2), (1, 3)]:
         assert recorder.apply("a", "b", "c", "d", counter=counter) == [(before, [(0, 256)])]
-    states = [set(recorder.blocks.states(counter).values()) for counter in (0, 1, 2, None)]
-    assert states == [{StepState(steps)} for steps in (3, 4, 4, 4)]
+    states = [set(recorder.blocks.steps_for(counter).values()) for counter in (0, 1, 2)]
+    assert states == [{StepState(steps)} for steps in (3, 4, 4)]
+    assert set(recorder.blocks.state.steps.values()) == {StepState(4)}
 
 
 def test_counts_of_an_earlier_version_had_begun_with_nothing(monkeypatch):
     recorder = Recorder(monkeypatch, "Adam", four(), [make_options("Adam")])
     states = {f"{name}.block0": StepState(5) for name in "abcd"}
-    recorder.blocks.load({}, states, {(0, name): state for name, state in states.items()})
+    recorder.blocks.load(OptimizerState({}, states, {(0, name): state for name, state in states.items()}))
     assert recorder.apply("a", "b", "c", "d", counter=1) == [(0, [(0, 256)])]
     assert recorder.apply("a", "b", "c", "d", counter=0) == [(5, [(0, 256)])]
 
@@ -336,21 +338,20 @@ def test_rules_without_a_fused_kernel_are_run_in_pieces(monkeypatch, name):
 )
 def test_slots_are_allocated_when_first_needed(monkeypatch, name, options, slots):
     recorder = Recorder(monkeypatch, name, four(), [make_options(name, **options)])
-    assert recorder.blocks.num_bytes == 0
+    assert recorder.blocks.state.slots == {}
     recorder.apply("a")
-    assert recorder.blocks.slots().keys() == slots
-    assert all(slot.shape == (256,) and slot.dtype == torch.float32 for slot in recorder.blocks.slots().values())
-    assert recorder.blocks.num_bytes == len(slots) * 256 * 4
-    before = {name: slot.data_ptr() for name, slot in recorder.blocks.slots().items()}
+    assert recorder.blocks.state.slots.keys() == slots
+    assert all(slot.shape == (256,) and slot.dtype == torch.float32 for slot in recorder.blocks.state.slots.values())
+    before = {name: slot.data_ptr() for name, slot in recorder.blocks.state.slots.items()}
     recorder.apply("a", "b", "c", "d")
-    assert {name: slot.data_ptr() for name, slot in recorder.blocks.slots().items()} == before
+    assert {name: slot.data_ptr() for name, slot in recorder.blocks.state.slots.items()} == before
 
 
 def test_the_accumulator_of_adagrad_starts_at_its_initial_value_in_a_block_that_comes_late(monkeypatch):
     recorder = Recorder(monkeypatch, "Adagrad", four(), [make_options("Adagrad", initial_accumulator_value=2.0)])
     recorder.apply("a")
     recorder.apply("a", "b")
-    assert recorder.blocks.slots()["sum"][[0, 64]].tolist() == [4.0, 3.0]
+    assert recorder.blocks.state.slots["sum"][[0, 64]].tolist() == [4.0, 3.0]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -367,11 +368,11 @@ def test_the_gradient_is_only_read(monkeypatch, name):
 def test_loaded_blocks_have_the_loaded_slots_alone(monkeypatch):
     recorder = Recorder(monkeypatch, "Adam", four((64, 30, 64, 64)), [make_options("Adam")])
     recorder.apply("a", "b", "c", "d")
-    before = {name: slot.clone() for name, slot in recorder.blocks.slots().items()}
+    before = {name: slot.clone() for name, slot in recorder.blocks.state.slots.items()}
     loaded = torch.arange(30, dtype=torch.float32) + 1
     states = {"a.block0": StepState(), "b.block0": StepState(steps=7)}
     recorder.blocks.load_blocks(states, {"exp_avg/b.block0": loaded})
-    slots = recorder.blocks.slots()
+    slots = recorder.blocks.state.slots
     assert torch.equal(slots["exp_avg"][64:94], loaded)
     assert not slots["exp_avg"][:64].any()
     assert not slots["exp_avg_sq"][:128].any()
@@ -394,5 +395,5 @@ def test_a_buffer_moves_to_the_pushed_mean():
     torch.testing.assert_close(values[begin:end], torch.tensor([1.25, 0.25, 5.0]))
     blocks.apply(values, pushed, ["mean.block0"], [*numbers, {"lr": 1.0}])
     assert torch.equal(values[begin:end], pushed[begin:end])
-    assert blocks.num_bytes == 0
-    assert blocks.states()["mean.block0"] == StepState()
+    assert blocks.state.slots == {}
+    assert blocks.state.steps["mean.block0"] == StepState()

@@ -149,7 +149,7 @@ def test_published_values_are_copied_stored_and_resliced() -> None:
     shard = new_shard()
     move(shard, NAMES, 1)
     shard.publish(NAMES)
-    data = b"".join(shard.copy_state().encode(PLAN, {"run": "run1"}))
+    data = b"".join(shard.state.encode(PLAN, {"run": "run1"}))
     state, _ = ShardState.decode(memoryview(bytearray(data)))
     restored = Shard(PLAN, 0)
     restored.load_state(state)
@@ -167,7 +167,7 @@ def test_published_values_are_copied_stored_and_resliced() -> None:
     cut = make_plan(PARAMETERS, 3, min_block_size=100, optimizer=SGD, wire=WireTypes(pull="int8"))
     for index in range(3):
         other = Shard(cut, index)
-        other.load_state(reslice([(0, shard.copy_state())], PLAN, cut, index))
+        other.load_state(reslice([(0, shard.state)], PLAN, cut, index))
         for name, place in other.layout.place.items():
             whole = published(shard, f"{place.block.parameter}.block0")
             assert torch.equal(published(other, name), whole[place.block.begin : place.block.end])
@@ -176,11 +176,11 @@ def test_published_values_are_copied_stored_and_resliced() -> None:
 def test_values_are_published_after_a_run_that_pulled_values() -> None:
     plain = make_plan(PARAMETERS, 1, min_block_size=1 << 30, optimizer=SGD)
     shard = Shard(plain, 0)
-    shard.load_state(reslice([(0, new_shard().copy_state())], PLAN, plain, 0))
+    shard.load_state(reslice([(0, new_shard().state)], PLAN, plain, 0))
     assert shard.published is None
-    assert shard.copy_state().published is None
+    assert shard.state.published is None
     back = Shard(PLAN, 0)
-    back.load_state(reslice([(0, shard.copy_state())], plain, PLAN, 0))
+    back.load_state(reslice([(0, shard.state)], plain, PLAN, 0))
     assert all(torch.equal(published(back, name), back.block(name)) for name in NAMES)
 
 

@@ -180,11 +180,11 @@ def test_buffers_come_back_as_they_went_in():
     shard = make_shard(("a", 5, "F32"), buffers=BUFFERS)
     mean = torch.randn(2, 3)
     shard.set_initial_buffer("num_batches", torch.tensor([12], dtype=torch.int64).numpy().tobytes())
-    assert safetensors.torch.load(b"".join(shard.encode_buffers())).keys() == {"num_batches"}
+    assert safetensors.torch.load(b"".join(shard.encode([], with_buffers=True))).keys() == {"num_batches"}
     body = bytearray(mean.numpy().tobytes())
     shard.set_initial_buffer("running_mean", memoryview(body))
     body[:] = bytes(24)  # a received body's memory is used again
-    chunks = shard.encode_buffers({"round": "1"})
+    chunks = shard.encode([], {"round": "1"}, with_buffers=True)
     loaded = safetensors.torch.load(b"".join(chunks))
     assert torch.equal(loaded["running_mean"], mean)
     assert loaded["num_batches"].shape == ()
@@ -205,7 +205,7 @@ def _change_value(shard):
 
 def _change_slot(shard):
     place = shard.layout.place["b.block0"]
-    shard.optimizer.slots()["exp_avg_sq"][place.end - 1] += 1
+    shard.optimizer.state.slots["exp_avg_sq"][place.end - 1] += 1
 
 
 def _change_buffer(shard):
@@ -219,9 +219,9 @@ def _add_buffer(shard):
 def _change_step(shard):
     # a step that changes neither values nor, once they are put back, slots
     numbers = [{**NUMBERS[0], "lr": 0.0, "weight_decay": 0.0}]
-    slots = {name: slot.clone() for name, slot in shard.optimizer.slots().items()}
+    slots = {name: slot.clone() for name, slot in shard.optimizer.state.slots.items()}
     shard.apply(*shard.aggregator.aggregate([{"a.block0": torch.zeros(5)}]), numbers)
-    for name, slot in shard.optimizer.slots().items():
+    for name, slot in shard.optimizer.state.slots.items():
         slot.copy_(slots[name])
 
 

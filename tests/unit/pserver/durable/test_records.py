@@ -156,7 +156,7 @@ def trained(plan, rounds, take_step=step):
 
 def encoded(shard, plan):
     """Through a file and back."""
-    data = b"".join(shard.copy_state().encode(plan, {"run": "run1"}))
+    data = b"".join(shard.state.encode(plan, {"run": "run1"}))
     state, metadata = ShardState.decode(memoryview(bytearray(data)))
     assert metadata["run"] == "run1"
     return state
@@ -190,7 +190,7 @@ def test_values_slots_counts_and_buffers_are_the_same_on_other_pservers(
 @pytest.mark.parametrize("num_pservers", [1, 3])
 def test_whole_parameters_are_put_together(num_pservers):
     plan = plan_for(num_pservers)
-    states = [(index, shard.copy_state()) for index, shard in enumerate(trained(plan, 0))]
+    states = [(index, shard.state) for index, shard in enumerate(trained(plan, 0))]
     whole = concatenate(states, plan)
     assert {name: tuple(t.shape) for name, t in whole.items()} == {"a": (130,), "b": (7, 9), "c": (1,)}
     assert torch.equal(whole["b"], torch.arange(63).reshape(7, 9) / 64)

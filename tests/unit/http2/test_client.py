@@ -1,4 +1,4 @@
-"""Requests and responses of the trainer's HTTP/2 transport, with servers of h2 and with the services' own server."""
+"""The client's end: requests and responses of the httpx transport, its connections, TLS and Unix sockets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import httpx
 import pytest
 from h2.events import DataReceived, RequestReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
-from hpack import Encoder
 
 from ps_config.certificates import TlsFiles
 from ps_http2 import frames
@@ -18,13 +17,10 @@ from ps_http2.client import BODY_EXTENSION, SINK_EXTENSION, Http2Transport
 from ps_http2.frames import ErrorCode, pack
 from services.runtime.app import add_raw_route
 
-from ..http2.sockets import Talker, serving
-from ..http2.support import Collector
 from ..protocol.test_certificates import Authority
 from ..runtime.support import Sample, running
-from .h2_servers import OK, answering, ask, data, heads, writing
-
-pytestmark = pytest.mark.asyncio
+from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, serving, until, writing
+from .support import Collector
 
 # ---------------------------------------------------------------------- requests and responses
 
@@ -39,7 +35,7 @@ async def test_a_request_has_the_headers_of_http2(client: httpx.AsyncClient) -> 
 
     async with serving(serve) as address:
         first = asyncio.create_task(client.post(f"{address}/a?b=c", content=b"12345", headers={"X-Upper": "Case"}))
-        await asyncio.sleep(0.05)
+        await until(lambda: seen)
         await ask(client, address)
         response = await first
     assert (response.status_code, response.content, response.extensions["http_version"]) == (200, b"fine", b"HTTP/2")
@@ -78,15 +74,15 @@ async def test_bodies_of_any_size_are_sent_and_received(num_bytes: int, client: 
 
 async def test_only_a_body_with_status_200_goes_to_the_sink(client: httpx.AsyncClient) -> None:
     sink = Collector(100)
-    async with serving(answering([(b":status", b"409")], b"problem")) as address:
+    async with serving(answering(b"problem", [(b":status", b"409")])) as address:
         response = await ask(client, address, **{SINK_EXTENSION: sink})
     assert (response.status_code, response.content, sink.body) == (409, b"problem", b"")
 
 
 async def test_interim_responses_and_trailers_are_ignored(client: httpx.AsyncClient) -> None:
-    interim = [heads([(b":status", status), (b"link", b"x")]) for status in (b"100", b"103")]
-    answer = [*interim, heads(OK), data(b"fine"), heads([(b"x-trailer", b"1")], is_last=True)]
-    async with serving(writing(*answer)) as address:
+    interim = [headers_frame([(b":status", status), (b"link", b"x")]) for status in (b"100", b"103")]
+    trailers = headers_frame([(b"x-trailer", b"1")], end_stream=True)
+    async with serving(writing(*interim, headers_frame(OK), data_frame(b"fine"), trailers)) as address:
         response = await ask(client, address)
     assert (response.status_code, response.content) == (200, b"fine")
     assert "link" not in response.headers
@@ -94,10 +90,11 @@ async def test_interim_responses_and_trailers_are_ignored(client: httpx.AsyncCli
 
 async def test_a_response_may_come_before_the_body_is_sent(client: httpx.AsyncClient) -> None:
     reset = pack(frames.RST_STREAM, 0, 1, bytes(4))
+    refusal = headers_frame([(b":status", b"413")]), data_frame(b"too much", end_stream=True), reset
 
     async def serve(talker: Talker) -> None:
         talker.acknowledges = False
-        await writing(heads([(b":status", b"413")]), data(b"too much", is_last=True), reset)(talker)
+        await writing(*refusal)(talker)
 
     async with serving(serve) as address:
         response = await ask(client, address, "POST", **{BODY_EXTENSION: (memoryview(bytearray(10_000_000)),)})
@@ -130,43 +127,46 @@ async def test_requests_beyond_the_servers_limit_wait(client: httpx.AsyncClient)
 async def test_a_response_without_a_body_may_have_a_length(
     method: str, status: bytes, client: httpx.AsyncClient
 ) -> None:
-    async with serving(writing(heads([(b":status", status), (b"content-length", b"7")], is_last=True))) as address:
+    answer = headers_frame([(b":status", status), (b"content-length", b"7")], end_stream=True)
+    async with serving(writing(answer)) as address:
         response = await ask(client, address, method)
     assert (response.status_code, response.headers["content-length"]) == (int(status), "7")
 
 
 # ---------------------------------------------------------------------- errors
 
+
+def with_length(length: bytes) -> bytes:
+    return headers_frame([*OK, (b"content-length", length)])
+
+
 BROKEN = {
-    "no status": [heads([(b"x-a", b"b")])],
-    "two statuses": [heads(OK + OK)],
-    "a status that is none": [heads([(b":status", b"2x0")])],
-    "1xx that is all": [heads([(b":status", b"103")], is_last=True)],
-    "data first": [data(b"x", is_last=True)],
-    "a stream of its own": [pack(frames.HEADERS, frames.END_HEADERS, 2, Encoder().encode(OK))],
-    "too short": [heads([*OK, (b"content-length", b"10")]), data(b"x", is_last=True)],
-    "too long": [heads([*OK, (b"content-length", b"1")]), data(b"12", is_last=True)],
-    "no body": [heads([*OK, (b"content-length", b"1")]), data(b"", is_last=True)],
-    "a length that is none": [heads([*OK, (b"content-length", b"x")]), data(b"12", is_last=True)],
+    "no status": [headers_frame([(b"x-a", b"b")])],
+    "two statuses": [headers_frame(OK + OK)],
+    "a malformed status": [headers_frame([(b":status", b"2x0")])],
+    "nothing after 1xx": [headers_frame([(b":status", b"103")], end_stream=True)],
+    "data first": [data_frame(b"x", end_stream=True)],
+    "another stream": [headers_frame(OK, 2)],
+    "too short": [with_length(b"10"), data_frame(b"x", end_stream=True)],
+    "too long": [with_length(b"1"), data_frame(b"12", end_stream=True)],
+    "no body": [with_length(b"1"), data_frame(b"", end_stream=True)],
+    "a malformed length": [with_length(b"x"), data_frame(b"12", end_stream=True)],
     "HTTP/1.1": [b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n"],
     "reset": [pack(frames.RST_STREAM, 0, 1, bytes([0, 0, 0, 2]))],
-    "reset in the middle": [heads(OK), data(b"x"), pack(frames.RST_STREAM, 0, 1, bytes(4))],
+    "reset in the middle": [headers_frame(OK), data_frame(b"x"), pack(frames.RST_STREAM, 0, 1, bytes(4))],
     "end": [],
-    "end in the middle": [heads(OK), data(b"x")],
-    "goaway in the middle": [heads(OK), frames.pack_goaway(0, ErrorCode.NO_ERROR, "")],
+    "end in the middle": [headers_frame(OK), data_frame(b"x")],
+    "GOAWAY in the middle": [headers_frame(OK), frames.pack_goaway(0, ErrorCode.NO_ERROR, "")],
 }
 
 
-@pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN)
-async def test_a_broken_response_is_a_transport_error(
-    answer: list[bytes], with_sink: bool, client: httpx.AsyncClient
-) -> None:
-    extensions = {SINK_EXTENSION: Collector(100)} if with_sink else {}
-    async with serving(writing(*answer, stays=False)) as address:
-        with pytest.raises(httpx.TransportError) as raised:
-            await ask(client, address, **extensions)
-        assert str(raised.value.request.url).rstrip("/") == address
+async def test_a_broken_response_is_a_transport_error(answer: list[bytes], client: httpx.AsyncClient) -> None:
+    for extensions in ({}, {SINK_EXTENSION: Collector(100)}):
+        async with serving(writing(*answer, stays=False)) as address:
+            with pytest.raises(httpx.TransportError) as raised:
+                await ask(client, address, **extensions)
+            assert str(raised.value.request.url).rstrip("/") == address
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,6 @@ async def test_an_unprocessed_request_is_a_connect_error(answer: bytes, client: 
             await ask(client, address)
 
 
-# ---------------------------------------------------------------------- requests that are given up
-
-
 @pytest.mark.parametrize("is_answered", [False, True])
 async def test_a_cancelled_request_releases_its_body_and_its_sink(is_answered: bool, client: httpx.AsyncClient) -> None:
     begun = asyncio.Event()
@@ -194,25 +191,23 @@ async def test_a_cancelled_request_releases_its_body_and_its_sink(is_answered: b
         talker.acknowledges = False
         await talker.until(DataReceived, 1)
         if is_answered:
-            talker.writer.write(heads(OK) + data(b"x" * 50))
+            talker.writer.write(headers_frame(OK) + data_frame(b"x" * 50))
         begun.set()
         reset.append(await talker.until(StreamReset, 1))
-        late = b"" if is_answered else heads(OK)
-        talker.writer.write(late + data(b"y" * 50))  # was on its way
+        talker.writer.write((b"" if is_answered else headers_frame(OK)) + data_frame(b"y" * 50))  # was on its way
         await talker.until(StreamEnded, 3)
         talker.h2.send_headers(3, OK, end_stream=True)
         talker.flush()
         await talker.hear()
 
     async with serving(serve) as address:
-        body, sink = bytearray(10_000_000), Collector(100)
-        asking = asyncio.create_task(
-            ask(client, address, "POST", **{BODY_EXTENSION: (memoryview(body),), SINK_EXTENSION: sink})
-        )
+        sink = Collector(100)
+        extensions = {BODY_EXTENSION: (memoryview(bytearray(10_000_000)),), SINK_EXTENSION: sink}
+        asking = asyncio.create_task(ask(client, address, "POST", **extensions))
         await begun.wait()
         await asyncio.sleep(0.05)
         asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.wait([asking])
         assert (await ask(client, address)).status_code == 200  # over the same connection
         assert bytes(sink.memory) == (b"x" * 50 if is_answered else bytes(50)) + bytes(50)
         assert reset[0].error_code == ErrorCode.CANCEL
@@ -223,9 +218,9 @@ async def test_closing_a_response_releases_its_sink(client: httpx.AsyncClient) -
 
     async def serve(talker: Talker) -> None:
         await talker.until(RequestReceived)
-        talker.writer.write(heads(OK) + data(b"x" * 50))
+        talker.writer.write(headers_frame(OK) + data_frame(b"x" * 50))
         await closed.wait()
-        talker.writer.write(data(b"y" * 50))
+        talker.writer.write(data_frame(b"y" * 50))
         await talker.until(StreamReset, 1)
 
     async with serving(serve) as address:
@@ -251,7 +246,7 @@ async def test_an_error_of_the_sink_is_raised_unchanged(client: httpx.AsyncClien
 # ---------------------------------------------------------------------- the services' server
 
 
-async def test_large_bodies_over_tls_to_our_own_server(authority: Authority) -> None:
+async def test_large_bodies_are_exchanged_with_our_server_over_tls(authority: Authority) -> None:
     files = authority.issue("service")
     body = bytes(range(250)) * 80_000
     app = Sample().make_app()
@@ -276,7 +271,7 @@ async def test_large_bodies_over_tls_to_our_own_server(authority: Authority) -> 
     assert bytes(sink.memory) == body
 
 
-async def test_our_own_server_answers_many_requests_at_once(client: httpx.AsyncClient) -> None:
+async def test_our_server_answers_many_requests_at_once(client: httpx.AsyncClient) -> None:
     async with running(Sample().make_app()) as service:
         response = await ask(client, f"{service.address}/raw/fine", "POST", **{BODY_EXTENSION: (memoryview(b"12345"),)})
         assert response.text == "5 HTTP/2\n"

@@ -1,4 +1,4 @@
-"""Connections of the trainer's HTTP/2 transport: made, kept alive, replaced, and over Unix sockets."""
+"""Connections of the client's end: made, kept alive, replaced, under TLS, and over Unix sockets."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from typing import Any
 import httpx
 import pytest
 from h2.events import ConnectionTerminated, RequestReceived, StreamEnded
+from pydantic import TypeAdapter
 
 from ps_config.certificates import TlsFiles
 from ps_http2 import client as http2
 from ps_http2 import frames
 from ps_http2.client import LOCAL_EXTENSION, Http2Transport
 from ps_http2.frames import ErrorCode
-from ps_http2.local_sockets import local_name
+from ps_http2.local_sockets import bind_locally, connect_locally, enlarge_buffer, local_name
+from ps_protocol.fields import LocalName
 
-from ..http2.sockets import Talker, serving
 from ..protocol.test_certificates import Authority
-from .h2_servers import OK, answering, ask, data, heads, secure, writing
-
-pytestmark = pytest.mark.asyncio
+from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, secure, serving, until, writing
 
 
 async def test_a_server_that_goes_away_answers_the_streams_that_it_accepted(client: httpx.AsyncClient) -> None:
@@ -33,12 +32,12 @@ async def test_a_server_that_goes_away_answers_the_streams_that_it_accepted(clie
         nonlocal num_connections
         num_connections += 1
         if num_connections == 2:
-            return await answering()(talker)
+            await answering()(talker)
+            return
         await talker.until(RequestReceived, 3)
-        talker.writer.write(frames.pack_goaway(1, ErrorCode.NO_ERROR, "") + heads(OK))
+        talker.writer.write(frames.pack_goaway(1, ErrorCode.NO_ERROR, "") + headers_frame(OK))
         await asyncio.sleep(0.1)
-        talker.writer.write(data(b"the last", is_last=True))
-        return None
+        talker.writer.write(data_frame(b"the last", end_stream=True))
 
     async with serving(serve) as address:
         first, second = (asyncio.create_task(ask(client, address)) for _ in range(2))
@@ -58,64 +57,56 @@ async def test_an_address_without_a_server_is_a_connect_error(client: httpx.Asyn
         assert raised.value.request.url == url
 
 
-class Hanging:
-    """A host whose connections are never made."""
+class Delay:
+    """A wait of each connection attempt until `may_connect` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_calls = 0
-        self.is_called = asyncio.Event()
-        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", self._connect)
+        self.may_connect = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._connect = loop.create_connection
+        monkeypatch.setattr(loop, "create_connection", self._connect_later)
 
-    async def _connect(self, *_: Any, **__: Any) -> Any:
+    async def _connect_later(self, *args: Any, **kwargs: Any) -> Any:
         self.num_calls += 1
-        self.is_called.set()
-        await asyncio.sleep(60)
+        await self.may_connect.wait()
+        return await self._connect(*args, **kwargs)
 
 
 async def test_all_requests_wait_for_one_connection(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2, "CONNECT_SECONDS", 0.05)
-    host = Hanging(monkeypatch)
+    delay = Delay(monkeypatch)
     errors = await asyncio.gather(*(ask(client, "http://127.0.0.1:1/") for _ in range(5)), return_exceptions=True)
     assert {type(error) for error in errors} == {httpx.ConnectTimeout}
     assert len({id(error) for error in errors}) == 5, "a shared error would refer to the bodies of all"
-    assert host.num_calls == 1
+    assert delay.num_calls == 1
     with pytest.raises(httpx.ConnectTimeout):
         await ask(client, "http://127.0.0.1:1/")
-    assert host.num_calls == 2
+    assert delay.num_calls == 2
 
 
 async def test_a_cancelled_request_does_not_end_the_connection_attempt_of_others(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(answering()) as address:
-        begun, may_connect = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-        connect = loop.create_connection
-
-        async def connect_later(*args: Any, **kwargs: Any) -> Any:
-            begun.set()
-            await may_connect.wait()
-            return await connect(*args, **kwargs)
-
-        monkeypatch.setattr(loop, "create_connection", connect_later)
+        delay = Delay(monkeypatch)
         cancelled, other = (asyncio.create_task(client.get(address)) for _ in range(2))
-        await begun.wait()
+        await until(lambda: delay.num_calls)
         cancelled.cancel()
         await asyncio.wait([cancelled])
-        may_connect.set()
+        delay.may_connect.set()
         assert (await other).text == "fine"
 
 
-@pytest.mark.parametrize("in_body", [False, True])
+@pytest.mark.parametrize("answer", [b"", headers_frame(OK) + data_frame(b"x")])
 async def test_a_server_that_does_not_answer_pings_is_given_up(
-    in_body: bool, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    answer: bytes, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http2, "PING_SECONDS", 0.05)
 
     async def serve(talker: Talker) -> None:
         await talker.until(RequestReceived)
-        if in_body:
-            talker.writer.write(heads(OK) + data(b"x"))
+        talker.writer.write(answer)
         await asyncio.sleep(5)
 
     async with serving(serve) as address:
@@ -142,15 +133,20 @@ async def test_a_slow_server_that_answers_pings_is_waited_for(
         assert (await ask(client, address)).status_code == 200
 
 
-@pytest.mark.parametrize("is_connected", [False, True])
-async def test_closing_the_transport_ends_its_requests(is_connected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_connected", "text"), [(False, "closed"), (True, "lost")])
+async def test_closing_the_transport_ends_its_requests(
+    is_connected: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(writing()) as address:
-        host = None if is_connected else Hanging(monkeypatch)
+        delay = Delay(monkeypatch)
+        if is_connected:
+            delay.may_connect.set()
         transport = Http2Transport()
         asking = asyncio.create_task(transport.handle_async_request(httpx.Request("GET", address)))
-        await (asyncio.sleep(0.05) if host is None else host.is_called.wait())
+        await until(lambda: delay.num_calls)
+        await asyncio.sleep(0.05)
         await transport.aclose()
-        with pytest.raises(httpx.TransportError, match="lost" if is_connected else "closed"):
+        with pytest.raises(httpx.TransportError, match=text):
             await asyncio.wait_for(asking, 5)
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -222,36 +218,20 @@ class LocalClient(httpx.AsyncClient):
         response = await ask(self, address)
         return response.content, response.extensions[LOCAL_EXTENSION]
 
-    async def wait_for_loss(self) -> None:
-        """Wait until the client has noticed that its connection was closed."""
-        [origin] = self.transport._origins.values()
-        async with asyncio.timeout(5):
-            while origin._usable() is not None:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
 
 @on_linux
 async def test_each_connection_tries_the_unix_socket_before_tcp(local: socket.socket) -> None:
     async def answer_once(talker: Talker) -> None:
         await talker.until(StreamEnded)
-        talker.writer.write(heads(OK) + data(b"local", is_last=True))
+        talker.writer.write(headers_frame(OK) + data_frame(b"local", end_stream=True))
 
-    async with LocalClient(local) as client, serving(answering(body=b"tcp")) as address:
+    async with LocalClient(local) as client, serving(answering(b"tcp")) as address:
         async with serving(answer_once, local=local):
             for _ in range(3):
                 assert await client.ask(address) == LOCAL
-                await client.wait_for_loss()
+                [origin] = client.transport._origins.values()
+                await until(lambda: origin._usable() is None)  # noqa: B023 - the loss has been noticed
         assert await client.ask(address) == TCP  # the listener is gone
-
-
-@on_linux
-async def test_a_unix_socket_without_a_listener_is_passed_over(local: socket.socket) -> None:
-    """A pserver on another host has none on this one."""
-    async with LocalClient(local) as client:
-        async with serving(answering(body=b"tcp")) as address:
-            assert await client.ask(address) == TCP
-        with pytest.raises(httpx.ConnectError):
-            await client.ask(address)
 
 
 @on_linux
@@ -260,9 +240,11 @@ async def test_a_process_of_another_user_gets_no_request(local: socket.socket, m
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     async with (
         LocalClient(local) as client,
-        serving(answering(body=b"tcp")) as address,
-        serving(answering(body=b"local"), local=local),
+        serving(answering(b"tcp")) as address,
+        serving(answering(b"local"), local=local),
     ):
+        with pytest.raises(PermissionError, match="another user"):
+            connect_locally(local_name(local))
         assert await client.ask(address) == TCP
 
 
@@ -271,7 +253,43 @@ async def test_tls_never_uses_a_unix_socket(local: socket.socket, authority: Aut
     files = authority.issue("service")
     async with (
         LocalClient(local, TlsFiles(files.ca)) as client,
-        serving(answering(body=b"tcp"), tls=secure(files, "h2")) as address,
-        serving(answering(body=b"local"), local=local),
+        serving(answering(b"tcp"), tls=secure(files, "h2")) as address,
+        serving(answering(b"local"), local=local),
     ):
         assert await client.ask(address) == TCP
+
+
+@on_linux
+def test_a_unix_socket_has_a_unique_name_that_ends_with_it(local: socket.socket) -> None:
+    name = local_name(local)
+    assert TypeAdapter(LocalName).validate_python(name) == name
+    other = bind_locally()
+    assert other is not None
+    with other:
+        assert local_name(other) != name
+    local.listen(0)
+    with connect_locally(name) as client, socket.socket(socket.AF_UNIX) as plain:
+        enlarge_buffer(plain)
+        sizes = [each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for each in (client, plain)]
+        assert sizes[0] == sizes[1]
+        with pytest.raises(BlockingIOError):  # the listener accepts none, and is not waited for
+            connect_locally(name)
+    local.close()
+    with pytest.raises(ConnectionRefusedError):
+        connect_locally(name)
+
+
+@pytest.mark.parametrize("method", ["__init__", "bind"])
+def test_a_sandbox_may_forbid_unix_sockets(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("the sandbox forbids it")
+
+    monkeypatch.setattr(socket.socket, method, refuse, raising=False)
+    assert bind_locally() is None
+
+
+def test_other_systems_have_no_abstract_unix_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert bind_locally() is None
+    with pytest.raises(OSError, match="Linux"):
+        connect_locally("gradpost-" + 32 * "0")

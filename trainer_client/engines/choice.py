@@ -1,4 +1,4 @@
-"""Settings that do not work together, and the optimizer that follows from them."""
+"""The choice of a step engine: settings that do not work together, and the engine that follows from the others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
+from ps_protocol.optimizers import OptimizerSpec
 
+from ..collectives import choose_device
+from ..model_tensors import TrainedModel, describe_model
+from ..optimizer_state.remote import RemoteOptimizerState
+from ..session import Session
+from .engine import StepEngine
+from .host import HostFollower, HostLeader
 from .local_steps import LocalSteps, check_outer
-from .session import Session
+from .pserver import PserverEngine
+from .ring import RingEngine
+from .ring_group import Group
 
 
 def check_combination(session: Session, *, has_model: bool, has_outer: bool) -> None:
@@ -52,7 +61,7 @@ def check_combination(session: Session, *, has_model: bool, has_outer: bool) -> 
 def divide_work(
     session: Session, optimizer: Optimizer, outer: Optimizer | None, parameters: Mapping[str, Tensor]
 ) -> tuple[Optimizer, LocalSteps | None]:
-    """Return the optimizer that steps on the pservers, and the local steps before each of its steps, if any."""
+    """Return the optimizer that steps on the pservers, or in a ring, and the local steps before each of its steps."""
     settings, joined = session.client.settings, session.client.joined
     if settings.local_steps == 0:
         return optimizer, None
@@ -67,3 +76,45 @@ def divide_work(
         )
     check_outer(optimizer, outer)
     return outer, LocalSteps(optimizer, parameters, settings.local_steps)
+
+
+def start_engine(
+    session: Session,
+    model: TrainedModel,
+    optimizer: Optimizer,
+    spec: OptimizerSpec,
+    local: LocalSteps | None,
+    state: RemoteOptimizerState | None,
+) -> StepEngine:
+    """Declare the model, wait for all trainers and pservers, and return an engine with the values of the run's start.
+
+    `state` is that of an optimizer that steps on the pservers.
+    """
+    client, host = session.client, session.host
+    device = choose_device(model.parameters)
+    parameters, stored = model.describe(optimizer)
+
+    def declare() -> StepEngine:
+        group = Group(session, device) if client.joined.consistency.is_ring else None
+        rendezvous = None if group is None else group.offer()
+        declared = spec.with_means() if model.averages.means else spec
+        session.io.run(client.declare(parameters, declared, stored, model.aliases, rendezvous))
+        if group is None:
+            engine = PserverEngine(session, model, local)
+            assert state is not None  # there are pservers
+            state.begin(engine)
+            return engine
+        group.open(client.rendezvous)
+        ring = RingEngine(session, model, optimizer, group)
+        session.join_others = ring.join_others
+        return ring
+
+    if host is None:
+        return declare()
+    digests = describe_model(parameters, stored, spec, local_steps=client.settings.local_steps, device=device.type)
+    if host.is_leader:
+        return HostLeader(session, host, model, digests, device, declare)
+    follower = HostFollower(session, host, model, digests, device, local)
+    if state is not None:
+        state.begin(None)
+    return follower

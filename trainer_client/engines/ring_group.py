@@ -12,11 +12,9 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ps_config.hosts import authority, split_port
 from ps_protocol.errors import BadModel, Ended
-from ps_protocol.vocabulary import Rank
 
 from ..collectives import GROUP_TIMEOUT, Collectives, make_group, run_aside
 from ..session import Session
@@ -31,19 +29,13 @@ class Group:
     def __init__(self, session: Session, device: torch.device) -> None:
         """`device` is where the tensors are that are added up: the processor's memory, or a CUDA device."""
         self._client, self._io = session.client, session.io
-        self._device = device
+        self.device = device
         joined = self._client.joined
         self.rank, self.size = joined.rank, joined.world_size
         # An early bucket waits from the beginning of one trainer's backward to the others' last moment.
-        limit = 2 * joined.round_timeout_seconds + joined.lease_seconds + SPARE_SECONDS
-        self._limit = limit
-        self.is_patient = False  # waits as long as the run goes on
+        self._limit = 2 * joined.round_timeout_seconds + joined.lease_seconds + SPARE_SECONDS
         self._store: Any = None
         self.collectives: Collectives
-
-    @property
-    def _store_patience(self) -> timedelta:
-        return timedelta(seconds=self._limit)
 
     # ------------------------------------------------------------------ life
 
@@ -53,7 +45,9 @@ class Group:
             return None
         if _has_group(self.rank, self.size):
             return OWN_GROUP
-        self._store, address = open_store(address_towards(self._client.settings.coordinator), self._store_patience)
+        self._store, address = open_store(
+            address_towards(self._client.settings.coordinator), timedelta(seconds=self._limit)
+        )
         return address
 
     def open(self, rendezvous: str | None) -> None:
@@ -74,8 +68,8 @@ class Group:
     async def _connect(self, rendezvous: str) -> None:
         def connect() -> Any:
             host = None if os.environ.get("GLOO_SOCKET_IFNAME") else address_towards(self._client.settings.coordinator)
-            store = self._store = self._store or join_store(rendezvous, self._store_patience)
-            return make_group(store, self.rank, self.size, self._device, host)
+            store = self._store = self._store or join_store(rendezvous, timedelta(seconds=self._limit))
+            return make_group(store, self.rank, self.size, self.device, host)
 
         self.collectives = Collectives(await run_aside(connect))
 
@@ -88,27 +82,22 @@ class Group:
         self.collectives.close()
         self._store = None
 
-    # ------------------------------------------------------------------ collectives
+    # ------------------------------------------------------------------ waits
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Begin to replace a contiguous tensor by the sum of all trainers'. It must not change until `wait`."""
-        self.collectives.all_reduce(tensor)
+    def wait(self, *, has_limit: bool = True) -> None:
+        """Wait for all collectives that were begun. Blocks for the other trainers, without limit if they may be done.
 
-    def broadcast(self, tensor: Tensor, source: Rank = 0) -> None:
-        """Begin to replace a contiguous tensor by that of a rank. It must not change until `wait`."""
-        self.collectives.broadcast(tensor, source)
-
-    def wait(self) -> None:
-        """Wait for all that was begun. Blocks for the other trainers; raises what ended the run, or `ring_broken`."""
-        self._io.run(self._client.membership.guard(self._wait(self.collectives.finish())))
+        Raises the error that ended the run, or Ended (`ring_broken`).
+        """
+        self._io.run(self._client.membership.guard(self._wait(self.collectives.finish(), has_limit=has_limit)))
         self.collectives.release()
 
-    async def _wait(self, work: Coroutine[Any, Any, None]) -> None:
-        """Heartbeats say since when. When a connection breaks, the coordinator has yet to notice whose."""
+    async def _wait(self, work: Coroutine[Any, Any, None], *, has_limit: bool = True) -> None:
+        """Report the wait with heartbeats; after a broken connection, wait until the coordinator names the trainer."""
         membership, loop = self._client.membership, asyncio.get_running_loop()
         membership.waiting_since = loop.time()
         try:
-            async with asyncio.timeout(None if self.is_patient else self._limit):
+            async with asyncio.timeout(self._limit if has_limit else None):
                 await work
         except (RuntimeError, TimeoutError) as error:
             limit = self._client.joined.lease_seconds + NEWS_SECONDS

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 
-from .wrapped_optimizer import step_without_hooks
+from ..wrapped_optimizer import step_without_hooks
 
 
 class LocalSteps:
@@ -29,7 +29,7 @@ class LocalSteps:
         self._outer: dict[str, Tensor] = {}  # memory of what is pushed
 
     def begin(self) -> None:
-        """The parameters are those of the pservers: steps count from here."""
+        """Begin to count steps: the parameters have the values of the pservers now."""
         self._done = 0
         for name, parameter in self._parameters.items():
             if name in self._anchors:
@@ -39,20 +39,17 @@ class LocalSteps:
 
     @property
     def starting_values(self) -> dict[str, Tensor]:
-        """The parameters as they are before the next step counts: those of the pservers, once there are any."""
+        """The values from which steps count: those of the pservers, or at first those of the script."""
         return self._anchors or dict(self._parameters)
 
     def step(self) -> bool:
-        """Step once, here; returns whether it is time to push."""
+        """Step once in this process; return True if it is time to push."""
         step_without_hooks(self._inner)
         self._done += 1
         return self._done >= self._num_steps
 
     def outer_gradients(self) -> dict[str, Tensor]:
-        """By parameter name, tensors of shape (numel,): what the parameters were minus what they are.
-
-        They hold until the next call.
-        """
+        """Return what the parameters were minus what they are, by name, (numel,); valid until the next call."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 if name not in self._outer:

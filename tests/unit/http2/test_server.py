@@ -1,0 +1,377 @@
+"""The server's end under uvicorn: responses, request bodies in the application's memory, and malformed requests."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import weakref
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from h2.events import DataReceived, InformationalResponseReceived, ResponseReceived, StreamReset
+
+from ps_http2 import asgi, frames
+from ps_http2 import server as http2_server
+from ps_http2.asgi import read_scope
+from ps_http2.frames import PREFACE, ErrorCode, pack, pack_number, pack_settings
+from ps_http2.local_sockets import connect_locally, enlarge_buffer, local_name
+from ps_http2.server import MAX_RESETS
+from ps_http2.stream import Headers, content_length
+from services.runtime.app import add_raw_route
+from services.runtime.logs import configure_logs
+from services.runtime.settings import RequestLimits
+
+from ..runtime.support import Sample, running
+from .conftest import BUFFER_BYTES, LARGE, Served
+from .sockets import GET, Caller, connect, get, headers_frame, post, until
+
+MIB = 1024 * 1024
+
+
+# ---------------------------------------------------------------------- connections
+
+
+async def test_both_versions_are_served_on_one_port(service: Served, caller: Caller) -> None:
+    async with httpx.AsyncClient() as old:
+        for number in (1, 3):
+            assert (await old.post(f"{service.address}/raw/fine", content=b"12345")).text == "5 HTTP/1.1\n"
+            assert await caller.status(post(b"/raw/fine"), b"12345") == 200
+            assert await caller.body(number) == b"5 HTTP/2\n"
+
+
+@pytest.mark.parametrize("size", [1, 10])
+async def test_the_preface_may_come_in_portions(size: int, service: Served) -> None:
+    async with await service.connect(greets=False) as caller:
+        sent = PREFACE + pack_settings({}) + headers_frame(GET, end_stream=True)
+        for at in range(0, len(sent), size):
+            caller.writer.write(sent[at : at + size])
+            await asyncio.sleep(0)
+        assert b"ok" in (await asyncio.wait_for(caller.reader.readuntil(b"}"), 5))
+
+
+@pytest.mark.parametrize("sent", [b"PRI * HTTP/2.0\r\n\r\nSX\r\n\r\n", b"PRI \r\n\r\n"])
+async def test_an_invalid_preface_is_an_invalid_request_of_http1(sent: bytes, service: Served) -> None:
+    async with await service.connect(greets=False) as caller:
+        caller.writer.write(sent)
+        assert (await asyncio.wait_for(caller.reader.readline(), 5)).startswith(b"HTTP/1.1 4")
+        assert service.connections == []
+
+
+async def test_both_versions_are_served_on_a_unix_socket(service: Served, caller: Caller) -> None:
+    assert service.local is not None
+    name = local_name(service.local)
+    async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=f"\0{name}")) as old:
+        assert (await old.get(f"{service.address}/look")).status_code == 200
+    await caller.status(get(b"/look"))
+    async with await service.connect(is_local=True) as local:
+        assert await local.status(get(b"/look")) == 200
+        with socket.socket(socket.AF_UNIX) as plain:
+            enlarge_buffer(plain)
+            expected = plain.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        accepted = service.connections[1]._transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == expected
+    found = [(scope["http_version"], scope["client"], scope["server"], scope["scheme"]) for scope in service.scopes]
+    assert [found[0], found[2]] == [("1.1", None, None, "http"), ("2", None, None, "http")]
+    assert (found[1][1][0], found[1][2][0]) == ("127.0.0.1", "127.0.0.1")
+    service.stop.set()
+    await until(service.connections[0]._transport.is_closing)
+    with pytest.raises(ConnectionRefusedError):  # it ends with the service
+        connect_locally(name)
+
+
+async def test_a_token_is_needed_on_a_unix_socket_too(local: socket.socket, tmp_path: Path) -> None:
+    for name in ("read", "admin"):
+        (tmp_path / name).write_text(20 * name)
+        (tmp_path / name).chmod(0o400)
+    async with running(Sample().make_app(), tokens_dir=tmp_path, local=local):
+        for headers, status in (
+            ([], 401),
+            ([(b"authorization", b"Bearer " + 20 * b"wrong")], 401),
+            ([(b"authorization", b"Bearer " + 20 * b"read")], 200),
+        ):
+            async with await connect(connect_locally(local_name(local))) as caller:
+                assert await caller.status([*get(b"/metrics"), *headers]) == status
+
+
+async def test_closed_connections_are_released(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ps_http2.connection.CLOSE_SECONDS", 0.05)
+    for sent in (b"", pack(frames.PING, 0, 1, bytes(8)), pack(frames.HEADERS, frames.END_HEADERS, 3, b"\xff\xff")):
+        async with await service.connect() as caller:
+            await caller.status()
+            caller.write(sent)
+            if sent:
+                await caller.end()
+    connections = [weakref.ref(each) for each in service.connections]
+    service.connections.clear()
+    await asyncio.sleep(0.2)
+    gc.collect()
+    assert [each() for each in connections] == [None] * 3
+
+
+# ---------------------------------------------------------------------- responses
+
+
+async def test_every_kind_of_response(caller: Caller) -> None:
+    for path, status in ((b"/nowhere", 404), (b"/stale", 409), (b"/bug", 500)):
+        assert await caller.status(get(path)) == status
+    assert await caller.status([(b":method", b"HEAD"), *GET[1:]]) == 200
+    for method in (b"M-SEARCH", b"VERSION-CONTROL", b"get"):
+        assert await caller.status([(b":method", method), *GET[1:]]) == 405
+    assert await caller.reset_of(caller.ask(post(b"/raw/cut"))) == ErrorCode.INTERNAL_ERROR
+    assert await caller.status(get(b"/large")) == 200
+    assert sum(len(event.data) for event in caller.of(DataReceived)) > LARGE
+
+
+async def test_a_response_may_end_before_the_body(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "DISCARD_SECONDS", 0.1)
+    number = caller.ask(post(b"/raw-refusal"), end_stream=False)
+    caller.send(number, b"12345")
+    assert b"stale_round" in await caller.body(number)
+    assert await caller.reset_of(number) == ErrorCode.NO_ERROR
+    assert await caller.status() == 200
+
+
+async def test_the_rest_of_a_refused_body_is_discarded(caller: Caller) -> None:
+    """Clients such as curl lose a response that is followed by a reset."""
+    number = caller.ask(post(b"/raw-refusal"), end_stream=False)
+    left = MIB
+    assert b"stale_round" in await caller.body(number)
+    while left:
+        while not (room := min(left, caller.h2.local_flow_control_window(number), 16_000)):
+            await asyncio.wait_for(caller.hear(), 5)
+        left -= room
+        caller.send(number, bytes(room), end_stream=not left)
+    assert await caller.status() == 200
+    assert caller.of(StreamReset) == []
+
+
+async def test_clients_may_reset_answered_streams_without_a_limit(caller: Caller) -> None:
+    for _ in range(MAX_RESETS + 20):
+        number = caller.ask(post(b"/raw-refusal"), end_stream=False)
+        await caller.body(number)
+        caller.reset(number)
+    assert await caller.status() == 200
+
+
+async def test_a_request_in_flight_is_answered_when_the_service_stops(service: Served) -> None:
+    caller = await service.connect()
+    caller.ask(get(b"/slow"))
+    await asyncio.wait_for(service.sample.slow_begun.wait(), 5)
+    service.stop.set()
+    await until(lambda: service.connections[0].is_closing)
+    service.sample.slow_ends.set()
+    data = await asyncio.wait_for(caller.reader.read(-1), 5)  # h2 parses nothing after a GOAWAY
+    assert data.count(b'"slow"') == 1
+    caller.writer.close()
+
+
+@pytest.mark.parametrize("path", [b"/linger?x", b"/linger"])
+async def test_the_application_receives_the_disconnect_of_its_client(path: bytes, service: Served) -> None:
+    async with await service.connect() as caller:
+        number = caller.ask(get(path))
+        if b"?" in path:
+            assert await caller.body(number) == b"x"
+        else:
+            await asyncio.sleep(0.05)
+    await until(lambda: service.ended)
+    assert service.ended == ["http.disconnect"]
+
+
+async def test_a_reset_before_the_response_is_no_error(
+    service: Served, caller: Caller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logs("sample", "json")
+    number = caller.ask(get(b"/slow"))
+    await asyncio.wait_for(service.sample.slow_begun.wait(), 5)
+    caller.reset(number)
+    await asyncio.sleep(0.1)
+    service.sample.slow_ends.set()
+    await asyncio.sleep(0.1)
+    assert '"level": "error"' not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_abrupt", [False, True])
+async def test_a_client_may_leave_during_the_response(is_abrupt: bool, service: Served) -> None:
+    async with await service.connect() as caller:
+        number = caller.ask(get(b"/large"))
+        await caller.until(DataReceived, number)
+        if is_abrupt:
+            caller.writer.transport.abort()
+        else:
+            caller.reset(number)
+            assert await caller.status() == 200
+    await until(lambda: service.ended)
+    assert not service.connections[0]._writer.is_in_frame
+
+
+async def test_unsent_parts_are_released_at_once_when_the_client_leaves() -> None:
+    """They are large, so they must not wait for a garbage collection."""
+
+    class Part(bytearray):  # which weak references accept
+        pass
+
+    parts: list[weakref.ref[Part]] = []
+    begun, done = asyncio.Event(), asyncio.Event()
+    app = Sample().make_app()
+
+    async def reply(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(3):
+            part = Part(MIB)
+            parts.append(weakref.ref(part))
+            begun.set()
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        done.set()
+
+    add_raw_route(app, "/parts", reply, methods=["GET"], summary="Parts")
+    gc.disable()
+    try:
+        async with running(app) as server:
+            caller = await connect(server.address, widens=False)
+            caller.ask(get(b"/parts"))
+            await asyncio.wait_for(begun.wait(), 5)
+            caller.writer.close()
+            await asyncio.wait_for(done.wait(), 5)
+            await asyncio.sleep(0.1)
+            assert [part() for part in parts] == [None] * 3
+    finally:
+        gc.enable()
+
+
+# ---------------------------------------------------------------------- request bodies
+
+
+@pytest.mark.parametrize(
+    ("parts", "announces"),
+    [([b"1234567890"], True), ([b"123", b"", b"4567890"], False), ([b"123"], True), ([b""], False)],
+)
+async def test_a_body_is_received_into_the_applications_memory(
+    parts: list[bytes], announces: bool, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http2_server, "READ_SECONDS", 0.02)
+    length = [(b"content-length", b"%d" % sum(map(len, parts)))] if announces else []
+    number = caller.ask(post(b"/upload", *length), end_stream=False)
+    for part in parts:
+        caller.send(number, part)
+        await asyncio.sleep(0.03)
+    caller.send(number, b"", end_stream=True)
+    assert await caller.body(number) == b"".join(parts)
+
+
+@pytest.mark.parametrize("end_stream", [True, False])
+@pytest.mark.parametrize("lengths", [[BUFFER_BYTES // 2, BUFFER_BYTES // 2, 1], [BUFFER_BYTES // 2 + 1] * 2])
+async def test_a_body_larger_than_its_memory_is_refused(lengths: list[int], end_stream: bool, caller: Caller) -> None:
+    number = caller.ask(post(b"/upload"), end_stream=False)
+    for at, length in enumerate(lengths, 1):
+        caller.send(number, bytes(length), end_stream=end_stream and at == len(lengths))
+        await asyncio.sleep(0.03)
+    assert await caller.body(number) == b"too long"
+
+
+@pytest.mark.parametrize(("announced", "sent"), [(10, 11), (10, 9), (0, 1), (1, 0)])
+async def test_a_body_must_be_as_long_as_its_content_length(announced: int, sent: int, caller: Caller) -> None:
+    request = headers_frame(post(b"/upload", (b"content-length", b"%d" % announced)))
+    caller.h2.send_headers(1, GET, end_stream=True)
+    caller.h2.data_to_send()
+    caller.writer.write(request + pack(frames.DATA, frames.END_STREAM, 1, bytes(sent)))
+    assert await caller.reset_of(1) == ErrorCode.PROTOCOL_ERROR
+    caller.write_request(3)
+    assert b"ok" in await caller.body(3)
+
+
+@pytest.mark.parametrize("limits", [RequestLimits(body_timeout_seconds=0.2)])
+async def test_a_slow_body_is_refused_and_a_steady_one_is_not(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if both are received into the application's memory, of which it hears now and then."""
+    monkeypatch.setattr(http2_server, "READ_SECONDS", 0.02)
+    slow = caller.ask(post(b"/upload"), end_stream=False)
+    steady = caller.ask(post(b"/upload"), end_stream=False)
+    for _ in range(8):
+        caller.send(slow, b"x")
+        caller.send(steady, bytes(2000))
+        await asyncio.sleep(0.05)
+        if caller.h2.streams[slow].closed:
+            break
+    assert b"slow_body" in await caller.body(slow)
+    caller.send(steady, b"", end_stream=True)
+    assert len(await caller.body(steady)) >= 8000
+
+
+async def test_a_client_may_expect_100_continue(caller: Caller) -> None:
+    number = caller.ask(post(b"/raw/fine", (b"expect", b"100-continue")), end_stream=False)
+    await caller.until(InformationalResponseReceived, number)
+    caller.send(number, b"12345", end_stream=True)
+    assert await caller.body(number) == b"5 HTTP/2\n"
+
+
+# ---------------------------------------------------------------------- malformed requests
+
+MALFORMED = {
+    "uppercase": [*GET, (b"X-A", b"b")],
+    "a space in a name": [*GET, (b"x a", b"b")],
+    "an empty name": [*GET, (b"", b"b")],
+    "NUL in a value": [*GET, (b"x-a", b"b\0c")],
+    "newline in a value": [*GET, (b"x-a", b"b\r\nc: d")],
+    "a value that begins with a space": [*GET, (b"x-a", b" b")],
+    "a value that ends with a tab": [*GET, (b"x-a", b"b\t")],
+    "connection": [*GET, (b"connection", b"close")],
+    "transfer-encoding": [*GET, (b"transfer-encoding", b"chunked")],
+    "upgrade": [*GET, (b"upgrade", b"x")],
+    "keep-alive": [*GET, (b"keep-alive", b"x")],
+    "te": [*GET, (b"te", b"gzip")],
+    "no method": GET[1:],
+    "no scheme": [GET[0], *GET[2:]],
+    "no path": GET[:3],
+    "an empty path": [*GET[:3], (b":path", b"")],
+    "a path without a slash": [*GET[:3], (b":path", b"healthz")],
+    "a method with a space": [(b":method", b"GE T"), *GET[1:]],
+    "two methods": [GET[0], *GET],
+    "two paths": [*GET, GET[3]],
+    "an unknown pseudo header": [*GET, (b":what", b"x")],
+    "a status": [*GET, (b":status", b"200")],
+    "a pseudo header after others": [*GET[:3], (b"x-a", b"b"), GET[3]],
+    "a length that is no number": [*GET, (b"content-length", b"x")],
+    "a negative length": [*GET, (b"content-length", b"-1")],
+    "two lengths": [*GET, (b"content-length", b"0"), (b"content-length", b"1")],
+    "an endless length": [*GET, (b"content-length", b"9" * 30)],
+    "two hosts": [*GET, (b"host", b"localhost"), (b"host", b"localhost")],
+    "a host that is not the authority": [*GET, (b"host", b"other")],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("headers", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_headers_are_refused(headers: Headers) -> None:
+    with pytest.raises(ValueError):
+        content_length(read_scope(headers)["headers"])
+
+
+@pytest.mark.parametrize("name", ["uppercase", "an endless length", "nothing"])
+async def test_a_malformed_request_is_reset_and_no_other(name: str, caller: Caller) -> None:
+    caller.write_request(1, MALFORMED[name])
+    caller.write_request(3)
+    assert await caller.reset_of(1) == ErrorCode.PROTOCOL_ERROR
+    assert caller.of(ResponseReceived, 1) == []
+    assert b"ok" in await caller.body(3)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        *(headers_frame(GET, number, end_stream=True) for number in (3, 2, 0, 100)),
+        pack(frames.DATA, 0, 2, b"x"),
+        pack_number(frames.WINDOW_UPDATE, 2, 1),
+        pack_number(frames.RST_STREAM, 2, ErrorCode.CANCEL),
+    ],
+    ids=["a skipped stream", "an even one", "stream 0", "a high even one", "DATA", "WINDOW_UPDATE", "RST_STREAM"],
+)
+async def test_frames_of_streams_that_cannot_be_open_end_the_connection(
+    sent: bytes, service: Served, caller: Caller
+) -> None:
+    await caller.status()
+    caller.write(headers_frame(get(b"/slow"), 5, end_stream=True))
+    await asyncio.wait_for(service.sample.slow_begun.wait(), 5)
+    caller.write(sent)
+    assert await caller.end() == ErrorCode.PROTOCOL_ERROR
