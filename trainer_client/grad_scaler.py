@@ -15,6 +15,7 @@ from ps_protocol.errors import BadModel, NonFiniteGradient
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
+from .engines.engine import StepProgress
 from .overlap import Overlap
 
 if TYPE_CHECKING:
@@ -51,25 +52,24 @@ def as_float32(number: float) -> float:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` for one RemoteOptimizer, which goes by what the round said instead of by own gradients.
+    """A `torch.amp.GradScaler` for one RemoteOptimizer, whose scale follows from the outcomes of rounds.
 
         scaler = GradScaler(optimizer)
 
-    It is used like torch's: `scale`, `unscale_` if gradients are to be looked at or clipped, `step`, `update`. Where a
-    round was skipped for any trainer's gradients, `update()` lets the scale back off on all of them, and else it grows
-    on all of them together: at each step all trainers have the same scale, if they begin with the same settings. A
-    trainer that is started again, or a run that is resumed or rolled back, continues with the state that the lowest
-    rank had in that round; what `load_state_dict` loads counts in a run that has just begun.
+    It is used like torch's: `scale`, `unscale_` if the script reads or clips gradients, `step`, `update`. If a round
+    was skipped for any trainer's gradients, the scale backs off on all trainers, else it grows on all of them: at each
+    step all trainers have the same scale, if they begin with the same settings. A restarted trainer, and a run that is
+    resumed or rolled back, continue with the state that the lowest rank had in that round; a loaded state counts only
+    in a run that has just begun.
 
-    With `max_delay` = k the outcome of a round counts k steps later, so that a scale that is too large may be halved
-    k + 1 times. With `overlap` gradients are unscaled before they leave. In asynchronous modes and with local steps
-    there are no rounds in common: there it is torch's own, and each trainer has its own scale.
-
-    With `overlap_pulls`, what needs the new scale (`scale`, `get_scale`, `state_dict`) waits for the newest step.
+    With `max_delay` = k the outcome of a round counts k steps later, so a scale that is too large may be halved k + 1
+    times. With `overlap` gradients are unscaled before they leave. With `overlap_pulls`, calls that need the new scale
+    (`scale`, `get_scale`, `state_dict`) wait for the newest step. Asynchronous modes and local steps have no rounds in
+    common: each trainer has its own scale there, as with torch's.
 
     Args:
-        optimizer: whose gradients are scaled; it has one GradScaler.
-        device: where losses are, as torch's: "cuda" or "cpu".
+        optimizer: the optimizer whose gradients are scaled; it has one GradScaler.
+        device: the device of losses, as torch's: "cuda" or "cpu".
         settings: torch's: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
 
     Raises:
@@ -81,15 +81,14 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, **settings)
         self._remote = optimizer
         self._client = optimizer.session.client
-        self._is_shared = self.is_enabled() and optimizer.shares_rounds
+        self._is_shared = self.is_enabled() and optimizer.scaling.is_shared
         self._inverse: float | None = None  # of the scale of this step, while gradients are to be divided by it
         self._overlap: Overlap | None = None
         if self.is_enabled():
             self._check_run()
             self._begin_with(ScalerState(0, super().get_scale(), 0))
-            self._progress, self._overlap = optimizer.attach_scaler(self._describe)
-            if self._overlap is not None:
-                self._overlap.attach_scaler(self._unscale)
+            self._progress, self._overlap = optimizer.scaling.progress, optimizer.scaling.overlap
+            optimizer.scaling.attach(self._describe, self._unscale)
 
     def _check_run(self) -> None:
         policy = self._client.nonfinite
@@ -183,8 +182,8 @@ class GradScaler(torch.amp.GradScaler):
             self._overlap.wait()
         round_, outcomes = self._outcome_round, self._client.outcomes
         if self._num_rollbacks != self._progress.num_rollbacks:  # also before the first step
-            told: dict[str, Any] = outcomes.scaler or {**asdict(self._initial), "after": round_}
-            self._state = ScalerState(**told)
+            pushed: dict[str, Any] = outcomes.scaler or {**asdict(self._initial), "after": round_}
+            self._state = ScalerState(**pushed)
         factors: dict[str, Any] = {
             "growth_factor": self.get_growth_factor(),
             "backoff_factor": self.get_backoff_factor(),
@@ -215,20 +214,31 @@ class GradScaler(torch.amp.GradScaler):
 class StepScaling:
     """The loss scale of a RemoteOptimizer's steps: that of a GradScaler, of torch's, or none."""
 
-    def __init__(self, optimizer: RemoteOptimizer) -> None:
+    def __init__(
+        self, optimizer: RemoteOptimizer, progress: StepProgress, overlap: Overlap | None, *, is_shared: bool
+    ) -> None:
+        """`is_shared`: every step is a round of all trainers, which have its outcome in common."""
+        self.progress = progress
+        self.overlap = overlap
+        self.is_shared = is_shared
         self._optimizer = optimizer
         self._describe: Callable[[], HyperParameters] | None = None
         self._has_warned = False
 
-    def attach(self, describe: Callable[[], HyperParameters]) -> None:
-        """Push the state that `describe` returns in each round. Raises BadModel for a second GradScaler."""
+    def attach(self, describe: Callable[[], HyperParameters], unscale: Callable[[Tensor], None]) -> None:
+        """Attach a GradScaler: `unscale` every gradient before it is added early, and push its state in each round.
+
+        Raises BadModel for a second one.
+        """
         if self._describe is not None:
             raise BadModel("a RemoteOptimizer has one GradScaler")
         self._describe = describe
+        if self.overlap is not None:
+            self.overlap.attach_scaler(unscale)
 
     def describe(self) -> list[HyperParameters]:
         """Return the state that is pushed with the hyperparameters, if there is one."""
-        return [] if self._describe is None or not self._optimizer.shares_rounds else [self._describe()]
+        return [] if self._describe is None or not self.is_shared else [self._describe()]
 
     def unscale(self, parameters: Collection[Tensor]) -> bool:
         """Unscale the gradients; return False, and clear them, if they have overflowed.
@@ -240,7 +250,7 @@ class StepScaling:
         if not unscale_gradients(self._optimizer, parameters):
             return True
         client = self._optimizer.session.client
-        if client.nonfinite != "skip_round" and self._optimizer.shares_rounds:
+        if client.nonfinite != "skip_round" and self.is_shared:
             text = f"the gradients of trainer {client.joined.rank} have overflowed, and nonfinite is {client.nonfinite}"
             raise NonFiniteGradient(f"{text}: with a GradScaler it has to be skip_round, so that all skip the round")
         for parameter in parameters:
@@ -250,7 +260,7 @@ class StepScaling:
     def _warn_of_torch(self) -> None:
         """Warn once that torch's GradScaler ignores the gradients of the other trainers."""
         session = self._optimizer.session
-        is_alone = self._describe is None and self._optimizer.shares_rounds and session.world_size > 1
+        is_alone = self._describe is None and self.is_shared and session.world_size > 1
         if is_alone and not self._has_warned:
             self._has_warned = True
             session.client.log.warning(

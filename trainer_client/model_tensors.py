@@ -23,7 +23,7 @@ from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.vocabulary import PARAMETER_DTYPES, ParameterSpec
 
 from .device_copies import check_devices, is_away
-from .tensors import WIRE_DTYPES, wire_dtype
+from .tensors import WIRE_DTYPES, check_form, wire_dtype
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ class TrainedModel:
     averages: BufferAverages
     stored: Mapping[str, Tensor]  # pulled once: other buffers, and frozen parameters
     aliases: Mapping[str, str]  # further names of tied tensors
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of the parameters, by id."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
 
     @property
     def pulled(self) -> dict[str, Tensor]:
@@ -158,13 +163,7 @@ class BufferAverages:
         buffers = []
         for (name, mean), (module, key) in zip(self.means.items(), self.owners.values(), strict=True):
             buffer = module._buffers.get(key)
-            if buffer is None or (buffer.shape, buffer.dtype) != (mean.shape, mean.dtype):
-                raise BadModel(
-                    f"buffer {name!r} has become another one; all trainers agreed on it when the run began",
-                    expected=f"{mean.dtype} {list(mean.shape)}",
-                    actual=None if buffer is None else f"{buffer.dtype} {list(buffer.shape)}",
-                )
-            buffers.append(buffer)
+            buffers.append(check_form(name, buffer, mean.shape, mean.dtype))
         return buffers
 
     def changed_values(self) -> dict[str, Tensor]:
@@ -204,13 +203,15 @@ def describe_model(
     parameters: Sequence[ParameterSpec], stored: Sequence[tuple[Any, ...]], optimizer: OptimizerSpec, **settings: Any
 ) -> dict[str, str]:
     """Return a digest of each property that must be the same in all processes of a host."""
-    told = {
+    properties = {
         "parameters": [(p.name, p.shape, p.dtype, p.group) for p in parameters],
         "buffers": stored,
         "optimizer": (optimizer.name, optimizer.group_flags),
         **settings,
     }
-    return {name: xxhash.xxh3_64_hexdigest(json.dumps(value, default=str).encode()) for name, value in told.items()}
+    return {
+        name: xxhash.xxh3_64_hexdigest(json.dumps(value, default=str).encode()) for name, value in properties.items()
+    }
 
 
 def check_alike(ours: Mapping[str, str], theirs: Mapping[str, str], process: int) -> None:

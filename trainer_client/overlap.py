@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import BadInput, BadModel, GradpostError
 
+from .engines.choice import StartedEngine
 from .engines.engine import StepEngine
 from .engines.pserver import PserverEngine
 from .model_tensors import TrainedModel
@@ -31,7 +32,12 @@ class Overlap:
     """Hooks that add the gradients of each step to an engine. They run on the threads that run backward."""
 
     def __init__(
-        self, session: Session, parameters: Mapping[str, Tensor], engine: StepEngine, waits: ForwardWaits | None
+        self,
+        session: Session,
+        parameters: Mapping[str, Tensor],
+        engine: StepEngine,
+        flattening: Flattening,
+        waits: ForwardWaits | None,
     ) -> None:
         """Add a hook to each parameter. `waits`: pulls of the step before may still be on their way."""
         self._waits = waits
@@ -39,7 +45,7 @@ class Overlap:
         self._parameters = parameters
         self._engine = engine
         self._accumulate_steps = session.client.settings.accumulate_steps
-        self._flattening = Flattening()
+        self._flattening = flattening
         self._unscale: Callable[[Tensor], None] | None = None
         self._watched: set[str] = set()
         self._num_passes: Counter[str] = Counter()  # of this step that have come to a parameter
@@ -154,6 +160,26 @@ class Overlap:
         self._watch_parameters()
         if self._waits is not None:
             self._waits.begin()
+
+
+def attach_overlap(
+    session: Session,
+    model: TrainedModel,
+    started: StartedEngine,
+    flattening: Flattening,
+    watch: ParameterWatch | None,
+    finish: Callable[[], object],
+) -> Overlap | None:
+    """Return the hooks that the settings ask for, if any. `finish` waits for all parameters before they are saved."""
+    settings, waits = session.client.settings, None
+    if settings.overlap_pulls:
+        assert started.pserver is not None  # else the combination is refused
+        assert watch is not None
+        waits = ForwardWaits(session, model, started.pserver, watch, finish)
+        session.call_at_close(finish_last_step=finish)
+    if not settings.overlap:
+        return None
+    return Overlap(session, model.parameters, started.engine, flattening, waits)
 
 
 class ForwardWaits:

@@ -1,108 +1,86 @@
-"""The optimizer that a `RemoteOptimizer` wraps, and what the two have in common: hooks, and the presence of a state."""
+"""The optimizer that a `RemoteOptimizer` wraps: what both have in common, and how it is described to the run."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadInput, BadModel
 from ps_protocol.optimizers import RULES, HyperParameters, OptimizerSpec, check_optimizer
+
+from .optimizer_state.torch_state import full_groups
+from .optimizer_state.wrapped_state import StateInTrainer, WrappedState
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 STATE_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
-class InitializedState(defaultdict[Tensor, Any]):
-    """The state of an optimizer, true even while it is empty.
+class WrappingOptimizer(Optimizer):
+    """An optimizer with the groups, the hooks and the state of another one, which it wraps."""
 
-    `torch.distributed.checkpoint` takes an empty state for one that a step with zero gradients would create.
-    """
+    def __init__(self, wrapped: Optimizer) -> None:
+        if isinstance(wrapped, WrappingOptimizer):
+            raise BadModel("the optimizer is remote already")
+        super().__init__(wrapped.param_groups, wrapped.defaults)
+        self.param_groups = wrapped.param_groups  # the very same list: schedulers may hold either
+        self._wrapped = wrapped
+        self._state: WrappedState
 
-    def __bool__(self) -> bool:
-        return True
+    def share(self, state: WrappedState, is_in_run: Callable[[], bool]) -> None:
+        """Show this state from now on, run the hooks of both optimizers once, and keep the wrapped one from stepping.
 
-
-class RemoteState(InitializedState):
-    """The state of an optimizer whose slots are on the pservers. Raises BadModel where a script changes an entry."""
-
-    was_cleared = False
-
-    def clear(self) -> None:
-        """Remove all entries; `was_cleared` says that the next step begins without slots."""
-        super().clear()
-        self.was_cleared = True
-
-    def pop(self, *_: object) -> NoReturn:
-        """Raise BadModel."""
-        refuse_entries()
-
-    def __delitem__(self, _: Tensor) -> NoReturn:
-        refuse_entries()
-
-    def __setitem__(self, _: Tensor, __: object) -> NoReturn:
-        refuse_entries()
-
-    def __missing__(self, parameter: Tensor) -> Any:
-        """Return an empty entry, and keep it: what a script writes to it is found before the next step."""
-        return self.setdefault(parameter, {})
-
-
-class SharedState:
-    """The `state` of a RemoteOptimizer: that of the wrapped optimizer, or an empty one for state on the pservers."""
-
-    def __init__(self, remote: Optimizer, stepping: Optimizer | None) -> None:
-        """`stepping` is the wrapped optimizer if it steps in the trainer, and so has the state."""
-        self._optimizers = (remote,) if stepping is None else (remote, stepping)
-        self._kind = RemoteState if stepping is None else InitializedState
-        self._state: InitializedState
-        self.share(self._optimizers[-1].state)
-
-    def share(self, state: Mapping[Tensor, Any]) -> None:
-        """Make this the state of both optimizers."""
-        self._state = self._kind(dict, state)
-        for optimizer in self._optimizers:
-            optimizer.state = self._state
-
-    def adopt_loaded(self) -> None:
-        """Share the state that torch has just loaded into the optimizer that has it."""
-        self.share(self._optimizers[-1].state)
-
-    def was_reset(self) -> bool:
-        """Return True, and share the new state, if the script has cleared or replaced the state.
-
-        Raises BadModel for entries that the script has added, which the run would not notice.
+        Its own `step` raises BadModel as long as `is_in_run`.
         """
-        replaced = next((one.state for one in self._optimizers if one.state is not self._state), None)
-        is_remote = isinstance(self._state, RemoteState)
-        if is_remote and (replaced or any(self._state.values())):
-            refuse_entries()
-        if replaced is None and not (isinstance(self._state, RemoteState) and self._state.was_cleared):
-            return False
-        self.share(replaced or {})
-        return True
+        self._state = state
+        hooks = [*STEP_HOOKS, *STATE_HOOKS]
+        if not isinstance(state, StateInTrainer):  # which loads with the wrapped optimizer's own load_state_dict
+            hooks += LOAD_HOOKS
+        for name in hooks:
+            setattr(self, name, getattr(self._wrapped, name))
+        refuse_changes(self._wrapped, is_in_run)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the hyperparameters now, and the state with the next step: that of the lowest rank. Does not block.
 
-def share_hooks(remote: Optimizer, wrapped: Optimizer, *, loads_itself: bool) -> None:
-    """Make the hooks of both optimizers the same, so that a call of `remote` runs them once.
+        Other trainers may call it or not; at the start their state is only checked. Before the first step of a trainer
+        that was restarted, or in a resumed run, state is not loaded: the run has its own. With local steps, and in a
+        ring, the state is the wrapped optimizer's own, and all trainers must load the same. Raises BadInput for a
+        `state_dict` that does not fit; then nothing has changed.
+        """
+        handle = self.register_load_state_dict_pre_hook(self._load)  # the last hook that changes the argument
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
 
-    `loads_itself`: `load_state_dict` of `remote` calls that of `wrapped`, which runs its own hooks.
-    """
-    for hooks in (*STEP_HOOKS, *STATE_HOOKS, *(() if loads_itself else LOAD_HOOKS)):
-        setattr(remote, hooks, getattr(wrapped, hooks))
+    def _load(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return self._state.load(state_dict)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Adopt the state that torch has loaded. Schedulers keep their list of groups."""
+        shared = self.param_groups
+        super().__setstate__(state)
+        shared[:] = self._state.adopt_loaded()
+        self.param_groups = self._wrapped.param_groups = shared
 
-def step_without_hooks(wrapped: Optimizer) -> None:
-    """Step a wrapped optimizer whose hooks, and torch's global ones, run with the step of the RemoteOptimizer."""
-    step = type(wrapped).step
-    getattr(step, "__wrapped__", step)(wrapped)  # torch wraps the method of each class once, to run the hooks
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; only the constructor may, because the plan is made once."""
+        if hasattr(self, "_wrapped"):
+            refuse_group()
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: the optimizer is a place in a run."""
+        raise TypeError(
+            "a RemoteOptimizer cannot be copied or pickled, since it holds a trainer's connections; copy or save its "
+            "state_dict() instead"
+        )
 
 
 def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
@@ -125,14 +103,6 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
 
     changing = {"step": MethodType(refuse_step, wrapped), "load_state_dict": refuse_load}  # schedulers want a method
     vars(wrapped).update(changing, add_param_group=refuse_group)
-
-
-def refuse_entries() -> NoReturn:
-    """Raise BadModel for entries of `optimizer.state` that a script has set or removed."""
-    raise BadModel(
-        "entries of optimizer.state cannot be set or removed, since the slots are on the pservers. Change what "
-        "optimizer.state_dict() returns, and give it to optimizer.load_state_dict()"
-    )
 
 
 def refuse_group(*_: object, **__: object) -> NoReturn:
@@ -187,9 +157,7 @@ def read_hyper_parameters(spec: OptimizerSpec, optimizer: torch.optim.Optimizer)
                     actual=bool(group[flag]),
                 )
     names = RULES[spec.name].numbers
-    # torch's Adagrad fills its slot when it is made, from its own argument, whatever a group says.
-    fixed = {name: optimizer.defaults[name] for name in names if name == "initial_accumulator_value"}
-    return [{name: _plain({**group, **fixed}[name]) for name in names} for group in optimizer.param_groups]
+    return [{name: _plain(group[name]) for name in names} for group in full_groups(optimizer)]
 
 
 def _plain(value: Any) -> float | list[float]:

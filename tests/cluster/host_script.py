@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel, GradpostError, ModelMismatch, NonFiniteGradient
+from tests.cluster.test_engines import follow_contract
 from tests.cluster.training import (
     NET_STEPS,
     Net,
@@ -255,6 +256,7 @@ WORK = {
     "early": partial(late, overlap=True),
     "scaled_early": partial(scaled, overlap=True),
     "start": start_everywhere,
+    "contract": follow_contract,
 }
 
 

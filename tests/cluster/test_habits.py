@@ -51,7 +51,7 @@ def test_a_parameter_may_be_given_other_memory(session: Session) -> None:
     step_with(optimizer, model.weight)
     assert torch.equal(model.weight, start - 3)
     model.to(torch.float64)
-    with pytest.raises(BadModel, match="'weight' has become another one"):
+    with pytest.raises(BadModel, match="'weight' has become another tensor"):
         step_with(optimizer, model.weight)
 
 

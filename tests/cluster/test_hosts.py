@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.hosts, pytest.mark.timeout(240)]
 HOST_SCRIPT = str(Path(__file__).with_name("host_script.py"))
 IN_SYNC = (
     *("late", "early", "streaming", "clipped", "unequal", "start", "local", "refused", "overflowed", "sharing"),
-    *("pulling", "averaging", "different", "scaled", "scaled_early", "kept", "broken_off"),
+    *("pulling", "averaging", "different", "scaled", "scaled_early", "kept", "broken_off", "contract"),
 )
 ROUNDING = 1e-5
 CUT = {"min_block_size": 100}  # parameters that are cut
@@ -89,6 +89,11 @@ def test_the_results_are_those_of_one_process_with_all_batches(found: Found) -> 
 def test_overlap_changes_no_bit(found: Found) -> None:
     for one in found["early"]:
         assert_identical(one, found["late"][0])
+
+
+def test_the_engines_of_a_host_follow_the_contract(found: Found) -> None:
+    for one in found["contract"]:
+        assert_identical(one, found["contract"][0])
 
 
 def test_buckets_go_on_while_backward_runs(found: Found) -> None:

@@ -147,7 +147,7 @@ def test_the_processes_of_the_others_end_too(cluster: LocalCluster, tmp_path: Pa
 @pytest.mark.extended
 def test_a_trainer_that_leaves_the_others_is_named(cluster: LocalCluster, tmp_path: Path) -> None:
     """As no trainer of this version does."""
-    script = write_script(tmp_path, rounds=UNEQUAL, end="session.join_others = None")
+    script = write_script(tmp_path, rounds=UNEQUAL, end="session._join_ring = None")
     assert cluster.run_trainers(script, timeout=60) == [0, 1, 1], cluster.output
     said = "ps_protocol.errors.Ended: trainer 0 left before round 5"
     for rank in (1, 2):

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ps_protocol.errors import BadInput, BadModel, ContributionConflict
+from ps_protocol.errors import BadInput, ContributionConflict
 
 from ..collectives import Collectives
+from ..tensors import check_form
 
 BYTES = 4  # of an element, float32
 PIECE = 1 << 16  # elements that are squared at once, in memory that an allocator keeps
@@ -191,16 +192,6 @@ class BroadcastBuffer:
         """Copy the received values to the tensors."""
         for name, view in self._views.items():
             self._tensors[name].copy_(view)
-
-
-def check_form(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Raise BadModel if a tensor has another shape or dtype than when the run began."""
-    if (tensor.shape, tensor.dtype) != (shape, dtype):
-        raise BadModel(
-            f"parameter {name!r} has become another one; all trainers agreed on it when the run began",
-            expected=f"{dtype} {list(shape)}",
-            actual=f"{tensor.dtype} {list(tensor.shape)}",
-        )
 
 
 def _aligned(num_bytes: int) -> int:

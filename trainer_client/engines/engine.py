@@ -32,10 +32,10 @@ class StepProgress:
 class StepEngine(Protocol):
     """The steps of a trainer whose model is declared, and whose parameters have the values that the run begins with.
 
-    Memory: the script's parameters and gradients stay the script's. An engine reads a gradient from the call that hands
-    it over until `step` returns; with `max_delay` until a copy was made, which is before `step` returns, too. The
-    script must not change it meanwhile. Parameters are written within `step`, `synchronize` and, with `overlap_pulls`,
-    by the waits before a forward pass; nowhere else.
+    Memory: parameters and gradients belong to the script. An engine reads a gradient from the call that passes it until
+    `step` returns, and the script must not change it meanwhile. Afterwards the engine has its own copy if it still
+    needs one. Parameters are written within `step` and `synchronize` only. With `overlap_pulls` the network may write
+    to a parameter from `step` on, until a wait before the next forward pass has ended.
 
     All methods are called by one thread at a time. Only `step` and `synchronize` block for other processes; they raise
     the error that ended the run.

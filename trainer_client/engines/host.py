@@ -8,14 +8,14 @@ The step of process 0 is that of any trainer, whatever the strategy and the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..host.host import Host
-from ..model_tensors import TrainedModel, check_alike
+from ..model_tensors import TrainedModel
 from ..round_results import Outcomes
 from ..session import Session
 from .collective_buffers import BroadcastBuffer, FlatBucket, FlatGradients
@@ -27,37 +27,26 @@ class HostLeader:
     """The engine of process 0: it sums the gradients of its host, and steps with another engine."""
 
     def __init__(
-        self,
-        session: Session,
-        host: Host,
-        model: TrainedModel,
-        digests: Mapping[str, str],
-        device: torch.device,
-        start: Callable[[], StepEngine],
+        self, session: Session, host: Host, model: TrainedModel, device: torch.device, engine: StepEngine
     ) -> None:
-        """Start the engine of the run with `start`, and send the initial values to the host's other processes.
-
-        `digests` of the model must be the same in all processes. Blocks for them.
-        """
+        """Send the values that the run begins with to the host's other processes. Blocks for them."""
+        self.progress = engine.progress
         self._host = host
         self._client = session.client
+        self._engine = engine
         self._names = list(model.parameters)
         self._num_handed_on = 0  # buckets of the next step, whose mean is on its way already
-        with host.reporting_failure():
-            for process, line in enumerate(host.receive("model"), 1):
-                check_alike(digests, line["model"], process)
-            self._engine = start()
-            self.progress = self._engine.progress
-            bucket_bytes = self._client.settings.chosen_bucket_bytes
-            host.send(
-                "started",
-                round=self.progress.version,
-                nonfinite=self._client.nonfinite,
-                bucket_bytes=bucket_bytes,
-                outcomes=self._client.outcomes,
-            )
-            host.open_group(device)
-            self._send_values(BroadcastBuffer({**model.pulled, **model.stored}, device))
+        bucket_bytes = self._client.settings.chosen_bucket_bytes
+        host.send(
+            "started",
+            round=self.progress.version,
+            nonfinite=self._client.nonfinite,
+            bucket_bytes=bucket_bytes,
+            outcomes=self._client.outcomes,
+            grad_norm=None,
+        )
+        host.open_group(device)
+        self._send_values(BroadcastBuffer({**model.pulled, **model.stored}, device))
         self._values = BroadcastBuffer(model.pulled, device)
         self._gradients = FlatGradients(
             model.parameters, bucket_bytes, device, lambda bucket: host.collectives.reduce(bucket.flat)
@@ -172,8 +161,7 @@ class HostFollower:
         self.progress = StepProgress()
         host.send("model", model=digests)
         [started] = host.receive("started")
-        self._client.nonfinite = started["nonfinite"]
-        self._client.is_declared = True
+        self._client.adopt_run(started["nonfinite"])
         host.open_group(device)
         self._gradients = FlatGradients(
             model.parameters, started["bucket_bytes"], device, lambda bucket: host.collectives.reduce(bucket.flat)
@@ -221,17 +209,16 @@ class HostFollower:
 
     def _receive_result(self) -> None:
         [result] = self._host.receive("result")
-        self._client.grad_norm = result["grad_norm"]
         self.progress.num_rollbacks += result["begun"] < self.progress.begun
         self.progress.begun = result["begun"]
         self._receive_values(self._values, result)
 
-    def _receive_values(self, values: BroadcastBuffer, told: Mapping[str, Any]) -> None:
-        self._client.outcomes = Outcomes(*told["outcomes"])
+    def _receive_values(self, values: BroadcastBuffer, results: Mapping[str, Any]) -> None:
         values.begin(self._host.collectives, 0, sends=False)
         self._host.finish()
         values.write_back()
         self._averages.write_back()
-        self.progress.version = self._client.membership.round = told["round"]
+        self.progress.version = results["round"]
+        self._client.adopt_results(results["round"], Outcomes(*results["outcomes"]), results["grad_norm"])
         if self._local is not None:
             self._local.begin()

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 
-from ..wrapped_optimizer import step_without_hooks
-
 
 class LocalSteps:
     """The steps between two pushes. Keeps two copies of the parameters; the inner optimizer's slots are its own."""
@@ -67,3 +65,9 @@ def check_outer(inner: Optimizer, outer: Optimizer) -> None:
             expected=f"{len(ours)} parameters",
             actual=f"{len(theirs)}, of which {len(ours & theirs)} are the same",
         )
+
+
+def step_without_hooks(wrapped: Optimizer) -> None:
+    """Step a wrapped optimizer whose hooks, and torch's global ones, run with the step of the RemoteOptimizer."""
+    step = type(wrapped).step
+    getattr(step, "__wrapped__", step)(wrapped)  # torch wraps the method of each class once, to run the hooks

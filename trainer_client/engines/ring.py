@@ -24,9 +24,10 @@ from ps_protocol.vocabulary import Rank
 
 from ..model_tensors import TrainedModel
 from ..session import Session
-from ..wrapped_optimizer import step_without_hooks
-from .collective_buffers import BroadcastBuffer, FlatBucket, FlatGradients, check_form
+from ..tensors import check_form
+from .collective_buffers import BroadcastBuffer, FlatBucket, FlatGradients
 from .engine import Contribution, StepProgress
+from .local_steps import step_without_hooks
 from .ring_group import Group
 from .ring_tally import Tally, TallyVector
 
@@ -155,7 +156,8 @@ class RingEngine:
             return
         self._is_void = self._gradients.discard()  # of a backward pass after which there was no step
         self._gradients.mark_spoiled(is_spoiled=False)
-        self._has_joined = self._client.membership.is_done = True
+        self._has_joined = True
+        self._client.membership.report_done()
         log, last = self._client.log, self.progress.version
         try:
             while self._has_joined:
@@ -241,14 +243,13 @@ class RingEngine:
         if tally.source is not None:
             self._broadcast(self._parameters, tally.source)
             self._has_written = False
-        skipped = [round_] if tally.nonfinite else []
-        self._client.outcomes = self._client.outcomes.advance(skipped, None, newest=round_, keep=2)
+        skipped, grad_norm = [], None
         if tally.nonfinite:
-            self._client.grad_norm = None if self._client.max_grad_norm is None else math.nan
+            skipped, grad_norm = [round_], None if self._client.max_grad_norm is None else math.nan
             self._client.metrics.skipped.inc()
             self._log(f"round {round_} was skipped by all trainers: NaN or infinity in gradients of", tally.nonfinite)
         else:
-            self._average()
+            grad_norm = self._average()
             if not self._has_joined:
                 self._apply(set(tally.present))
             self._average_buffers()
@@ -257,16 +258,18 @@ class RingEngine:
         self.progress.version = round_
         if self._has_joined:
             return
-        self._client.membership.round = round_
+        outcomes = self._client.outcomes.advance(skipped, None, newest=round_, keep=2)
+        self._client.adopt_results(round_, outcomes, grad_norm)
         self._client.metrics.rounds.inc()
         self._client.metrics.round.set(round_)
 
     @torch.no_grad()
-    def _average(self) -> None:
+    def _average(self) -> float | None:
+        """Replace the sums by averages, which are clipped; return their norm before that, if it was computed."""
         for bucket in self._gradients.buckets:
             bucket.flat.mul_(1 / self._num_active)
-        if self._client.max_grad_norm is not None:
-            self._clip(self._client.max_grad_norm)
+        max_norm = self._client.max_grad_norm
+        return None if max_norm is None else self._clip(max_norm)
 
     def _apply(self, present: Collection[str]) -> None:
         """Step with the averages in place of the script's own gradients, which are there again afterwards."""
@@ -303,16 +306,20 @@ class RingEngine:
             mean.copy_(part.view(mean.shape))
         averages.write_back()
 
-    def _clip(self, max_norm: float) -> None:
-        """Multiply the averages so that their norm is `max_norm` at most; parameters without a gradient have zeros."""
+    def _clip(self, max_norm: float) -> float:
+        """Multiply the averages so that their norm is `max_norm` at most, and return their norm before that.
+
+        Parameters without a gradient have zeros.
+        """
         buckets = self._gradients.buckets
         squares = torch.stack([bucket.sum_of_squares() for bucket in buckets]).sum(0, keepdim=True)
         self._group.collectives.broadcast(squares)  # machines may round a sum differently, and nothing would mend that
         self._wait()
-        self._client.grad_norm = norm = math.sqrt(float(squares))
+        norm = math.sqrt(float(squares))
         coefficient = clip_coefficient(norm, max_norm)
         for bucket in buckets if coefficient != 1 else ():
             bucket.flat.mul_(coefficient)
+        return norm
 
 
 def _numbers(optimizer: Optimizer) -> list[list[tuple[str, list[float]]]]:

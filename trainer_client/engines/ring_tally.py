@@ -45,8 +45,8 @@ class TallyVector:
     ) -> None:
         """Fill the vector with the facts of this trainer about the next round. An all_reduce sums it."""
         facts = [[0.0] * self._size for _ in range(FACTS)]
-        said = (not is_finite, is_void, is_active, numbers, has_written)
-        for fact, value in zip(facts, said, strict=True):
+        values = (not is_finite, is_void, is_active, numbers, has_written)
+        for fact, value in zip(facts, values, strict=True):
             fact[self._rank] = float(value)
         counts = [float(name in present) for name in self._names]
         flat = [*counts, *(value for fact in facts for value in fact)]

@@ -50,12 +50,12 @@ def pushed_state(after: int, scale: float, growth_tracker: int) -> HyperParamete
 class Remote:
     """The part of a RemoteOptimizer, in a run with rounds, that a GradScaler uses."""
 
-    shares_rounds = True
+    is_shared, overlap = True, None
 
     def __init__(
         self, begun: int = 0, pushed: HyperParameters | None = None, *skipped: int, max_delay: int = 0
     ) -> None:
-        self.progress = StepProgress(begun=begun)
+        self.scaling, self.progress = self, StepProgress(begun=begun)
         self.client = SimpleNamespace(
             nonfinite="skip_round",
             outcomes=Outcomes(skipped, pushed),
@@ -64,9 +64,8 @@ class Remote:
         )
         self.session = SimpleNamespace(client=self.client)
 
-    def attach_scaler(self, describe: Any) -> tuple[StepProgress, None]:
+    def attach(self, describe: Any, _: Any) -> None:
         self.pushed = describe
-        return self.progress, None
 
     def make_scaler(self) -> GradScaler:
         return GradScaler(self, "cpu", init_scale=8.0, growth_interval=2)  # type: ignore[arg-type]
