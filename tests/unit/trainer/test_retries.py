@@ -125,10 +125,9 @@ async def test_a_new_incarnation_has_a_deadline_of_its_own() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("status", [404, 413, 429, 500, 502, 520])
-async def test_the_page_of_a_gateway_is_handled_as_no_answer(status: int) -> None:
+async def test_the_page_of_a_gateway_is_handled_as_no_answer() -> None:
     news = News(heard_at=float("inf"))
-    answers = [*[httpx.Response(status, text="\n404 page not found")] * 3, DONE]
+    answers = [*[httpx.Response(status, text="\n404 page not found") for status in (404, 429, 502)], DONE]
     pages: list[dict[int, str]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -138,7 +137,7 @@ async def test_the_page_of_a_gateway_is_handled_as_no_answer(status: int) -> Non
     async with client_of(answer, news) as client:
         await client.barrier(1, BATCH)
     assert (answers, news.pages, news.failing) == ([], {}, {})
-    assert f"answered {status} without a problem document: 404 page not found; is it Gradpost?" in pages[-1][0]
+    assert "answered 502 without a problem document: 404 page not found; is it Gradpost?" in pages[-1][0]
 
 
 @pytest.mark.asyncio
