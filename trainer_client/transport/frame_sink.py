@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ps_protocol.errors import BadInput
-from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
+from ps_protocol.frames import LENGTH_BYTES, TRUSTED_LIMITS, Frame, FrameLimits, parse_header, parse_length
 from ps_protocol.routes import SINCE_KEY
 
 NO_DELTAS: Mapping[str, memoryview] = {}
-LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)
 
 
 class FrameSink:
@@ -26,7 +25,7 @@ class FrameSink:
         *,
         deltas: Mapping[str, memoryview] = NO_DELTAS,
         on_block: Callable[[str], None] | None = None,
-        limits: FrameLimits = LIMITS,
+        limits: FrameLimits = TRUSTED_LIMITS,
     ) -> None:
         self._on_block = on_block
         self._destinations = destinations
