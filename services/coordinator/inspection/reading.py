@@ -15,7 +15,7 @@ import httpx
 
 from ps_config.control_client import may_be_problem, raise_for_problem
 from ps_protocol.errors import NotReady, StaleRound, TryAgain
-from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
+from ps_protocol.frames import LENGTH_BYTES, TRUSTED_LIMITS, Frame, parse_header, parse_length
 from ps_protocol.messages import PserverState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATE
@@ -103,9 +103,6 @@ async def read_versions(coordinator: Coordinator, pservers: Sequence[PserverInde
 
 STILL_SECONDS = 7.0  # a server closes a stalled connection after `body_timeout_seconds`, which is longer
 PARTS_AT_ONCE = 2  # more than the kernels' buffers between two processes hold
-_LIMITS = FrameLimits(
-    max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30
-)  # of the cluster's own pservers
 GONE = "a pserver went away while its shard was being read"
 
 
@@ -206,9 +203,9 @@ async def _open_frame(
         raise_for_problem(response)
         parts = response.aiter_bytes(PART_BYTES)
         begun = b""
-        while len(begun) < LENGTH_BYTES or len(begun) < parse_length(begun, _LIMITS):
+        while len(begun) < LENGTH_BYTES or len(begun) < parse_length(begun, TRUSTED_LIMITS):
             begun += await anext(parts)
     except (httpx.HTTPError, StopAsyncIteration) as error:
         raise TryAgain(f"pserver {member.info.index} did not answer: {error!r}") from error
-    data_begin = parse_length(begun, _LIMITS)
-    return IncomingFrame(parse_header(begun[LENGTH_BYTES:data_begin], _LIMITS), parts, begun[data_begin:])
+    data_begin = parse_length(begun, TRUSTED_LIMITS)
+    return IncomingFrame(parse_header(begun[LENGTH_BYTES:data_begin], TRUSTED_LIMITS), parts, begun[data_begin:])
