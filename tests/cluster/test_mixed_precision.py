@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -369,17 +368,3 @@ def test_processes_that_come_back_and_a_run_that_goes_back_have_the_same_scales(
         run.wait_for_line("steps of this trainer are lost", of="trainer 0")
         assert run.results() == result_of(150)
         check_scales(run.lines, 150)
-
-
-@pytest.mark.extended
-def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
-    """The run stops after a round that was skipped, whose outcome is in no scale yet, and has other pservers then."""
-    assert is_skipped(26)
-    settings = {"state_dir": tmp_path, "nonfinite": "skip_round"}
-    with FaultyRun(26, kind="scaling", **settings) as run:
-        run.results()
-        run.cluster.summary()  # answered when the last checkpoint is written
-        first = run.lines
-    with FaultyRun(50, kind="scaling", pservers=3, resume=True, **settings) as run:
-        assert run.results() == result_of(50)
-        check_scales([*first, *run.lines], 50)
