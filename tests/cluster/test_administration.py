@@ -90,7 +90,7 @@ def test_rates_and_frozen_parameters_count_from_the_named_round_on(run: FaultyRu
 
 
 @pytest.mark.extended
-def test_a_paused_run_stands_still_and_nobody_is_late() -> None:
+def test_a_paused_run_stands_still_and_no_trainer_is_late() -> None:
     with FaultyRun(60, local_transport=False, round_timeout_seconds=3) as run:
         run.wait_for_round(5)
         admin = Administrator(run)

@@ -60,7 +60,7 @@ def test_a_script_that_ends_while_the_coordinator_is_away_is_not_lost() -> None:
         assert run.cluster.summary().state == "finished"
 
 
-def test_rounds_that_are_lost_when_somebody_is_done_end_the_run(tmp_path: Path) -> None:
+def test_lost_rounds_end_the_run_when_a_trainer_is_done(tmp_path: Path) -> None:
     with FaultyRun(40, pservers=1, state_dir=str(tmp_path)) as run:
         run.cluster.trainers[1].signal(SIGKILL)
         run.rounds = 400
@@ -119,7 +119,7 @@ def resumed(folder: Path, rounds: int = 60, pservers: int = 2, **settings: Any) 
     return FaultyRun(rounds, pservers=pservers, state_dir=str(folder), resume=True, **settings)
 
 
-def test_everybody_dies_before_the_checkpoint_is_installed(tmp_path: Path) -> None:
+def test_all_processes_die_before_the_checkpoint_is_installed(tmp_path: Path) -> None:
     begin(tmp_path)
     with resumed(tmp_path, failpoints="open.before=kill") as run:
         for pserver in run.cluster.pservers:
@@ -146,7 +146,7 @@ def test_the_coordinator_dies_when_the_run_begins_and_a_pserver_later(tmp_path: 
         assert run.results() == [expected_result(200)] * 2
 
 
-def test_who_was_done_is_not_awaited_by_a_coordinator_that_is_told_again_to_resume(tmp_path: Path) -> None:
+def test_a_trainer_that_was_done_is_not_waited_for_by_a_coordinator_that_resumes_again(tmp_path: Path) -> None:
     begin(tmp_path)
     with resumed(tmp_path, rounds=FIRST_ROUNDS + 10, pservers=1, rejoin_timeout_seconds=5) as run:
         run.kill(run.cluster.trainers[0])

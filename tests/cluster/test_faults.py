@@ -117,7 +117,7 @@ def test_the_others_go_on_within_a_lease_and_a_trainer_that_comes_back_joins() -
 
 
 @pytest.mark.extended
-def test_nobody_is_waited_for_beyond_the_rejoin_time_out() -> None:
+def test_no_trainer_is_waited_for_beyond_the_rejoin_time_out() -> None:
     with FaultyRun(100, lease_seconds=LEASE, rejoin_timeout_seconds=1.5) as run:
         run.wait_for_round(10)
         run.kill(run.cluster.trainers[1])

@@ -102,7 +102,7 @@ def test_a_long_poll_gets_the_next_version(http: httpx.Client, oracle: Oracle) -
 
 
 @pytest.mark.asyncio
-async def test_many_who_wait_keep_nobody_from_reading(run: FaultyRun) -> None:
+async def test_many_waiting_readers_delay_no_other_reader(run: FaultyRun) -> None:
     async with httpx.AsyncClient(base_url=run.cluster.address, timeout=60) as http:
         path = f"/v1/parameters/{WEIGHT}"
         waiting = [asyncio.create_task(http.get(path, params={"after_version": 10**6})) for _ in range(20)]

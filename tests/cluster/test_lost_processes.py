@@ -205,7 +205,7 @@ def test_a_stopped_trainer_is_named(trainers: list[Trainer]) -> None:
 
 @pytest.mark.ring
 @pytest.mark.parametrize("trainers", [{2: Plot(hangs_after=4)}], indirect=True, ids=["in round 5"])
-def test_who_hangs_is_named(trainers: list[Trainer]) -> None:
+def test_a_trainer_that_hangs_is_named(trainers: list[Trainer]) -> None:
     at = trainers[2].wait_for("hanging").at
     for trainer in trainers[:2]:
         end = trainer.wait_for_end()
@@ -217,7 +217,7 @@ def test_who_hangs_is_named(trainers: list[Trainer]) -> None:
 @pytest.mark.ring
 @pytest.mark.parametrize("trainers", [{0: Plot(steps=4)}], indirect=True, ids=["trainer 0 is done"])
 @pytest.mark.parametrize("dies", [0, 2])
-def test_a_death_ends_the_run_of_those_who_have_batches(
+def test_a_death_ends_the_run_of_trainers_with_batches_left(
     ring_cluster: LocalCluster, trainers: list[Trainer], dies: int
 ) -> None:
     trainers[1].wait_for("round", 8)
@@ -271,7 +271,7 @@ def wait_for_line(ring_cluster: LocalCluster, text: str) -> None:
 @pytest.mark.ring
 @pytest.mark.extended
 @pytest.mark.parametrize("ring_cluster", [LONG_LEASE], indirect=True, ids=["long lease"])
-def test_an_interrupt_of_who_is_done_is_heard_at_once(ring_cluster: LocalCluster, tmp_path: Path) -> None:
+def test_an_interrupt_of_a_trainer_that_is_done_is_reported_at_once(ring_cluster: LocalCluster, tmp_path: Path) -> None:
     command = write_script(tmp_path, rounds=UNEQUAL)
     children = [ring_cluster.start_trainer(rank, command) for rank in range(3)]
     wait_for_line(ring_cluster, "no batches are left here")
@@ -288,7 +288,7 @@ def test_an_interrupt_of_who_is_done_is_heard_at_once(ring_cluster: LocalCluster
 @pytest.mark.parametrize(
     ("how", "elements"), [("interrupted", 100_000), ("its optimizer", 18)], ids=["large", "as large as the tally"]
 )
-def test_who_catches_what_ends_a_round_has_left_it(
+def test_a_trainer_that_catches_the_error_of_a_round_has_left_it(
     ring_cluster: LocalCluster, tmp_path: Path, how: str, elements: int
 ) -> None:
     """Collectives of another round must not meet those of this one."""

@@ -72,7 +72,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(disk: SmallDisk, t
         assert newest.round > 15
 
 
-def test_a_disk_that_stays_full_ends_the_run_for_everybody(disk: SmallDisk) -> None:
+def test_a_disk_that_stays_full_ends_the_run(disk: SmallDisk) -> None:
     settings = {"round_timeout_seconds": 3, "rejoin_timeout_seconds": 1}
     with FaultyRun(1000, state_dir=disk.path, **settings) as run:
         run.wait_for_round(100)  # the coordinator has written down by now that rounds were ended
@@ -200,7 +200,7 @@ def test_a_partition_that_heals_within_the_lease_costs_nothing_but_time(apart: N
 
 @pytest.mark.alone
 @pytest.mark.extended
-def test_who_stays_cut_off_is_named_and_waited_for(apart: Namespace) -> None:
+def test_a_trainer_that_stays_cut_off_is_named_and_waited_for(apart: Namespace) -> None:
     with start_apart(60, apart) as run:
         run.wait_for_round(10)
         apart.cut(port_of(run, 0), "both")
@@ -212,7 +212,7 @@ def test_who_stays_cut_off_is_named_and_waited_for(apart: Namespace) -> None:
 
 @pytest.mark.alone
 @pytest.mark.extended
-def test_the_others_go_on_without_who_stays_cut_off(apart: Namespace) -> None:
+def test_the_others_go_on_without_a_trainer_that_stays_cut_off(apart: Namespace) -> None:
     with start_apart(60, apart, on_trainer_loss="continue") as run:
         run.wait_for_round(10)
         apart.cut(port_of(run, 0), "in")

@@ -147,7 +147,7 @@ def test_without_enough_trainers_the_run_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_who_does_not_take_part_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_trainer_that_does_not_join_is_not_waited_for(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys\n"
@@ -199,7 +199,7 @@ def test_kill_9_leaves_nothing_either(tmp_path: Path) -> None:
         assert up.has_left_nothing(seconds=10), up.left()
 
 
-def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
+def test_it_ends_when_its_output_is_not_read(tmp_path: Path) -> None:
     chatty = "import time\nwhile True: print('line'); time.sleep(0.05)"
     with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", chatty, folder=tmp_path, cold=True) as up:
         up.wait_for("[trainer 0] line")
