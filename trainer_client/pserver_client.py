@@ -13,7 +13,7 @@ from ps_config.control_client import may_be_problem, raise_for_problem
 from ps_http2.client import LOCAL_EXTENSION
 from ps_protocol import routes
 from ps_protocol.errors import GradpostError
-from ps_protocol.frames import CONTENT_TYPE, FrameLimits
+from ps_protocol.frames import CONTENT_TYPE, TRUSTED_LIMITS
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.optimizers import HyperParameters, StepState, read_states
@@ -28,7 +28,6 @@ T = TypeVar("T")
 
 WAIT_SECONDS = 10.0  # how long a pserver holds a get back before it answers which trainers are missing
 MIN_KEPT_ROUNDS = 8
-LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)
 
 
 class Pulled(NamedTuple):
@@ -258,7 +257,7 @@ class PserverClient:
         connection = self.connection
 
         async def attempt() -> tuple[Mapping[str, str], float, list[str]]:
-            sink = FrameSink(destinations, LIMITS, deltas, on_block)
+            sink = FrameSink(destinations, TRUSTED_LIMITS, deltas, on_block)
             body = (memoryview(json.dumps(list(names)).encode()),) if names else ()
             response = await connection.exchange.begin(
                 method, connection.url(path), {**self._headers(round_), **extra}, body=body, sink=sink
