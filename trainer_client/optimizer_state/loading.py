@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ps_protocol.vocabulary import Round
 
-from ..client import ParameterClient
+from ..client import RunClient
 from .torch_state import OptimizerState, split_masters
 from .transfer import StateFrames, make_state_frames
 
@@ -19,7 +19,7 @@ class Loading:
     Before the first round only the trainer that brings the initial values pushes them.
     """
 
-    def __init__(self, client: ParameterClient, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, client: RunClient, parameters: Mapping[str, Tensor]) -> None:
         """`parameters` are those of the script, which has its values in them by the next step."""
         self._parameters = parameters
         self.slots: OptimizerState | None = None  # those that no round has taken yet

@@ -14,7 +14,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATES_KEY
 from ps_protocol.vocabulary import Block, Round
 
-from ..client import ParameterClient
+from ..client import RunClient
 from ..pserver_client import PserverClient
 from ..pushing.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTES, Payload
 from ..tensors import writable_bytes
@@ -25,7 +25,7 @@ NOTHING = ParameterState(FRESH, {})
 
 
 async def pull_optimizer_state(
-    client: ParameterClient, round_: Round, needed: Callable[[str, StepState], Sequence[str]]
+    client: RunClient, round_: Round, needed: Callable[[str, StepState], Sequence[str]]
 ) -> dict[str, ParameterState]:
     """Return newly allocated slots of all stepped parameters, as of a round that this trainer has pulled.
 
