@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ps_config.environment import find_setting
 from ps_protocol.errors import NotFound
@@ -10,9 +11,10 @@ from ps_protocol.messages import CheckpointCreated
 from ps_protocol.vocabulary import Round
 from services.runtime.checkpoints import all_checkpoints
 from services.runtime.storage import open_checkpoint_storage
+from trainer_client.inspection import ClusterView
 
 from .output import Column, CommandError, count, print_json, print_line, print_table
-from .status import asking
+from .status import asking, print_answer
 from .up.state_folder import named_root, newest_folder
 
 
@@ -35,25 +37,26 @@ def _default_folder() -> Path:
 
 def create_checkpoint(coordinator: str | None, token_file: Path | None, *, as_json: bool) -> None:
     """Ask the coordinator for a checkpoint, and wait until it is complete."""
-    with asking(coordinator, token_file, "admin") as view:
-        created = view.create_checkpoint()
-    if as_json:
-        print_json(created.model_dump())
-    else:
+
+    def show(created: CheckpointCreated) -> None:
         print_line(f"checkpoint of round {created.round:,} of run {created.run} in {created.place}")
+
+    print_answer(coordinator, token_file, ClusterView.create_checkpoint, show, as_json=as_json, scope="admin")
 
 
 def restore_checkpoint(coordinator: str | None, token_file: Path | None, round_: int, *, as_json: bool) -> None:
     """Roll the run that trains back to a complete checkpoint."""
-    with asking(coordinator, token_file, "admin") as view:
+
+    def roll_back(view: ClusterView) -> dict[str, Any]:
         try:
-            done = view.roll_back(round_)
+            return view.roll_back(round_)
         except NotFound as error:
             raise CommandError(f"{error}; gradpost checkpoint list prints the complete ones") from None
-    if as_json:
-        print_json(done)
-    else:
+
+    def show(done: dict[str, Any]) -> None:
         print_line(f"run {done['run']} goes on from round {done['round']:,} (attempt {done['attempt']})")
+
+    print_answer(coordinator, token_file, roll_back, show, as_json=as_json, scope="admin")
 
 
 def list_checkpoints(place_url: str | None, coordinator: str | None, token_file: Path | None, *, as_json: bool) -> None:

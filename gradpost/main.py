@@ -244,10 +244,11 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show the members of the run, their rounds, and the members that it waits for."""
-    from .status import asking, print_status
+    from trainer_client.inspection import ClusterView
 
-    with asking(coordinator, token_file) as view:
-        print_status(view.status(), as_json=as_json)
+    from .status import print_answer, print_status
+
+    print_answer(coordinator, token_file, ClusterView.status, print_status, as_json=as_json)
 
 
 @app.command()
@@ -288,7 +289,7 @@ def events(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document per line.")] = False,
 ) -> None:
     """Show events: changes of membership, checkpoints, rollbacks, and actions of administrators."""
-    from .events import show_events
+    from .status import show_events
 
     show_events(coordinator, token_file, follow=follow, as_json=as_json)
 

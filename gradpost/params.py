@@ -10,8 +10,8 @@ from safetensors import safe_open
 
 from trainer_client.inspection import ClusterView
 
-from .output import Column, CommandError, count, print_json, print_line, print_table, whole_file
-from .status import asking
+from .output import Column, CommandError, count, print_line, print_table, whole_file
+from .status import asking, print_answer
 
 MAX_BAR = 50
 FORMATS = {".npy": "npy", ".json": "json", ".safetensors": "safetensors"}
@@ -21,17 +21,13 @@ def show_parameters(
     coordinator: str | None, token_file: Path | None, name: str | None, output: Path | None, *, as_json: bool
 ) -> None:
     """Print a list of all parameters or the statistics of one; or write one or all to a file."""
-    with asking(coordinator, token_file) as view:
-        if name is None and output is not None:
-            _write_model(output, view)
-        elif name is None:
-            listed = view.parameters()
-            print_json(listed) if as_json else _print_list(listed)
-        elif output is not None:
-            _write(output, view.parameter(name, _format_of(output)))
-        else:
-            statistics = view.statistics(name)
-            print_json(statistics) if as_json else _print_statistics(statistics)
+    if output is not None:
+        with asking(coordinator, token_file) as view:
+            _write_model(output, view) if name is None else _write(output, view.parameter(name, _format_of(output)))
+    elif name is None:
+        print_answer(coordinator, token_file, ClusterView.parameters, _print_list, as_json=as_json)
+    else:
+        print_answer(coordinator, token_file, lambda view: view.statistics(name), _print_statistics, as_json=as_json)
 
 
 def _format_of(output: Path) -> str:

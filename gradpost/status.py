@@ -1,25 +1,31 @@
-"""`gradpost status`, and the connection of every command to the coordinator."""
+"""`gradpost status` and `gradpost events`, and the connection of every command to the coordinator."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ps_config.certificates import TlsFiles, client_files
 from ps_config.environment import check_environment, find_path, find_setting
 from ps_config.tokens import Scope
 from ps_protocol.errors import Forbidden, Unauthenticated, Unreachable
+from ps_protocol.fields import Message
 from ps_protocol.messages import ClusterStatus, TrainerStatus
 from trainer_client.inspection import ClusterView
 
-from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table
+from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table, warn
 
 DEFAULT_COORDINATOR = "http://127.0.0.1:7070"
 TIMEOUT_SECONDS = 5.0
+RETRY_SECONDS = 1.0
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -37,6 +43,24 @@ def asking(coordinator: str | None, token_file: Path | None = None, scope: Scope
                 f"no coordinator: {error} (its address is --coordinator or GRADPOST_COORDINATOR)",
                 exit_code=EXIT_FAILED,
             ) from None
+
+
+def print_answer(
+    coordinator: str | None,
+    token_file: Path | None,
+    fetch: Callable[[ClusterView], T],
+    show: Callable[[T], None],
+    *,
+    as_json: bool,
+    scope: Scope = "read",
+) -> None:
+    """Print the result of `fetch`: as JSON, or with `show`."""
+    with asking(coordinator, token_file, scope) as view:
+        answer = fetch(view)
+    if as_json:
+        print_json(json.loads(answer.model_dump_json()) if isinstance(answer, Message) else answer)
+    else:
+        show(answer)
 
 
 def open_view(
@@ -75,11 +99,8 @@ def find_connection(coordinator: str | None, token_file: Path | None = None, sco
     return Connection(address.rstrip("/"), client_files(), token_file)
 
 
-def print_status(status: ClusterStatus, *, as_json: bool = False) -> None:
-    """Print the status as tables or JSON."""
-    if as_json:
-        print_json(json.loads(status.model_dump_json()))
-        return
+def print_status(status: ClusterStatus) -> None:
+    """Print the status as tables."""
     mode = status.mode if status.num_pservers else f"{status.mode} in a ring"
     line = f"run {status.run}: {status.state}, mode {mode}, round {status.round:,}"
     if status.plan_digest:
@@ -134,3 +155,32 @@ def _place_in_ring(trainer: TrainerStatus) -> str:
 
 def _trainers(ranks: tuple[int, ...]) -> str:
     return ", ".join(f"trainer {rank}" for rank in ranks)
+
+
+# ---------------------------------------------------------------------- events
+
+
+def show_events(coordinator: str | None, token_file: Path | None, *, follow: bool, as_json: bool) -> None:
+    """Print the newest thousand events, and with `follow` the next ones until Ctrl-C."""
+    with asking(coordinator, token_file) as view, suppress(KeyboardInterrupt) if follow else nullcontext():
+        for event in _follow(view) if follow else view.events():
+            if as_json:
+                print(json.dumps(event), flush=True)
+                continue
+            at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
+            print_line(f"{at}  round {event['round']:>7,}  {event['text']}", flush=True)
+
+
+def _follow(view: ClusterView) -> Iterator[dict[str, Any]]:
+    """Yield events without an end, over restarts of the coordinator. Raises Unreachable if it is not there at first."""
+    view.status()
+    newest, is_unreachable = 0, False
+    while True:
+        with suppress(Unreachable):
+            for event in view.follow_events(newest):
+                newest, is_unreachable = event["id"], False
+                yield event
+        if not is_unreachable:
+            warn(f"the coordinator at {view.coordinator} is unreachable; trying again until Ctrl-C")
+        is_unreachable = True
+        time.sleep(RETRY_SECONDS)

@@ -25,7 +25,7 @@ PROBLEM_TYPE_PREFIX = "urn:gradpost:error:"
 class GradpostError(Exception):
     """Base of all errors; `facts` are the document's extra members (`expected`, `actual`, `current`, …)."""
 
-    code = "internal_error"  # of an error that is raised without one
+    code: str  # of an error that is raised without one: the first of its class in ERRORS
     retry_after_seconds: float | None = None  # at a client: what the answer's `Retry-After` said
 
     def __init__(self, detail: str, /, *, code: str | None = None, **facts: Any) -> None:
@@ -65,145 +65,97 @@ class GradpostError(Exception):
 class BadInput(GradpostError):
     """The request is wrong and changed nothing."""
 
-    code = "bad_request"
-
 
 class NonFiniteGradient(BadInput):
     """A gradient holds NaN or infinity and the policy is `reject`."""
-
-    code = "non_finite_gradient"
 
 
 class BadModel(BadInput):
     """The list of parameters cannot be planned."""
 
-    code = "bad_model"
-
 
 class NotFound(BadInput):
     """There is no such path, parameter or member."""
-
-    code = "not_found"
 
 
 class Unauthenticated(BadInput):
     """The request carries no bearer token, or none that the service knows."""
 
-    code = "unauthenticated"
-
 
 class Forbidden(BadInput):
     """The token's scope does not cover the request; `needed` and `given` say which."""
-
-    code = "forbidden"
 
 
 class Conflict(GradpostError):
     """The request is stale or contradicts the run."""
 
-    code = "conflict"
-
 
 class StaleRun(Conflict):
     """The request belongs to another run or attempt."""
-
-    code = "stale_run"
 
 
 class StalePserver(Conflict):
     """The request was meant for another pserver, or for another incarnation of this one."""
 
-    code = "stale_pserver"
-
 
 class StaleRound(Conflict):
     """The round is over and its parameters have been overwritten."""
-
-    code = "stale_round"
 
 
 class FutureRound(Conflict):
     """The round is not open yet."""
 
-    code = "future_round"
-
 
 class NormChanged(Conflict):
     """The round's gradient has changed since the get's global norm was computed: read the norms again."""
-
-    code = "norm_changed"
 
 
 class RolledBack(Conflict):
     """The run was rolled back to `round`; training continues after it."""
 
-    code = "rolled_back"
-
 
 class ContributionConflict(Conflict):
     """The bytes of a contribution differ from those sent before under the same identity."""
-
-    code = "contribution_conflict"
 
 
 class ContributionMissing(Conflict):
     """A batch barrier came before this pserver had the trainer's whole contribution; push it again."""
 
-    code = "contribution_missing"
-
 
 class ModelMismatch(Conflict):
     """The trainer's model is not the one that the run's other trainers declared."""
-
-    code = "model_mismatch"
 
 
 class TryAgain(GradpostError):
     """Nothing is wrong; the same request again may succeed."""
 
-    code = "try_again"
-
 
 class NotReady(TryAgain):
     """The service has no run, or not all initial values; `waiting_for` says what is missing."""
-
-    code = "not_ready"
 
 
 class RoundPending(TryAgain):
     """The barrier is not complete; `missing` names the trainers that it waits for."""
 
-    code = "round_pending"
-
 
 class Ended(GradpostError):
     """An awaited event that will not happen: the run, the trainer or the service has ended."""
-
-    code = "ended"
 
 
 class TrainerLost(Ended):
     """A trainer's lease ran out or it failed, and the run cannot go on without it."""
 
-    code = "trainer_lost"
-
 
 class RoundTimeout(Ended):
     """A trainer is alive but did not reach the barrier in time."""
-
-    code = "round_timeout"
 
 
 class StorageFailed(Ended):
     """A disk does not take what `durability` demands."""
 
-    code = "storage_failed"
-
 
 class Unreachable(Ended):
     """A service did not answer for the whole retry time. Raised by the client, never sent."""
-
-    code = "unreachable"
 
 
 class ErrorCode(NamedTuple):
@@ -280,6 +232,8 @@ _TABLE = (  # code, family, status, may be retried, meaning
 )  # fmt: skip
 
 ERRORS: Mapping[str, ErrorCode] = {row[0]: ErrorCode(*row) for row in _TABLE}
+for _error in reversed(tuple(ERRORS.values())):
+    _error.family.code = _error.code
 
 _DOCUMENT_MEMBERS = frozenset({"instance", "type", "title", "status", "detail", "code", "may_be_retried"})
 

@@ -8,7 +8,7 @@ import copy
 import secrets
 import ssl
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 import httpx
@@ -47,7 +47,7 @@ from ps_protocol.routes import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
 from .metrics import LinkMeter
-from .news import News
+from .news import News, Waits
 from .settings import TrainerSettings
 
 T = TypeVar("T")
@@ -62,17 +62,18 @@ class Membership:
     def __init__(self, settings: TrainerSettings, http: httpx.AsyncClient) -> None:
         self.joined: TrainerJoined
         self.round: Round = 0  # the newest round that was pulled from every pserver
-        self.waiting_since: float | None = None  # in a ring, by the loop; None: it computes
-        self.is_done = False  # in a ring: no batches are left, and it accompanies the others
         self.results: dict[str, float] = {}
-        self.failure: asyncio.Future[GradpostError] | None = None
+        self.failure: GradpostError | None = None  # that ended the run
         self.news = News()
         self.links: dict[PserverIndex, LinkMeter] = {}
+        self._waits = Waits()
         self._settings = settings
         self._http = http
         self._coordinator = settings.coordinator.rstrip("/")
         self._heartbeats: asyncio.Task[None] | None = None
         self.log = make_log()
+        self._waiting_since: float | None = None  # in a ring, by the loop; None: it computes
+        self._is_done = False  # in a ring: no batches are left
         self._logged: dict[str, str] = {}  # the last line about each topic
 
     # ------------------------------------------------------------------ joining
@@ -92,7 +93,6 @@ class Membership:
         )
         self.joined = TrainerJoined.model_validate_json(await self._request_with_retry("POST", JOIN_TRAINER, request))
         self.log = make_log(run=self.joined.run, trainer=self.joined.rank)
-        self.failure = asyncio.get_running_loop().create_future()
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
         return self.joined
 
@@ -100,7 +100,19 @@ class Membership:
         """Adopt the leader's place in the run, without heartbeats. Called by the follower processes of a host."""
         self.joined = joined
         self.log = make_log(run=joined.run, trainer=joined.rank, process=process)
-        self.failure = asyncio.get_running_loop().create_future()
+
+    @contextlib.contextmanager
+    def reporting_wait(self) -> Iterator[None]:
+        """Report with the heartbeats that this trainer waits for others. In a ring, by the I/O loop."""
+        self._waiting_since = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self._waiting_since = None
+
+    def report_done(self) -> None:
+        """Report with the heartbeats that a trainer of a ring has no batches left, and joins the others' rounds."""
+        self._is_done = True
 
     async def declare(self, message: DeclareModel) -> PlanReady:
         """Declare the model, and wait until all trainers have and the pservers have the plan."""
@@ -160,8 +172,8 @@ class Membership:
             ahead_of=dict(self.news.ahead_of),
             software=Software(**installed_versions()),
             links={index: meter.describe() for index, meter in self.links.items()},
-            waiting_seconds=0.0 if self.waiting_since is None else now - self.waiting_since,
-            is_done=self.is_done,
+            waiting_seconds=0.0 if self._waiting_since is None else now - self._waiting_since,
+            is_done=self._is_done,
         )
 
     async def _send_heartbeats(self) -> None:
@@ -194,26 +206,23 @@ class Membership:
 
     def fail(self, error: GradpostError) -> None:
         """End all waits with this error; the first one counts."""
-        if self.failure is not None and not self.failure.done():
+        if self.failure is None:
             for index, page in self.news.pages.items():
                 error.detail += f"; instead of pserver {index} something else answers: {page}"
-            self.failure.set_result(error)
+            self.failure = error
+            self._waits.end_all()
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`; raise the run's failure instead as soon as it is known."""
-        assert self.failure is not None
-        task = asyncio.ensure_future(work)
+        limit = asyncio.timeout(None if self.failure is None else 0)
         try:
-            waits: set[asyncio.Future[Any]] = {task, self.failure}
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise copy.copy(self.failure.result())  # every caller its own, with its own traceback
-        finally:
-            if not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await task
+            async with limit:
+                with self._waits.add(limit):
+                    return await work
+        except Exception:
+            if self.failure is not None and limit.expired():
+                raise copy.copy(self.failure) from None  # every caller its own, with its own traceback
+            raise
 
     # ------------------------------------------------------------------ inspection
 

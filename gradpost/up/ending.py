@@ -6,6 +6,8 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+EXIT_NOT_EXECUTABLE = 126  # as in shells, env and timeout
+EXIT_NOT_FOUND = 127
 FAILED_GRACE_SECONDS = 5.0  # for the other scripts to learn of a failure and print it
 HOPELESS_GRACE_SECONDS = 1.0  # if they cannot learn of it
 STOP_GRACE_SECONDS = 3.0  # between the first signal and SIGKILL

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import signal
 import time
@@ -17,8 +16,8 @@ from ps_protocol.messages import ClusterStatus
 from trainer_client.testing import Child, LocalCluster
 
 from ..output import EXIT_FAILED, count
-from .command import EXIT_NOT_EXECUTABLE, make_environment, trainer_environment
 from .ending import (
+    EXIT_NOT_EXECUTABLE,
     HOPELESS_GRACE_SECONDS,
     STOP_GRACE_SECONDS,
     Ending,
@@ -46,6 +45,7 @@ class LocalRun:
         num_pservers: int,
         num_trainers: int,
         settings: Mapping[str, Any],
+        environ: Mapping[str, str],
         *,
         max_restarts: int,
         tolerates_losses: bool,
@@ -60,7 +60,7 @@ class LocalRun:
             pservers=num_pservers,
             trainers=num_trainers,
             on_line=self._screen.show_line,
-            environ=make_environment(os.environ, num_trainers, settings),
+            environ=environ,
             **settings,
         )
         self._restarts_left: defaultdict[str, int] = defaultdict(lambda: max_restarts)  # by the child's name
@@ -127,8 +127,8 @@ class LocalRun:
         return self._ending is None
 
     def _start_script(self, rank: int) -> None:
-        environment = trainer_environment(rank, self._cluster.num_trainers)
-        self._cluster.start_trainer(rank, self._command, environment)
+        local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self._cluster.num_trainers)}  # as torchrun
+        self._cluster.start_trainer(rank, self._command, local)
 
     # ------------------------------------------------------------------ while it runs
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -22,43 +20,18 @@ from trainer_client.inspection import ClusterView
 from ..output import Column, print_json, print_line, print_table
 
 PERIOD_SECONDS = 0.5
-WINDOW_SECONDS = 3.0
 SLOW_ROUND_SECONDS = 2.0  # the line names the missing trainers of a round that waits longer
 
 
-@dataclass
-class RateMeter:
-    """The rounds and bytes per second over the last few seconds."""
-
-    window_seconds: float = WINDOW_SECONDS
-    _samples: deque[tuple[float, int, int]] = field(default_factory=deque)
-
-    def add(self, now: float, rounds: int, num_bytes: int) -> None:
-        """Add a sample of the counters; a smaller count of rounds begins another run."""
-        if self._samples and rounds < self._samples[-1][1]:
-            self._samples.clear()
-        self._samples.append((now, rounds, num_bytes))
-        while now - self._samples[0][0] > self.window_seconds and len(self._samples) > 2:
-            self._samples.popleft()
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """The (rounds, bytes) per second; zero until there are two samples."""
-        if len(self._samples) < 2:
-            return 0.0, 0.0
-        (begin, rounds, num_bytes), (end, more_rounds, more_bytes) = self._samples[0], self._samples[-1]
-        seconds = max(end - begin, 1e-9)
-        return (more_rounds - rounds) / seconds, (more_bytes - num_bytes) / seconds
-
-
-def describe(status: ClusterStatus, summary: RunSummary, rates: tuple[float, float]) -> str:
+def describe(status: ClusterStatus, summary: RunSummary, activity: Mapping[str, Any]) -> str:
     """Return the live line: the run's state, round, speed, throughput, results and time."""
     if status.state == "gathering":
         return "waiting for " + ", ".join(status.waiting_for)
-    rounds_per_second, bytes_per_second = rates
     parts = [f"{status.state}: round {summary.rounds:,}"]
     if status.state == "training":
-        parts += [f"{rounds_per_second:.1f} rounds/s", f"{bytes_per_second / 1e6:.1f} MB/s"]
+        rates = ("pushed_bytes_per_second", "pulled_bytes_per_second")
+        bytes_per_second = sum(pserver[rate] or 0.0 for pserver in activity["pservers"] for rate in rates)
+        parts += [f"{activity['rounds_per_second'] or 0.0:.1f} rounds/s", f"{bytes_per_second / 1e6:.1f} MB/s"]
     parts += [f"{name} {value:.4g}" for name, value in sorted(summary.results.items())]
     parts.append(f"{int(summary.seconds) // 60}:{int(summary.seconds) % 60:02}")
     slowest = max(status.pservers, key=lambda p: p.waiting_seconds, default=None)
@@ -73,7 +46,6 @@ class Progress:
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
-        self._meter = RateMeter()
         self._spinner = Spinner("dots", style="green")
         self._text = "starting"
         self._stop = threading.Event()
@@ -97,12 +69,9 @@ class Progress:
     def _watch(self) -> None:
         while not self._stop.wait(PERIOD_SECONDS):
             try:
-                status, summary = self._view.status(), self._view.summary()
+                self._text = describe(self._view.status(), self._view.summary(), self._view.activity())
             except GradpostError:
                 continue  # `LocalRun` detects processes that have ended
-            num_bytes = sum(shard.pushed_bytes + shard.pulled_bytes for shard in summary.shards)
-            self._meter.add(time.monotonic(), summary.rounds, num_bytes)
-            self._text = describe(status, summary, self._meter.rates)
 
 
 def print_summary(summary: RunSummary, *, as_json: bool) -> None:

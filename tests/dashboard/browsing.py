@@ -47,6 +47,10 @@ class Visit:
         self.page.on("console", self._note_console)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request))
+        if path != "/":  # as if an ingress served the page under this path
+            self.page.route(
+                f"{address}{path}**", lambda route: route.continue_(url=route.request.url.replace(path, "/", 1))
+            )
         self.page.goto(address + path)
         if token:
             self.sign_in(token)

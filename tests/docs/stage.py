@@ -1,27 +1,17 @@
-"""A real cluster for the failures and the commands of documents, and the output of all processes."""
+"""A real cluster for the commands of documents."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-import torch
-from torch import nn
 
-from gradpost.status import print_status
-from ps_protocol.errors import GradpostError
-from trainer_client import RemoteOptimizer, connect
 from trainer_client.testing import LocalCluster
 
 from ..cluster.trainer_processes import Plot, Trainer
@@ -59,87 +49,23 @@ class Stage:
             **more,
         }
 
-    def run(self, *command: str, **more: str) -> str:
-        """Return the output of a gradpost command."""
-        return run_gradpost(*command, **self.environment(**more))
-
     def shell(self, *scripts: str, **more: str) -> str:
         """Return the output of a document's commands in a shell of this cluster's folder; each has to succeed."""
         return run_shell(self.folder, *scripts, **self.environment(**more))
 
-    def status_with(self, text: str) -> str:
-        """Wait until `gradpost status` would print this text, and return its output."""
-        printed = ""
-
-        def is_there() -> bool:
-            nonlocal printed
-            with contextlib.redirect_stdout(io.StringIO()) as stream:
-                print_status(self.cluster.status())
-            printed = stream.getvalue()
-            return text in printed
-
-        self.wait_for(is_there)
-        return printed
-
-    def ask(self, method: str, path: str, scope: str = "admin", **headers: str) -> str:
-        """Return the body of the coordinator's answer."""
-        token = (self.tokens / scope).read_text().strip()
-        headers = {"authorization": f"Bearer {token}", **headers}
-        return httpx.request(method, self.cluster.address + path, headers=headers).text
-
     # ------------------------------------------------------------ trainers
 
-    def play(self, *plots: Plot) -> list[Trainer]:
-        """Start trainers as processes, in the order of ranks."""
-        settings = {"token_file": self.tokens / "train"}
-        plots = tuple(Plot(plot.steps, plot.hangs_after, settings) for plot in plots)
-        played = [Trainer(self.cluster.address, rank, plot) for rank, plot in enumerate(plots)]
-        self._trainers += played
-        return played
-
-    def begin_run(self) -> list[Trainer]:
-        """Start both trainers, and wait until they have completed a round."""
-        trainers = self.play(Plot(), Plot())
-        for trainer in trainers:
+    def begin_run(self) -> None:
+        """Start both trainers as processes, and wait until they have completed a round."""
+        plot = Plot(settings={"token_file": self.tokens / "train"})
+        self._trainers = [Trainer(self.cluster.address, rank, plot) for rank in range(2)]
+        for trainer in self._trainers:
             trainer.wait_for("round", 1)
-        return trainers
-
-    def train(
-        self, rank: int, coordinator: str | None = None, *, size: int = 2, nan_at: int = 0,
-        kind: Any = torch.optim.SGD, retry_seconds: float = 12, **settings: Any,
-    ) -> str:  # fmt: skip
-        """Train in this thread, and return the error that ends it as a traceback shows it."""
-        settings |= {"rank": rank, "retry_seconds": retry_seconds, "token_file": self.tokens / "train"}
-        try:
-            with connect(coordinator or self.cluster.address, **settings) as session:
-                model = nn.Linear(4, size)
-                optimizer = RemoteOptimizer(kind(model.parameters(), lr=0.1), model=model, session=session)
-                while True:
-                    optimizer.zero_grad()
-                    model(torch.ones(3, 4)).sum().backward()
-                    if optimizer.round + 1 == nan_at:
-                        model.weight.grad.fill_(torch.nan)  # type: ignore[union-attr]
-                    optimizer.step()
-        except GradpostError as error:
-            return f"{type(error).__name__}: {error}"
 
     def clear(self) -> None:
-        """End all trainers, and wait until their run has ended, so that the next trainers begin another one."""
+        """End all trainers."""
         while self._trainers:
             self._trainers.pop().end()
-        self.wait_for(self._is_clear)
-
-    def _is_clear(self) -> bool:
-        status = self.cluster.status()
-        is_left = all(trainer.state in ("done", "failed", "lost") for trainer in status.trainers)
-        return status.state != "training" and is_left and len(status.pservers) == 1
-
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 30) -> None:
-        """Poll until the condition is true."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, self.cluster.status()
-            time.sleep(0.05)
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:

@@ -11,15 +11,13 @@ import pytest
 import yaml
 
 from ..kubernetes.rendering import pods
-from .markdown import ROOT, CodeBlock, examples, read, section
+from .markdown import ROOT, examples, read, section
 from .stage import run_shell
 
 [SCRIPT] = examples(section(read("deploy.md"), "Kubernetes"), "sh")
 PROXIES = section(read("deploy.md"), "Behind proxies")
-YAML = examples(PROXIES, "yaml")
-for language in ("nginx", "haproxy"):  # tests/cluster/test_network.py runs them
+for language in ("nginx", "haproxy", "caddy", "yaml"):  # tests/cluster/test_surroundings.py runs the first two
     examples(PROXIES, language)
-examples(PROXIES, "caddy")  # no test runs it, nor Envoy and Traefik
 
 # Print the objects instead of sending them to a cluster.
 KUBECTL = """
@@ -51,8 +49,3 @@ def test_the_commands_for_kubernetes_create_the_secret_of_the_pods(tmp_path: Pat
     assert {name: base64.b64decode(data) for name, data in secret["data"].items()} == {
         path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()
     }
-
-
-@pytest.mark.parametrize("block", YAML, ids=range(len(YAML)))
-def test_the_configurations_of_envoy_and_traefik_are_yaml(block: CodeBlock) -> None:
-    assert "pserver" in str(yaml.safe_load(block.text))

@@ -1,15 +1,13 @@
-"""`docs/metrics.md` lists exactly the metrics of a running cluster; its configurations of Prometheus are valid."""
+"""Metrics of a running cluster, and the configurations of Prometheus in `docs/metrics.md`."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from trainer_client.testing import LocalCluster
 
 from ..unit.protocol.test_certificates import Authority
 from .apps import read_bytes, read_json
-from .markdown import codes, examples, read, section, tables
+from .markdown import examples, read
 from .stage import run_gradpost
 
 TEXT = read("metrics.md")
@@ -29,29 +27,16 @@ OPEN, CLOSED = (block.text for block in examples(TEXT, "yaml"))
 ROUNDS = 3
 ELEMENTS = 10_000
 
-Described: TypeAlias = dict[str, tuple[str, tuple[str, ...]]]  # name -> its type and labels
-
 
 class Page:
     """The metrics of one process."""
 
     def __init__(self, text: str) -> None:
-        self.described: Described = {}
-        self.values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-        self.sampled: set[str] = set()
-        for family in text_string_to_metric_families(text):
-            if family.name.endswith("_created"):
-                continue
-            name = family.name + ("_total" if family.type == "counter" else "")
-            labels = {key for sample in family.samples for key in sample.labels} - {"le"}
-            self.described[name] = (family.type, tuple(sorted(labels)))
-            if family.samples:
-                self.sampled.add(name)
-            for sample in family.samples:
-                self.values[sample.name, frozenset(sample.labels.items())] = sample.value
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        self._values = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
 
     def value(self, name: str, /, **labels: str) -> float:
-        return self.values[name, frozenset(labels.items())]
+        return self._values[name, frozenset(labels.items())]
 
 
 @pytest.fixture(scope="module")
@@ -81,32 +66,6 @@ def pages(cluster: LocalCluster) -> Iterator[dict[str, Page]]:
             url = f"{labels['__scheme__']}://{group['targets'][0]}/metrics"
             found.setdefault(labels["role"], Page(read_bytes(url).decode()))
         yield found
-
-
-def documented(heading: str) -> Described:
-    rows = tables(section(TEXT, heading))[0]
-    return {codes(row["metric"])[0]: (row["type"], tuple(sorted(codes(row["labels"])))) for row in rows}
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("role", "headings"),
-    [
-        ("coordinator", ["Every service", "Coordinator", "Process"]),
-        ("pserver", ["Every service", "Pserver", "Process"]),
-        ("trainer", ["Trainer"]),
-    ],
-)
-def test_names_types_and_labels(pages: dict[str, Page], role: str, headings: list[str]) -> None:
-    expected = {name: what for heading in headings for name, what in documented(heading).items()}
-    actual = pages[role].described
-    if sys.platform != "linux":
-        expected = {name: what for name, what in expected.items() if not name.startswith("process_")}
-    assert actual.keys() == expected.keys()
-    # A metric without samples shows no labels.
-    sampled = pages[role].sampled
-    assert {n: w for n, w in actual.items() if n in sampled} == {n: w for n, w in expected.items() if n in sampled}
-    assert {kind for kind, _ in actual.values()} == {kind for kind, _ in expected.values()}
 
 
 @pytest.mark.cluster

@@ -46,12 +46,6 @@ def test_the_example_of_slicing() -> None:
     ]
 
 
-def test_the_named_files_exist() -> None:
-    named = [code for code in codes(section(OVERVIEW, "Where the code is")) if "/" in code]
-    assert named
-    assert [name for name in named if not (ROOT / name).exists()] == []
-
-
 @pytest.mark.cluster
 def test_a_step_costs_the_documented_requests_and_bytes(cluster: LocalCluster) -> None:
     measured = re.search(

@@ -1,4 +1,4 @@
-"""`docs/operations.md` and `SECURITY.md`: their commands run."""
+"""`docs/operations.md`: its commands run."""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ps_config.tokens import SCOPES
 from trainer_client.testing import LocalCluster
 
 from ..cluster.trainer_processes import Plot, Trainer
-from ..unit.protocol.test_certificates import Authority
-from .markdown import ROOT, codes, examples, read, section, tables
-from .stage import Stage, environment, needs_curl, run_gradpost, run_shell
+from .markdown import ROOT, examples, read
+from .stage import Stage, environment, needs_curl, run_gradpost
 
 TEXT = read("operations.md")
 SCRIPTS = [block.text for block in examples(TEXT, "sh")]
 [UP] = [script for script in SCRIPTS if "gradpost up" in script]
 SHELL = "".join(script for script in SCRIPTS if script != UP)
 [MACHINES] = examples(TEXT, "console")
-SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -112,48 +108,3 @@ def test_several_machines(tmp_path: Path) -> None:
         for process in started:
             process.kill()
             process.communicate()
-
-
-# ---------------------------------------------------------------- SECURITY.md
-
-
-def test_the_commands_create_and_replace_tokens(tmp_path: Path) -> None:
-    create, rotate = (code for code in codes(section(SECURITY, "Tokens")) if code.startswith("gradpost token create"))
-    folder = tmp_path / "DIR"
-    run_shell(tmp_path, create)
-    first = {path.name: path.read_text() for path in folder.iterdir()}
-    assert first.keys() == set(SCOPES)
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o400}
-    run_shell(tmp_path, create)
-    assert {path.name: path.read_text() for path in folder.iterdir()} == first  # existing files stay
-    run_shell(tmp_path, rotate, GRADPOST_TOKENS_DIR=str(folder))
-    assert (folder / "train.previous").read_text() == first["train"] != (folder / "train").read_text()
-
-
-@pytest.mark.cluster
-@pytest.mark.extended
-@needs_curl
-def test_curl_sends_a_token(tmp_path: Path) -> None:
-    [row] = [row for row in tables(section(SECURITY, "Tokens"))[0] if row["who"] == "curl"]
-    [header] = codes(row["setting"])
-    stage = Stage(tmp_path)
-    with stage.cluster:
-        assert '"state"' in stage.shell(f"curl -s {header} $URL/v1/status")
-
-
-@pytest.mark.cluster
-@pytest.mark.extended
-def test_the_probe_under_mutual_tls(tmp_path: Path) -> None:
-    [probe] = [code for code in codes(section(SECURITY, "Certificates")) if ".probe " in code]
-    files = Authority(tmp_path / "authority").issue("all")
-    own = {"tls_ca": files.ca, "tls_client_cert": files.cert, "tls_client_key": files.key}
-    shown = {f"GRADPOST_{name.upper()}": str(path) for name, path in own.items()}
-    with LocalCluster(
-        pservers=1, trainers=1, tls_cert=files.cert, tls_key=files.key, tls_client_ca=files.ca, **own
-    ) as cluster:
-        while not cluster.status().pservers:
-            time.sleep(0.1)
-        command = probe.replace("https://localhost:7071", cluster.status().pservers[0].address)
-        run_shell(tmp_path, command, **shown)
-        with pytest.raises(AssertionError, match="certificate"):
-            run_shell(tmp_path, command, GRADPOST_TLS_CA=shown["GRADPOST_TLS_CA"])

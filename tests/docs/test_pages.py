@@ -7,12 +7,12 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic_settings import BaseSettings
 
 from ps_config.environment import KNOWN_VARIABLES, PREFIX, SETTINGS_FILE_VARIABLE
+from ps_protocol.errors import ERRORS
 
 from .markdown import (
     DOCUMENTS,
@@ -29,10 +29,12 @@ from .markdown import (
     tables,
     without_code,
 )
-from .reference import GENERATED, SETTINGS, put_table
+from .reference import GENERATED, SETTINGS
 from .test_commands import PROGRAMS
 
 examples(section(read("cli.md"), "Reference"), "console")  # typer writes that section
+for language in ("sh", "text"):  # commands for a cluster in trouble, and what they print
+    examples(read("troubleshooting.md"), language)
 for path in sorted(Path(__file__).parent.glob("test_*.py")):
     if path.stem != "test_pages":
         importlib.import_module(f"{__package__}.{path.stem}")  # that takes its examples
@@ -74,13 +76,6 @@ def test_the_generated_parts_are_those_of_the_code(name: str) -> None:
     assert text == GENERATED[name](text), "run: make reference"
 
 
-def test_a_table_is_put_under_its_heading() -> None:
-    one, old = "## One\n\n| a |\n|---|\n| 1 |\n", "| a |\n|---|\n| 1 |\n"
-    new = "| a | b |\n|---|---|\n| 2 | |\n| 3 | 4 |\n"
-    text = put_table(f"{one}\n## Two\n\nBefore.\n\n{old}\nAfter.\n", "Two", ("a", "b"), [("2", ""), ("3", "4")])
-    assert text == f"{one}\n## Two\n\nBefore.\n\n{new}\nAfter.\n"
-
-
 def test_each_dependency_is_listed_with_its_use() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     packages = [re.split(r"[<>=]", dependency)[0] for dependency in project["dependencies"]]
@@ -88,14 +83,15 @@ def test_each_dependency_is_listed_with_its_use() -> None:
     assert sorted(documented) == sorted([*packages, *project["optional-dependencies"]])
 
 
+def test_each_error_code_is_in_the_guide_to_troubleshooting() -> None:
+    assert set(ERRORS) <= set(codes(without_code(read("troubleshooting.md"))))
+
+
 def test_each_alert_is_described() -> None:
     files = ("prometheus/rules.yml", "kubernetes/components/monitoring/rules.yaml")
     alerts = {name for file in files for name in re.findall(r"alert: (\w+)", (ROOT / "deploy" / file).read_text())}
     described = re.findall(r"^- `(Gradpost\w+)`:", section(read("operations.md"), "Alerts"), re.MULTILINE)
     assert sorted(described) == sorted(alerts)
-
-
-# ---------------------------------------------------------------- settings
 
 
 def test_the_documented_variables_are_the_known_ones() -> None:
@@ -107,21 +103,5 @@ def test_the_documented_variables_are_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("model", SETTINGS.values(), ids=lambda model: model.__name__)
-def test_settings_are_described_and_have_one_precedence(
-    model: type[BaseSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Argument over environment over file over default, for a setting of all roles."""
-
-    def coordinator(**arguments: str) -> str:
-        make: Any = model
-        return str(make(**arguments).coordinator)
-
+def test_settings_are_described(model: type[BaseSettings]) -> None:
     assert [name for name, field in model.model_fields.items() if not field.description] == []
-    assert coordinator() == model.model_fields["coordinator"].default
-    file = tmp_path / "gradpost.toml"
-    file.write_text('coordinator = "http://file:1"\n')
-    monkeypatch.setenv(SETTINGS_FILE_VARIABLE, str(file))
-    assert coordinator() == "http://file:1"
-    monkeypatch.setenv("GRADPOST_COORDINATOR", "http://environment:1")
-    assert coordinator() == "http://environment:1"
-    assert coordinator(coordinator="http://argument:1") == "http://argument:1"

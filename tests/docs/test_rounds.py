@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ import torch
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ERRORS
 from ps_protocol.fence import Fence
-from ps_protocol.frames import LENGTH_BYTES, encode_header, parse_frame
 from ps_protocol.membership import InstallRun, Membership
 from ps_protocol.messages import PserverRegistered, PushAnswer
 from ps_protocol.plan import SlicePlan
@@ -101,46 +99,6 @@ async def test_a_pserver_answers_the_requests_bit_for_bit() -> None:
         replied = await GET.send(http)
     assert (acknowledged.status_code, acknowledged.json()) == (200, ACKNOWLEDGED)
     assert (replied.status_code, replied.content) == (200, REPLIED)
-
-
-@pytest.mark.parametrize(
-    ("frame", "rows"), list(zip((PUSHED, REPLIED), tables(TEXT), strict=True)), ids=["pushed", "reply"]
-)
-def test_the_annotations_of_a_frame_are_its_parts(frame: bytes, rows: list[dict[str, str]]) -> None:
-    parsed = parse_frame(frame)
-    spans = [tuple(int(text, 16) for text in codes(row["bytes"])) for row in rows]
-    assert [begin for begin, _ in spans] == [0, *(end + 1 for _, end in spans[:-1])]
-    assert spans[-1][1] == len(frame) - 1
-    length, text, padding, *tensors = [frame[begin : end + 1] for begin, end in spans]
-    values = [row["value"] for row in rows]
-    assert (len(length), int.from_bytes(length, "little")) == (LENGTH_BYTES, int(values[0]))
-    assert values[1] == f"{len(text)} bytes"
-    json.loads(text)
-    assert text == text.strip()
-    assert padding == b" " * int(values[2].split()[0])
-    assert f"begins at {parsed.data_begin}, a multiple of 64" in rows[2]["what"]
-    for row, data, entry in zip(rows[3:], tensors, parsed.tensors, strict=True):
-        assert codes(row["what"]) == [entry.name]
-        assert row["what"].endswith(f", {entry.dtype}")
-        assert [float(value) for value in row["value"].split(", ")] == unpack(data, entry.dtype)
-
-
-def unpack(data: bytes, dtype: str) -> list[float]:
-    if dtype == "F32":
-        return list(struct.unpack(f"<{len(data) // 4}f", data))
-    assert dtype == "BF16"  # the upper half of a float32
-    return [struct.unpack("<f", b"\0\0" + data[at : at + 2])[0] for at in range(0, len(data), 2)]
-
-
-@pytest.mark.parametrize("frame", [PUSHED, REPLIED], ids=["pushed", "reply"])
-def test_safetensors_reads_a_frame_and_our_writer_writes_it(frame: bytes) -> None:
-    ours, theirs = parse_frame(frame), safetensors.torch.load(frame)
-    assert {entry.name: list(entry.shape) for entry in ours.tensors} == {n: list(t.shape) for n, t in theirs.items()}
-    for entry in ours.tensors:
-        data = frame[ours.data_begin + entry.begin : ours.data_begin + entry.end]
-        assert theirs[entry.name].double().tolist() == unpack(data, entry.dtype)
-    header = encode_header([(e.name, e.dtype, e.shape) for e in ours.tensors], ours.metadata)
-    assert frame == header + frame[ours.data_begin :]
 
 
 def code_of(response: httpx.Response) -> str:

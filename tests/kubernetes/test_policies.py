@@ -161,14 +161,6 @@ def test_there_is_time_to_stop(overlay: str, name: str, pod: Object) -> None:
     assert pod["spec"].get("shareProcessNamespace", False) is (name == "trainer")  # SIGTERM does not end process 1
 
 
-@every_pod
-def test_replicas_are_spread_over_nodes(overlay: str, name: str, pod: Object) -> None:
-    if name != "coordinator":
-        [spread] = pod["spec"]["topologySpreadConstraints"]
-        assert spread["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-        assert spread["whenUnsatisfiable"] == "ScheduleAnyway"  # a laptop has one node
-
-
 # ---------------------------------------------------------------------- every overlay
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import itertools
 import re
 from typing import Any
 
@@ -12,7 +11,7 @@ import yaml
 
 from tests.docs.markdown import codes, read, tables
 
-from .configuration import CONFIGURATION, DASHBOARD, DEPLOY, GRAFANA, Query, dashboard, queries, rules
+from .configuration import CONFIGURATION, DASHBOARD, GRAFANA, Query, queries, rules
 
 QUERIES = [*queries()]
 HISTOGRAM_ENDINGS = ("_bucket", "_sum", "_count")
@@ -48,46 +47,6 @@ def test_every_recording_rule_is_shown_or_alerted_on() -> None:
 def test_windows_follow_the_zoom(query: Query) -> None:
     """Grafana makes `$__rate_interval` long enough for the scrape interval, and for each point of the screen."""
     assert set(re.findall(r"\[(.*?)\]", query.expr)) <= {"$__rate_interval"}
-
-
-def test_panels_are_laid_out() -> None:
-    panels = dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        cells = set(
-            itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"]))
-        )
-        assert not cells & taken, panel["title"]
-        taken |= cells
-
-
-def test_panels_ask_the_data_source_that_is_chosen_and_say_their_unit() -> None:
-    [variable] = dashboard()["templating"]["list"]
-    assert (variable["type"], variable["query"]) == ("datasource", "prometheus")
-    for panel in dashboard()["panels"]:
-        if panel["type"] != "row":
-            assert panel["datasource"] == {"type": "prometheus", "uid": f"${{{variable['name']}}}"}
-            assert panel["fieldConfig"]["defaults"]["unit"]
-            references = [target["refId"] for target in panel["targets"]]
-            assert len({*references}) == len(references)
-
-
-def test_legends_find_their_labels_in_kubernetes_too() -> None:
-    """There Prometheus finds pods by itself; elsewhere the coordinator's service discovery says who is who."""
-    monitors = [
-        *yaml.safe_load_all((DEPLOY / "kubernetes" / "components" / "monitoring" / "monitors.yaml").read_text())
-    ]
-    specs = [monitor["spec"] for monitor in monitors]
-    endpoints = [one for spec in specs for one in spec.get("endpoints", spec.get("podMetricsEndpoints"))]
-    assert len(endpoints) == len(monitors)
-    given = {rule["targetLabel"] for endpoint in endpoints for rule in endpoint["relabelings"]}
-    shown = {label for query in QUERIES for label in re.findall(r"{{(\w+)}}", query.legend)}
-    discovered = {"role", "pserver", "trainer"}
-    assert given == discovered
-    assert discovered <= shown
 
 
 def provisioned(kind: str) -> dict[str, Any]:

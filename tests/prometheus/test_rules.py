@@ -70,31 +70,6 @@ def test_the_rules_are_well_formed(tmp_path: Path) -> None:
     promtool("check", "rules", RULES, folder=tmp_path)
 
 
-QUIET = {
-    'gradpost_members{kind="pserver"}': "2",
-    "gradpost_pservers_wanted": "2",
-    "gradpost_barrier_waiting_seconds": "1",
-    "gradpost_barrier_missing": "1",
-    "gradpost_trainers_gone": "0",
-    **TRAINING,
-    'gradpost_checkpoint_time_seconds{pserver="0"}': "0",
-    'gradpost_checkpoint_time_seconds{pserver="1"}': "1+15",
-    "gradpost_nonfinite_pushes_total": "3",
-    "gradpost_disk_free_bytes": "50",
-    "gradpost_disk_size_bytes": "100",
-    'gradpost_trainer_retries_total{reason="round_pending"}': "0+15",  # others are slow: that is no fault
-    'gradpost_trainer_requests_total{route="/v1/get"}': "0+15",
-    'gradpost_staleness_bucket{le="1"}': "0+9",
-    'gradpost_staleness_bucket{le="+Inf"}': "0+9",
-}
-
-
-def test_nothing_is_said_when_nothing_is_wrong(tmp_path: Path) -> None:
-    expected = [{"eval_time": "90m", "alertname": name, "exp_alerts": []} for name in rules("alert")]
-    write_test(tmp_path / "quiet.yml", QUIET, expected)
-    promtool("test", "rules", "quiet.yml", folder=tmp_path)
-
-
 def write_test(path: Path, series: Mapping[str, str], expected: list[dict[str, Any]]) -> None:
     tests = {
         "rule_files": [str(RULES)],

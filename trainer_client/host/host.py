@@ -20,7 +20,7 @@ import torch
 from ps_protocol.errors import Ended, GradpostError
 from ps_protocol.messages import TrainerJoined, heartbeat_period
 
-from ..client import ParameterClient
+from ..client import RunClient
 from ..collectives import Collectives, make_group, run_aside
 from ..io_thread import IoThread
 from .peer import MAX_LINE_BYTES, Line, Peer, encode
@@ -39,7 +39,7 @@ CLOSE_SECONDS = 1.0
 class Host:
     """The processes of this host, which make the same calls in the same order, and block for each other."""
 
-    def __init__(self, place: HostPlace, client: ParameterClient, io: IoThread) -> None:
+    def __init__(self, place: HostPlace, client: RunClient, io: IoThread) -> None:
         self.place = place
         self.is_leader = place.process == 0
         self.collectives: Collectives
@@ -61,7 +61,7 @@ class Host:
     # ------------------------------------------------------------------ life, on the I/O loop
 
     async def join(self) -> TrainerJoined:
-        """Join the run in process 0, or wait until process 0 has. Raises the errors of `ParameterClient.join`."""
+        """Join the run in process 0, or wait until process 0 has. Raises the errors of `RunClient.join`."""
         try:
             self._rendezvous = await run_aside(lambda: Rendezvous(self.place))
             joined = await (self._lead() if self.is_leader else self._follow())
@@ -127,7 +127,7 @@ class Host:
         while (waited := loop.time() - begun) < START_SECONDS:
             self._address = await run_aside(self._rendezvous.look_up)
             if self._address:
-                with contextlib.suppress(OSError, ValueError, TimeoutError):  # an earlier life's
+                with contextlib.suppress(OSError, ValueError, TimeoutError):  # of an earlier incarnation
                     async with asyncio.timeout(HELLO_SECONDS):
                         return await self._connect(*self._address.split(":"))
             if waited > LOG_SECONDS and not was_said:
@@ -189,7 +189,7 @@ class Host:
         for peer in self._peers.values():
             peer.send(kind, **facts)
 
-    # ------------------------------------------------------------------ what they tell each other
+    # ------------------------------------------------------------------ messages
 
     def send(self, kind: str, **facts: Any) -> None:
         """Send a message to all connected processes. Does not wait."""
@@ -222,16 +222,18 @@ class Host:
             for process, peer in sorted(self._peers.items())
         ]
 
-    async def _wait(self, work: Coroutine[Any, Any, T], patience: float | None, whom: str, what: str) -> T:
+    async def _wait(self, work: Coroutine[Any, Any, T], patience: float | None, peers: str, kind: str) -> T:
         task = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait({task}, timeout=min(LOG_SECONDS, patience or LOG_SECONDS))
             if not done and (patience is None or patience > LOG_SECONDS):
-                if self.is_leader:  # the others would only repeat what it says of its own waits
-                    self._client.log.info(f"waiting for {whom} ({what})")
+                if self.is_leader:  # the others wait for its waits
+                    self._client.log.info(f"waiting for {peers} ({kind})")
                 await asyncio.wait({task}, timeout=None if patience is None else patience - LOG_SECONDS)
             if not task.done():
-                raise Ended(f"{whom} was waited for, for {patience:g} s, and has not come ({what})", code="host_broken")
+                raise Ended(
+                    f"{peers} was waited for, for {patience:g} s, and has not come ({kind})", code="host_broken"
+                )
             return task.result()
         finally:
             task.cancel()

@@ -12,12 +12,12 @@ from typing import Any
 
 from trainer_client.testing.guardian import Guardian
 
-from ..network import Labels, Place, allowed_one_way
+from ..network import Place, allowed_one_way
 from ..rendering import Object, pod_of_train_job
 from .container import make_image
 from .pod import NAMESPACE, Machine, Pod
 from .volumes import empty_volume, make_secrets, secret_volume
-from .wires import NODE, UNUSED, Namespace, Wires
+from .wires import NODE, UNUSED, Wires
 
 WAIT_SECONDS = 180.0
 
@@ -30,7 +30,6 @@ class Cluster:
         self.secrets = make_secrets(objects)
         self.lines: list[tuple[str, str]] = []
         self.pods: dict[str, Pod] = {}
-        self.strangers: dict[str, tuple[Namespace, str, Place]] = {}
         self._changed = threading.Condition()
         self._rewiring = threading.Lock()
         self._guardian = Guardian()
@@ -61,8 +60,6 @@ class Cluster:
     def __exit__(self, *error: object) -> None:
         for pod in self.pods.values():
             pod.close()
-        for network, *_ in self.strangers.values():
-            network.close()
         self.wires.close()
         self._guardian.close()
 
@@ -78,13 +75,6 @@ class Cluster:
         self._rewire()
         new.run()
         return new
-
-    def add_stranger(self, name: str, labels: Labels, namespace: str) -> Namespace:
-        """Add the network of a pod that is not of these objects, and runs nothing."""
-        network, address = self.wires.plug()
-        self.strangers[name] = network, address, Place(labels, namespace)
-        self._rewire()
-        return network
 
     def wait_for(self, pattern: str, number: int = 1) -> list[tuple[str, str]]:
         """Wait for so many matching lines, and return them with the names of their pods."""
@@ -160,7 +150,6 @@ class Cluster:
         with self._rewiring:
             self._write_hosts()
             all_pods = [(pod.network, pod.address, pod.place) for pod in self.pods.values()]
-            all_pods += self.strangers.values()
             for network, address, place in all_pods:
                 others = [(where, other) for _, where, other in all_pods if where != address]
                 network.nft(self._rules(place, others))

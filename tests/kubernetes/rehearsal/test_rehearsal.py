@@ -14,8 +14,6 @@ import yaml
 
 from ..rendering import KUBERNETES, Object, render_folder
 from .cluster import Cluster
-from .scraping import scrape
-from .wires import NODE
 
 pytestmark = [pytest.mark.extended, pytest.mark.alone, pytest.mark.timeout(400)]
 
@@ -56,10 +54,6 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_training_succeeds_although_a_pserver_moves(cluster: Cluster) -> None:
     pods = cluster.pods
     cluster.wait_for(r"^epoch  2 of 8")
-    if any(one["kind"] == "ServiceMonitor" for one in cluster.objects):
-        pages = scrape(cluster)
-        assert pages.keys() == pods.keys()
-        assert all("gradpost_" in page for page in pages.values())
     before = pods["pserver-0"].address
     pserver = cluster.replace("pserver-0")
     assert pserver.address != before
@@ -73,27 +67,9 @@ def test_training_succeeds_although_a_pserver_moves(cluster: Cluster) -> None:
     assert cluster.wait_for("restored from disk")[0][0] == "pserver-0"
 
     cluster.wait_until_ready()
-    check_network(cluster)
     services = [pod for pod in pods.values() if pod.role != "trainer"]
     assert [pod.failures for pod in services] == [[], [], []]
     assert not [line for _, line in cluster.lines if "may be read by others" in line]
     assert [pod.stop() for pod in services] == [0, 0, 0], cluster.describe()
     for secret in cluster.secrets["gradpost-tokens"].values():
         assert not [line for _, line in cluster.lines if secret.decode() in line]
-
-
-def check_network(cluster: Cluster) -> None:
-    """Check that the network rules have effect."""
-    pods = cluster.pods
-    coordinator, pserver = pods["coordinator-0"], pods["pserver-1"]
-    trainer, other = (pod for pod in pods.values() if pod.role == "trainer")
-    assert trainer.network.try_to_connect(coordinator.address, 7070) == "open"
-    assert trainer.network.try_to_connect(pserver.address, 7071) == "open"
-    assert pods["pserver-0"].network.try_to_connect(coordinator.address, 7070) == "open"
-    assert pods["pserver-0"].network.try_to_connect(pserver.address, 7071) == "blocked"
-    assert trainer.network.try_to_connect(other.address, 7072) == "blocked"
-    assert trainer.network.try_to_connect(NODE, 7070) == "blocked"  # nor other hosts
-    elsewhere = cluster.add_stranger("elsewhere", trainer.place.labels, "default")
-    assert elsewhere.try_to_connect(NODE, 7070) == "refused"  # it has no policy
-    for pod, port in ((coordinator, 7070), (pserver, 7071), (trainer, 7072)):
-        assert elsewhere.try_to_connect(pod.address, port) == "blocked"

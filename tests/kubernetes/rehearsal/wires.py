@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
-from typing import Literal
 
 import pytest
 
@@ -22,7 +20,6 @@ from ...cluster.surroundings import run
 
 NODE = "10.213.78.1"  # where the kubelet's probes come from
 UNUSED = "10.213.78.2"  # of the node, without a listener, as a Service without a ready pod
-CONNECT_SECONDS = 0.5  # the kernels answer
 
 
 class Namespace(namespaces.Namespace):
@@ -41,16 +38,6 @@ class Namespace(namespaces.Namespace):
     def nft(self, rules: str) -> None:
         done = subprocess.run([*self.prefix, "nft", "-f", "-"], input=rules, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-
-    def try_to_connect(self, address: str, port: int) -> Literal["open", "refused", "blocked"]:
-        """Try a connection from here. A refused one has passed the network rules."""
-        try:
-            self.call(socket.create_connection, (address, port), CONNECT_SECONDS).close()
-        except ConnectionRefusedError:
-            return "refused"
-        except TimeoutError:
-            return "blocked"
-        return "open"
 
 
 class Wires:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -50,3 +53,28 @@ def run_process(*arguments: str, **environment: str) -> Outcome:
         check=False,
     )
     return Outcome(process.returncode, process.stdout, process.stderr)
+
+
+@contextmanager
+def serving(answers: Mapping[str, str], status: int = 200) -> Iterator[str]:
+    """Answer a GET of each path with its text, and of any other with 404; yields the base URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = answers.get(self.path, "{}").encode()
+            self.send_response(status if self.path in answers else 404)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

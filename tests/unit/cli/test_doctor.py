@@ -30,8 +30,7 @@ from ps_protocol.routes import STATE as STATE_ROUTE
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 
 from ..protocol.test_tokens import put
-from .canned import serving
-from .conftest import RunCommand
+from .conftest import RunCommand, serving
 from .test_status import STATE
 
 OURS = Software(**installed_versions())

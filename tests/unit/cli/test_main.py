@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradpost import main, output
+from gradpost import main
 from gradpost.output import CommandError, whole_file
 from gradpost.settings import make_options
 from ps_config.environment import SettingsError
@@ -41,13 +41,6 @@ def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
     outcome = run_process("-c", IMPORTED, *arguments)
     assert (outcome.exit_code, outcome.stderr) == (0, "[]\n")
     assert outcome.stdout
-
-
-def test_python_m_gradpost() -> None:
-    outcome = run_process("-m", "gradpost", "--help")
-    assert outcome.exit_code == 0
-    assert "Usage: gradpost [OPTIONS] COMMAND" in outcome.stdout
-    assert "plan" in outcome.stdout
 
 
 @pytest.mark.parametrize(
@@ -104,13 +97,6 @@ def test_an_error_stays_one_line_whatever_it_quotes(run_command: RunCommand, mon
 
     monkeypatch.setattr(main, "app", fail)
     assert run_command().stderr == "gradpost: error: a\\nb\\x1b[31m é\n"
-
-
-def test_json_is_ascii_and_strict(capsys: pytest.CaptureFixture[str]) -> None:
-    output.print_json({"ä": [1, 0.5, None]})
-    assert capsys.readouterr().out == '{\n  "\\u00e4": [\n    1,\n    0.5,\n    null\n  ]\n}\n'
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        output.print_json(float("nan"))
 
 
 def test_ctrl_c_is_130() -> None:

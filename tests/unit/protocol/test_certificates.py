@@ -6,7 +6,6 @@ import asyncio
 import socket
 import ssl
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from ps_config.certificates import (
     CertificateError,
     FreshContext,
     TlsFiles,
-    WatchedFiles,
     client_context,
     server_context,
 )
@@ -208,27 +206,6 @@ def test_a_context_that_could_not_be_rebuilt_is_rebuilt_later(authority: Authori
     for _ in range(3):
         assert mutual.ask(context)[1] == serial(files.cert)
     assert len(built) == 3
-
-
-def test_a_change_of_a_file_is_reported_once(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    watched = WatchedFiles([file])
-    assert not watched.have_changed()
-    file.write_text("a")
-    assert watched.have_changed()
-    assert not watched.have_changed()
-    watched.forget()
-    assert watched.have_changed()
-    file.unlink()
-    assert watched.have_changed()
-    assert not watched.have_changed()
-
-
-def test_contexts_cause_no_warnings(authority: Authority) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        client_context(TlsFiles(authority.ca))
-        client_context(TlsFiles(), with_system=True)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from ps_protocol.fields import (
     Real,
 )
 from ps_protocol.membership import Controls, InstallMembers, Membership, MembershipMessage
-from ps_protocol.messages import DeclareModel, JoinTrainer, PserverInfo, RegisterPserver, RunSummary, TrainerHeartbeat
+from ps_protocol.messages import DeclareModel, JoinTrainer, PserverInfo, RegisterPserver, TrainerHeartbeat
 
 NUMBERS = {"mode": "ssp", "max_staleness": 3, "dc_lambda": 1, "compensation": "dc"}
 
@@ -132,11 +132,6 @@ def test_a_loss_that_is_not_a_number_survives_the_wire() -> None:
     assert received.results["lr"] == 0.5
 
 
-def test_an_unknown_member_is_refused() -> None:
-    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
-        TrainerHeartbeat.model_validate({"run": "r", "incarnation": 1, "round": 3, "result": {}})
-
-
 def test_a_membership_is_flat_in_json() -> None:
     membership = Membership({0: 2}, {0: 5}, {5: (0, 1)}, {5: (1,)}, (Controls(since=5, rates={0: 0.5}),))
     message = InstallMembers(run="r", number=3, membership=membership)
@@ -153,63 +148,31 @@ def test_a_membership_is_flat_in_json() -> None:
             InstallMembers.model_validate({"run": "r", "number": 3, **wrong})
 
 
-def test_a_summary_has_one_line() -> None:
-    summary = RunSummary(
-        run="r",
-        state="finished",
-        mode="sync",
-        transport="HTTP/2",
-        num_trainers=2,
-        rounds=120,
-        seconds=8.13,
-        shards=(),
-        results={"loss": 0.06789, "accuracy": 0.98},
-    )
-    assert summary.line() == "trained: mode=sync transport=HTTP/2 accuracy=0.98 rounds=120 seconds=8.1"
-    failed = summary.model_copy(update={"state": "failed", "results": {}})
-    assert failed.line() == "failed: mode=sync transport=HTTP/2 rounds=120 seconds=8.1"
+PROCESS = {"protocol": 1, "instance": "a process"}
 
 
 @pytest.mark.parametrize(
-    "address",
-    [
-        "http://[",
-        "http://",
-        "ftp://a",
-        "a:1",
-        "http://a:x",
-        "http://a:99999",
-        "http://a/?b",
-        "http://a b",
-        "http://a:0",
-    ],
+    "address", ["http://[", "http://", "ftp://a", "a:1", "http://a:99999", "http://a/?b", "http://a b", "http://a:0"]
 )
 def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ValidationError):
-        JoinTrainer(protocol=1, instance="a process", metrics_address=address)
+        JoinTrainer.model_validate({**PROCESS, "metrics_address": address})
     with pytest.raises(ValidationError):
-        RegisterPserver(protocol=1, instance="a process", address=address, http2=True)
+        RegisterPserver.model_validate({**PROCESS, "address": address, "http2": True})
 
 
-@pytest.mark.parametrize("address", ["http://10.0.0.7/latest/meta-data", "http://10.0.0.7:80/a/", "http://me@a"])
-def test_a_metrics_address_is_an_origin(address: str) -> None:
-    with pytest.raises(ValidationError, match="a host and a port alone"):
-        JoinTrainer(protocol=1, instance="a process", metrics_address=address)
+def test_an_address_may_have_a_path_unless_it_serves_metrics() -> None:
+    address = "https://[::1]:7071/prefix/"
+    assert RegisterPserver.model_validate({**PROCESS, "address": address, "http2": True}).address == address
+    for wrong in (address, "http://me@a"):
+        with pytest.raises(ValidationError, match="a host and a port alone"):
+            JoinTrainer.model_validate({**PROCESS, "metrics_address": wrong})
 
 
-@pytest.mark.parametrize("address", ["http://a", "https://[::1]:7071/prefix/", "http://10.0.0.7:80"])
-def test_an_address_may_have_a_path(address: str) -> None:
-    assert RegisterPserver(protocol=1, instance="a process", address=address, http2=True).address == address
-
-
-@pytest.mark.parametrize(
-    "name", ["", "gradpost-", "gradpost-" + 31 * "0", "gradpost-" + 32 * "0" + "\n", "/tmp/.X11-unix/X0", 41 * "0"]
-)
+@pytest.mark.parametrize("name", ["", "gradpost-" + 31 * "0", "gradpost-" + 32 * "0" + "\n", "/tmp/X0", 41 * "0"])
 def test_the_socket_name_of_another_program_is_refused(name: str) -> None:
     with pytest.raises(ValidationError):
         PserverInfo(index=0, address="http://a", incarnation=1, http2=True, local=name)
-    with pytest.raises(ValidationError):
-        RegisterPserver(protocol=1, instance="a process", address="http://a", http2=True, local=name)
 
 
 def test_a_declaration_of_an_earlier_version_is_read_unless_it_averaged_buffers() -> None:

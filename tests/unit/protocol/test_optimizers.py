@@ -29,12 +29,6 @@ SGD_NUMBERS = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0.0}
 ADAM_NUMBERS = {"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0}
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
-def test_a_known_optimizer_is_allowed(name: str) -> None:
-    flags = dict.fromkeys(RULES[name].flags, False)
-    assert check_optimizer(name, [flags, flags]) == OptimizerSpec(name, (flags, flags))
-
-
 def test_optimizers_have_the_arguments_of_torch() -> None:
     """Names, numbers and flags are those of the constructors, less what selects an implementation."""
     torch_optim = pytest.importorskip("torch.optim")

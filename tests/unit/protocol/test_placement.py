@@ -11,22 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_protocol.placement import PLACE, SizedName, place_balanced, place_hash, place_round_robin, slice_parameter
-from ps_protocol.vocabulary import PLACEMENTS, Block, BufferSpec, ParameterSpec, Placement, is_name, is_shape, is_size
+from ps_protocol.vocabulary import PLACEMENTS, Placement, is_name, is_shape, is_size
 
 from .strategies import all_min_block_sizes, all_num_pservers, few, names
 
 # ---------------------------------------------------------------- vocabulary
-
-
-@pytest.mark.parametrize(("shape", "num_elements"), [((), 1), ((0,), 0), ((3, 0), 0), ((10, 1000), 10_000)])
-def test_specs_count_elements_and_bytes(shape: tuple[int, ...], num_elements: int) -> None:
-    assert ParameterSpec("w", shape).num_elements == num_elements
-    assert BufferSpec("w", shape, "I64", 0).num_bytes == 8 * num_elements
-
-
-def test_a_block_is_named_for_its_parameter() -> None:
-    block = Block("layers.0.weight", 2, 10, 15, 1)
-    assert (block.name, block.num_elements) == ("layers.0.weight.block2", 5)
 
 
 @pytest.mark.parametrize(
@@ -66,14 +55,6 @@ def test_a_parameter_is_tiled_by_the_smallest_number_of_equal_blocks(
     assert whole == ([(0, num_elements)] if num_elements else [])
 
 
-@pytest.mark.parametrize(
-    ("num_elements", "expected"),
-    [(0, []), (10, [10]), (8192, [8192]), (8193, [4097, 4096]), (10_000, [5000, 5000]), (16385, [5462, 5462, 5461])],
-)
-def test_a_block_has_at_most_8192_elements_until_every_pserver_has_one(num_elements: int, expected: list[int]) -> None:
-    assert [end - begin for begin, end in slice_parameter(num_elements, 3)] == expected
-
-
 @pytest.mark.parametrize(("num_elements", "num_pservers", "min_block_size"), [(-1, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_impossible_numbers_are_refused(num_elements: int, num_pservers: int, min_block_size: int) -> None:
     with pytest.raises(ValueError, match="expected num_elements >= 0"):
@@ -92,10 +73,6 @@ def loads(blocks: Sequence[SizedName], owners: Sequence[int], num_pservers: int)
     ]
 
 
-def test_every_placement_has_a_function() -> None:
-    assert set(PLACE) == set(PLACEMENTS)
-
-
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @few
 @given(blocks=sized_names, num_pservers=all_num_pservers)
@@ -105,20 +82,6 @@ def test_every_block_has_an_owner_that_exists(placement: Placement, blocks: list
     assert all(0 <= owner < num_pservers for owner in owners)
 
 
-@few
-@given(sized_names, all_num_pservers)
-def test_round_robin_cycles(blocks: list[SizedName], num_pservers: int) -> None:
-    expected = itertools.islice(itertools.cycle(range(num_pservers)), len(blocks))
-    assert place_round_robin(blocks, num_pservers) == list(expected)
-
-
-@few
-@given(sized_names, all_num_pservers)
-def test_hash_depends_on_the_name_only(blocks: list[SizedName], num_pservers: int) -> None:
-    alone = [place_hash([(name, 1)], num_pservers)[0] for name, _ in blocks]
-    assert place_hash(blocks, num_pservers) == alone
-
-
 def test_hash_is_the_same_on_every_machine() -> None:
     """From `printf %s NAME | sha256sum`: the first 16 hexadecimal digits modulo 7."""
     by_hand = {
@@ -126,16 +89,6 @@ def test_hash_is_the_same_on_every_machine() -> None:
         "weiß.block1": 0x281080D3240BE4A5,
     }
     assert place_hash([(name, 1) for name in by_hand], 7) == [digits % 7 for digits in by_hand.values()]
-
-
-@few
-@given(sized_names, all_num_pservers)
-def test_balanced_is_within_grahams_bound(blocks: list[SizedName], num_pservers: int) -> None:
-    """The fullest pserver had the least when it got its last block, so it is at most that block above the mean."""
-    held = loads(blocks, place_balanced(blocks, num_pservers), num_pservers)
-    sizes = [size for _, size in blocks]
-    largest = max(sizes, default=0)
-    assert num_pservers * max(held) <= sum(sizes) + (num_pservers - 1) * largest
 
 
 @few

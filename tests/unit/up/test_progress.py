@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gradpost.up.progress import RateMeter, describe, print_summary
+from gradpost.up.progress import describe, print_summary
 from ps_protocol.messages import ClusterStatus, PserverStatus, RunSummary, ShardSummary
 
 
@@ -33,38 +33,24 @@ def make_pserver(waiting_seconds: float) -> PserverStatus:
     )  # fmt: skip
 
 
-def test_rates_are_those_of_the_last_seconds() -> None:
-    meter = RateMeter(window_seconds=3)
-    assert meter.rates == (0, 0)
-    meter.add(0, 0, 0)
-    assert meter.rates == (0, 0)
-    for second in range(1, 10):
-        meter.add(second, 10 if second < 5 else 10 + 2 * (second - 5), 100 * second)
-    assert meter.rates == (2, 100)
-
-
-def test_rates_start_over_with_another_run() -> None:
-    meter = RateMeter()
-    meter.add(0, 100, 1000)
-    meter.add(1, 5, 50)
-    assert meter.rates == (0, 0)
-    meter.add(2, 8, 80)
-    assert meter.rates == (3, 30)
+SHARD = {"pushed_bytes_per_second": 45_600_000.0, "pulled_bytes_per_second": None}
+ACTIVITY = {"rounds_per_second": 12.34, "pservers": [SHARD]}
+IDLE = {"rounds_per_second": None, "pservers": []}
 
 
 def test_the_live_line() -> None:
-    assert describe(make_status(state="gathering", waiting_for=("trainer 0", "pserver 1")), make_summary(), (0, 0)) == (
+    assert describe(make_status(state="gathering", waiting_for=("trainer 0", "pserver 1")), make_summary(), IDLE) == (
         "waiting for trainer 0, pserver 1"
     )
-    line = describe(make_status(), make_summary(), (12.34, 45_600_000))
+    line = describe(make_status(), make_summary(), ACTIVITY)
     assert line == "training: round 1,234  12.3 rounds/s  45.6 MB/s  accuracy 0.9833  loss 0.25  1:01"
-    assert describe(make_status(state="finished"), make_summary(results={}), (0, 0)) == "finished: round 1,234  1:01"
+    assert describe(make_status(state="finished"), make_summary(results={}), IDLE) == "finished: round 1,234  1:01"
 
 
 def test_the_live_line_names_the_missing_trainers_of_a_slow_round() -> None:
-    slow = describe(make_status(pservers=(make_pserver(5),)), make_summary(), (0, 0))
+    slow = describe(make_status(pservers=(make_pserver(5),)), make_summary(), IDLE)
     assert slow.endswith("  waiting for trainer 1 (5 s)")
-    assert "waiting" not in describe(make_status(pservers=(make_pserver(0.5),)), make_summary(), (0, 0))
+    assert "waiting" not in describe(make_status(pservers=(make_pserver(0.5),)), make_summary(), IDLE)
 
 
 def test_the_report_ends_with_the_runs_line(capsys: pytest.CaptureFixture[str]) -> None:

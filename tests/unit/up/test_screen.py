@@ -47,6 +47,12 @@ def test_a_pipe_gets_plain_and_unchanged_lines(capsys: pytest.CaptureFixture[str
     assert stderr == "gradpost: done\n"
 
 
+def test_an_option_shows_all_lines_and_another_moves_them_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    make_screen(verbose=True).show_line("pserver 0", log_line("info", "registered"))
+    make_screen(as_json=True).show_line("trainer 0", "epoch 1")
+    assert capsys.readouterr() == ("[pserver 0] registered\n", "[trainer 0] epoch 1\n")
+
+
 def test_only_warnings_and_crashes_of_services_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     screen = make_screen()
     screen.show_line("pserver 0", log_line("info", "registered"))
@@ -60,35 +66,18 @@ def test_only_warnings_and_crashes_of_services_are_shown(capsys: pytest.CaptureF
     assert capsys.readouterr().out.splitlines() == ["[pserver 0] registered"]
 
 
-def test_verbose_shows_all_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    make_screen(verbose=True).show_line("pserver 0", log_line("info", "registered"))
-    assert capsys.readouterr().out == "[pserver 0] registered\n"
-
-
-def test_with_json_lines_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    make_screen(as_json=True).show_line("trainer 0", "epoch 1")
-    assert capsys.readouterr() == ("", "[trainer 0] epoch 1\n")
-
-
 def test_a_terminal_gets_colours_and_no_movements(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, terminal = on_terminal(monkeypatch)
     screen.show_line("trainer 0", "a \x1b[31mred\x1b[0m \x1b[2J\x1b[1;1H[bold]")
     screen.show_line("pserver 0", log_line("error", "it failed"))
     screen.print_message("over \x1b[2J", "red")
+    screen.show_line("trainer 0", "word " * 30)  # is left to the terminal to break
     assert terminal.getvalue().splitlines() == [
         "\x1b[36m[trainer 0] \x1b[0ma \x1b[31mred\x1b[0m [bold]",
         "\x1b[33m[pserver 0] \x1b[0m\x1b[31mit failed\x1b[0m",
         "\x1b[31mgradpost: over \\x1b[2J\x1b[0m",
+        "\x1b[36m[trainer 0] \x1b[0m" + "word " * 30,
     ]
-
-
-def test_long_lines_are_left_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, terminal = on_terminal(monkeypatch)
-    screen.show_line("trainer 0", "word " * 30)
-    assert len(terminal.getvalue().splitlines()) == 1
-
-
-def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, terminal = on_terminal(monkeypatch, NO_COLOR="1")
     screen.show_line("trainer 0", "a \x1b[31mred\x1b[0m")
     assert terminal.getvalue() == "[trainer 0] a red\n"
@@ -147,14 +136,9 @@ def test_a_log_line_is_shortened() -> None:
     assert parse_log_line(json.dumps(entry)) == LogLine("info", "training run=5f0c")
 
 
-def test_a_traceback_follows_in_further_lines() -> None:
-    entry = {"role": "pserver", "pserver": 0, "event": "it failed", "level": "error", "exception": "Traceback:\n  line"}
-    line = parse_log_line(json.dumps(entry))
-    assert line == LogLine("error", "it failed\nTraceback:\n  line")
-    assert line.is_warning
-
-
 def test_control_characters_in_log_lines_are_escaped() -> None:
     entry = {"role": "coordinator", "event": "failed: a\nforged\x1b[2A", "level": "info", "exception": "E: a\x1b[2A"}
     line = parse_log_line(json.dumps(entry))
+    assert line is not None
+    assert not line.is_warning
     assert line == LogLine("info", "failed: a\\nforged\\x1b[2A\nE: a\\x1b[2A")

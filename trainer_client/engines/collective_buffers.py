@@ -1,0 +1,198 @@
+"""Memory for collectives, allocated once: gradients that are summed, and tensors that one process broadcasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ps_protocol.errors import BadInput, ContributionConflict
+
+from ..collectives import Collectives
+from ..tensors import check_form
+
+BYTES = 4  # of an element, float32
+PIECE = 1 << 16  # elements that are squared at once, in memory that an allocator keeps
+PART_BYTES = 32 * 1024 * 1024  # of one broadcast
+ALIGNMENT_BYTES = 16  # of a tensor in it, for any dtype
+
+
+class FlatBucket:
+    """The gradients of several parameters in one flat tensor, last layers first."""
+
+    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        """Allocate the memory; `sizes` are the numbers of elements by parameter name."""
+        self.flat = torch.zeros(sum(sizes.values()), dtype=torch.float32, device=device)  # (sum of sizes,)
+        self.parts = dict(
+            zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True)
+        )  # name -> (size,) float32
+        self.filled: set[str] = set()  # parameters with a gradient of the next step
+
+    def put(self, name: str, gradient: Tensor) -> None:
+        """Copy a flat gradient of any dtype into the bucket."""
+        self.parts[name].copy_(gradient)
+        self.filled.add(name)
+
+    def complete(self, gradients: Mapping[str, Tensor]) -> None:
+        """Copy the missing gradients, with zeros for parameters without one."""
+        for name, part in self.parts.items():
+            if name in self.filled:
+                continue
+            if name in gradients:
+                part.copy_(gradients[name])
+            else:
+                part.zero_()
+
+    def sum_of_squares(self) -> Tensor:
+        """Return the sum of squares of all elements, a float64 scalar on their device."""
+        pieces = (piece.double() for piece in torch.split(self.flat, PIECE))
+        return torch.stack([torch.dot(piece, piece) for piece in pieces]).sum()
+
+    def clear(self) -> None:
+        """Begin the next step, without gradients."""
+        self.filled.clear()
+
+
+def cut_buckets(parameters: Mapping[str, Tensor], bucket_bytes: int, device: torch.device) -> list[FlatBucket]:
+    """Buckets for all parameters, about `bucket_bytes` each, in the order in which backward makes gradients.
+
+    A parameter is never cut: one that is larger has a bucket of its own.
+
+    >>> shapes = {"a": torch.empty(10), "b": torch.empty(2, 5), "c": torch.empty(10)}
+    >>> [list(bucket.parts) for bucket in cut_buckets(shapes, 80, torch.device("cpu"))]
+    [['c', 'b'], ['a']]
+    """
+    groups: list[dict[str, int]] = [{}]
+    for name, parameter in reversed(list(parameters.items())):
+        if groups[-1] and BYTES * (sum(groups[-1].values()) + parameter.numel()) > bucket_bytes:
+            groups.append({})
+        groups[-1][name] = parameter.numel()
+    return [FlatBucket(group, device) for group in groups if group]
+
+
+class FlatGradients:
+    """The gradients of one step after the other, in buckets that leave in the same order in all processes.
+
+    Collectives need that order. Used by one thread at a time; no method blocks.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        bucket_bytes: int,
+        device: torch.device,
+        send: Callable[[FlatBucket], None],
+    ) -> None:
+        """Allocate the buckets; `send` begins the collective of one, whose memory must not change until `clear`."""
+        self.buckets = cut_buckets(parameters, bucket_bytes, device)
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.parts}
+        self._num_sent = 0  # buckets of this step, in order
+        self._parameters = parameters
+        self._send = send
+        self._is_spoiled = False  # a bucket has left with discarded gradients
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a flat gradient. Buckets leave once they and all earlier ones are full, without frozen parameters."""
+        self.check()
+        self.bucket_of[name].put(name, gradient)
+        while self._num_sent < len(self.buckets) and self._is_full(self.buckets[self._num_sent]):
+            self._send_next()
+
+    def _is_full(self, bucket: FlatBucket) -> bool:
+        is_full = all(name in bucket.filled or not self._parameters[name].requires_grad for name in bucket.parts)
+        if is_full:
+            bucket.complete({})
+        return is_full
+
+    def _send_next(self) -> None:
+        bucket = self.buckets[self._num_sent]
+        self._num_sent += 1
+        self._send(bucket)
+
+    def check(self, gradients: Mapping[str, Tensor] | None = None) -> None:
+        """Raise ContributionConflict if the step cannot be taken, `gradient_changed` if a gradient comes too late."""
+        if self._is_spoiled:
+            raise ContributionConflict(
+                "gradients of a discarded step have left for the other processes; the script has to end"
+            )
+        for bucket in self.buckets[: self._num_sent]:
+            if late := bucket.parts.keys() & (gradients or {}).keys() - bucket.filled:
+                raise BadInput(
+                    f"{min(late)!r} was frozen, and has a gradient now, whose bucket has left", code="gradient_changed"
+                )
+
+    def send_rest(self, gradients: Mapping[str, Tensor]) -> None:
+        """Send the other buckets with these flat gradients, and zeros for parameters without one."""
+        for bucket in self.buckets[self._num_sent :]:
+            bucket.complete(gradients)
+            self._send_next()
+
+    def clear(self) -> None:
+        """Begin the next step, without gradients."""
+        self._num_sent = 0
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def discard(self) -> bool:
+        """Discard the added gradients; return True if a bucket has left, so that this step cannot be taken again."""
+        has_left = self._num_sent > 0
+        self._is_spoiled = self._is_spoiled or has_left
+        for bucket in self.buckets:
+            bucket.clear()
+        return has_left
+
+    def mark_spoiled(self, *, is_spoiled: bool) -> None:
+        """Note if the other processes are at another step, so that none can be taken."""
+        self._is_spoiled = is_spoiled
+
+
+class BroadcastBuffer:
+    """A packed copy, on one device, of tensors of any dtype and device, whose shapes and dtypes stay."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._tensors = tensors
+        groups: list[list[str]] = [[]]
+        size = 0
+        for name, tensor in tensors.items():
+            if groups[-1] and size + tensor.nbytes > PART_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(name)
+            size += _aligned(tensor.nbytes)
+        self._parts: list[Tensor] = []  # bytes
+        self._views: dict[str, Tensor] = {}
+        for group in groups:
+            part = torch.zeros(sum(_aligned(tensors[name].nbytes) for name in group), dtype=torch.uint8, device=device)
+            self._parts.append(part)
+            offset = 0
+            for name in group:
+                tensor = tensors[name]
+                self._views[name] = part[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                offset += _aligned(tensor.nbytes)
+
+    def check(self) -> None:
+        """Raise BadModel if a tensor has another shape or dtype."""
+        for name, view in self._views.items():
+            check_form(name, self._tensors[name], view.shape, view.dtype)
+
+    @torch.no_grad()
+    def begin(self, collectives: Collectives, source: int, *, sends: bool) -> None:
+        """Begin to broadcast the tensors of process `source`, which alone `sends`; all processes call it.
+
+        `write_back` follows the end in the other processes.
+        """
+        for name, view in self._views.items() if sends else ():
+            view.copy_(self._tensors[name])
+        for part in self._parts:
+            collectives.broadcast(part, source)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copy the received values to the tensors."""
+        for name, view in self._views.items():
+            self._tensors[name].copy_(view)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,73 @@
+"""Local steps: the trainer's own optimizer steps H times, and the difference is the gradient of an outer optimizer.
+
+With an outer SGD of rate 1 that is local SGD (Stich, ICLR 2019): parameters are averaged every H steps. With Nesterov
+momentum it is DiLoCo (Douillard et al., 2023). Pushed is what the parameters were minus what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadModel
+
+
+class LocalSteps:
+    """The steps between two pushes. Keeps two copies of the parameters; the inner optimizer's slots are its own."""
+
+    def __init__(self, inner: Optimizer, parameters: Mapping[str, Tensor], num_steps: int) -> None:
+        self._inner = inner
+        self._parameters = parameters
+        self._num_steps = num_steps
+        self._done = 0
+        self._anchors: dict[str, Tensor] = {}
+        self._outer: dict[str, Tensor] = {}  # memory of what is pushed
+
+    def begin(self) -> None:
+        """Begin to count steps: the parameters have the values of the pservers now."""
+        self._done = 0
+        for name, parameter in self._parameters.items():
+            if name in self._anchors:
+                self._anchors[name].copy_(parameter.detach())
+            else:
+                self._anchors[name] = parameter.detach().clone()
+
+    @property
+    def starting_values(self) -> dict[str, Tensor]:
+        """The values from which steps count: those of the pservers, or at first those of the script."""
+        return self._anchors or dict(self._parameters)
+
+    def step(self) -> bool:
+        """Step once in this process; return True if it is time to push."""
+        step_without_hooks(self._inner)
+        self._done += 1
+        return self._done >= self._num_steps
+
+    def outer_gradients(self) -> dict[str, Tensor]:
+        """Return what the parameters were minus what they are, by name, (numel,); valid until the next call."""
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if name not in self._outer:
+                    self._outer[name] = torch.empty_like(self._anchors[name], memory_format=torch.contiguous_format)
+                torch.sub(self._anchors[name], parameter, out=self._outer[name])
+        return {name: outer.view(-1) for name, outer in self._outer.items()}
+
+
+def check_outer(inner: Optimizer, outer: Optimizer) -> None:
+    """Raise BadModel unless both optimizers have the same parameters."""
+    ours, theirs = ({id(p) for group in o.param_groups for p in group["params"]} for o in (inner, outer))
+    if ours != theirs:
+        raise BadModel(
+            "the outer optimizer must have the parameters of the inner one",
+            expected=f"{len(ours)} parameters",
+            actual=f"{len(theirs)}, of which {len(ours & theirs)} are the same",
+        )
+
+
+def step_without_hooks(wrapped: Optimizer) -> None:
+    """Step a wrapped optimizer whose hooks, and torch's global ones, run with the step of the RemoteOptimizer."""
+    step = type(wrapped).step
+    getattr(step, "__wrapped__", step)(wrapped)  # torch wraps the method of each class once, to run the hooks
