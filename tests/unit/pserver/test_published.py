@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ps_protocol.frames import FrameLimits, parse_frame
+from ps_protocol.frames import parse_frame
 from ps_protocol.plan import make_plan
 from ps_protocol.quantisation import PIECE
 from ps_protocol.routes import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
@@ -72,7 +72,7 @@ class Trainer:
         self.deltas = Deltas({name: self.memory[name] for name in values if values[name].dtype == torch.float32})
 
     async def receive(self, body: bytes) -> None:
-        sink = FrameSink(self.memory, FrameLimits(), self.deltas.memory)
+        sink = FrameSink(self.memory, deltas=self.deltas.memory)
         sink.feed(body)
         sink.finish()
         await self.deltas.add(sink.delta_names)
