@@ -25,7 +25,7 @@ from ps_protocol.frames import (
 from ps_protocol.vocabulary import DTYPE_BYTES
 
 from ...raising import raises_code
-from .strategies import few, json_values, names
+from .strategies import few, names
 
 deserialize: Any = safetensors.deserialize  # the reference parser, without any array library
 
@@ -266,11 +266,6 @@ def test_random_offsets_are_refused_or_read_as_by_the_reference(tensors: list[tu
     }
     num_bytes = max((begin + size + error for size, begin, error in tensors), default=0)
     parse_or_refuse(raw_frame(header, bytes(range(num_bytes))))
-
-
-@given(st.dictionaries(names | st.just("__metadata__"), json_values, max_size=3), st.binary(max_size=8))
-def test_random_json_raises_nothing_but_our_errors(header: dict[str, Any], data: bytes) -> None:
-    parse_or_refuse(raw_frame(header, data))
 
 
 mutations = st.lists(
