@@ -1,7 +1,8 @@
 """The membership of a run: its trainers, the contributions to its open rounds, and what an administrator has set.
 
 The coordinator decides it as one value, persists it, and installs it on all pservers under a number, so that every
-pserver applies a change from the same round on. In JSON its fields stand beside those of the message around it.
+pserver applies a change from the same round on. In JSON its fields stand beside those of the message around it. The
+messages that register pservers and install runs follow it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from .consistency import Consistency
 from .fields import (
     MAX_MEMBERS,
     MAX_TENSORS,
+    BaseUrl,
     ByOrdinal,
     Count,
     Flag,
     Identifier,
     Incarnation,
+    Instance,
+    LocalName,
     Message,
     Name,
     Number,
@@ -30,6 +34,8 @@ from .fields import (
     Ordinal,
     Ordinals,
     Positive,
+    Protocol,
+    PserverIndex,
     Rank,
     Real,
     Round,
@@ -195,6 +201,30 @@ class HeldRun(Message):
     restorable: tuple[tuple[Round, Round], ...] = Field(
         max_length=MAX_MEMBERS, description="ranges of rounds, first and last"
     )
+
+
+class RegisterPserver(Message):
+    """The registration of a pserver.
+
+    `instance` is a random id of the process, so that a repeated request gets the same answer.
+    """
+
+    protocol: Protocol
+    instance: Instance
+    address: BaseUrl = Field(description="base URL under which trainers reach it")
+    http2: Flag = Field(description="trainers send tensors over HTTP/2, with prior knowledge")
+    local: LocalName | None = Field(default=None, description="abstract Unix socket for trainers on its host")
+    index: PserverIndex | None = Field(default=None, description="None: the coordinator chooses")
+    previous: Incarnation = Field(default=0, description="the incarnation before, whose folder it has locked")
+    held: HeldRun | None = None
+
+
+class PserverRegistered(Message):
+    """The identity of the pserver, and its lease."""
+
+    index: PserverIndex
+    incarnation: Incarnation
+    lease_seconds: Number
 
 
 class Freeze(Message):

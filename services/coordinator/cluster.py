@@ -16,7 +16,7 @@ from ps_protocol.errors import (
     TrainerLost,
     error_from_problem,
 )
-from ps_protocol.membership import HeldRun, InstallMembers, InstallRun, Membership
+from ps_protocol.membership import HeldRun, InstallMembers, InstallRun, Membership, PserverRegistered, RegisterPserver
 from ps_protocol.messages import (
     JoinTrainer,
     Leave,
@@ -24,8 +24,6 @@ from ps_protocol.messages import (
     PserverHeartbeat,
     PserverHeartbeatReply,
     PserverInfo,
-    PserverRegistered,
-    RegisterPserver,
     TrainerHeartbeat,
     TrainerHeartbeatReply,
     TrainerJoined,

@@ -22,8 +22,16 @@ from ps_protocol.errors import (
     error_from_problem,
 )
 from ps_protocol.frames import FrameLimits
-from ps_protocol.membership import Freeze, FrozenRounds, HeldRun, InstallMembers, InstallRun, WantCheckpoint
-from ps_protocol.messages import PserverHeartbeat, PserverHeartbeatReply, PserverRegistered, PserverState, Software
+from ps_protocol.membership import (
+    Freeze,
+    FrozenRounds,
+    HeldRun,
+    InstallMembers,
+    InstallRun,
+    PserverRegistered,
+    WantCheckpoint,
+)
+from ps_protocol.messages import PserverHeartbeat, PserverHeartbeatReply, PserverState, Software
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor

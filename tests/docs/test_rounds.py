@@ -16,8 +16,8 @@ import torch
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ERRORS
 from ps_protocol.fence import Fence
-from ps_protocol.membership import InstallRun, Membership
-from ps_protocol.messages import PserverRegistered, PushAnswer
+from ps_protocol.membership import InstallRun, Membership, PserverRegistered
+from ps_protocol.messages import PushAnswer
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import BARRIER, INITIAL
 

@@ -24,8 +24,8 @@ from ps_protocol.fields import (
     OrdinalText,
     Real,
 )
-from ps_protocol.membership import Controls, InstallMembers, Membership, MembershipMessage
-from ps_protocol.messages import DeclareModel, JoinTrainer, PserverInfo, RegisterPserver, TrainerHeartbeat
+from ps_protocol.membership import Controls, InstallMembers, Membership, MembershipMessage, RegisterPserver
+from ps_protocol.messages import DeclareModel, JoinTrainer, PserverInfo, TrainerHeartbeat
 
 NUMBERS = {"mode": "ssp", "max_staleness": 3, "dc_lambda": 1, "compensation": "dc"}
 

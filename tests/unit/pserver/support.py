@@ -21,8 +21,8 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import GradpostError, StaleRun
 from ps_protocol.fence import Fence
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
-from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, Membership
-from ps_protocol.messages import NormAnswer, PserverRegistered
+from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, Membership, PserverRegistered
+from ps_protocol.messages import NormAnswer
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.routes import (

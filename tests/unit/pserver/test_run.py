@@ -17,8 +17,7 @@ from starlette.requests import ClientDisconnect
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, RoundPending, TrainerLost
 from ps_protocol.frames import parse_frame
-from ps_protocol.membership import Controls, InstallMembers
-from ps_protocol.messages import PserverRegistered
+from ps_protocol.membership import Controls, InstallMembers, PserverRegistered
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, MEMBERS, VERDICT_HEADER, WAIT_HEADER
 from services.pserver import endpoints as endpoints_module
