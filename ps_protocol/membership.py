@@ -7,13 +7,10 @@ messages that register pservers and install runs follow it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
-from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field, model_validator
 
 from .consistency import Consistency
 from .fields import (
@@ -90,13 +87,15 @@ class Membership:
 
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    members: dict[Rank, Incarnation]
+    starts: dict[Rank, Round] = field(default_factory=dict)
+    sets: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
+    verdicts: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
+    controls: tuple[Controls, ...] = ()
 
-    members: ByOrdinal[Incarnation]
-    starts: ByOrdinal[Round] = field(default_factory=dict)
-    sets: ByOrdinal[Ordinals] = field(default_factory=dict)
-    verdicts: ByOrdinal[Ordinals] = field(default_factory=dict)
-    controls: Annotated[tuple[Controls, ...], Field(max_length=MAX_MEMBERS)] = ()
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields by name, as the arguments of a `MembershipMessage`."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def has_claim(self, rank: Rank, round_: Round) -> bool:
         """Return whether the trainer's contribution belongs to this round."""
@@ -135,43 +134,19 @@ class Membership:
         return replace(self, controls=(*needed, after))
 
 
-_FIELDS: Sequence[str] = tuple(field.name for field in fields(Membership))
-
-
 class MembershipMessage(Message):
-    """Base of messages with a field `membership`, which is flat in JSON."""
+    """Base of messages that contain a membership, whose fields stand beside the others."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _nest(cls, given: Any) -> Any:
-        match given:
-            case {"membership": Membership()}:
-                return given
-            case {"membership": _}:
-                raise ValueError("the fields of the membership stand beside the others")
-            case dict():
-                own = {name: value for name, value in given.items() if name not in _FIELDS}
-                return {**own, "membership": {name: given[name] for name in _FIELDS if name in given}}
-        return given
+    members: ByOrdinal[Incarnation]
+    starts: ByOrdinal[Round] = Field(default={})
+    sets: ByOrdinal[Ordinals] = Field(default={})
+    verdicts: ByOrdinal[Ordinals] = Field(default={})
+    controls: tuple[Controls, ...] = Field(default=(), max_length=MAX_MEMBERS)
 
-    @model_serializer(mode="wrap")
-    def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        flat: dict[str, Any] = {}
-        for name, value in handler(self).items():
-            flat.update(value if name == "membership" else {name: value})
-        return flat
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        shown = handler(schema)
-        own = handler.resolve_ref_schema(shown)
-        nested = handler.resolve_ref_schema(own["properties"]["membership"])
-        properties: dict[str, Any] = {}
-        for name, value in own["properties"].items():
-            properties.update(nested["properties"] if name == "membership" else {name: value})
-        own["properties"] = properties
-        own["required"] = [name for name in properties if name in {*own["required"], *nested["required"]}]
-        return shown
+    @property
+    def membership(self) -> Membership:
+        """The membership in this message."""
+        return Membership(self.members, self.starts, self.sets, self.verdicts, self.controls)
 
 
 class FrozenRounds(Message):
@@ -261,7 +236,6 @@ class InstallRun(MembershipMessage):
     source: Identifier | None = Field(default=None, description="run whose checkpoint is restored, if it is another")
     uploader: Rank
     number: Count
-    membership: Membership
 
 
 class InstallMembers(MembershipMessage):
@@ -270,7 +244,6 @@ class InstallMembers(MembershipMessage):
     run: Identifier
     attempt: Ordinal = 0
     number: Count
-    membership: Membership
     failure: Object | None = None
 
 

@@ -448,7 +448,7 @@ class Cluster:
             source=run.source,
             uploader=run.uploader,
             number=number,
-            membership=run.membership,
+            **run.membership.to_fields(),
         )
 
     @property
@@ -463,7 +463,7 @@ class Cluster:
             run=run.name,
             attempt=run.attempt,
             number=number,
-            membership=run.membership,
+            **run.membership.to_fields(),
             failure=run.failure.to_problem() if run.failure else None,
         )
 

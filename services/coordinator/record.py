@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ps_protocol.errors import error_from_problem
 from ps_protocol.fields import Message
-from ps_protocol.membership import Controls, Membership, MembershipMessage
+from ps_protocol.membership import Controls, MembershipMessage
 from ps_protocol.messages import DeclareModel, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
@@ -63,7 +63,6 @@ class RunRecord(MembershipMessage):
     has_begun: bool = True
     has_trained: bool = True
     number: int
-    membership: Membership
     trainers: tuple[TrainerRecord, ...]
 
     def has_undone(self, manifest: Manifest) -> bool:
@@ -147,7 +146,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
         has_begun=run.has_begun,
         has_trained=run.has_trained,
         number=run.number,
-        membership=decision.membership,
+        **decision.membership.to_fields(),
         trainers=tuple(
             TrainerRecord(
                 rank=t.rank,

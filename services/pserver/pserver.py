@@ -179,7 +179,7 @@ class Pserver:
             if current.install.plan != message.plan:
                 raise Conflict("this run was installed with another plan")
             members = InstallMembers(
-                run=message.run, attempt=message.attempt, number=message.number, membership=message.membership
+                run=message.run, attempt=message.attempt, number=message.number, **message.membership.to_fields()
             )
             await self._change_members(current, members)
             return

@@ -255,7 +255,7 @@ class Bench:
     ) -> None:
         changed = Membership(dict(members), **membership)
         await self.pserver.install_members(
-            InstallMembers(run=self.install.run, number=number, membership=changed, failure=failure)
+            InstallMembers(run=self.install.run, number=number, **changed.to_fields(), failure=failure)
         )
 
     async def freeze(self, number: int) -> FrozenRounds:
