@@ -161,6 +161,14 @@ class ParameterClient:
         self.joined = joined
         self.membership.adopt_place(joined, process)
 
+    def adopt_run(self, nonfinite: NonfinitePolicy) -> None:
+        """Adopt the run that the leader has declared. Called by the follower processes of a host."""
+        self.nonfinite, self.is_declared = nonfinite, True
+
+    def adopt_results(self, round_: Round, outcomes: Outcomes, grad_norm: float | None) -> None:
+        """Adopt the results of a round that this client has not pulled: in a ring, or from a host's leader."""
+        self.membership.round, self.outcomes, self.grad_norm = round_, outcomes, grad_norm
+
     def _warn(self, line: str) -> None:
         self.log.warning(line)
 

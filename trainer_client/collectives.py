@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 GROUP_TIMEOUT = timedelta(days=1)  # heartbeats notice a lost process long before
-POLL_SECONDS = 0.001  # between looks at a collective; event loops do not wait for less
+POLL_SECONDS = 0.001  # between checks of a collective; event loops do not wait for less
 
 
 class Collectives:
@@ -126,9 +126,9 @@ async def run_aside(work: Callable[[], Any]) -> Any:
         except Exception as problem:
             error = problem if isinstance(problem, RuntimeError) else RuntimeError(repr(problem))
         if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, found, error)
+            loop.call_soon_threadsafe(resolve, found, error)
 
-    def tell(found: Any, error: RuntimeError | None) -> None:
+    def resolve(found: Any, error: RuntimeError | None) -> None:
         if not result.done():
             result.set_result(found) if error is None else result.set_exception(error)
 

@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ps_protocol.errors import BadInput, BadModel
+from ps_protocol.errors import BadInput
 from ps_protocol.plan import SlicePlan
 from ps_protocol.quantisation import PIECE, add_delta
 from ps_protocol.vocabulary import Block
 from ps_protocol.wire_types import SCALES, quantised
 
 from .device_copies import ParameterCopies, host_memory, is_away
-from .tensors import TORCH_DTYPES, has_wire_layout, wire_dtype, writable_bytes
+from .tensors import TORCH_DTYPES, check_form, has_wire_layout, writable_bytes
 
 
 class Destinations:
@@ -54,12 +54,7 @@ class Destinations:
             return False
         for name, parameter in self._parameters.items():
             spec = self._plan.parameter[name]
-            if (tuple(parameter.shape), wire_dtype(name, parameter)) != (spec.shape, spec.dtype):
-                raise BadModel(
-                    f"parameter {name!r} has become another one; the slice plan is made once, when the run starts",
-                    expected=f"{spec.dtype} {list(spec.shape)}",
-                    actual=f"{parameter.dtype} {list(parameter.shape)}",
-                )
+            check_form(name, parameter, spec.shape, TORCH_DTYPES[spec.dtype])
         if not self._is_apart:
             self.sets = [make_destinations(self._parameters, self._dtypes)]
         self._note_memory()
@@ -89,17 +84,17 @@ def make_destinations(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.
     }
 
 
-def write_back(tensors: Mapping[str, Tensor], landed: Mapping[str, Tensor], copies: ParameterCopies) -> None:
+def write_back(tensors: Mapping[str, Tensor], pulled: Mapping[str, Tensor], copies: ParameterCopies) -> None:
     """Copy pulled values to tensors with other memory: on other devices, or in other memory formats."""
     written = []  # by the network already
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if tensor.data_ptr() == landed[name].data_ptr():
+            if tensor.data_ptr() == pulled[name].data_ptr():
                 written.append(tensor)
             elif is_away(tensor):
-                copies.copy(tensor, landed[name])
+                copies.copy(tensor, pulled[name])
             else:
-                tensor.copy_(landed[name])
+                tensor.copy_(pulled[name])
     # Autograd did not see that; a second backward through the old graph must fail.
     torch.autograd.graph.increment_version(written)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel
+from ps_protocol.errors import BadModel, NonFiniteGradient
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
+from .engines.engine import StepProgress
+from .overlap import Overlap
+
 if TYPE_CHECKING:
     from .remote_optimizer import RemoteOptimizer
-from collections.abc import Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +52,24 @@ def as_float32(number: float) -> float:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` for one RemoteOptimizer, which goes by what the round said instead of by own gradients.
+    """A `torch.amp.GradScaler` for one RemoteOptimizer, whose scale follows from the outcomes of rounds.
 
         scaler = GradScaler(optimizer)
 
-    It is used like torch's: `scale`, `unscale_` if gradients are to be looked at or clipped, `step`, `update`. Where a
-    round was skipped for any trainer's gradients, `update()` lets the scale back off on all of them, and else it grows
-    on all of them together: at each step all trainers have the same scale, if they begin with the same settings. A
-    trainer that is started again, or a run that is resumed or rolled back, continues with the state that the lowest
-    rank had in that round; what `load_state_dict` loads counts in a run that has just begun.
+    It is used like torch's: `scale`, `unscale_` if the script reads or clips gradients, `step`, `update`. If a round
+    was skipped for any trainer's gradients, the scale backs off on all trainers, else it grows on all of them: at each
+    step all trainers have the same scale, if they begin with the same settings. A restarted trainer, and a run that is
+    resumed or rolled back, continue with the state that the lowest rank had in that round; a loaded state counts only
+    in a run that has just begun.
 
-    With `max_delay` = k the outcome of a round counts k steps later, so that a scale that is too large may be halved
-    k + 1 times. With `overlap` gradients are unscaled before they leave. In asynchronous modes and with local steps
-    there are no rounds in common: there it is torch's own, and each trainer has its own scale.
-
-    With `overlap_pulls`, what needs the new scale (`scale`, `get_scale`, `state_dict`) waits for the newest step.
+    With `max_delay` = k the outcome of a round counts k steps later, so a scale that is too large may be halved k + 1
+    times. With `overlap` gradients are unscaled before they leave. With `overlap_pulls`, calls that need the new scale
+    (`scale`, `get_scale`, `state_dict`) wait for the newest step. Asynchronous modes and local steps have no rounds in
+    common: each trainer has its own scale there, as with torch's.
 
     Args:
-        optimizer: whose gradients are scaled; it has one GradScaler.
-        device: where losses are, as torch's: "cuda" or "cpu".
+        optimizer: the optimizer whose gradients are scaled; it has one GradScaler.
+        device: the device of losses, as torch's: "cuda" or "cpu".
         settings: torch's: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
 
     Raises:
@@ -78,15 +80,18 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, optimizer: RemoteOptimizer, device: str = "cuda", **settings: Any) -> None:
         super().__init__(device, **settings)
         self._remote = optimizer
-        self._is_shared = self.is_enabled() and optimizer.shares_rounds
+        self._client = optimizer.session.client
+        self._is_shared = self.is_enabled() and optimizer.scaling.is_shared
         self._inverse: float | None = None  # of the scale of this step, while gradients are to be divided by it
+        self._overlap: Overlap | None = None
         if self.is_enabled():
             self._check_run()
             self._begin_with(ScalerState(0, super().get_scale(), 0))
-            optimizer.attach_scaler(self.unscale_early, self._describe)
+            self._progress, self._overlap = optimizer.scaling.progress, optimizer.scaling.overlap
+            optimizer.scaling.attach(self._describe, self._unscale)
 
     def _check_run(self) -> None:
-        policy = self._remote.session.client.nonfinite
+        policy = self._client.nonfinite
         if self._is_shared and policy != "skip_round":
             raise BadModel(
                 "a step that one trainer's GradScaler skips has to be skipped by all: set nonfinite to skip_round "
@@ -94,7 +99,7 @@ class GradScaler(torch.amp.GradScaler):
                 expected="skip_round",
                 actual=policy,
             )
-        if self._remote.overlaps and not self._is_shared:
+        if self._client.settings.overlap and not self._is_shared:
             raise BadModel(
                 "with overlap=True what has overflowed has left before a GradScaler finds it, and without rounds "
                 "no other trainer skips it: use bfloat16, which needs no GradScaler, or overlap=False"
@@ -112,26 +117,26 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """As torch's, with the scale of the run."""
         self._catch_up()
-        if self._remote.overlaps and self.is_enabled():
+        if self._overlap is not None:
             self._inverse = 1 / self._state.scale
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """As torch's; with `overlap` gradients that have left are unscaled already, and must not be changed."""
         self._check(optimizer)
-        if self._remote.overlaps:
-            self._unscale_rest()
-        else:
+        if self._overlap is None:
             super().unscale_(optimizer)
+        else:
+            self._unscale_rest(self._overlap)
 
-    def unscale_early(self, gradient: Tensor) -> None:
+    def _unscale(self, gradient: Tensor) -> None:
         """Divide a gradient, in place, by the scale of this step, unless all have been."""
         if self._inverse is not None:
             gradient.mul_(self._inverse)
 
-    def _unscale_rest(self) -> None:
-        for gradient in self._remote.unsent_gradients():
-            self.unscale_early(gradient)
+    def _unscale_rest(self, overlap: Overlap) -> None:
+        for gradient in overlap.unsent_gradients():
+            self._unscale(gradient)
         self._inverse = None
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -144,9 +149,9 @@ class GradScaler(torch.amp.GradScaler):
             raise BadModel("a GradScaler's step takes no closure: call backward before it")
         if not self._is_shared:
             return super().step(optimizer, *args, **kwargs)
-        if not self._remote.overlaps:
+        if self._overlap is None:
             return super().step(optimizer)
-        self._unscale_rest()
+        self._unscale_rest(self._overlap)
         return self._remote.step()  # the pservers, or the ring, find what is not finite
 
     def _check(self, optimizer: Optimizer) -> None:
@@ -162,17 +167,23 @@ class GradScaler(torch.amp.GradScaler):
             self._is_due = True
         else:
             super().update(new_scale)
-            self._state = ScalerState(self._remote.outcome_round, super().get_scale(), self._state.growth_tracker)
+            self._state = ScalerState(self._outcome_round, super().get_scale(), self._state.growth_tracker)
             self._is_due = False
 
+    @property
+    def _outcome_round(self) -> Round:
+        """The newest round whose outcome counts for the next step: `max_delay` rounds before the newest one."""
+        return max(self._progress.begun - self._client.joined.consistency.max_delay, 0)
+
     def _catch_up(self) -> None:
-        if not self._is_shared or (not self._is_due and self._num_rollbacks == self._remote.num_rollbacks):
+        if not self._is_shared or (not self._is_due and self._num_rollbacks == self._progress.num_rollbacks):
             return
-        self._remote.wait_for_outcome()
-        round_, outcomes = self._remote.outcome_round, self._remote.session.client.outcomes
-        if self._num_rollbacks != self._remote.num_rollbacks:  # also before the first step
-            told: dict[str, Any] = outcomes.scaler or {**asdict(self._initial), "after": round_}
-            self._state = ScalerState(**told)
+        if self._overlap is not None:
+            self._overlap.wait()
+        round_, outcomes = self._outcome_round, self._client.outcomes
+        if self._num_rollbacks != self._progress.num_rollbacks:  # also before the first step
+            pushed: dict[str, Any] = outcomes.scaler or {**asdict(self._initial), "after": round_}
+            self._state = ScalerState(**pushed)
         factors: dict[str, Any] = {
             "growth_factor": self.get_growth_factor(),
             "backoff_factor": self.get_backoff_factor(),
@@ -180,7 +191,7 @@ class GradScaler(torch.amp.GradScaler):
         }
         while self._state.after < round_:
             self._state = self._state.next(is_skipped=self._state.after + 1 in outcomes.skipped, **factors)
-        self._num_rollbacks, self._is_due = self._remote.num_rollbacks, False
+        self._num_rollbacks, self._is_due = self._progress.num_rollbacks, False
         super().load_state_dict({"scale": self._state.scale, "_growth_tracker": self._state.growth_tracker, **factors})
 
     def get_scale(self) -> float:
@@ -200,10 +211,68 @@ class GradScaler(torch.amp.GradScaler):
             self._begin_with(ScalerState(0, state_dict["scale"], int(state_dict["_growth_tracker"])))
 
 
-def unscale_gradients(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
-    """Divide the gradients, in place, by the scale that a GradScaler has left; returns whether they have overflowed.
+class StepScaling:
+    """The loss scale of a RemoteOptimizer's steps: that of a GradScaler, of torch's, or none."""
 
-    Then they are left as they are. Without a GradScaler nothing happens.
+    def __init__(
+        self, optimizer: RemoteOptimizer, progress: StepProgress, overlap: Overlap | None, *, is_shared: bool
+    ) -> None:
+        """`is_shared`: every step is a round of all trainers, which have its outcome in common."""
+        self.progress = progress
+        self.overlap = overlap
+        self.is_shared = is_shared
+        self._optimizer = optimizer
+        self._describe: Callable[[], HyperParameters] | None = None
+        self._has_warned = False
+
+    def attach(self, describe: Callable[[], HyperParameters], unscale: Callable[[Tensor], None]) -> None:
+        """Attach a GradScaler: `unscale` every gradient before it is added early, and push its state in each round.
+
+        Raises BadModel for a second one.
+        """
+        if self._describe is not None:
+            raise BadModel("a RemoteOptimizer has one GradScaler")
+        self._describe = describe
+        if self.overlap is not None:
+            self.overlap.attach_scaler(unscale)
+
+    def describe(self) -> list[HyperParameters]:
+        """Return the state that is pushed with the hyperparameters, if there is one."""
+        return [] if self._describe is None or not self.is_shared else [self._describe()]
+
+    def unscale(self, parameters: Collection[Tensor]) -> bool:
+        """Unscale the gradients; return False, and clear them, if they have overflowed.
+
+        Raises NonFiniteGradient for an overflow that the other trainers would not skip.
+        """
+        if getattr(self._optimizer, "found_inf", None) is not None:
+            self._warn_of_torch()
+        if not unscale_gradients(self._optimizer, parameters):
+            return True
+        client = self._optimizer.session.client
+        if client.nonfinite != "skip_round" and self.is_shared:
+            text = f"the gradients of trainer {client.joined.rank} have overflowed, and nonfinite is {client.nonfinite}"
+            raise NonFiniteGradient(f"{text}: with a GradScaler it has to be skip_round, so that all skip the round")
+        for parameter in parameters:
+            parameter.grad = None
+        return False
+
+    def _warn_of_torch(self) -> None:
+        """Warn once that torch's GradScaler ignores the gradients of the other trainers."""
+        session = self._optimizer.session
+        is_alone = self._describe is None and self.is_shared and session.world_size > 1
+        if is_alone and not self._has_warned:
+            self._has_warned = True
+            session.client.log.warning(
+                "torch's GradScaler backs off alone when this trainer's gradients overflow, and scales drift apart; "
+                "with trainer_client.GradScaler(optimizer) all trainers have the same one"
+            )
+
+
+def unscale_gradients(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Divide the gradients, in place, by the scale of a GradScaler; return True if they have overflowed.
+
+    Then they stay as they are. Without a GradScaler nothing happens.
     """
     found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
     if found_inf is not None and bool(found_inf.item()):

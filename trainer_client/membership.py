@@ -8,7 +8,7 @@ import copy
 import secrets
 import ssl
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 import httpx
@@ -61,8 +61,6 @@ class Membership:
     def __init__(self, settings: TrainerSettings, http: httpx.AsyncClient) -> None:
         self.joined: TrainerJoined
         self.round: Round = 0  # the newest round that was pulled from every pserver
-        self.waiting_since: float | None = None  # in a ring, by the loop; None: it computes
-        self.is_done = False  # in a ring: no batches are left, and it accompanies the others
         self.results: dict[str, float] = {}
         self.failure: asyncio.Future[GradpostError] | None = None
         self.news = News()
@@ -72,6 +70,8 @@ class Membership:
         self._coordinator = settings.coordinator.rstrip("/")
         self._heartbeats: asyncio.Task[None] | None = None
         self.log = make_log()
+        self._waiting_since: float | None = None  # in a ring, by the loop; None: it computes
+        self._is_done = False  # in a ring: no batches are left
         self._logged: dict[str, str] = {}  # the last line about each topic
 
     # ------------------------------------------------------------------ joining
@@ -100,6 +100,19 @@ class Membership:
         self.joined = joined
         self.log = make_log(run=joined.run, trainer=joined.rank, process=process)
         self.failure = asyncio.get_running_loop().create_future()
+
+    @contextlib.contextmanager
+    def reporting_wait(self) -> Iterator[None]:
+        """Report with the heartbeats that this trainer waits for others. In a ring, by the I/O loop."""
+        self._waiting_since = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self._waiting_since = None
+
+    def report_done(self) -> None:
+        """Report with the heartbeats that a trainer of a ring has no batches left, and joins the others' rounds."""
+        self._is_done = True
 
     async def declare(self, message: DeclareModel) -> PlanReady:
         """Declare the model, and wait until all trainers have and the pservers have the plan."""
@@ -159,8 +172,8 @@ class Membership:
             ahead_of=dict(self.news.ahead_of),
             software=Software(**installed_versions()),
             links={index: meter.describe() for index, meter in self.links.items()},
-            waiting_seconds=0.0 if self.waiting_since is None else now - self.waiting_since,
-            is_done=self.is_done,
+            waiting_seconds=0.0 if self._waiting_since is None else now - self._waiting_since,
+            is_done=self._is_done,
         )
 
     async def _send_heartbeats(self) -> None:

@@ -35,7 +35,7 @@ class Outcomes(NamedTuple):
 
 T = TypeVar("T")
 
-PAUSE_SECONDS = 0.05  # while pservers hear, one after the other, of a change of members
+PAUSE_SECONDS = 0.05  # until every pserver has a change of members
 MAX_ASKED = 200  # in one pull: a change of members makes it twice or three times
 
 
@@ -77,9 +77,9 @@ class NormAgreement:
                     await asyncio.sleep(PAUSE_SECONDS)
                 norms = await self._ask()
                 self._num_asked += 1
-                told = [norm for norm in norms if norm is not None]
+                known_norms = [norm for norm in norms if norm is not None]
                 # What one of them passed over, or has forgotten by now, no other waits for.
-                self._agreed = [None] * len(norms) if len(told) < len(norms) else agree(told) or ()
+                self._agreed = [None] * len(norms) if len(known_norms) < len(norms) else agree(known_norms) or ()
             return self._num_asked
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from structlog.typing import FilteringBoundLogger
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 from ps_protocol.vocabulary import Round
 
-from .buffer_averages import BufferAverages
-from .model_tensors import frozen_parameters
+from .engines.engine import StepEngine
+from .model_tensors import TrainedModel, frozen_parameters
 from .parameter_watch import Digests, ModelPlaces, ParameterWatch, digest_values, find_rewritten
+from .settings import TrainerSettings
 
 
 class ScriptGuard:
@@ -22,21 +24,24 @@ class ScriptGuard:
     def __init__(
         self,
         optimizer: Optimizer,
-        model: nn.Module | None,
-        parameters: dict[str, Tensor],
-        averages: BufferAverages,
+        model: TrainedModel,
+        engine: StepEngine,
+        settings: TrainerSettings,
         log: FilteringBoundLogger,
     ) -> None:
+        """Note the state at the start. There is no `watch` with local steps, which write to the parameters."""
+        has_samples = not settings.overlap_pulls
+        self.watch = None if settings.local_steps else ParameterWatch(model.parameters, has_samples=has_samples)
+        self._engine = engine
+        self.has_read_position = False  # the script has asked for the run's round
         self._optimizer = optimizer
-        self._model = model
-        self._parameters = parameters
+        self._model = model.module
+        self._parameters = model.parameters
         self._log = log
         self._members = _identities(optimizer.param_groups)
-        self._places = ModelPlaces(model, parameters, averages.owners)
-        self._values_at_start: Digests | None = digest_values(parameters)  # None after the first step
-        self._frozen_at_start = digest_values(frozen_parameters(model, parameters))
-        self.watch: ParameterWatch | None = None  # None with local steps, whose optimizer writes to the parameters
-        self.has_read_position = False  # the script has asked for the run's round
+        self._places = ModelPlaces(model.module, model.parameters, model.averages.owners)
+        self._values_at_start: Digests | None = digest_values(self._parameters)  # None after the first step
+        self._frozen_at_start = digest_values(frozen_parameters(model.module, self._parameters))
 
     @property
     def is_before_first_step(self) -> bool:
@@ -48,7 +53,21 @@ class ScriptGuard:
         if self.watch is not None:
             self.watch.note()
 
-    def check_structure(self) -> None:
+    def check(self, wrapped: Optimizer, *, follows_schedule: bool) -> None:
+        """Adopt the values that were loaded before the first step. Raises BadModel for other changes."""
+        self._check_structure()
+        self._engine.check_parameters()
+        if self._values_at_start is None:
+            self._check_unchanged()
+            return
+        changed, self._values_at_start = find_rewritten(self._parameters, self._values_at_start), None
+        if changed:
+            self._engine.replace_values(changed)
+        self._warn_of_frozen()
+        if self._engine.progress.begun > 0:
+            self._warn_of_position(self._engine.progress.begun, wrapped, follows_schedule=follows_schedule)
+
+    def _check_structure(self) -> None:
         """Raise BadModel if parameters were replaced in the groups or in the model."""
         if _identities(self._optimizer.param_groups) != self._members:
             raise BadModel(
@@ -57,21 +76,35 @@ class ScriptGuard:
             )
         self._places.check()
 
-    def check_values(self) -> list[str]:
-        """Return the parameters that the script loaded before the first step. Raises BadModel for later changes."""
-        if self._values_at_start is not None:
-            changed = find_rewritten(self._parameters, self._values_at_start)
-            self._values_at_start = None
-            return changed
+    def _check_unchanged(self) -> None:
+        """Raise BadModel if the script has changed parameters since the last step."""
         if self.watch is not None:
             self.watch.check()
-        return []
 
-    def warn_before_first_step(self, round_: Round, wrapped: Optimizer, *, follows_schedule: bool) -> None:
-        """Warn if frozen parameters have changed, or if the script does not continue at the run's round."""
-        self._warn_of_frozen()
-        if round_ == 0:
-            return
+    def synchronize(self) -> None:
+        """Wait for the steps on their way. Raises BadModel for changes that their parameters would overwrite."""
+        if self._engine.progress.begun != self._engine.progress.version:
+            self._check_unchanged()
+        is_written = True
+        try:
+            is_written = self._engine.synchronize()
+        finally:
+            if is_written:
+                self.note()
+
+    @contextmanager
+    def adopting_writes(self) -> Iterator[None]:
+        """Begin the next step from the values of parameters that are written within the block, or were before."""
+        assert self.watch is not None  # no local steps
+        changed, before = self.watch.find_changed(), digest_values(self._parameters)
+        yield
+        changed.update(find_rewritten(self._parameters, before))
+        if changed:
+            self._engine.replace_values(changed)
+        self.note()
+
+    def _warn_of_position(self, round_: Round, wrapped: Optimizer, *, follows_schedule: bool) -> None:
+        """Warn if the script does not continue at the run's round."""
         if not self.has_read_position:
             self._log.warning(
                 f"the run is at round {round_}, and this script begins to train without having read "

@@ -41,8 +41,8 @@ class Session:
             raise
         self._is_open = True
         self._reported: set[str] = set()  # names
-        self.finish_last_step: Callable[[], object] | None = None  # where `step` does not wait for its parameters
-        self.join_others: Callable[[], None] | None = None  # in a ring: the others, who may have more batches
+        self._finish_last_step: Callable[[], object] | None = None
+        self._join_ring: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
@@ -95,6 +95,17 @@ class Session:
                 "`with` block or the script ends"
             )
 
+    def call_at_close(
+        self, finish_last_step: Callable[[], object] | None = None, join_others: Callable[[], None] | None = None
+    ) -> None:
+        """Call these when the script is done, before this trainer leaves.
+
+        `finish_last_step` is for steps that do not wait for their parameters, `join_others` for a ring, in which other
+        trainers may have more batches.
+        """
+        self._finish_last_step = finish_last_step or self._finish_last_step
+        self._join_ring = join_others or self._join_ring
+
     def report(self, **results: float) -> None:
         """Report numbers of the run, such as `loss` or `accuracy`; `gradpost up` and `status` show the latest.
 
@@ -132,10 +143,10 @@ class Session:
         try:
             if outcome == "done":
                 self.io.run(self.client.finish())
-                outcome, reason = self._finish_last_step()
+                outcome, reason = self._finish_step()
             if self.host is not None:
                 self.io.run(self.host.leave(outcome, reason))
-            if outcome == "done" and self.join_others is not None:
+            if outcome == "done" and self._join_ring is not None:
                 self._join_others()
             self._leave(outcome, reason)
         except Exception as error:
@@ -144,9 +155,9 @@ class Session:
             self.io.close()
 
     def _join_others(self) -> None:
-        assert self.join_others is not None
+        assert self._join_ring is not None
         try:
-            self.join_others()
+            self._join_ring()
         except BaseException as error:  # an interrupt: the others cannot go on without this one, and hear of it now
             self._leave(*outcome_of(error))
             raise
@@ -155,12 +166,12 @@ class Session:
         patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
         self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
 
-    def _finish_last_step(self) -> tuple[str, str]:
+    def _finish_step(self) -> tuple[str, str]:
         """Write the last step to the parameters; return the outcome and its reason."""
-        if self.finish_last_step is None:
+        if self._finish_last_step is None:
             return "done", ""
         try:
-            self.finish_last_step()
+            self._finish_last_step()
         except GradpostError as error:
             return "failed", f"{type(error).__name__}: {error}"
         return "done", ""
@@ -209,6 +220,15 @@ def connect(
         return current
     session = _current = Session(**given)
     watch_end(_leave, os.getpid())
+    return session
+
+
+def use_session(session: Session | None, arguments: dict[str, Any]) -> Session:
+    """Return the given session, the open one, or a new one. Raises TypeError for arguments that come too late."""
+    session = session or open_session()
+    if session is None:
+        return connect(**arguments)
+    session.client.configure(**arguments)
     return session
 
 

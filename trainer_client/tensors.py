@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def wire_dtype(name: str, tensor: Tensor) -> str:
 
 
 def writable_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes; shares it and keeps it alive."""
+    """Return the memory of a contiguous CPU tensor as bytes; it is shared and kept alive."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -40,9 +42,9 @@ class Flattening:
         self._memory: dict[str, Tensor] = {}
 
     def flat(self, name: str, gradient: Tensor) -> Tensor:
-        """All elements in order: shares the gradient's memory, or what the last one of this name was copied to.
+        """Return all elements in order, in the gradient's memory or in a copy that the next call replaces.
 
-        So it counts for as long as the gradient does. Raises BadModel if that is sparse.
+        Raises BadModel if the gradient is sparse.
         """
         if gradient.is_sparse:
             raise BadModel(f"the gradient of {name!r} is sparse; only dense gradients can be pushed")
@@ -55,6 +57,22 @@ class Flattening:
         memory.copy_(gradient)
         return memory.view(-1)
 
+    def flatten(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the flat gradients of the parameters that have one."""
+        present = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        return {name: self.flat(name, gradient) for name, gradient in present.items()}
+
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
+
+
+def check_form(name: str, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a parameter or buffer. Raises BadModel if its shape or dtype is not that of the run, or if it is gone."""
+    if tensor is None or (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
+        raise BadModel(
+            f"{name!r} has become another tensor; all trainers agreed on it when the run began",
+            expected=f"{dtype} {list(shape)}",
+            actual=None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}",
+        )
+    return tensor

@@ -1,73 +1,86 @@
-"""The optimizer that a `RemoteOptimizer` wraps, and what the two have in common: hooks, and the presence of a state."""
+"""The optimizer that a `RemoteOptimizer` wraps: what both have in common, and how it is described to the run."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from functools import wraps
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadInput, BadModel
 from ps_protocol.optimizers import RULES, HyperParameters, OptimizerSpec, check_optimizer
+
+from .optimizer_state.torch_state import full_groups
+from .optimizer_state.wrapped_state import StateInTrainer, WrappedState
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 STATE_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
-class InitializedState(defaultdict[Tensor, Any]):
-    """The state of an optimizer, true even while it is empty.
+class WrappingOptimizer(Optimizer):
+    """An optimizer with the groups, the hooks and the state of another one, which it wraps."""
 
-    `torch.distributed.checkpoint` takes an empty state for one that a step with zero gradients would create.
-    """
+    def __init__(self, wrapped: Optimizer) -> None:
+        if isinstance(wrapped, WrappingOptimizer):
+            raise BadModel("the optimizer is remote already")
+        super().__init__(wrapped.param_groups, wrapped.defaults)
+        self.param_groups = wrapped.param_groups  # the very same list: schedulers may hold either
+        self._wrapped = wrapped
+        self._state: WrappedState
 
-    def __bool__(self) -> bool:
-        return True
+    def share(self, state: WrappedState, is_in_run: Callable[[], bool]) -> None:
+        """Show this state from now on, run the hooks of both optimizers once, and keep the wrapped one from stepping.
 
+        Its own `step` raises BadModel as long as `is_in_run`.
+        """
+        self._state = state
+        hooks = [*STEP_HOOKS, *STATE_HOOKS]
+        if not isinstance(state, StateInTrainer):  # which loads with the wrapped optimizer's own load_state_dict
+            hooks += LOAD_HOOKS
+        for name in hooks:
+            setattr(self, name, getattr(self._wrapped, name))
+        refuse_changes(self._wrapped, is_in_run)
 
-class RemoteState(InitializedState):
-    """The state of an optimizer whose slots are on the pservers. Raises BadModel where a script changes an entry."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the hyperparameters now, and the state with the next step: that of the lowest rank. Does not block.
 
-    was_cleared = False
+        Other trainers may call it or not; at the start their state is only checked. Before the first step of a trainer
+        that was restarted, or in a resumed run, state is not loaded: the run has its own. With local steps, and in a
+        ring, the state is the wrapped optimizer's own, and all trainers must load the same. Raises BadInput for a
+        `state_dict` that does not fit; then nothing has changed.
+        """
+        handle = self.register_load_state_dict_pre_hook(self._load)  # the last hook that changes the argument
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
 
-    def clear(self) -> None:
-        """Remove all entries; `was_cleared` says that the next step begins without slots."""
-        super().clear()
-        self.was_cleared = True
+    def _load(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return self._state.load(state_dict)
 
-    def pop(self, *_: object) -> NoReturn:
-        """Raise BadModel."""
-        refuse_entries()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Adopt the state that torch has loaded. Schedulers keep their list of groups."""
+        shared = self.param_groups
+        super().__setstate__(state)
+        shared[:] = self._state.adopt_loaded()
+        self.param_groups = self._wrapped.param_groups = shared
 
-    def __delitem__(self, _: Tensor) -> NoReturn:
-        refuse_entries()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; only the constructor may, because the plan is made once."""
+        if hasattr(self, "_wrapped"):
+            refuse_group()
+        super().add_param_group(param_group)
 
-    def __setitem__(self, _: Tensor, __: object) -> NoReturn:
-        refuse_entries()
-
-    def __missing__(self, parameter: Tensor) -> Any:
-        """Return an empty entry, and keep it: what a script writes to it is found before the next step."""
-        return self.setdefault(parameter, {})
-
-
-def share_hooks(remote: Optimizer, wrapped: Optimizer, *, loads_itself: bool) -> None:
-    """Make the hooks of both optimizers the same, so that a call of `remote` runs them once.
-
-    `loads_itself`: `load_state_dict` of `remote` calls that of `wrapped`, which runs its own hooks.
-    """
-    for hooks in (*STEP_HOOKS, *STATE_HOOKS, *(() if loads_itself else LOAD_HOOKS)):
-        setattr(remote, hooks, getattr(wrapped, hooks))
-
-
-def step_without_hooks(wrapped: Optimizer) -> None:
-    """Step a wrapped optimizer whose hooks, and torch's global ones, run with the step of the RemoteOptimizer."""
-    step = type(wrapped).step
-    getattr(step, "__wrapped__", step)(wrapped)  # torch wraps the method of each class once, to run the hooks
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: the optimizer is a place in a run."""
+        raise TypeError(
+            "a RemoteOptimizer cannot be copied or pickled, since it holds a trainer's connections; copy or save its "
+            "state_dict() instead"
+        )
 
 
 def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
@@ -92,21 +105,13 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
     vars(wrapped).update(changing, add_param_group=refuse_group)
 
 
-def refuse_entries() -> NoReturn:
-    """Raise BadModel for entries of `optimizer.state` that a script has set or removed."""
-    raise BadModel(
-        "entries of optimizer.state cannot be set or removed, since the slots are on the pservers. Change what "
-        "optimizer.state_dict() returns, and give it to optimizer.load_state_dict()"
-    )
-
-
 def refuse_group(*_: object, **__: object) -> NoReturn:
     """Raise BadModel for another parameter group."""
     raise BadModel("a parameter group cannot be added: the slice plan is made once, when the run starts")
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """The spec of an optimizer; raises BadInput (`unsupported_optimizer`) with the reason.
+    """Return the spec of an optimizer. Raises BadInput (`unsupported_optimizer`) with the reason.
 
     A subclass of an allowed class is refused: its rule may be another one. `foreach`, `fused` and `capturable` choose
     an implementation, which is the pserver's business; they are ignored.
@@ -130,10 +135,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
 
 
 def describe_local_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """The name of an optimizer that steps in the trainer itself: any but one that evaluates the model several times.
-
-    Raises BadInput.
-    """
+    """Return the spec of an optimizer that steps in the trainer. Raises BadInput for LBFGS."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BadInput(
             "LBFGS evaluates a closure several times a step, each on other gradients", code="unsupported_optimizer"
@@ -142,7 +144,7 @@ def describe_local_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
 
 
 def read_hyper_parameters(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> list[HyperParameters]:
-    """The current numbers of every group, as plain floats; tensors (lr) are read.
+    """Return the current numbers of every group, as plain floats; tensors (lr) are read.
 
     Raises BadModel if a group's flag is not what it was when the run began.
     """
@@ -155,9 +157,7 @@ def read_hyper_parameters(spec: OptimizerSpec, optimizer: torch.optim.Optimizer)
                     actual=bool(group[flag]),
                 )
     names = RULES[spec.name].numbers
-    # torch's Adagrad fills its slot when it is made, from its own argument, whatever a group says.
-    fixed = {name: optimizer.defaults[name] for name in names if name == "initial_accumulator_value"}
-    return [{name: _plain({**group, **fixed}[name]) for name in names} for group in optimizer.param_groups]
+    return [{name: _plain(group[name]) for name in names} for group in full_groups(optimizer)]
 
 
 def _plain(value: Any) -> float | list[float]:

@@ -64,7 +64,7 @@ class ChaosTrainer:
     def train(self) -> None:
         """Take steps until the last round of this trainer."""
         self.optimizer = RemoteOptimizer(self.local, max_grad_norm=NEVER_REACHED if self.setup.clips else None)
-        self.steps = self.optimizer._steps
+        self.steps = self.optimizer._engine.progress
         self.write_seen("start", drawn_for=0)
         while True:
             self.obey()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from urllib.parse import urlencode
@@ -79,14 +79,11 @@ def honest(path: str, w: World, **changes: Any) -> Request:
     return Request(path, headers=headers, content=body)
 
 
+# The unit tests of fences try every header; here every route must check one.
 for path in (routes.SEND, routes.INITIAL, routes.GET, routes.BARRIER, routes.BUFFERS):
     for change, error in (
         ({"protocol": PROTOCOL_VERSION + 1}, "unsupported_protocol"),
-        ({"run": "another"}, "stale_run"),
         ({"attempt": 1}, "stale_run"),
-        ({"plan": "0" * 32}, "plan_mismatch"),
-        ({"pserver": 1}, "stale_pserver"),
-        ({"pserver_incarnation": 2}, "stale_pserver"),
         ({"rank": 7}, "stale_trainer"),
         ({"trainer_incarnation": 99}, "stale_trainer"),
     ):
@@ -98,21 +95,6 @@ for path in (routes.SEND, routes.INITIAL, routes.GET, routes.BARRIER, routes.BUF
             lambda w, p=path, r=round_: honest(p, w, round=r),
         )
 
-
-def with_header(header: str, value: str | None) -> Callable[[World], Request]:
-    """Make an honest push, but for one header; the unit tests of fences try all of them."""
-
-    def make(w: World) -> Request:
-        request = honest(routes.SEND, w)
-        del request.headers[header]
-        return request if value is None else replace(request, headers={**request.headers, header: value})
-
-    return make
-
-
-bad("without a round", "bad_header", with_header("gradpost-round", None))
-for value in ("x" * 200, "-1", "", "9" * 19):
-    bad(f"round {value[:20]!r}", "bad_header", with_header("gradpost-round", value))
 
 bad("a get of a version that was overwritten", "stale_round", lambda w: Request(routes.GET, headers=w.trainer.fence(0)))
 bad(
@@ -129,27 +111,20 @@ def tensor(name: str = "w.block0", dtype: str = "F32", shape: tuple[int, ...] = 
     return frame({name: {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}, bytes(size))
 
 
-# What is wrong with a frame by itself is in the unit tests of frames.
+# Other frames that are wrong by themselves are in the unit tests of frames.
 EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 for name, error, body in (
     ("a pickle", "malformed_frame", b"\x05\x00\x00\x00\x00\x00\x00\x00\x80\x04K\x01."),
-    ("seven bytes", "malformed_frame", bytes(7)),
-    ("a header bomb", "body_too_large", struct.pack("<Q", 2**63) + b"{}"),
     ("a header above the limit", "body_too_large", struct.pack("<Q", LIMITS["max_header_bytes"] + 1) + b"{}"),
     ("too many tensors", "body_too_large", frame({f"t{i}": EMPTY for i in range(1001)})),
-    ("a deep header", "malformed_frame", frame(b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}")),
     ("a truncated frame", "malformed_frame", tensor()[:-1]),
     ("a frame with a rest", "malformed_frame", tensor() + b"x"),
     ("an unknown block", "unknown_block", tensor("absent.block0")),
     ("a wrong shape", "wrong_shape", tensor(shape=(149,), size=596)),
-    ("another number of dimensions", "wrong_shape", tensor(shape=(150, 1))),
-    ("no elements", "wrong_shape", tensor(shape=(0,), size=0)),
-    ("bfloat16", "wrong_dtype", tensor(dtype="BF16", size=300)),
     ("integers of the same length", "wrong_dtype", tensor(dtype="I32")),
 ):
     bad(f"body: {name}", error, send(body, rank=1))
-    if error == "malformed_frame":
-        bad(f"initial body: {name}", error, send(body, round_=0, path=routes.INITIAL))
+bad("initial body: a truncated frame", "malformed_frame", send(tensor()[:-1], round_=0, path=routes.INITIAL))
 
 
 def of_pserver_1(w: World) -> Request:
@@ -187,20 +162,16 @@ def contribution(error: str, name: str, rank: int = 1, value: float = 1.0, **met
 
 
 contribution("non_finite_gradient", "NaN", value=float("nan"))
-contribution("non_finite_gradient", "inf", value=float("inf"))
-contribution("non_finite_gradient", "-inf", value=float("-inf"))
 contribution("contribution_conflict", "other bytes under the same identity", rank=0, value=2.0)
 contribution(
     "contribution_conflict", "other hyper-parameters", rank=0, hyper_parameters=json.dumps([{**NUMBERS[0], "lr": 1}])
 )
-contribution("contribution_conflict", "another number of blocks", rank=0, num_blocks="17")
 contribution("contribution_conflict", "more blocks than it says", num_blocks="0")
 contribution("malformed_frame", "num_blocks that is no number", num_blocks="many")
 states = frame({"__metadata__": {"states": f'{{"w.block0":[0,false,{LARGE}]}}'}})
 bad("slots: a large state", "malformed_frame", send(states, rank=1))
 contribution("bad_hyper_parameters", "no hyper-parameters", hyper_parameters=None)
-for text in ("lr=0.1", "[]", json.dumps(NUMBERS * 2), json.dumps([{**NUMBERS[0], "lr": float("nan")}])):
-    contribution("bad_hyper_parameters", f"hyper-parameters {text[:60]}", hyper_parameters=text)
+contribution("bad_hyper_parameters", "hyper-parameters of two groups", hyper_parameters=json.dumps(NUMBERS * 2))
 
 
 def with_headers(
@@ -218,12 +189,10 @@ bad("a fetch barrier of the open round", "future_round", with_headers(routes.BAR
 bad("a barrier of no kind", "bad_header", with_headers(routes.BARRIER))
 bad("a barrier of another kind", "bad_header", with_headers(routes.BARRIER, rank=0, barrier="both"))
 bad("a fetch barrier on a get", "bad_header", with_headers(routes.GET, rank=0, barrier="fetch"))
-for text in ("soon", "nan", "31"):
-    bad(f"wait {text!r}", "bad_header", with_headers(routes.GET, rank=0, barrier="batch", wait_seconds=text))
+bad("a wait of 31 s", "bad_header", with_headers(routes.GET, rank=0, barrier="batch", wait_seconds="31"))
 for content, error in (
     (b'["absent.block0"]', "unknown_block"),
     (b"[1]", "malformed_frame"),
-    (b"\xff", "malformed_frame"),
     (b'["' + b"x" * 2 * MIB + b'"]', "body_too_large"),
 ):
     bad(f"names {content[:20]!r}", error, with_headers(routes.GET, rank=0, barrier="batch", content=content))
@@ -254,9 +223,6 @@ def large_block(w: World) -> Any:
 
 for name, message, error in (
     ("a block that no frame can bring", large_block, "bad_model"),
-    ("malformed", b"{", "invalid_message"),
-    ("no object", [], "invalid_message"),
-    ("no members", {}, "invalid_message"),
     ("a member that is unknown", installation(extra=1), "invalid_message"),
     ("an unknown mode", installation(consistency={"mode": "chaos"}), "invalid_message"),
     ("another life", installation(incarnation=7), "stale_pserver"),
@@ -266,17 +232,11 @@ for name, message, error in (
     bad(f"installation: {name}", error, control(routes.RUN, message, method="PUT", to=0))
 bad("members: malformed", "invalid_message", control(routes.MEMBERS, {"run": "x"}, method="PUT", to=0))
 
-for to in (0, None):
-    who = "coordinator" if to is None else "pserver"
-    bad(f"{who}: unknown path", "not_found", lambda w, t=to: Request("/v1/nothing", to=t))
-    bad(
-        f"{who}: wrong method",
-        "method_not_allowed",
-        lambda w, t=to: Request(routes.STATE if t == 0 else routes.STATUS, "DELETE", to=t),
-    )
+bad("pserver: unknown path", "not_found", lambda w: Request("/v1/nothing"))
+bad("coordinator: unknown path", "not_found", lambda w: Request("/v1/nothing", to=None))
+bad("coordinator: wrong method", "method_not_allowed", lambda w: Request(routes.STATUS, "DELETE", to=None))
 bad("tensor endpoint: wrong method", "method_not_allowed", lambda w: Request(routes.SEND, "PUT", w.trainer.fence(2)))
 bad("blocks: unknown", "unknown_block", lambda w: Request(routes.BLOCKS + "?name=absent.block0", "GET"))
-bad("blocks: no name", "invalid_message", lambda w: Request(routes.BLOCKS, "GET"))
 bad(
     "blocks: a large round", "invalid_message", lambda w: Request(f"{routes.BLOCKS}?name=w.block0&round={LARGE}", "GET")
 )
@@ -286,25 +246,19 @@ REGISTRATION = {
     "protocol": PROTOCOL_VERSION, "instance": "a new pserver", "address": "http://127.0.0.1:9", "http2": True,
 }  # fmt: skip
 for name, message, error in (
-    ("malformed", b"{", "invalid_message"),
     ("other protocol", {**REGISTRATION, "protocol": 99}, "unsupported_protocol"),
     ("one too many", REGISTRATION, "index_taken"),
     ("an index beyond", {**REGISTRATION, "index": 2}, "world_mismatch"),
     ("an index that is taken", {**REGISTRATION, "index": 1}, "index_taken"),
-    ("a negative index", {**REGISTRATION, "index": -1}, "invalid_message"),
     ("a short instance", {**REGISTRATION, "instance": "x"}, "invalid_message"),
 ):
     bad(f"registration: {name}", error, control(routes.REGISTER_PSERVER, message))
 beat = {"incarnation": 9, "run": None, "round": 0}
 bad("pserver heartbeat: another life", "stale_pserver", control(routes.PSERVER_HEARTBEAT.format(index=0), beat))
-bad("pserver heartbeat: unknown", "stale_pserver", control(routes.PSERVER_HEARTBEAT.format(index=7), beat))
-bad("pserver heartbeat: no index", "invalid_message", control(routes.PSERVER_HEARTBEAT.format(index="x"), beat))
 
 for name, message, error in (
-    ("malformed", b'{"protocol": 1,', "invalid_message"),
     ("not text", b"\xff\xfe", "invalid_message"),
     ("a misspelt member", join_message("new", 0, worldsize=2), "invalid_message"),
-    ("a negative rank", join_message("new", -1), "invalid_message"),
     ("other protocol", join_message("new", 0, protocol=0), "unsupported_protocol"),
     ("WORLD_SIZE", join_message("new", 0, world_size=3), "world_mismatch"),
     ("a rank beyond", join_message("new", 2), "world_mismatch"),
@@ -329,14 +283,12 @@ def leave_message(w: World, **changes: Any) -> dict[str, Any]:
     return identity(w, outcome="failed", **changes)
 
 
-for name, changes in (
-    ("a large round", {"round": LARGE}),
-    ("a round that is true", {"round": True}),
-    ("a name that moves the cursor", {"results": {"\x1b[2Aloss": 1}}),
-    ("many results", {"results": {f"r{i}": 1 for i in range(300)}}),
-):
-    message = partial(identity, **{"round": 1, **changes})
-    bad(f"heartbeat: {name}", "invalid_message", control(routes.TRAINER_HEARTBEAT.format(rank=0), message))
+message = partial(identity, round=1, results={"\x1b[2Aloss": 1})
+bad(
+    "heartbeat: a name that moves the cursor",
+    "invalid_message",
+    control(routes.TRAINER_HEARTBEAT.format(rank=0), message),
+)
 bad("plan: a large incarnation", "invalid_message", lambda w: plan_request(w, incarnation=LARGE))
 bad(
     "leave: a long reason",
@@ -344,9 +296,12 @@ bad(
     control(routes.LEAVE.format(rank=0), lambda w: leave_message(w, reason="x" * 2001)),
 )
 bad("evict: a large rank", "invalid_message", control(routes.EVICT.format(rank=LARGE), {}))
-bad("rate: text", "invalid_message", control(routes.RATE, {"rate": "0.5"}, method="PUT"))
-for value in ("0", LARGE):
-    bad(f"rollback: {value!r:.20}", "invalid_message", control(routes.ROLL_BACK, {"round": value}))
+bad("evict: no such trainer", "not_found", control(routes.EVICT.format(rank=9), {}))
+bad("freeze: no such parameter", "not_found", control("/v1/controls/frozen/absent", {}, method="PUT"))
+for message in ({"rate": "0.5"}, {"rate": -1}, {"rate": 0.1, "group": 7}, b'{"rate": NaN}'):
+    bad(f"rate: {message!r}", "invalid_message", control(routes.RATE, message, method="PUT"))
+bad("rollback: a large round", "invalid_message", control(routes.ROLL_BACK, {"round": LARGE}))
+bad("rollback: no such checkpoint", "not_found", control(routes.ROLL_BACK, {"round": 1}))
 
 
 for path, more in ((routes.TRAINER_HEARTBEAT, {"round": 1}), (routes.LEAVE, {"outcome": "failed"})):
@@ -356,21 +311,16 @@ for path, more in ((routes.TRAINER_HEARTBEAT, {"round": 1}), (routes.LEAVE, {"ou
     bad(f"{at7}: unknown", "stale_trainer", control(at7, lambda w, m=more: identity(w, **m)))
     bad(f"{at0}: malformed", "invalid_message", control(at0, {}))
 bad("leave: no outcome", "invalid_message", control(routes.LEAVE.format(rank=0), lambda w: identity(w, outcome="gone")))
-bad(
-    "plan: another run",
-    "stale_run",
-    lambda w: Request(routes.PLAN + "?rank=0&run=another&incarnation=1", "GET", to=None),
-)
-bad("plan: no identity", "invalid_message", lambda w: Request(routes.PLAN, "GET", to=None))
-bad(
-    "plan: too long a wait",
-    "invalid_message",
-    lambda w: Request(
-        f"{routes.PLAN}?rank=0&run={w.trainer.joined.run}&incarnation=1&wait_seconds=1e9", "GET", to=None
-    ),
-)
+bad("plan: another run", "stale_run", lambda w: plan_request(w, run="another"))
+bad("plan: too long a wait", "invalid_message", lambda w: plan_request(w, wait_seconds=1e9))
 bad("parameter: unknown", "not_found", lambda w: Request(routes.PARAMETERS + "/absent", "GET", to=None))
 
+for query in ("format=pickle", "after_version=x", "after_version=0&wait_seconds=31"):
+    bad(
+        f"parameter: {query}",
+        "invalid_message",
+        lambda w, q=query: Request(f"{routes.PARAMETERS}/w?{q}", "GET", to=None),
+    )
 bad("parameters before the run", "not_ready", lambda w: Request(routes.PARAMETERS, "GET", to=None), phase="gathering")
 
 
@@ -388,13 +338,9 @@ def declaration(error: str, name: str, phase: str = "gathering", rank: int = 1, 
 declaration("unsupported_optimizer", "LBFGS", optimizer="LBFGS", group_flags=[{}])
 declaration("unsupported_optimizer", "flags of another optimizer", group_flags=[{"amsgrad": False}])
 declaration("invalid_message", "flags that are no booleans", group_flags=[{"nesterov": "perhaps", "maximize": False}])
-declaration("bad_model", "a name twice", parameters=[["w", [1], "F32", 0], ["w", [1], "F32", 0]])
 declaration("bad_model", "more elements than there are", parameters=[["w", [2**62, 2**62], "F32", 0]])
-declaration("invalid_message", "no block size", min_block_size=0)
 declaration("model_mismatch", "another shape", parameters=[["w", [3, 101], "F32", 0]])
 declaration("model_mismatch", "another optimizer", optimizer="Adagrad", group_flags=[{"maximize": False}])
-declaration("model_mismatch", "other flags", group_flags=[{"nesterov": True, "maximize": False}])
-declaration("model_mismatch", "another block size", min_block_size=50)
 declaration("model_mismatch", "another policy", nonfinite="allow")
 declaration("stale_run", "of another run", run="another")
 declaration("stale_trainer", "of another life", incarnation=99)

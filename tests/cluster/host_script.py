@@ -19,25 +19,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel, GradpostError, ModelMismatch, NonFiniteGradient
+from tests.cluster.test_engines import follow_contract
 from tests.cluster.training import (
     NET_STEPS,
-    Net,
     Parameters,
     Wait,
     make_optimizer,
     make_parameters,
-    net_loss,
     set_gradients,
     start_everywhere,
     step_with,
     train_net,
     train_remotely,
-    values,
 )
 from trainer_client import GradScaler, RemoteOptimizer, Session, connect
-from trainer_client.host.leader import LeaderSteps
-
-LOCAL_STEPS = 3
+from trainer_client.engines.host import HostLeader
 
 
 def late(session: Session, **arguments: Any) -> dict[str, Tensor]:
@@ -61,8 +57,8 @@ def streaming(session: Session) -> dict[str, Tensor]:
         if layer is model[0]:
             hidden = Wait.apply(hidden, lambda: collectives.has_ended(0))
     hidden.sum().backward()
-    if isinstance(optimizer._steps, LeaderSteps):
-        assert optimizer._steps._num_handed_on > 0
+    if isinstance(optimizer._engine, HostLeader):
+        assert optimizer._engine._num_handed_on > 0
     optimizer.step()
     return {}
 
@@ -91,23 +87,6 @@ def drop_gradients(step: int, parameters: Parameters, rank: int) -> None:
         parameters["wide"].grad = None
     if rank != 3:
         parameters["scale"].grad = None
-
-
-def overflowed(session: Session) -> dict[str, Tensor]:
-    """Train with torch's GradScaler; one step of one process overflows."""
-    model = nn.Linear(4, 2)
-    optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.5), nonfinite="skip_round")
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    biases = []
-    for step in range(4):
-        optimizer.zero_grad()
-        factor = 1e38 if session.rank == 3 and step == 2 else 1.0
-        scaler.scale((model(torch.ones(1, 4)) * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        biases.append(model.bias.detach().clone())
-    assert optimizer.round == 4
-    return {"biases": torch.stack(biases)}
 
 
 def scaled(session: Session, **arguments: Any) -> dict[str, Tensor]:
@@ -156,19 +135,6 @@ def sharing(session: Session) -> dict[str, Tensor]:
         dist.all_reduce(total)
     dist.destroy_process_group()
     return {"weight": weight.detach(), "total": total}
-
-
-def local(session: Session) -> dict[str, Tensor]:
-    """Take local steps in each process; the mean of their results is pushed."""
-    model = Net(seed=session.rank)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = RemoteOptimizer(inner, model=model, local_steps=LOCAL_STEPS)
-    for step in range(2 * LOCAL_STEPS):
-        optimizer.zero_grad()
-        net_loss(model, step, session.rank).backward()
-        optimizer.step()
-    assert optimizer.round == 2
-    return values(model)
 
 
 def refused(session: Session) -> dict[str, Tensor]:
@@ -249,12 +215,13 @@ def delayed(session: Session) -> dict[str, Tensor]:
     return train_remotely("AdamW", session, contributor=session.rank, steps=6)
 
 
-FUNCTIONS = (late, streaming, clipped, unequal, overflowed, scaled, kept, sharing, local, refused, broken_off, pulling)
+FUNCTIONS = (late, streaming, clipped, unequal, scaled, kept, sharing, refused, broken_off, pulling)
 WORK = {
     **{function.__name__: function for function in (*FUNCTIONS, averaging, different, delayed)},
     "early": partial(late, overlap=True),
     "scaled_early": partial(scaled, overlap=True),
     "start": start_everywhere,
+    "contract": follow_contract,
 }
 
 

@@ -34,19 +34,14 @@ ALLOCATION_SCRIPT = Path(__file__).with_name("allocation_script.py")
 LARGE_BYTES = 4 * ELEMENTS // 2 - 4096
 KINDS: list[dict[str, Any]] = [
     {},
-    {"overlap": True},
-    {"overlap": True, "overlap_pulls": True},
     {"push_type": "bfloat16", "pull_type": "bfloat16"},
     {"push_type": "int8", "pull_type": "int8"},
-    {"local_steps": 2},
     {"max_grad_norm": 1.0},
     {"overlap": True, "accumulate_steps": 2},
-    {"channels_last": True},
     {"channels_last": True, "overlap": True, "overlap_pulls": True},
     {"channels_last": True, "local_steps": 2},
 ]
 IN_A_RING: list[dict[str, Any]] = [
-    {},
     {"overlap": True, "accumulate_steps": 2},
     {"overlap": True, "max_grad_norm": 1.0},
     {"channels_last": True},
@@ -76,10 +71,9 @@ def per_pair(counts: list[int]) -> float:
             4,
             marks=[pytest.mark.soak, pytest.mark.hosts],
         ),
-        pytest.param([{}], {"max_delay": 1}, LocalCluster.run_trainers, 2, marks=pytest.mark.soak),
         ([{"channels_last": True}], {"max_delay": 1}, LocalCluster.run_trainers, 2),
     ],
-    ids=["pservers", "ring", "hosts", "delay", "delay, channels last"],
+    ids=["pservers", "ring", "hosts", "delay"],
 )
 def test_no_step_makes_a_large_buffer(
     kinds: list[dict[str, Any]], settings: dict[str, Any], run: Callable[..., list[int]], num_processes: int

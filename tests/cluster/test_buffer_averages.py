@@ -32,9 +32,6 @@ def make_model() -> nn.Sequential:
     return seeded(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)), 1, 1.0)
 
 
-KINDS: list[dict[str, Any]] = [{}, {"overlap": True}, {"push_type": "topk"}, {"max_grad_norm": 1e-3}]
-
-
 def compute(model: nn.Module, step: int, rank: int) -> None:
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank)) + 3 * rank
     model(inputs).square().sum().backward()
@@ -72,7 +69,7 @@ def train(session: Session, **arguments: Any) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("arguments", KINDS, ids=str)
+@pytest.mark.parametrize("arguments", [{"overlap": True}, {"push_type": "topk"}], ids=str)
 def test_buffers_become_their_mean_in_every_step(cluster: LocalCluster, arguments: dict[str, Any]) -> None:
     assert_as_expected(run_all(cluster, partial(train, **arguments), bucket_bytes=50))
 
@@ -195,7 +192,7 @@ def test_a_buffer_that_becomes_another_one_is_refused(cluster: LocalCluster) -> 
         model = make_model()
         optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model, session=session)
         model[1].running_mean = torch.zeros(5)
-        with pytest.raises(BadModel, match=r"1\.running_mean.*has become another one"):
+        with pytest.raises(BadModel, match=r"1\.running_mean.*has become another tensor"):
             optimizer.step()
 
     run_all(cluster, work)

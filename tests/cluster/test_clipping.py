@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable
 from functools import partial
@@ -13,16 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel
-from ps_protocol.norms import agree
-from ps_protocol.vocabulary import ParameterSpec
-from trainer_client import ParameterClient, RemoteOptimizer, Session
-from trainer_client.flat_buckets import FlatBucket
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.engines.collective_buffers import FlatBucket
 from trainer_client.testing import LocalCluster
 
-from .conftest import Carrier, StartCluster
+from .conftest import StartCluster
 from .training import (
-    NUMBERS,
-    SGD,
     SMALL,
     assert_close,
     assert_identical,
@@ -93,16 +88,14 @@ def check_parity(cluster: LocalCluster, kind: str, *, overlap: bool, **arguments
     assert min(norms) < MAX_NORM < max(norms)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "overlap"), [("momentum", False), ("AdamW", True)])
 def test_the_whole_gradient_is_clipped_as_in_one_process(cluster: LocalCluster, kind: str, overlap: bool) -> None:
     check_parity(cluster, kind, overlap=overlap, **SMALL)
 
 
 @pytest.mark.ring
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_ring_clips_the_same(ring: LocalCluster, overlap: bool) -> None:
-    check_parity(ring, "momentum", overlap=overlap, **BUCKETS)
+def test_a_ring_clips_the_same(ring: LocalCluster) -> None:
+    check_parity(ring, "momentum", overlap=True, **BUCKETS)
 
 
 @pytest.mark.ring
@@ -114,7 +107,7 @@ def test_all_of_a_ring_clip_by_one_number(ring: LocalCluster) -> None:
         model, norms = make_model(), []
         local = OPTIMIZERS["momentum"](model.named_parameters())
         optimizer = RemoteOptimizer(local, session=session, max_grad_norm=MAX_NORM)
-        for bucket in optimizer._steps._buckets:
+        for bucket in optimizer._engine._gradients.buckets:
             bucket.sum_of_squares = lambda bucket=bucket: FlatBucket.sum_of_squares(bucket) * (1 + error)
         for step in range(6):
             optimizer.zero_grad()
@@ -160,36 +153,3 @@ def test_only_one_gradient_of_all_can_be_clipped(own_cluster: StartCluster) -> N
             wrap_weight(session, 4, max_grad_norm=1.0)
 
     run_all(own_cluster(pservers=1, trainers=1, mode="async"), work)
-
-
-def test_who_comes_later_ends_a_round_that_only_some_pservers_have_stepped(carrier: Carrier) -> None:
-    spec = ParameterSpec("w", (2, 8))
-
-    async def join() -> ParameterClient:
-        client = ParameterClient(cluster.address, rank=0, world_size=1, max_grad_norm=1.0)
-        await client.join()
-        await client.declare([spec], SGD)
-        return client
-
-    async def die_in_the_middle() -> None:
-        client = await join()
-        await client.send_initial({"w": torch.zeros(2, 8)})
-        await client.get(0)
-        await client.send(1, {"w": torch.full((2, 8), 3.0)}, NUMBERS)
-        told = [await pserver.norm(1, with_batch_barrier=True) for pserver in client.pservers]
-        agreed = agree([norm for norm in told if norm is not None])
-        assert agreed is not None
-        await client.pservers[0].norm(1, norm=agreed[0])
-        await client.leave("failed", "it dies before it has told the other one")
-
-    async def go_on() -> Tensor:
-        client = await join()
-        assert client.start == 2
-        values = await client.get(1)
-        await client.leave()
-        return values["w"]
-
-    with LocalCluster(pservers=2, trainers=1, **carrier, min_block_size=8, on_trainer_loss="wait") as cluster:
-        asyncio.run(die_in_the_middle())
-        w = asyncio.run(asyncio.wait_for(go_on(), 20))
-    torch.testing.assert_close(w, torch.full((2, 8), -0.25))  # norm 12, clipped to 1

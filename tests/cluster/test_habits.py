@@ -51,7 +51,7 @@ def test_a_parameter_may_be_given_other_memory(session: Session) -> None:
     step_with(optimizer, model.weight)
     assert torch.equal(model.weight, start - 3)
     model.to(torch.float64)
-    with pytest.raises(BadModel, match="'weight' has become another one"):
+    with pytest.raises(BadModel, match="'weight' has become another tensor"):
         step_with(optimizer, model.weight)
 
 
@@ -143,15 +143,6 @@ def test_the_default_dtype_and_device_change_nothing(
     (actual, found), *_ = run_all(alone, train_with_defaults, **wire)
     assert actual == expected
     assert all(torch.equal(found[name], slot) and found[name].dtype == slot.dtype for name, slot in state.items())
-
-
-@pytest.mark.ring
-def test_the_default_dtype_and_device_change_nothing_in_a_ring(
-    ring: LocalCluster, request: pytest.FixtureRequest
-) -> None:
-    expected = run_all(ring, train_with_defaults)
-    request.getfixturevalue("bfloat16_default")
-    assert [found for found, _ in run_all(ring, train_with_defaults)] == [found for found, _ in expected]
 
 
 @pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -255,19 +246,12 @@ ON_A_TERMINAL = "import pty, sys; pty.spawn([sys.executable, '-q'])"
 @pytest.mark.parametrize(
     ("end", "code", "reason"),
     [
-        pytest.param("raise ValueError('no')", 1, "ValueError: no", marks=pytest.mark.extended),
         (f"{RICH}; raise ValueError('no')", 1, "ValueError: no"),
         ("try: sys.exit(2)\nexcept SystemExit: pass", 0, None),
         ("sys.exit(3)", 3, None),  # `gradpost up` sees it
         ("with session: sys.exit(4)", 4, "SystemExit: 4"),
         pytest.param(
             "import threading; threading.Thread(target=lambda: 1 / 0).start()", 0, None, marks=pytest.mark.extended
-        ),
-        pytest.param(
-            "import code, io; sys.stdin = io.StringIO('undefined'); code.interact()",
-            0,
-            None,
-            marks=pytest.mark.extended,
         ),
     ],
 )
@@ -366,7 +350,6 @@ RAISED = "ValueError: no" if sys.version_info < (3, 13) else "SystemExit: 1"
 @pytest.mark.parametrize(
     ("how", "code", "reason"),
     [
-        pytest.param("ends", 0, None, marks=pytest.mark.extended),
         ("raises", 1, RAISED),
         pytest.param("exits", 4, "SystemExit: 4", marks=pytest.mark.extended),
     ],
@@ -376,11 +359,10 @@ def test_a_forked_child_leaves_when_it_ends(alone: LocalCluster, how: str, code:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_so_does_one_with_an_interpreter_of_its_own(alone: LocalCluster, method: str, tmp_path: Path) -> None:
+def test_so_does_one_with_an_interpreter_of_its_own(alone: LocalCluster, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(CHILD)
-    check_end(alone, [sys.executable, str(script), "raises", method], 1, RAISED)
+    check_end(alone, [sys.executable, str(script), "raises", "spawn"], 1, RAISED)
 
 
 def test_the_wrapped_optimizer_does_not_step_alone(session: Session) -> None:

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Iterator
 from signal import SIGTERM
-from typing import Any
 
 import httpx
 import numpy as np
@@ -80,22 +79,6 @@ def test_every_format_has_the_values(http: httpx.Client, oracle: Oracle, name: s
     else:
         found = load(reply.content)[name]
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("path", "query", "status", "code"),
-    [
-        ("absent", {}, 404, "not_found"),
-        (WEIGHT, {"format": "pickle"}, 422, "invalid_message"),
-        (WEIGHT, {"after_version": "x"}, 422, "invalid_message"),
-        (WEIGHT, {"after_version": 0, "wait_seconds": 31}, 422, "invalid_message"),
-    ],
-)
-def test_a_bad_question_is_a_clear_error(
-    http: httpx.Client, path: str, query: dict[str, Any], status: int, code: str
-) -> None:
-    reply = http.get(f"/v1/parameters/{path}", params=query)
-    assert (reply.status_code, reply.json()["code"]) == (status, code), reply.text
 
 
 def test_json_of_a_large_parameter_is_refused(http: httpx.Client) -> None:

@@ -66,13 +66,9 @@ def train(session: Session, **arguments: object) -> Tensor:
     return weight.detach().clone()
 
 
-@pytest.mark.parametrize("local_steps", [pytest.param(1, marks=pytest.mark.extended), 3])
-def test_local_sgd_averages_parameters(cluster: LocalCluster, local_steps: int) -> None:
-    def work(session: Session) -> Tensor:
-        return train(session, local_steps=local_steps)
-
-    expected = oracle(local_steps, lambda p: torch.optim.SGD([p], lr=1.0, fused=True))
-    for actual in run_all(cluster, work):
+def test_local_sgd_averages_parameters(cluster: LocalCluster) -> None:
+    expected = oracle(3, lambda p: torch.optim.SGD([p], lr=1.0, fused=True))
+    for actual in run_all(cluster, partial(train, local_steps=3)):
         assert torch.equal(actual, expected)
 
 
@@ -82,24 +78,8 @@ def test_diloco_with_an_outer_optimizer_and_by_settings(cluster: LocalCluster) -
 
     expected = oracle(2, make_outer)
     for arguments in ({"outer": make_outer}, {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}):
-
-        def work(session: Session, arguments: dict[str, object] = arguments) -> Tensor:
-            return train(session, local_steps=2, **arguments)
-
-        for actual in run_all(cluster, work):
+        for actual in run_all(cluster, partial(train, local_steps=2, **arguments)):
             assert torch.equal(actual, expected)
-
-
-@pytest.mark.extended
-def test_it_goes_with_the_asynchronous_mode(own_cluster: StartCluster) -> None:
-    weight = nn.Parameter(torch.zeros(20))
-    inner = make_inner(weight)
-    for step in range(1, STEPS + 1):
-        set_gradient(weight, 0, step)
-        inner.step()
-    cluster = own_cluster(trainers=1, mode="async", min_block_size=4)
-    [actual] = run_all(cluster, partial(train, local_steps=3))
-    assert torch.allclose(actual, weight, atol=1e-6)  # alone, local SGD is the inner optimizer
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel, ContributionConflict, NonFiniteGradient
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.ring.steps import RingSteps
+from trainer_client.engines.ring import RingEngine
 from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
@@ -91,7 +91,7 @@ def test_buckets_go_round_while_backward_runs(ring: LocalCluster) -> None:
         for layer in model:
             hidden = layer(hidden)
             if layer is model[0]:
-                hidden = Wait.apply(hidden, lambda: optimizer._steps._group.collectives.has_ended(0))
+                hidden = Wait.apply(hidden, lambda: optimizer._engine._group.collectives.has_ended(0))
         hidden.sum().backward()
         optimizer.step()
 
@@ -106,8 +106,8 @@ def test_all_cut_as_the_lowest_rank_does(ring: LocalCluster) -> None:
         )
         model[0].weight.grad = torch.ones(30, 30)
         optimizer.step()
-        assert isinstance(optimizer._steps, RingSteps)
-        return len(optimizer._steps._buckets)
+        assert isinstance(optimizer._engine, RingEngine)
+        return len(optimizer._engine._gradients.buckets)
 
     assert run_trainers(ring.address, [partial(work, bucket_bytes=n) for n in (4000, 10_000_000)]) == [3, 3]
 
@@ -156,8 +156,8 @@ def test_16_bits_are_added_up_in_32_and_the_scripts_gradients_stay(ring: LocalCl
         optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
         weight.grad = torch.full((4,), 256.0 if session.rank == 0 else 2.0, dtype=torch.bfloat16)
         own = weight.grad
-        assert isinstance(optimizer._steps, RingSteps)
-        assert [bucket.flat.dtype for bucket in optimizer._steps._buckets] == [torch.float32]
+        assert isinstance(optimizer._engine, RingEngine)
+        assert [bucket.flat.dtype for bucket in optimizer._engine._gradients.buckets] == [torch.float32]
         optimizer.step()
         assert weight.grad is own
         assert own[0] == (256 if session.rank == 0 else 2)
@@ -218,12 +218,6 @@ def test_a_state_dict_is_complete_and_can_be_loaded(ring: LocalCluster) -> None:
     ("code", "match", "optimizer", "arguments"),
     [
         ("bad_model", "local_steps and overlap_pulls need pservers", torch.optim.SGD, {"local_steps": 2}),
-        (
-            "bad_model",
-            "local_steps and overlap_pulls need pservers",
-            torch.optim.SGD,
-            {"overlap_pulls": True, "overlap": True},
-        ),
         ("bad_model", "push_type would have no effect with strategy ring", torch.optim.SGD, {"push_type": "int8"}),
         ("unsupported_optimizer", "LBFGS evaluates a closure several times", torch.optim.LBFGS, {}),
     ],
@@ -237,11 +231,6 @@ def test_what_a_ring_cannot_do_is_refused(
             RemoteOptimizer(optimizer(model.parameters(), lr=0.1), model=model, session=session, **arguments)
 
     run_all(ring, work)
-
-
-def test_a_trainer_that_expects_pservers_is_refused(ring: LocalCluster) -> None:
-    with raises_code("mode_mismatch", match="strategy"):
-        Session(coordinator=ring.address, strategy="ps")
 
 
 def nan_in_round_2(session: Session, *, overlap: bool = False) -> list[float]:
@@ -295,17 +284,16 @@ def test_the_coordinator_shows_the_run(ring: LocalCluster) -> None:
             assert (status.num_parameters, status.parameter_bytes) == (1, 16)
             activity = httpx.get(f"{ring.address}/v1/activity").json()
             assert (activity["round"], activity["participants"]) == (10, [0, 1])
-            for method, path, body in (
-                ("GET", "/v1/parameters", None),
-                ("GET", "/v1/parameters/weight", None),
-                ("GET", "/v1/parameters/weight/statistics", None),
-                ("GET", "/v1/model", None),
-                ("POST", "/v1/checkpoints", None),
-                ("POST", "/v1/controls/pause", None),
-                ("POST", "/v1/rollback", {"round": 1}),
-                ("POST", "/v1/trainers/1/evict", None),
+            for method, path in (
+                ("GET", "parameters"),
+                ("GET", "parameters/weight"),
+                ("GET", "statistics/weight"),
+                ("GET", "model"),
+                ("POST", "checkpoints"),
+                ("POST", "controls/pause"),
+                ("POST", "trainers/1/evict"),
             ):
-                answer = httpx.request(method, ring.address + path, json=body, timeout=10)
+                answer = httpx.request(method, f"{ring.address}/v1/{path}", timeout=10)
                 assert (answer.status_code, answer.json()["code"]) == (409, "no_pservers"), path
             assert httpx.get(f"{ring.address}/v1/checkpoints").json() == []
         finally:
@@ -351,13 +339,10 @@ def test_training_outlives_the_coordinator() -> None:
         assert cluster.status().state == "finished"
 
 
-UP = ["--strategy", "ring", "--trainers", "2", "--", "python", "examples/digits.py"]
-
-
 @pytest.mark.extended
 def test_up_trains_the_digits_without_a_pserver(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    with RunningUp("--json", *UP, folder=tmp_path) as up:
+    with RunningUp("--json", "--strategy", "ring", "--", "python", "examples/digits.py", folder=tmp_path) as up:
         code, stdout, stderr = up.finish()
         assert up.has_left_nothing(), up.left()
     assert code == 0, stderr

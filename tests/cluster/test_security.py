@@ -206,46 +206,27 @@ def await_pservers(cluster: LocalCluster) -> list[str]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("http2", [True, False])
-def test_a_cluster_is_well(http2: bool) -> None:
-    with LocalCluster(http2=http2) as cluster:
+def test_pservers_that_are_not_reached_are_found() -> None:
+    with LocalCluster(lease_seconds=60) as cluster:
         addresses = await_pservers(cluster)
         found = examine(cluster)
-    for index, address in enumerate(addresses):
-        finding = found[f"pserver {index}"]
-        assert finding.detail == f"{address} answers over HTTP/{'2' if http2 else '1.1'}"
-        assert finding.level == ("ok" if http2 else "warning")
-    for check in ("coordinator", "versions", "addresses", "clocks"):
-        assert found[check].level == "ok", found[check]
-    assert "3 services" in found["clocks"].detail
-    assert found["pserver disks"].detail.endswith(" are free on each of 2") or found["pserver disks"].advice
+        for index, address in enumerate(addresses):
+            assert (found[f"pserver {index}"].level, address in found[f"pserver {index}"].detail) == ("ok", True)
+        for check in ("coordinator", "versions", "addresses", "clocks"):
+            assert found[check].level == "ok", found[check]
+        assert "3 services" in found["clocks"].detail
+        assert found["pserver disks"].detail.endswith(" are free on each of 2") or found["pserver disks"].advice
 
-
-@pytest.mark.extended
-def test_a_pserver_that_hangs_costs_seconds() -> None:
-    with LocalCluster(lease_seconds=60) as cluster:
-        await_pservers(cluster)
+        cluster.pservers[0].stop()
+        cluster.start_pserver(0, GRADPOST_ADVERTISE_ADDRESS="http://ps-0.invalid:7071")
+        await_event(cluster, "pserver 0 is here, at http://ps-0.invalid:7071")
         cluster.pservers[1].signal(SIGSTOP)
         began = time.monotonic()
         found = examine(cluster)
         assert time.monotonic() - began < 20
-        assert found["pserver 0"].level == "ok"
-        assert found["pserver 1"].detail.endswith(" is not reached from here: no answer within 5 s")
         cluster.pservers[1].signal(SIGCONT)
-
-
-@pytest.mark.extended
-def test_unknown_names_and_addresses_without_a_service() -> None:
-    with LocalCluster() as cluster:
-        await_pservers(cluster)
-        for index, address in enumerate(("http://ps-0.invalid:7071", "http://127.0.0.1:1")):
-            cluster.pservers[index].stop()
-            cluster.start_pserver(index, GRADPOST_ADVERTISE_ADDRESS=address)
-            await_event(cluster, f"pserver {index} is here, at {address}")
-        found = examine(cluster)
     assert "the name ps-0.invalid is not known here: " in found["pserver 0"].detail
-    assert "http://127.0.0.1:1 is not reached from here: " in found["pserver 1"].detail
-    assert found["addresses"].detail.startswith("pserver 1 (http://127.0.0.1:1): a loopback address")
+    assert found["pserver 1"].detail.endswith(" is not reached from here: no answer within 5 s")
 
 
 @pytest.mark.extended

@@ -1,8 +1,9 @@
-"""Training loops as scripts have them: one trainer ends with the bits of torch.optim alone, several with the mean's."""
+"""Training loops, hooks and changes of the wrapped optimizer work as with torch.optim, or are refused."""
 
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,17 +11,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
-from .training import assert_close, assert_identical, run_all, run_trainers, seeded, set_average, values
+from .training import assert_close, assert_identical, run_all, seeded, values
 from .training_script import load_images
 
 pytestmark = pytest.mark.cluster
+
 STEPS = 12
 RATE = 0.02
 
@@ -32,14 +37,6 @@ def alone(shared_cluster: StartCluster) -> LocalCluster:
 
 def make_model() -> nn.Module:
     return seeded(nn.Sequential(nn.Linear(20, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 20)))
-
-
-def adamw(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.named_parameters(), lr=RATE, fused=True)
-
-
-def momentum(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.named_parameters(), lr=RATE, momentum=0.9, fused=True)
 
 
 def loss_of(model: nn.Module, step: int, part: int = 0) -> Tensor:
@@ -59,11 +56,11 @@ def plain(model: nn.Module, optimizer: Optimizer, loss_of: Callable[..., Tensor]
         optimizer.step()
 
 
-def accumulating(model: nn.Module, optimizer: Optimizer, first_part: int = 0) -> None:
+def accumulating(model: nn.Module, optimizer: Optimizer) -> None:
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(4):
-            (loss_of(model, step, first_part + part) / 4).backward()
+            (loss_of(model, step, part) / 4).backward()
         optimizer.step()
 
 
@@ -73,34 +70,6 @@ def clipping_norms(model: nn.Module, optimizer: Optimizer) -> None:
         loss_of(model, step).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
-
-
-def clipping_values(model: nn.Module, optimizer: Optimizer) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
-
-
-def with_closures(model: nn.Module, optimizer: Optimizer) -> None:
-    for step in range(STEPS):
-
-        def closure(step: int = step) -> float:
-            optimizer.zero_grad()
-            loss = loss_of(model, step)
-            loss.backward()
-            return loss.item()
-
-        assert optimizer.step(closure) is not None
-
-
-def in_bfloat16(model: nn.Module, optimizer: Optimizer) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return loss_of(model, step)
-
-    plain(model, optimizer, loss)
 
 
 def in_float16(model: nn.Module, optimizer: Optimizer) -> None:
@@ -119,60 +88,30 @@ def in_float16(model: nn.Module, optimizer: Optimizer) -> None:
     model.register_buffer("scale", torch.tensor(scaler.get_scale()))
 
 
-def compiled(model: nn.Module, optimizer: Optimizer, backend: str = "aot_eager") -> None:
-    plain(torch.compile(model, backend=backend), optimizer)
+def compiled(model: nn.Module, optimizer: Optimizer) -> None:
+    plain(torch.compile(model, backend="aot_eager"), optimizer)
 
 
 LOOPS: dict[str, Any] = {
     "plain": plain,
     "accumulating": accumulating,
     "clipping norms": clipping_norms,
-    "clipping values": clipping_values,
-    "closures": with_closures,
-    "bfloat16": pytest.param(in_bfloat16, marks=pytest.mark.amp),
     "float16": pytest.param(in_float16, marks=pytest.mark.amp),
     "compiled": pytest.param(compiled, marks=pytest.mark.extended),
-    "compiled for this machine": pytest.param(
-        partial(compiled, backend="inductor"),
-        marks=[pytest.mark.soak, pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")],
-    ),
 }
-OPTIMIZERS = [adamw, pytest.param(momentum, marks=pytest.mark.soak)]
 
 
-def train(loop: Loop, make_optimizer: Callable[[nn.Module], Optimizer], session: Session | None) -> dict[str, Tensor]:
+def train(loop: Loop, session: Session | None) -> dict[str, Tensor]:
     model = make_model()
-    optimizer = make_optimizer(model)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=RATE, fused=True)
     loop(model, optimizer if session is None else RemoteOptimizer(optimizer, session=session))
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS.keys())
-def test_the_bits_are_those_of_one_process(
-    alone: LocalCluster, loop: Loop, make_optimizer: Callable[[nn.Module], Optimizer]
-) -> None:
-    [actual] = run_trainers(alone.address, [partial(train, loop, make_optimizer)])
-    assert_identical(actual, train(loop, make_optimizer, None))
-
-
-def test_accumulated_gradients_of_two_trainers_are_their_mean(own_cluster: StartCluster) -> None:
-    def work(session: Session) -> dict[str, Tensor]:
-        return train(partial(accumulating, first_part=4 * session.rank), momentum, session)
-
-    def loss(step: int, rank: int) -> Tensor:
-        for part in range(3):
-            (loss_of(model, step, 4 * rank + part) / 4).backward()
-        return loss_of(model, step, 4 * rank + 3) / 4
-
-    one, other = run_all(own_cluster(min_block_size=50, on_trainer_loss="fail"), work)
-    assert_identical(one, other)
-    model = make_model()
-    optimizer = momentum(model)
-    for step in range(STEPS):
-        set_average(optimizer, [partial(loss, step, rank) for rank in range(2)])
-        optimizer.step()
-    assert_identical(one, values(model))
+def test_the_bits_are_those_of_one_process(alone: LocalCluster, loop: Loop) -> None:
+    [actual] = run_all(alone, partial(train, loop))
+    assert_identical(actual, train(loop, None))
 
 
 def warm_up_then_cosine(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
@@ -183,19 +122,13 @@ def warm_up_then_cosine(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
 
 SCHEDULES: dict[str, Callable[[Optimizer], lr_scheduler.LRScheduler]] = {
     "one cycle, momenta too": lambda it: lr_scheduler.OneCycleLR(it, max_lr=0.1, total_steps=STEPS + 1),
-    "cosine": lambda it: lr_scheduler.CosineAnnealingLR(it, T_max=STEPS),
-    "warm restarts": lambda it: lr_scheduler.CosineAnnealingWarmRestarts(it, T_0=5),
     "plateau": lambda it: lr_scheduler.ReduceLROnPlateau(it, factor=0.5, patience=1),
-    "lambda": lambda it: lr_scheduler.LambdaLR(it, lambda step: 0.9**step),
     "warm-up, then cosine": warm_up_then_cosine,
 }
 
 
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_change_the_rates_of_the_pservers(
-    alone: LocalCluster, name: str, make_optimizer: Callable[[nn.Module], Optimizer]
-) -> None:
+def test_schedules_change_the_rates_of_the_pservers(alone: LocalCluster, name: str) -> None:
     rates: list[list[float]] = []
 
     def loop(model: nn.Module, optimizer: Optimizer) -> None:
@@ -210,8 +143,8 @@ def test_schedules_change_the_rates_of_the_pservers(
             seen.append(optimizer.param_groups[0]["lr"])
         rates.append(seen)
 
-    [actual] = run_trainers(alone.address, [partial(train, loop, make_optimizer)])
-    assert_identical(actual, train(loop, make_optimizer, None))
+    [actual] = run_all(alone, partial(train, loop))
+    assert_identical(actual, train(loop, None))
     assert rates[0] == rates[1]
     assert len(set(rates[0])) > 2
 
@@ -242,3 +175,181 @@ def test_an_ordinary_script_trains_as_it_does_alone(own_cluster: StartCluster) -
     expected = train(None)
     for together in run_all(own_cluster(trainers=3, on_trainer_loss="fail"), train):
         assert_close(together, expected, rtol=0, atol=2e-5)
+
+
+# ---------------------------------------------------------------------- the wrapped optimizer
+
+Wrap = Callable[[Optimizer], Optimizer]
+Train = Callable[[Wrap], Any]
+
+
+@pytest.fixture(scope="module", params=["ps", pytest.param("ring", marks=pytest.mark.ring)])
+def ps_or_ring(request: pytest.FixtureRequest, shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(trainers=1, strategy=request.param)
+
+
+def check_like_torch(cluster: LocalCluster, train: Train, **arguments: Any) -> None:
+    """Train with and without a RemoteOptimizer, and compare what `train` returns."""
+
+    def train_remotely(session: Session) -> Any:
+        return train(lambda optimizer: RemoteOptimizer(optimizer, session=session))
+
+    assert run_all(cluster, train_remotely, **arguments) == [train(lambda optimizer: optimizer)]
+
+
+def take_steps(optimizer: Optimizer, *weights: nn.Parameter, num_steps: int = 3) -> None:
+    for step in range(num_steps):
+        for place, weight in enumerate(weights):
+            weight.grad = torch.full_like(weight, 3.0 + step + 10 * place)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("local_steps", [0, 2])
+def test_step_hooks_run_once(ps_or_ring: LocalCluster, local_steps: int) -> None:
+    if local_steps and not ps_or_ring.status().pservers:
+        pytest.skip("a ring has no local steps")
+
+    def train(wrap: Wrap) -> tuple[list[str], list[float]]:
+        called = []
+
+        def clip(optimizer: Optimizer, args: object, kwargs: object) -> None:
+            called.append("pre")
+            nn.utils.clip_grad_norm_(weight, 1.0)
+
+        weight = nn.Parameter(torch.zeros(8))
+        inner = torch.optim.SGD([("weight", weight)], lr=1.0)
+        inner.register_step_pre_hook(clip)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(inner, factor=0.5)  # it would warn of another step()
+        optimizer = wrap(inner)
+        inner.register_step_post_hook(lambda *_: called.append(f"post {weight[0].item():.3f}"))
+        handles = [
+            register_optimizer_step_pre_hook(lambda *_: called.append("global pre")),
+            register_optimizer_step_post_hook(lambda *_: called.append("global post")),
+        ]
+        try:
+            for _ in range(4):
+                take_steps(optimizer, weight, num_steps=1)
+                scheduler.step()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return called, weight.tolist()
+
+    check_like_torch(ps_or_ring, train, local_steps=local_steps)
+
+
+@pytest.mark.parametrize("hooked", ["wrapped", "remote"])
+def test_hooks_change_what_is_loaded(ps_or_ring: LocalCluster, hooked: str) -> None:
+    def train(wrap: Wrap) -> tuple[list[str], list[float]]:
+        called = []
+
+        def reorder(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            called.append("load")
+            return {**state_dict, "state": {0: state_dict["state"][1], 1: state_dict["state"][0]}}
+
+        weights = [nn.Parameter(torch.zeros(8)) for _ in range(2)]
+        inner = torch.optim.SGD([("a", weights[0]), ("b", weights[1])], lr=1.0, momentum=0.9)
+        optimizer = wrap(inner)
+        hooks = inner if hooked == "wrapped" else optimizer
+        hooks.register_load_state_dict_pre_hook(reorder)
+        hooks.register_load_state_dict_post_hook(lambda remote: called.append(f"loaded {remote.param_groups[0]['lr']}"))
+        hooks.register_state_dict_post_hook(lambda *_: called.append("save"))
+        take_steps(optimizer, *weights)
+        state_dict = optimizer.state_dict()
+        state_dict["param_groups"][0]["lr"] = 0.5
+        optimizer.load_state_dict(state_dict)
+        take_steps(optimizer, *weights)
+        return called, [weight[0].item() for weight in weights]
+
+    check_like_torch(ps_or_ring, train)
+
+
+def test_the_wrapped_optimizer_is_not_changed_behind_the_run(session: Session) -> None:
+    weight = nn.Parameter(torch.zeros(8))
+    inner = torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.9)
+    optimizer = RemoteOptimizer(inner, session=session)
+    take_steps(optimizer, weight)
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][0]["lr"] = 0.5
+    with pytest.raises(BadModel, match=r"call load_state_dict\(\) of the RemoteOptimizer"):
+        inner.load_state_dict(state_dict)
+    with pytest.raises(BadModel, match="a parameter group cannot be added"):
+        inner.add_param_group({"params": [nn.Parameter(torch.zeros(8))]})
+    optimizer.load_state_dict(state_dict)
+    assert [group["lr"] for group in inner.param_groups] == [0.5]
+    assert inner.param_groups is optimizer.param_groups
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD])
+def test_distributed_checkpoints_take_no_step(ps_or_ring: LocalCluster, cls: Callable[..., Optimizer]) -> None:
+    def train(session: Session) -> dict[str, Any]:
+        model = nn.Linear(4, 1, bias=False)
+        optimizer = RemoteOptimizer(cls(model.named_parameters(), lr=0.1), model=model, session=session)
+        set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+        for round_ in range(1, 4):
+            take_steps(optimizer, model.weight, num_steps=1)
+            optimizer.zero_grad()
+            state_dict = get_optimizer_state_dict(model, optimizer)
+            assert optimizer.round == round_
+        set_optimizer_state_dict(model, optimizer, state_dict)
+        take_steps(optimizer, model.weight, num_steps=1)
+        assert optimizer.round == 4
+        return {key: float(value) for key, value in optimizer.state_dict()["state"].get(0, {}).items() if key == "step"}
+
+    assert run_all(ps_or_ring, train) == [{"step": 4.0} if cls is torch.optim.Adam else {}]
+
+
+@pytest.mark.parametrize("how", ["cleared", "replaced"])
+def test_a_state_that_is_reset_begins_without_slots(ps_or_ring: LocalCluster, how: str) -> None:
+    def train(wrap: Wrap) -> list[float]:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = wrap(torch.optim.SGD([("weight", weight)], lr=0.1, momentum=0.9))
+        take_steps(optimizer, weight)
+        if how == "cleared":
+            optimizer.state.clear()
+        else:
+            optimizer.state = defaultdict(dict)
+        assert not list(optimizer.state_dict()["state"])
+        take_steps(optimizer, weight)
+        return weight.tolist()
+
+    check_like_torch(ps_or_ring, train)
+
+
+def set_slot(optimizer: Optimizer, weight: Tensor) -> None:
+    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+
+
+def set_entry(optimizer: Optimizer, weight: Tensor) -> None:
+    optimizer.state[weight] = {}
+
+
+def delete_entry(optimizer: Optimizer, weight: Tensor) -> None:
+    del optimizer.state[weight]
+
+
+def pop_entry(optimizer: Optimizer, weight: Tensor) -> None:
+    optimizer.state.pop(weight, None)
+
+
+@pytest.mark.parametrize("change", [set_slot, set_entry, delete_entry, pop_entry])
+def test_single_entries_of_the_state_count_or_are_refused(
+    ps_or_ring: LocalCluster, change: Callable[[Optimizer, Tensor], None]
+) -> None:
+    def train(wrap: Wrap) -> list[float]:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = wrap(torch.optim.SGD([("weight", weight)], lr=0.1, momentum=0.9))
+        take_steps(optimizer, weight)
+        assert optimizer.state[weight] is optimizer.state[weight]  # which is no change
+        take_steps(optimizer, weight)
+        state_dict = optimizer.state_dict()
+        if isinstance(optimizer, RemoteOptimizer) and ps_or_ring.status().pservers:
+            with pytest.raises(BadModel, match=r"give it to optimizer\.load_state_dict\(\)"):
+                optimizer.step(lambda: change(optimizer, weight))
+            optimizer.load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        else:
+            change(optimizer, weight)
+        take_steps(optimizer, weight)
+        return weight.tolist()
+
+    check_like_torch(ps_or_ring, train)

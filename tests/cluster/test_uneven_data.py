@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from ps_protocol.errors import NonFiniteGradient
 from trainer_client import GradScaler, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from ..soaking import parametrize_sampled
 from .training import run_all, run_trainers, wrap_weight
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
@@ -34,29 +32,15 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "nothing else": Kind(),
-    "overlap of both": Kind({"overlap": True, "overlap_pulls": True}),
     "overlap of both, clipping": Kind({"overlap": True, "overlap_pulls": True, "max_grad_norm": MAX_NORM}),
-    "overlap, accumulation": Kind({"overlap": True, "accumulate_steps": 3}, passes=3),
-    "GradScaler": Kind({}, scaled=True),
-    "GradScaler, overlap, clipping": Kind({"overlap": True, "max_grad_norm": MAX_NORM}, scaled=True),
-    "delay": Kind(max_delay=2),
+    "GradScaler, overlap, accumulation, clipping": Kind(
+        {"overlap": True, "accumulate_steps": 3, "max_grad_norm": MAX_NORM}, scaled=True, passes=3
+    ),
     "delay, clipping": Kind({"max_grad_norm": MAX_NORM}, max_delay=2),
-    "delay, GradScaler": Kind(scaled=True, max_delay=1),
-    "delay, overlap": Kind({"overlap": True}, max_delay=1),
-    "ring": Kind(strategy="ring"),
-    "ring, overlap, accumulation": Kind({"overlap": True, "accumulate_steps": 3}, passes=3, strategy="ring"),
     "ring, overlap, clipping, GradScaler": Kind(
         {"overlap": True, "max_grad_norm": MAX_NORM}, scaled=True, strategy="ring"
     ),
 }
-SAMPLE = (
-    "overlap of both, clipping",
-    "overlap, accumulation",
-    "GradScaler, overlap, clipping",
-    "delay, clipping",
-    "ring, overlap, clipping, GradScaler",
-)
 
 
 class Model(nn.Module):
@@ -119,11 +103,8 @@ class Layers(nn.Module):
 
 @pytest.mark.overlap
 @pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
-@parametrize_sampled(
-    ("late", "num_batches"),
-    product([(), ("third",), ("third", "second"), ("third", "second", "first")], [(2, 5), (5, 2), (3, 3)]),
-    sample=[(("third",), (2, 5)), (("third", "second", "first"), (5, 2)), ((), (3, 3))],
-    ids=str,
+@pytest.mark.parametrize(
+    ("late", "num_batches"), [(("third",), (2, 5)), (("third", "second", "first"), (5, 2)), ((), (3, 3))], ids=str
 )
 def test_nothing_counts_that_is_done_after_the_last_batch(
     strategy: str, late: tuple[str, ...], num_batches: tuple[int, int], capsys: pytest.CaptureFixture[str]
@@ -173,17 +154,7 @@ def test_who_was_refused_may_be_done(strategy: str) -> None:
         assert cluster.summary().state == "finished"
 
 
-def marks(name: str) -> list[pytest.MarkDecorator]:
-    """Return the markers of the features that a kind uses, and `soak` if CI leaves it out."""
-    kind = KINDS[name]
-    found = [] if name in SAMPLE else [pytest.mark.soak]
-    found += [pytest.mark.overlap] if "overlap" in kind.settings else []
-    found += [pytest.mark.ring] if kind.strategy == "ring" else []
-    found += [pytest.mark.clip] if "max_grad_norm" in kind.settings else []
-    return [*found, pytest.mark.amp] if kind.scaled else found
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in KINDS])
+@pytest.mark.parametrize("name", KINDS)
 def test_who_is_done_is_not_waited_for(name: str) -> None:
     kind = KINDS[name]
     rules: Any = {"pservers": 0, "strategy": "ring"}

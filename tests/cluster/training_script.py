@@ -81,7 +81,7 @@ class Scaling(Regression):
 
     @property
     def begun(self) -> int:
-        return self.optimizer._steps.begun  # with `max_delay` more than optimizer.round
+        return self.optimizer._engine.progress.begun  # with `max_delay` more than optimizer.round
 
     def take_step(self, *, has_nan: bool) -> None:
         round_ = self.begun + 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
+import httpx
 import pytest
 from torch.distributed import TCPStore
 
@@ -19,7 +20,7 @@ from tests.cluster.trainer_processes import WORLD, torchrun_environment
 from tests.warm.processes import WarmServers
 from trainer_client.testing import Child, LocalCluster, processes
 
-from .runs import FAULT_STEP, SETUPS, Setup
+from .runs import CHANGES, FAULT_STEP, SETUPS, Setup
 from .script import PATIENCE_SECONDS, Turns
 
 FILE = Path(__file__).with_name("digests.json")
@@ -54,6 +55,7 @@ class GoldenCluster(LocalCluster):
         self.setup = SETUPS[name]
         self._results = results
         self._fault_steps = threading.Semaphore(0)
+        self._has_joined = threading.Event()
         self._arguments = [str(folder), name]
         self._sabotage = sabotage
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of the first host's torchrun
@@ -72,6 +74,8 @@ class GoldenCluster(LocalCluster):
             self._results.append(json.loads(line))
         elif line == "waiting":
             self._fault_steps.release()
+        elif "continuing run" in line:
+            self._has_joined.set()
 
     def _spawn_service(self, name: str, module: str, **arguments: Any) -> Child:
         module, environment = self._program(module)
@@ -82,15 +86,45 @@ class GoldenCluster(LocalCluster):
             return module, {}
         return "tests.golden.sabotaged", {"GOLDEN_SABOTAGE": self._sabotage, "GOLDEN_PROGRAM": module}
 
-    def start_trainers(self, runs: Collection[str]) -> None:
+    def start_trainers(self, runs: Collection[str], ranks: Collection[int] = ()) -> None:
+        """Start all trainers, or these."""
         module, environment = self._program("tests.golden.script")
         command = [sys.executable, "-m", module, *self._arguments, *runs]
-        for rank in range(self.setup.trainers) if not self.setup.are_hosts else range(WORLD):
+        for rank in ranks or range(WORLD if self.setup.are_hosts else self.setup.trainers):
             own = torchrun_environment(rank, self._store.port) if self.setup.are_hosts else {}
             self.start_trainer(rank, command, {**environment, **own})
 
-    def wait_for_fault_step(self) -> None:
-        assert self._fault_steps.acquire(timeout=PATIENCE_SECONDS), self._last_lines()
+    def wait_for_fault_step(self, num_trainers: int = 1) -> None:
+        """Wait until so many trainers wait for their turn."""
+        for _ in range(num_trainers):
+            assert self._fault_steps.acquire(timeout=PATIENCE_SECONDS), self._last_lines()
+
+    def ask(self, method: str, path: str, message: Any = None) -> dict[str, Any]:
+        answer = httpx.request(method, f"{self.address}/v1/{path}", json=message, timeout=PATIENCE_SECONDS)
+        assert answer.is_success, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def roll_back(self, turns: Turns) -> None:
+        """Set the learning rate, and go back to that round two rounds later."""
+        assert self.ask("PUT", "controls/rate", {"rate": 0.02})["round"] == FAULT_STEP + 1
+        assert self.ask("POST", "checkpoints")["round"] == FAULT_STEP
+        turns.pass_to(*range(self.setup.trainers))
+        self.wait_for_fault_step(self.setup.trainers)
+        assert self.ask("POST", "rollback", {"round": FAULT_STEP})["round"] == FAULT_STEP + 1
+        turns.pass_to(*range(self.setup.trainers))
+
+    def change_members(self, turns: Turns, run: str) -> None:
+        """Evict the last trainer, and let another process take its place two rounds later."""
+        *others, last = range(self.setup.trainers)
+        self.ask("POST", f"trainers/{last}/evict")
+        turns.pass_to(last)
+        assert self.trainers[last].wait(PATIENCE_SECONDS) != 0
+        turns.pass_to(*others)
+        self.wait_for_fault_step(len(others))
+        self.start_trainers([run], [last])
+        assert self._has_joined.wait(PATIENCE_SECONDS), self._last_lines()
+        turns.pass_to(*others)  # the open round, which is the last one without the new process
 
     def wait_for_trainers(self) -> None:
         codes = [trainer.wait(RUN_SECONDS) for trainer in self.trainers]
@@ -113,7 +147,14 @@ def train(name: str, folder: Path, runs: Collection[str] = (), sabotage: str = "
     with GoldenCluster(name, folder, sabotage, results) as cluster:
         cluster.start_trainers(runs)
         for run in runs:
-            if setup.runs[run].fault == "kill a pserver":
+            fault = setup.runs[run].fault
+            if fault in CHANGES:
+                cluster.wait_for_fault_step(setup.trainers)
+            if fault == "set a rate and roll back":
+                cluster.roll_back(turns)
+            elif fault == "evict a trainer and let it join":
+                cluster.change_members(turns, run)
+            elif fault == "kill a pserver":
                 cluster.wait_for_fault_step()
                 cluster.pservers[1].signal(SIGKILL)
                 cluster.pservers[1].wait(PATIENCE_SECONDS)
@@ -133,12 +174,18 @@ def train(name: str, folder: Path, runs: Collection[str] = (), sabotage: str = "
 
 
 def _find_digests(setup: Setup, run: str, results: list[dict[str, Any]]) -> Digests:
-    """Return the digests of trainer 0; in the synchronous mode all trainers must end with its parameters."""
+    """Return the digests of trainer 0; in the synchronous mode all trainers must end with its parameters.
+
+    The parameters of trainers with fewer steps are digests of their own.
+    """
     by_rank = {result["rank"]: result for result in results if result["run"] == run}
-    if "mode" not in setup.settings:
+    found: Digests = {half: by_rank[0][half] for half in ("parameters", "optimizer_state")}
+    if setup.runs[run].steps:
+        found |= {f"parameters of trainer {rank}": by_rank[rank]["parameters"] for rank in sorted(by_rank)[1:]}
+    elif "mode" not in setup.settings:
         different = [rank for rank in by_rank if by_rank[rank]["parameters"] != by_rank[0]["parameters"]]
         assert not different, f"{run}: trainers {different} ended with other parameters than trainer 0"
-    return {half: by_rank[0][half] for half in ("parameters", "optimizer_state")}
+    return found
 
 
 def read_recorded() -> dict[str, dict[str, Digests]]:

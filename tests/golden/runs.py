@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 STEPS = 8
 OVERFLOW_STEP = 4  # of a run with a GradScaler
-FAULT_STEP = 4  # the fault comes before it
+FAULT_STEP = 4  # the fault or the first change comes before it
+CHANGE_STEP = 6  # the second change comes before it
+CHANGES = ("set a rate and roll back", "evict a trainer and let it join")  # while all trainers wait
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,17 @@ class Run:
     parameter_dtype: str = "float32"
     has_scaler: bool = False  # trainer_client.GradScaler, and an overflow in trainer 1
     has_batch_norm: bool = False
-    fault: Literal["", "kill a pserver", "stop and resume"] = ""  # the last one only in the last run of a cluster
+    steps: Sequence[int] = ()  # of each trainer; empty: STEPS
+    # All but the first two are for the last run of a cluster.
+    fault: Literal[
+        "", "kill a pserver", "stop and resume", "set a rate and roll back", "evict a trainer and let it join"
+    ] = ""
+
+    def waits(self, rank: int, step: int) -> bool:
+        """Return whether this trainer waits for its turn before this step."""
+        if self.fault in CHANGES:
+            return step in (FAULT_STEP, CHANGE_STEP)
+        return bool(self.fault) and (rank, step) == (0, FAULT_STEP)
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,7 @@ SETUPS: dict[str, Setup] = {
             "bfloat16 parameters": Run(parameter_dtype="bfloat16"),
             "batch norm": Run(has_batch_norm=True),
             "GradScaler": Run(settings={"nonfinite": "skip_round"}, has_scaler=True),
+            "uneven inputs": Run(steps=(8, 6, 4)),
         },
         pservers=0,
         trainers=3,
@@ -132,5 +145,18 @@ SETUPS: dict[str, Setup] = {
     ),
     "sync with faults": Setup(
         {"a pserver is killed": Run(fault="kill a pserver"), "stopped and resumed": Run(fault="stop and resume")}
+    ),
+    "sync with uneven inputs and a rollback": Setup(
+        {
+            "uneven inputs": Run(steps=(8, 6, 4)),
+            "uneven inputs, clipping and overlap": Run(
+                steps=(4, 8, 6), settings={"max_grad_norm": 1.0, "overlap": True}
+            ),
+            "rolled back": Run(fault="set a rate and roll back"),
+        },
+        trainers=3,
+    ),
+    "sync with a change of members": Setup(
+        {"a trainer leaves and joins": Run(fault="evict a trainer and let it join")}, trainers=3
     ),
 }

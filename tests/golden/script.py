@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tests.cluster.training import change_rates, make_optimizer
-from tests.golden.runs import FAULT_STEP, OVERFLOW_STEP, SETUPS, STEPS, Run, Setup
+from tests.golden.runs import CHANGES, OVERFLOW_STEP, SETUPS, STEPS, Run, Setup
 from trainer_client import GradScaler, RemoteOptimizer, Session, connect
 
 SHAPES = {"matrix": (61, 67), "vector": (129,), "scalar": (), "last": (3, 400)}
@@ -89,8 +89,9 @@ class Turns:
             raise TimeoutError(f"trainer {rank} had no turn for {PATIENCE_SECONDS:g} s")
         os.read(self._pipes[rank], 1)
 
-    def pass_to(self, rank: int) -> None:
-        os.write(self._pipes[rank], b".")
+    def pass_to(self, *ranks: int) -> None:
+        for rank in ranks:
+            os.write(self._pipes[rank], b".")
 
 
 def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, Any]:
@@ -103,15 +104,17 @@ def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, A
     scaler = GradScaler(optimizer, "cpu", init_scale=1024.0, growth_interval=2) if run.has_scaler else None
     if setup.takes_turns and rank == 0:  # it has pulled the initial values, which another trainer's step would replace
         turns.pass_to(setup.trainers - 1)
-    start = optimizer.round  # above 0 in a run that was resumed
-    for step in range(start):
-        change_rates(optimizer, step)
-    for step in range(start, STEPS):
+    start = step = optimizer.round  # above 0 in a run that was resumed
+    for earlier in range(start if run.fault not in CHANGES else 0):
+        change_rates(optimizer, earlier)
+    waited_at = set()
+    while step < (run.steps[rank] if run.steps else STEPS):
         # With max_delay a matter of time decides which version the parameters have in between.
         takes_snapshot = step % (setup.max_delay + 1) == 0
         if takes_snapshot:
             optimizer.synchronize()
-        if run.fault and step == FAULT_STEP and rank == 0:
+        if run.waits(rank, step) and step not in waited_at:
+            waited_at.add(step)
             print("waiting", flush=True)
             turns.wait(rank)
         if setup.takes_turns and step % 2 == 0:
@@ -128,9 +131,11 @@ def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, A
             scaler.scale(loss * factor).backward()
             scaler.step(optimizer)
             scaler.update()
-        change_rates(optimizer, step)
+        if run.fault not in CHANGES:  # the rates would depend on how many steps are lost in a rollback
+            change_rates(optimizer, step)
         if setup.takes_turns and step % 2 == 1:
             turns.pass_to((rank - 1) % setup.trainers)
+        step = optimizer.round if run.fault in CHANGES else step + 1
     optimizer.synchronize()
     tensors = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
     parameters = {name: digest([tensor]) for name, tensor in tensors.items()}

@@ -128,7 +128,7 @@ class Host:
         while (waited := loop.time() - begun) < START_SECONDS:
             self._address = await run_aside(self._rendezvous.look_up)
             if self._address:
-                with contextlib.suppress(OSError, ValueError, TimeoutError):  # an earlier life's
+                with contextlib.suppress(OSError, ValueError, TimeoutError):  # of an earlier incarnation
                     async with asyncio.timeout(HELLO_SECONDS):
                         return await self._connect(*self._address.split(":"))
             if waited > LOG_SECONDS and not was_said:
@@ -190,7 +190,7 @@ class Host:
         for peer in self._peers.values():
             peer.send(kind, **facts)
 
-    # ------------------------------------------------------------------ what they tell each other
+    # ------------------------------------------------------------------ messages
 
     def send(self, kind: str, **facts: Any) -> None:
         """Send a message to all connected processes. Does not wait."""
@@ -223,16 +223,18 @@ class Host:
             for process, peer in sorted(self._peers.items())
         ]
 
-    async def _wait(self, work: Coroutine[Any, Any, T], patience: float | None, whom: str, what: str) -> T:
+    async def _wait(self, work: Coroutine[Any, Any, T], patience: float | None, peers: str, kind: str) -> T:
         task = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait({task}, timeout=min(LOG_SECONDS, patience or LOG_SECONDS))
             if not done and (patience is None or patience > LOG_SECONDS):
-                if self.is_leader:  # the others would only repeat what it says of its own waits
-                    self._client.log.info(f"waiting for {whom} ({what})")
+                if self.is_leader:  # the others wait for its waits
+                    self._client.log.info(f"waiting for {peers} ({kind})")
                 await asyncio.wait({task}, timeout=None if patience is None else patience - LOG_SECONDS)
             if not task.done():
-                raise Ended(f"{whom} was waited for, for {patience:g} s, and has not come ({what})", code="host_broken")
+                raise Ended(
+                    f"{peers} was waited for, for {patience:g} s, and has not come ({kind})", code="host_broken"
+                )
             return task.result()
         finally:
             task.cancel()

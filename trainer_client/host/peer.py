@@ -31,7 +31,7 @@ class Peer:
         """Listen on a connection; `on_failure` is called with an error that makes further waits useless."""
         self.process = process
         self.silent_periods = 0  # since the last message; `Host` counts them
-        self.left = asyncio.Event()  # its script has ended, and it said so
+        self.left = asyncio.Event()  # its script has ended, and reported that
         self._reader = reader
         self._writer = writer
         self._on_failure = on_failure
@@ -75,13 +75,13 @@ class Peer:
         with contextlib.suppress(OSError, ValueError):  # the latter: not JSON, or far too long
             while text := await self._reader.readline():
                 self.silent_periods = 0
-                self._take(json.loads(text))
+                self._receive(json.loads(text))
         if not self.left.is_set():
             error = Ended(f"process {self.process} of this host has ended", code="host_broken")
             self._on_failure(error)
             self._inbox.put_nowait({"kind": "failure", "problem": error.to_problem()})
 
-    def _take(self, line: Line) -> None:
+    def _receive(self, line: Line) -> None:
         if line["kind"] == "alive":
             return
         if line["kind"] == "left":
@@ -92,7 +92,7 @@ class Peer:
         if line["kind"] == "failure":
             self._unread = error_from_problem(line["problem"])
             if isinstance(self._unread, Ended):
-                self._on_failure(self._unread)  # whatever else is heard later, or not any more
+                self._on_failure(self._unread)
         self._inbox.put_nowait(line)
 
     async def close(self) -> None:

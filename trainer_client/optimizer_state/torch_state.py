@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 from ps_protocol.optimizers import (
@@ -55,16 +56,30 @@ def needed_slots(
     return (*slots_under(optimizer, dict(group)), *master)
 
 
+def full_groups(optimizer: Optimizer) -> Groups:
+    """Return the groups; torch's Adagrad fills its sums with its own argument, whatever a group says."""
+    fixed = {key: value for key, value in optimizer.defaults.items() if key == "initial_accumulator_value"}
+    return [{**group, **fixed} for group in optimizer.param_groups]
+
+
+def own_state(spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
+    """Return the state that an optimizer has from its steps or a checkpoint; `names` are by id.
+
+    Raises BadModel for slots that no pserver could have.
+    """
+    return read_state(spec, full_groups(optimizer), names, optimizer.state_dict()) if optimizer.state else {}
+
+
 # ---------------------------------------------------------------------- to torch
 
 
 def write_state(
     spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], slots: OptimizerState
 ) -> dict[Tensor, Any]:
-    """The state of each parameter that has one, as torch's optimizer of this name keeps it; `names` are by id.
+    """Return the state of each parameter that has one, as torch's optimizer keeps it; `names` are by id.
 
     `groups` say with which value the optimizer fills a new sum (Adagrad), which is its own argument's.
-    OptimizerState are float32 whatever the parameter is: `load_state_dict` rounds them. They share memory with `slots`.
+    Slots are float32 whatever the parameter is: `load_state_dict` rounds them. They share memory with `slots`.
     """
     state: dict[Tensor, Any] = {}
     for group in groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ..pushing.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYT
 from ..tensors import writable_bytes
 from .torch_state import OptimizerState, ParameterState
 
+T = TypeVar("T", bound=memoryview | StepState)
 NOTHING = ParameterState(FRESH, {})
 
 
@@ -55,24 +56,30 @@ async def pull_optimizer_state(
 
 
 async def _fetch(pserver: PserverClient, round_: Round, wanted: Mapping[str, memoryview], portion_bytes: int) -> None:
-    portion: dict[str, memoryview] = {}
-    size = names = 0
-    for key, data in wanted.items():
-        if portion and (size + len(data) > portion_bytes or names + len(key) > MAX_HEADER_BYTES):
-            await pserver.get_optimizer_state(round_, portion)
-            portion, size, names = {}, 0, 0
-        portion[key] = data
-        size, names = size + len(data), names + len(key) + ENTRY_HEADER_BYTES
+    for portion in _portions(wanted.items(), portion_bytes):
+        await pserver.get_optimizer_state(round_, dict(portion))
+
+
+def _portions(items: Iterable[tuple[str, T]], max_bytes: int) -> Iterator[list[tuple[str, T]]]:
+    """Split tensors (as bytes) and step states into parts for one frame each, whose headers are not too long."""
+    portion: list[tuple[str, T]] = []
+    size = header = 0
+    for key, value in items:
+        num_bytes = len(value) if isinstance(value, memoryview) else ENTRY_HEADER_BYTES
+        if portion and (size + num_bytes > max_bytes or header + len(key) > MAX_HEADER_BYTES):
+            yield portion
+            portion, size, header = [], 0, 0
+        portion.append((key, value))
+        size, header = size + num_bytes, header + len(key) + ENTRY_HEADER_BYTES
     if portion:
-        await pserver.get_optimizer_state(round_, portion)
+        yield portion
 
 
-@dataclass
-class StateFrames:
+class StateFrames(NamedTuple):
     """The frames of optimizer state that go to one pserver with a contribution."""
 
-    frames: list[Payload] = field(default_factory=list)
-    num_slots: int = 0  # and step states
+    frames: list[Payload]
+    num_slots: int  # and step states
 
 
 def make_state_frames(
@@ -84,22 +91,10 @@ def make_state_frames(
     theirs. `masters` are values by parameter, of shape (numel,), float32. The frames read these tensors, which must not
     change as long as they are used.
     """
-    return [_make_frames(_items(shard, slots, masters), bucket_bytes) for shard in plan.shards]
-
-
-def _make_frames(items: Iterable[tuple[str, memoryview | StepState]], bucket_bytes: int) -> StateFrames:
-    result = StateFrames()
-    draft = _Draft()
-    for key, value in items:
-        if draft.num_bytes and (
-            draft.num_bytes + _size(value) > bucket_bytes or draft.header_bytes + len(key) > MAX_HEADER_BYTES
-        ):
-            result.frames.append(draft.frame())
-            draft = _Draft()
-        draft.add(key, value)
-        result.num_slots += 1
-    if result.num_slots:
-        result.frames.append(draft.frame())
+    result = []
+    for shard in plan.shards:
+        portions = list(_portions(_items(shard, slots, masters), bucket_bytes))
+        result.append(StateFrames([_encode(portion) for portion in portions], sum(map(len, portions))))
     return result
 
 
@@ -118,36 +113,17 @@ def _items(
             yield slot_key(slot, block.name), writable_bytes(tensor[block.begin : block.end])
 
 
-def _size(value: memoryview | StepState) -> int:
-    return len(value) if isinstance(value, memoryview) else ENTRY_HEADER_BYTES
-
-
-class _Draft:
-    """A frame in the making."""
-
-    def __init__(self) -> None:
-        self.num_bytes = self.header_bytes = 0
-        self._states: dict[str, StepState] = {}
-        self._tensors: dict[str, memoryview] = {}
-
-    def add(self, key: str, value: memoryview | StepState) -> None:
-        """Add a slot by its key, or a state by its block."""
-        self.num_bytes += _size(value)
-        self.header_bytes += len(key) + ENTRY_HEADER_BYTES
-        if isinstance(value, memoryview):
-            self._tensors[key] = value
-        else:
-            self._states[key] = value
-
-    def frame(self) -> Payload:
-        """Return the parts of the frame; adjacent small tensors are one part."""
-        entries = [(key, "F32", (len(data) // torch.float32.itemsize,)) for key, data in self._tensors.items()]
-        parts: list[memoryview] = []
-        small = bytearray(encode_header(entries, {STATES_KEY: write_states(self._states)}))
-        for data in self._tensors.values():
-            if len(data) < MIN_LENT_BYTES:
-                small += data
-                continue
-            parts += [memoryview(small), data]
-            small = bytearray()
-        return tuple(part for part in (*parts, memoryview(small)) if len(part))
+def _encode(portion: Sequence[tuple[str, memoryview | StepState]]) -> Payload:
+    """Return the parts of a frame; adjacent small tensors are one part."""
+    states = {key: value for key, value in portion if isinstance(value, StepState)}
+    tensors = [(key, data) for key, data in portion if isinstance(data, memoryview)]
+    entries = [(key, "F32", (len(data) // torch.float32.itemsize,)) for key, data in tensors]
+    parts: list[memoryview] = []
+    small = bytearray(encode_header(entries, {STATES_KEY: write_states(states)}))
+    for _, data in tensors:
+        if len(data) < MIN_LENT_BYTES:
+            small += data
+            continue
+        parts += [memoryview(small), data]
+        small = bytearray()
+    return tuple(part for part in (*parts, memoryview(small)) if len(part))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.optimizers import HyperParameters
+from trainer_client.engines.engine import StepProgress
 from trainer_client.grad_scaler import GradScaler, ScalerState, unscale_gradients
 from trainer_client.round_results import Outcomes
 
@@ -49,18 +50,22 @@ def pushed_state(after: int, scale: float, growth_tracker: int) -> HyperParamete
 class Remote:
     """The part of a RemoteOptimizer, in a run with rounds, that a GradScaler uses."""
 
-    shares_rounds, overlaps = True, False
+    is_shared, overlap = True, None
 
-    def __init__(self, outcome_round: int = 0, pushed: HyperParameters | None = None, *skipped: int) -> None:
-        self.outcome_round, self.num_rollbacks = outcome_round, 0
-        self.client = SimpleNamespace(nonfinite="skip_round", outcomes=Outcomes(skipped, pushed))
+    def __init__(
+        self, begun: int = 0, pushed: HyperParameters | None = None, *skipped: int, max_delay: int = 0
+    ) -> None:
+        self.scaling, self.progress = self, StepProgress(begun=begun)
+        self.client = SimpleNamespace(
+            nonfinite="skip_round",
+            outcomes=Outcomes(skipped, pushed),
+            settings=SimpleNamespace(overlap=False),
+            joined=SimpleNamespace(consistency=SimpleNamespace(max_delay=max_delay)),
+        )
         self.session = SimpleNamespace(client=self.client)
 
-    def attach_scaler(self, _: Any, describe: Any) -> None:
+    def attach(self, describe: Any, _: Any) -> None:
         self.pushed = describe
-
-    def wait_for_outcome(self) -> None:
-        pass
 
     def make_scaler(self) -> GradScaler:
         return GradScaler(self, "cpu", init_scale=8.0, growth_interval=2)  # type: ignore[arg-type]
@@ -68,7 +73,7 @@ class Remote:
     def end_round(self, scaler: GradScaler, *skipped: int, new_scale: float | None = None) -> float:
         """Return the scale after the next round, with which the lowest rank pushed another state."""
         scaler.scale(torch.ones(()))
-        self.outcome_round += 1
+        self.progress.begun += 1
         self.client.outcomes = Outcomes(skipped, pushed_state(0, 3.0, 0))
         scaler.update(new_scale)
         return scaler.get_scale()
@@ -84,7 +89,8 @@ def test_the_scale_follows_from_the_outcomes_alone() -> None:
 def test_a_trainer_that_joins_continues_from_the_state_of_the_round() -> None:
     """With max_delay 2 the state pushed in round 9 includes the outcomes up to 6, and those up to 7 count."""
     for skipped, expected in (((), 2048.0), ((7,), 512.0), ((8,), 2048.0)):
-        assert Remote(7, pushed_state(6, 1024.0, 1), *skipped).make_scaler().get_scale() == expected
+        remote = Remote(9, pushed_state(6, 1024.0, 1), *skipped, max_delay=2)
+        assert remote.make_scaler().get_scale() == expected
 
 
 def test_a_rollback_restores_the_state_of_its_round() -> None:
@@ -92,10 +98,10 @@ def test_a_rollback_restores_the_state_of_its_round() -> None:
     scaler = remote.make_scaler()
     scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
     assert remote.end_round(scaler, 1) == 2.0
-    remote.num_rollbacks, remote.outcome_round = 1, 40
+    remote.progress.num_rollbacks, remote.progress.begun = 1, 40
     remote.client.outcomes = Outcomes((40,), pushed_state(39, 64.0, 1))
     assert scaler.get_scale() == 32.0
-    remote.num_rollbacks, remote.outcome_round, remote.client.outcomes = 2, 0, Outcomes()
+    remote.progress.num_rollbacks, remote.progress.begun, remote.client.outcomes = 2, 0, Outcomes()
     assert scaler.get_scale() == 4.0
 
 

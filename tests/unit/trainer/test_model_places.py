@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import BadModel
-from trainer_client.buffer_averages import BufferAverages
+from trainer_client.model_tensors import BufferAverages
 from trainer_client.parameter_watch import ModelPlaces
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_client.flat_buckets import PIECE, FlatBucket, cut_buckets
-from trainer_client.ring.group import address_towards, join_store, open_store
-from trainer_client.ring.tally import Tally, TallyVector
+from trainer_client.engines.collective_buffers import PIECE, FlatBucket, cut_buckets
+from trainer_client.engines.ring_group import address_towards, join_store, open_store
+from trainer_client.engines.ring_tally import Tally, TallyVector
 
 pytestmark = pytest.mark.ring
 
@@ -30,7 +30,7 @@ def test_missing_gradients_are_zero_in_each_round() -> None:
     bucket.put("a", torch.ones(2, dtype=torch.bfloat16))
     bucket.complete({"b": torch.full((1,), 3.0)})
     assert bucket.flat.tolist() == [1.0, 1.0, 3.0]
-    bucket.begin()
+    bucket.clear()
     bucket.complete({"b": torch.full((1,), 4.0)})
     assert bucket.flat.tolist() == [0.0, 0.0, 4.0]
 

@@ -99,7 +99,7 @@ def session() -> Iterator[Any]:
     """A session without a client or a host."""
     session: Any = Session.__new__(Session)
     session.io, session.host, session._is_open, session._reported = IoThread(), None, True, set()
-    session.finish_last_step = session.join_others = None
+    session._finish_last_step = session._join_ring = None
     yield session
     session.io.close()
 

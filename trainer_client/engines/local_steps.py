@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 
-from .wrapped_optimizer import step_without_hooks
-
 
 class LocalSteps:
     """The steps between two pushes. Keeps two copies of the parameters; the inner optimizer's slots are its own."""
@@ -29,7 +27,7 @@ class LocalSteps:
         self._outer: dict[str, Tensor] = {}  # memory of what is pushed
 
     def begin(self) -> None:
-        """The parameters are those of the pservers: steps count from here."""
+        """Begin to count steps: the parameters have the values of the pservers now."""
         self._done = 0
         for name, parameter in self._parameters.items():
             if name in self._anchors:
@@ -39,20 +37,17 @@ class LocalSteps:
 
     @property
     def starting_values(self) -> dict[str, Tensor]:
-        """The parameters as they are before the next step counts: those of the pservers, once there are any."""
+        """The values from which steps count: those of the pservers, or at first those of the script."""
         return self._anchors or dict(self._parameters)
 
     def step(self) -> bool:
-        """Step once, here; returns whether it is time to push."""
+        """Step once in this process; return True if it is time to push."""
         step_without_hooks(self._inner)
         self._done += 1
         return self._done >= self._num_steps
 
     def outer_gradients(self) -> dict[str, Tensor]:
-        """By parameter name, tensors of shape (numel,): what the parameters were minus what they are.
-
-        They hold until the next call.
-        """
+        """Return what the parameters were minus what they are, by name, (numel,); valid until the next call."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 if name not in self._outer:
@@ -70,3 +65,9 @@ def check_outer(inner: Optimizer, outer: Optimizer) -> None:
             expected=f"{len(ours)} parameters",
             actual=f"{len(theirs)}, of which {len(ours & theirs)} are the same",
         )
+
+
+def step_without_hooks(wrapped: Optimizer) -> None:
+    """Step a wrapped optimizer whose hooks, and torch's global ones, run with the step of the RemoteOptimizer."""
+    step = type(wrapped).step
+    getattr(step, "__wrapped__", step)(wrapped)  # torch wraps the method of each class once, to run the hooks

@@ -1,16 +1,21 @@
-"""Flat float32 memory for gradients in collectives, allocated once."""
+"""Memory for collectives, allocated once: gradients that are summed, and tensors that one process broadcasts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from ps_protocol.errors import BadInput, ContributionConflict
 
+from ..collectives import Collectives
+from ..tensors import check_form
+
 BYTES = 4  # of an element, float32
 PIECE = 1 << 16  # elements that are squared at once, in memory that an allocator keeps
+PART_BYTES = 32 * 1024 * 1024  # of one broadcast
+ALIGNMENT_BYTES = 16  # of a tensor in it, for any dtype
 
 
 class FlatBucket:
@@ -44,7 +49,7 @@ class FlatBucket:
         pieces = (piece.double() for piece in torch.split(self.flat, PIECE))
         return torch.stack([torch.dot(piece, piece) for piece in pieces]).sum()
 
-    def begin(self) -> None:
+    def clear(self) -> None:
         """Begin the next step, without gradients."""
         self.filled.clear()
 
@@ -73,21 +78,25 @@ class FlatGradients:
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], buckets: Sequence[FlatBucket], send: Callable[[FlatBucket], None]
+        self,
+        parameters: Mapping[str, Tensor],
+        bucket_bytes: int,
+        device: torch.device,
+        send: Callable[[FlatBucket], None],
     ) -> None:
-        """Use these buckets; `send` begins the collective of one, whose memory must not change until `begin`."""
-        self.buckets = buckets
-        self.num_sent = 0  # buckets of this step, in order
+        """Allocate the buckets; `send` begins the collective of one, whose memory must not change until `clear`."""
+        self.buckets = cut_buckets(parameters, bucket_bytes, device)
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.parts}
+        self._num_sent = 0  # buckets of this step, in order
         self._parameters = parameters
         self._send = send
-        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.parts}
         self._is_spoiled = False  # a bucket has left with discarded gradients
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add a flat gradient. Buckets leave once they and all earlier ones are full, without frozen parameters."""
         self.check()
-        self._bucket_of[name].put(name, gradient)
-        while self.num_sent < len(self.buckets) and self._is_full(self.buckets[self.num_sent]):
+        self.bucket_of[name].put(name, gradient)
+        while self._num_sent < len(self.buckets) and self._is_full(self.buckets[self._num_sent]):
             self._send_next()
 
     def _is_full(self, bucket: FlatBucket) -> bool:
@@ -97,8 +106,8 @@ class FlatGradients:
         return is_full
 
     def _send_next(self) -> None:
-        bucket = self.buckets[self.num_sent]
-        self.num_sent += 1
+        bucket = self.buckets[self._num_sent]
+        self._num_sent += 1
         self._send(bucket)
 
     def check(self, gradients: Mapping[str, Tensor] | None = None) -> None:
@@ -107,7 +116,7 @@ class FlatGradients:
             raise ContributionConflict(
                 "gradients of a discarded step have left for the other processes; the script has to end"
             )
-        for bucket in self.buckets[: self.num_sent]:
+        for bucket in self.buckets[: self._num_sent]:
             if late := bucket.parts.keys() & (gradients or {}).keys() - bucket.filled:
                 raise BadInput(
                     f"{min(late)!r} was frozen, and has a gradient now, whose bucket has left", code="gradient_changed"
@@ -115,29 +124,75 @@ class FlatGradients:
 
     def send_rest(self, gradients: Mapping[str, Tensor]) -> None:
         """Send the other buckets with these flat gradients, and zeros for parameters without one."""
-        for bucket in self.buckets[self.num_sent :]:
+        for bucket in self.buckets[self._num_sent :]:
             bucket.complete(gradients)
             self._send_next()
 
-    def begin(self) -> None:
+    def clear(self) -> None:
         """Begin the next step, without gradients."""
-        self.num_sent = 0
+        self._num_sent = 0
         for bucket in self.buckets:
-            bucket.begin()
+            bucket.clear()
 
-    def forget(self) -> None:
-        """Discard the added gradients. If a bucket has left, this step cannot be taken again."""
-        self._is_spoiled = self._is_spoiled or self.num_sent > 0
+    def discard(self) -> bool:
+        """Discard the added gradients; return True if a bucket has left, so that this step cannot be taken again."""
+        has_left = self._num_sent > 0
+        self._is_spoiled = self._is_spoiled or has_left
         for bucket in self.buckets:
-            bucket.begin()
-
-    def discard_all(self) -> bool:
-        """Discard the gradients for good; return True if a bucket has left, which is void then."""
-        has_left = self.num_sent > 0
-        self.forget()
-        self._is_spoiled = False
+            bucket.clear()
         return has_left
 
     def mark_spoiled(self, *, is_spoiled: bool) -> None:
         """Note if the other processes are at another step, so that none can be taken."""
         self._is_spoiled = is_spoiled
+
+
+class BroadcastBuffer:
+    """A packed copy, on one device, of tensors of any dtype and device, whose shapes and dtypes stay."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._tensors = tensors
+        groups: list[list[str]] = [[]]
+        size = 0
+        for name, tensor in tensors.items():
+            if groups[-1] and size + tensor.nbytes > PART_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(name)
+            size += _aligned(tensor.nbytes)
+        self._parts: list[Tensor] = []  # bytes
+        self._views: dict[str, Tensor] = {}
+        for group in groups:
+            part = torch.zeros(sum(_aligned(tensors[name].nbytes) for name in group), dtype=torch.uint8, device=device)
+            self._parts.append(part)
+            offset = 0
+            for name in group:
+                tensor = tensors[name]
+                self._views[name] = part[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                offset += _aligned(tensor.nbytes)
+
+    def check(self) -> None:
+        """Raise BadModel if a tensor has another shape or dtype."""
+        for name, view in self._views.items():
+            check_form(name, self._tensors[name], view.shape, view.dtype)
+
+    @torch.no_grad()
+    def begin(self, collectives: Collectives, source: int, *, sends: bool) -> None:
+        """Begin to broadcast the tensors of process `source`, which alone `sends`; all processes call it.
+
+        `write_back` follows the end in the other processes.
+        """
+        for name, view in self._views.items() if sends else ():
+            view.copy_(self._tensors[name])
+        for part in self._parts:
+            collectives.broadcast(part, source)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copy the received values to the tensors."""
+        for name, view in self._views.items():
+            self._tensors[name].copy_(view)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

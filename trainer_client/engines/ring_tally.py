@@ -15,11 +15,11 @@ class Tally:
     """The reduced facts of all trainers about a round."""
 
     present: list[str]  # parameters with a gradient on any trainer
-    culprits: list[Rank]  # whose gradients are not finite
+    nonfinite: list[Rank]  # trainers whose gradients hold NaN or infinity
     is_void: bool  # the gradients of a trainer are incomplete; all send theirs again
     num_active: int  # trainers that had a batch; the mean is theirs
-    has_same_numbers: bool  # those who had a batch, in their optimizers and GradScalers
-    source: Rank | None  # the lowest rank whose script has written parameters on purpose; all continue from its values
+    has_same_numbers: bool  # in the optimizers and GradScalers of the trainers that had a batch
+    source: Rank | None  # the lowest rank that has written parameters on purpose: all continue from its values
 
 
 FACTS = 5  # of each rank
@@ -45,8 +45,8 @@ class TallyVector:
     ) -> None:
         """Fill the vector with the facts of this trainer about the next round. An all_reduce sums it."""
         facts = [[0.0] * self._size for _ in range(FACTS)]
-        said = (not is_finite, is_void, is_active, numbers, has_written)
-        for fact, value in zip(facts, said, strict=True):
+        values = (not is_finite, is_void, is_active, numbers, has_written)
+        for fact, value in zip(facts, values, strict=True):
             fact[self._rank] = float(value)
         counts = [float(name in present) for name in self._names]
         flat = [*counts, *(value for fact in facts for value in fact)]
@@ -58,7 +58,7 @@ class TallyVector:
         not_finite, void, active, digests, written = of_ranks.view(FACTS, self._size).tolist()
         return Tally(
             present=[name for name, count in zip(self._names, counts.tolist(), strict=True) if count > 0],
-            culprits=[rank for rank, count in enumerate(not_finite) if count > 0],
+            nonfinite=[rank for rank, count in enumerate(not_finite) if count > 0],
             is_void=any(void),
             num_active=int(sum(active)),
             has_same_numbers=len({digest for digest, is_active in zip(digests, active, strict=True) if is_active}) <= 1,

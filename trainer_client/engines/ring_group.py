@@ -12,38 +12,30 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ps_config.hosts import authority, split_port
 from ps_protocol.errors import BadModel, Ended
-from ps_protocol.vocabulary import Rank
 
 from ..collectives import GROUP_TIMEOUT, Collectives, make_group, run_aside
 from ..session import Session
 
 SPARE_SECONDS = 30.0  # beyond all other time-outs, which name who is to blame
-NEWS_SECONDS = 5.0  # beyond a lease, to hear who was lost
+NEWS_SECONDS = 5.0  # beyond a lease, until the coordinator names the lost trainer
 
 
 class Group:
     """Collectives of all trainers, in the same order on each of them. Used by one thread at a time."""
 
     def __init__(self, session: Session, device: torch.device) -> None:
-        """`device` is where the tensors are that are added up: the processor's memory, or a CUDA device."""
+        """`device` is where gradients are summed: the CPU, or a CUDA device."""
         self._client, self._io = session.client, session.io
-        self._device = device
+        self.device = device
         joined = self._client.joined
         self.rank, self.size = joined.rank, joined.world_size
         # An early bucket waits from the beginning of one trainer's backward to the others' last moment.
-        limit = 2 * joined.round_timeout_seconds + joined.lease_seconds + SPARE_SECONDS
-        self._limit = limit
-        self.is_patient = False  # waits as long as the run goes on
+        self._limit = 2 * joined.round_timeout_seconds + joined.lease_seconds + SPARE_SECONDS
         self._store: Any = None
         self.collectives: Collectives
-
-    @property
-    def _store_patience(self) -> timedelta:
-        return timedelta(seconds=self._limit)
 
     # ------------------------------------------------------------------ life
 
@@ -53,7 +45,9 @@ class Group:
             return None
         if _has_group(self.rank, self.size):
             return OWN_GROUP
-        self._store, address = open_store(address_towards(self._client.settings.coordinator), self._store_patience)
+        self._store, address = open_store(
+            address_towards(self._client.settings.coordinator), timedelta(seconds=self._limit)
+        )
         return address
 
     def open(self, rendezvous: str | None) -> None:
@@ -74,13 +68,13 @@ class Group:
     async def _connect(self, rendezvous: str) -> None:
         def connect() -> Any:
             host = None if os.environ.get("GLOO_SOCKET_IFNAME") else address_towards(self._client.settings.coordinator)
-            store = self._store = self._store or join_store(rendezvous, self._store_patience)
-            return make_group(store, self.rank, self.size, self._device, host)
+            store = self._store = self._store or join_store(rendezvous, timedelta(seconds=self._limit))
+            return make_group(store, self.rank, self.size, self.device, host)
 
         self.collectives = Collectives(await run_aside(connect))
 
     async def _join_own(self) -> None:
-        """Beside the script's group, whose collectives may come in between."""
+        """Make a group beside the script's own, whose collectives may come in between."""
         self.collectives = Collectives(await run_aside(lambda: dist.new_group(timeout=GROUP_TIMEOUT)))
 
     def close(self) -> None:
@@ -88,38 +82,34 @@ class Group:
         self.collectives.close()
         self._store = None
 
-    # ------------------------------------------------------------------ collectives
+    # ------------------------------------------------------------------ waits
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Begin to replace a contiguous tensor by the sum of all trainers'. It must not change until `wait`."""
-        self.collectives.all_reduce(tensor)
+    def wait(self, *, has_limit: bool = True) -> None:
+        """Wait for all collectives that were begun. Blocks for the other trainers, without limit if they may be done.
 
-    def broadcast(self, tensor: Tensor, source: Rank = 0) -> None:
-        """Begin to replace a contiguous tensor by that of a rank. It must not change until `wait`."""
-        self.collectives.broadcast(tensor, source)
-
-    def wait(self) -> None:
-        """Wait for all that was begun. Blocks for the other trainers; raises what ended the run, or `ring_broken`."""
-        self._io.run(self._client.membership.guard(self._wait(self.collectives.finish())))
+        Raises the error that ended the run, or Ended (`ring_broken`).
+        """
+        self._io.run(self._client.membership.guard(self._wait(self.collectives.finish(), has_limit=has_limit)))
         self.collectives.release()
 
-    async def _wait(self, work: Coroutine[Any, Any, None]) -> None:
-        """Heartbeats say since when. When a connection breaks, the coordinator has yet to notice whose."""
+    async def _wait(self, work: Coroutine[Any, Any, None], *, has_limit: bool = True) -> None:
+        """Report the wait with heartbeats; after a broken connection, wait until the coordinator names the trainer."""
         membership, loop = self._client.membership, asyncio.get_running_loop()
-        membership.waiting_since = loop.time()
-        try:
-            async with asyncio.timeout(None if self.is_patient else self._limit):
-                await work
-        except (RuntimeError, TimeoutError) as error:
-            limit = self._client.joined.lease_seconds + NEWS_SECONDS
-            until = loop.time() + limit
-            while (left := until - loop.time()) > 0:
-                await membership.news.wait_for_heartbeat(left)  # they come as the run's failure, which ends this
-            reason = str(error).partition("\n")[0] or f"no answer for {self._limit:g} s"
-            text = f"the connections to the other trainers broke, and no trainer was lost within {limit:g} s: {reason}"
-            raise Ended(text, code="ring_broken") from error
-        finally:
-            membership.waiting_since = None
+        with membership.reporting_wait():
+            try:
+                async with asyncio.timeout(self._limit if has_limit else None):
+                    await work
+            except (RuntimeError, TimeoutError) as error:
+                limit = self._client.joined.lease_seconds + NEWS_SECONDS
+                until = loop.time() + limit
+                while (left := until - loop.time()) > 0:
+                    await membership.news.wait_for_heartbeat(left)  # they come as the run's failure, which ends this
+                reason = str(error).partition("\n")[0] or f"no answer for {self._limit:g} s"
+                raise Ended(
+                    "the connections to the other trainers broke, and no trainer was lost within "
+                    f"{limit:g} s: {reason}",
+                    code="ring_broken",
+                ) from error
 
 
 def _has_group(rank: int, size: int) -> bool:
@@ -132,7 +122,7 @@ OWN_GROUP = "torch.distributed"  # instead of an address: the group that the scr
 
 
 def address_towards(url: str) -> str:
-    """The address of this machine from which it reaches a service, so that others reach it there. Sends nothing.
+    """Return the address of this machine from which it reaches a service, so that others reach it there. Sends nothing.
 
     Not its host name: in a container, or a network namespace, that may lead elsewhere. Raises OSError for an unknown
     name.
@@ -146,7 +136,7 @@ def address_towards(url: str) -> str:
 
 
 def open_store(host: str, patience: timedelta) -> tuple[Any, str]:
-    """A new store on a free port of this address only, and where others find it."""
+    """Return a new store on a free port of this address only, and its address for the others."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
@@ -162,6 +152,6 @@ def open_store(host: str, patience: timedelta) -> tuple[Any, str]:
 
 
 def join_store(rendezvous: str, patience: timedelta) -> Any:
-    """The store of another trainer. Blocks for it, up to `patience`."""
+    """Return the store of another trainer. Blocks for it, up to `patience`."""
     host, port = split_port(rendezvous)
     return _TCPStore(host, int(port), is_master=False, timeout=patience, wait_for_workers=False)

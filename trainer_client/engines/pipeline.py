@@ -1,0 +1,250 @@
+"""A trainer's steps on their way: gradients out, parameters in, up to `max_delay` steps behind the computation.
+
+    step t:  begin(t) ──push to every pserver──► pull ──► destinations[t mod (k + 1)]
+                                                  └─ step t may only return once step t - k has been pulled
+
+Pushes leave in the order of the steps, and so do pulls; a push of step t + 1 and the pull of step t overlap. A step
+that fails takes those behind it along: none of them is pushed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ps_protocol.vocabulary import Round
+
+from ..client import ParameterClient
+from ..destinations import Deltas, Destinations, PullProgress
+from ..device_copies import GradientCopies, is_away
+from ..io_thread import IoThread
+from ..optimizer_state.transfer import StateFrames
+from ..pushing.buckets import Bucket, make_buckets
+from ..pushing.outgoing import Outgoing, note_task, nothing_to_wait_for
+from ..tensors import writable_bytes
+from .engine import Contribution
+
+
+class Pipeline:
+    """The pushes and pulls of one trainer. The training thread calls all methods; `wait` blocks for the network.
+
+    Gradients are sent from their own memory if the script computes nothing meanwhile and they have their form on the
+    wire; else from k + 1 sets of copies. Pulls are written to k + 1 sets of host memory; that of step t holds until
+    step t + 1 + k begins.
+    """
+
+    def __init__(
+        self, client: ParameterClient, io: IoThread, parameters: Mapping[str, Tensor], *, by_parameter: bool
+    ) -> None:
+        """Prepare the sets. `by_parameter`: the script computes with complete parameters while others are missing."""
+        self.max_delay = client.joined.consistency.max_delay
+        self.newest: Round = 0  # that was waited for, or was found to be there already
+        self._client = client
+        self._io = io
+        self._is_by_parameter = by_parameter
+        self._destinations = Destinations(parameters, client.plan, self.max_delay, are_awaited=by_parameter)
+        self._copies = GradientCopies(self.max_delay + 1)
+        self._memory: list[list[dict[str, memoryview]]] = []  # by set and pserver
+        self._deltas: list[list[Deltas] | None] = []
+        self._have: dict[int, list[Round]] = {}  # by set: the version of each shard in it, if that is known
+        self._layouts: list[_Layout | None] = [None] * (self.max_delay + 1)
+        self._outgoing: Outgoing | None = None  # of a step that has not begun, and has gradients already
+        self._pulls: dict[Round, Future[None]] = {}  # not waited for yet
+        self._arrivals: dict[Round, PullProgress] = {}  # of these, as long as they last
+        self._pushed = nothing_to_wait_for()  # of the newest step
+        self._newest_pull: Future[None] | None = None
+        self._bind()
+
+    # ------------------------------------------------------------------ memory. Nothing may be under way.
+
+    def check_parameters(self) -> None:
+        """Follow parameters that the script has moved to other memory. Raises BadModel for another shape or dtype."""
+        if self._destinations.has_moved():
+            self._bind()
+
+    def _bind(self) -> None:
+        self._memory = [
+            self._client.destinations({name: writable_bytes(tensor) for name, tensor in one.items() if tensor.numel()})
+            for one in self._destinations.sets
+        ]
+        self._deltas = [self._client.make_deltas(one) for one in self._memory]
+        self.forget_versions()
+
+    def forget_versions(self) -> None:
+        """Pull all blocks the next time, because the sets were changed."""
+        self._have.clear()
+
+    def pull_start(self, version: Round) -> None:
+        """Pull the version that the next step follows. Whatever was on its way is given up."""
+        self._give_up()
+        self.forget_versions()
+        slot = self._slot(version)
+        versions = self._io.run(self._client.pull(version, self._memory[slot], with_batch_barrier=False))
+        if self._deltas[slot] is not None:  # into memory that no script writes to, until its first step
+            self._have[slot] = versions
+        self.newest = version
+
+    def write_back(self, version: Round, names: Collection[str], *, is_noticed: bool) -> None:
+        """Write a pulled version to these parameters; unless `is_noticed`, autograd does not see it."""
+        with torch.no_grad():
+            self._destinations.write_back(self._slot(version), names, is_noticed=is_noticed)
+
+    # ------------------------------------------------------------------ gradients out
+
+    def add(self, step: Round, name: str, gradient: Tensor) -> None:
+        """Add a flat gradient of the step that will begin next; it may leave at once, and must not change any more."""
+        if not is_away(gradient):
+            self._add(step, name, gradient)
+            return
+        self._copies.begin(step, {name: gradient})
+        for arrived, host in self._copies.arrived():
+            self._add(step, arrived, host)
+
+    def _add(self, step: Round, name: str, gradient: Tensor) -> None:
+        if self._outgoing is None:
+            self._outgoing = self._begin_pushes(step)
+        self._outgoing.add(name, gradient, self._layout(step).holding.get(name, ()))
+
+    def discard_gradients(self) -> None:
+        """Discard the gradients of a step that has not begun; what is staged already stays."""
+        self._copies.forget()
+        self._cancel_pushes()
+
+    def _cancel_pushes(self) -> None:
+        if self._outgoing is not None:
+            self._outgoing.cancel()
+            # A request that was given up may still be reading its buffer: leave it alone.
+            self._layouts[self._slot(self._outgoing.step)] = None
+            self._outgoing = None
+
+    def begin(
+        self,
+        step: Round,
+        contribution: Contribution,
+        *,
+        computed_on: Round,
+        slots: Sequence[StateFrames] | None = None,
+    ) -> None:
+        """Start to push all gradients, and optimizer state if there is any; a pull will follow.
+
+        Blocks for copies from and to a device.
+        """
+        self._destinations.begin()
+        gradients = self._copy_to_host(step, contribution.gradients)
+        outgoing = self._outgoing = self._outgoing or self._begin_pushes(step)
+        is_async = self._client.joined.consistency.is_async
+        if is_async:
+            self._client.begin_round(step)
+        try:
+            outgoing.complete(gradients, contribution.hyperparameters, computed_on if is_async else None, slots)
+        except BaseException:
+            self._cancel_pushes()
+            raise
+        self._outgoing = None
+        self._pushed = outgoing.acknowledged  # from here on: a step that could not begin is not waited for
+        arrivals = PullProgress(self._client.plan.blocks_of) if self._is_by_parameter else None
+        pull = self._io.start(self._pull(outgoing, self._newest_pull, contribution.is_finite, arrivals))
+        if arrivals is not None:
+            self._arrivals[step] = arrivals
+            pull.add_done_callback(lambda _: arrivals.end())
+        self._pulls[step] = self._newest_pull = pull
+
+    def _copy_to_host(self, step: Round, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        away = {name: gradients[name] for name in reversed(list(gradients)) if is_away(gradients[name])}
+        if not away:
+            return gradients
+        self._copies.begin(step, away)
+        for arrived, host in self._copies.finish():
+            self._add(step, arrived, host)
+        return {**gradients, **{name: self._copies.host(step, name) for name in away}}
+
+    def _begin_pushes(self, step: Round) -> Outgoing:
+        if self.max_delay:  # the outcome of the step before is not awaited
+            self._client.feedback.resolve(is_applied=True)
+        # Gradients stay as they are if no computation runs before the step was pulled.
+        borrow = self.max_delay == 0 and not self._is_by_parameter
+        return Outgoing(self._client, self._io, step, self._layout(step).shards, self._pushed, borrow=borrow)
+
+    def _layout(self, step: Round) -> _Layout:
+        slot = self._slot(step)
+        layout = self._layouts[slot]
+        if layout is None:
+            size = self._client.settings.chosen_bucket_bytes
+            shards = make_buckets(self._client.plan, bucket_bytes=size, feedback=self._client.feedback)
+            layout = self._layouts[slot] = _Layout(shards)
+        return layout
+
+    # ------------------------------------------------------------------ parameters in
+
+    async def _pull(
+        self, outgoing: Outgoing, before: Future[None] | None, is_finite: bool, arrivals: PullProgress | None
+    ) -> None:
+        note_task(self._client.unfinished)
+        step, is_finite_everywhere = outgoing.step, await outgoing.join()
+        self._client.begin_round(step)  # from here on barriers say that pservers may count it
+        acknowledged = perf_counter()
+        if before is not None:
+            await asyncio.wrap_future(before)
+        slot = self._slot(step)
+        self._have[slot] = await self._client.pull(
+            step,
+            self._memory[slot],
+            with_batch_barrier=not self._client.joined.consistency.is_async,
+            is_finite=is_finite and is_finite_everywhere,
+            have=self._have.pop(slot, None),  # after a failure the versions there are unknown
+            deltas=self._deltas[slot],
+            on_block=arrivals.mark_complete if arrivals is not None and self._deltas[slot] is None else None,
+        )
+        metrics, ended = self._client.metrics, perf_counter()
+        metrics.push_seconds.observe(acknowledged - outgoing.begun)
+        metrics.pull_seconds.observe(ended - acknowledged)
+        metrics.rounds.inc()
+        metrics.round.set(step)
+
+    def wait(self, step: Round) -> Round:
+        """Wait until this step has been pulled; return the newest pulled one. Raises what went wrong."""
+        try:
+            while (pull := self._pulls.get(self.newest + 1)) is not None and (self.newest < step or pull.done()):
+                self._io.wait(pull)
+                self.newest += 1
+                del self._pulls[self.newest]
+                self._arrivals.pop(self.newest, None)
+        except BaseException:
+            self._give_up()
+            raise
+        return self.newest
+
+    def wait_for(self, step: Round, names: Collection[str]) -> None:
+        """Wait until some parameters of this step, which is the newest, are in its set. Raises as `wait`."""
+        if step > self.newest and not all(map(self._arrivals[step].wait, names)):
+            self.wait(step)
+
+    def _slot(self, step: Round) -> int:
+        """Return the index of the set that a step is pulled into."""
+        return step % (self.max_delay + 1)
+
+    def _give_up(self) -> None:
+        for pull in self._pulls.values():
+            pull.cancel()
+        self._pulls.clear()
+        self._arrivals.clear()
+        self._newest_pull = None
+        self._pushed = nothing_to_wait_for()
+        self.discard_gradients()
+        self._layouts = [None] * len(self._layouts)  # see `_cancel_pushes`
+
+
+class _Layout:
+    """Buckets of each pserver, and those that hold blocks of a parameter, by its name."""
+
+    def __init__(self, shards: list[list[Bucket]]) -> None:
+        self.shards = shards
+        self.holding: dict[str, list[Bucket]] = {}
+        for bucket in (bucket for shard in shards for bucket in shard):
+            for name in bucket.parameters:
+                self.holding.setdefault(name, []).append(bucket)

@@ -1,0 +1,277 @@
+"""The engine of a trainer with pservers: its steps begin, are pulled, and are lost when the run rolls back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+
+import torch
+from torch import Tensor
+
+from ps_protocol.errors import (
+    BadModel,
+    ContributionConflict,
+    Ended,
+    GradpostError,
+    NonFiniteGradient,
+    RolledBack,
+    Unreachable,
+)
+from ps_protocol.optimizers import StepState
+from ps_protocol.vocabulary import Round
+
+from ..destinations import make_destinations, write_back
+from ..device_copies import ParameterCopies
+from ..model_tensors import TrainedModel
+from ..optimizer_state.loading import Loading
+from ..optimizer_state.torch_state import OptimizerState
+from ..optimizer_state.transfer import pull_optimizer_state
+from ..session import Session
+from ..tensors import writable_bytes
+from .engine import Contribution, StepProgress
+from .local_steps import LocalSteps
+from .pipeline import Pipeline
+
+
+class PserverEngine:
+    """The engine of one trainer: gradients are pushed to the pservers, and parameters are pulled from them."""
+
+    def __init__(self, session: Session, model: TrainedModel, local: LocalSteps | None) -> None:
+        """Pull the values that the run begins with. Blocks for the pservers."""
+        self.progress = StepProgress()
+        self._client, self._io = session.client, session.io
+        self._leads_host = session.host is not None  # its other processes are needed to finish a step
+        self._averages = model.averages
+        self._parameters = model.pulled
+        self._stored = model.stored  # no round changes it
+        self._local = local
+        self._is_by_parameter = self._client.settings.overlap_pulls
+        self._pipeline = Pipeline(self._client, self._io, self._parameters, by_parameter=self._is_by_parameter)
+        self._pending: set[str] = set()  # by parameter: those that the newest step's pull was not written back to
+        self._refused: NonFiniteGradient | None = None
+        self._under_way: Contribution | None = None  # of the newest step, where `step` waits for it
+        self._unfinished: Contribution | None = None  # a copy, of a step that failed after its push had begun
+        self._has_lost_steps = False  # several had begun when one failed
+        self._has_stored = False
+        self._loading = Loading(self._client, self._parameters)
+        self._start_after(self._client.start - 1)
+
+    # ------------------------------------------------------------------ the start, and rollbacks
+
+    def _start_after(self, version: Round, *, is_noticed: bool = True) -> None:
+        """Pull this version, or an earlier one if the run goes back meanwhile; the next step follows it."""
+        while True:
+            try:
+                if self._client.must_upload:
+                    self._io.run(self._client.send_initial(self._initial_values()))
+                self._pipeline.pull_start(version)
+                self._write_back(version, set(self._parameters), is_noticed=is_noticed)
+                if self._stored and not self._has_stored:
+                    self._pull_stored()
+            except RolledBack:
+                version = self._io.run(self._client.go_back())
+            else:
+                self.progress.begun = self.progress.version = version
+                self._loading.note_rollback(version)
+                self._averages.write_back()
+                return
+
+    def _initial_values(self) -> dict[str, Tensor]:
+        """Return the values that the run begins with. Raises `pserver_lost` after the first round."""
+        if self.progress.version > 0:
+            text = "the pservers have lost all that was trained, and there is no checkpoint"
+            raise Ended(f"{text}; this trainer had round {self.progress.version}", code="pserver_lost")
+        begun = {} if self._local is None else self._local.starting_values
+        values = {**self._parameters, **begun, **self._stored}
+        return {name: tensor.detach().to("cpu") for name, tensor in values.items()}
+
+    def _pull_stored(self) -> None:
+        pulled = make_destinations(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
+        self._io.run(self._client.pull_buffers({name: writable_bytes(tensor) for name, tensor in pulled.items()}))
+        write_back(self._stored, pulled, ParameterCopies(are_awaited=False))
+        self._has_stored = True
+
+    def _write_back(self, version: Round, names: set[str], *, is_noticed: bool = True) -> None:
+        self._pipeline.write_back(version, names, is_noticed=is_noticed)
+        self._pending = self._pending - names
+        if self._local is not None:
+            self._local.begin()
+
+    def _go_back(self, error: RolledBack) -> None:
+        before = self.progress.begun
+        self._unfinished, self._under_way, self._has_lost_steps = None, None, False
+        self.progress.num_rollbacks += 1
+        version = self._io.run(self._client.go_back())
+        self._client.log.warning(
+            f"{error.detail}: {before - version} steps of this trainer are lost and have to be taken again; "
+            f"the next one is {version + 1}"
+        )
+        # In the middle of a forward pass its backward pass is still to come; its gradients are dropped.
+        self._start_after(version, is_noticed=not self._is_by_parameter)
+
+    # ------------------------------------------------------------------ the parameters
+
+    def check_parameters(self) -> None:
+        """See StepEngine."""
+        self._pipeline.check_parameters()
+        if self._local is not None:  # whose optimizer changes them
+            self._pipeline.forget_versions()
+
+    def replace_values(self, names: Collection[str]) -> None:
+        """See StepEngine."""
+        self._pipeline.forget_versions()
+        if self._local is not None:
+            self._local.begin()
+        values = {name: self._parameters[name].detach().to("cpu", torch.float32, copy=True) for name in names}
+        masters = {name: value.reshape(-1) for name, value in values.items()}
+        self._loading.load_masters(masters, self.progress.begun)
+
+    # ------------------------------------------------------------------ the step
+
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """See StepEngine. A gradient on a device leaves once it has been copied: with a later one, or in `step`."""
+        self._check_repeated({name: gradient}, (name,))
+        self._pipeline.add(self.progress.begun + 1, name, gradient)
+
+    def discard_gradients(self) -> None:
+        """See StepEngine."""
+        self._pipeline.discard_gradients()
+
+    def step(self, contribution: Contribution) -> None:
+        """See StepEngine."""
+        self._begin(contribution)
+        if not self._is_by_parameter:
+            self._finish(self.progress.begun - self._pipeline.max_delay)
+
+    def synchronize(self) -> bool:
+        """See StepEngine. An interrupted or failed step is taken once more first, with the gradient that it had."""
+        is_behind = self._unfinished is not None or self.progress.begun > self.progress.version
+        if self._unfinished is not None:
+            self._begin(self._unfinished)
+        self._finish(self.progress.begun)
+        return is_behind
+
+    @property
+    def pending(self) -> Set[str]:
+        """The parameters that the newest step's pull was not written back to; for `overlap_pulls`."""
+        return self._pending
+
+    def wait_for_parameters(self, names: set[str]) -> bool:
+        """Wait for the newest step's values of pending parameters; return True if the run went back instead."""
+        return self._finish(self.progress.begun, names)
+
+    def _begin(self, contribution: Contribution) -> None:
+        """Begin the next step. Blocks for gradients that are on a device, which are copied."""
+        step = self.progress.begun + 1
+        self._check_repeated(contribution.gradients, self._parameters)
+        if self._pipeline.max_delay == 0 and not self._is_by_parameter:
+            self._under_way = contribution
+        gradients = {**contribution.gradients, **self._averages.changed_values()}
+        pushed = contribution._replace(gradients=gradients)
+        slots = self._loading.frames_for(step)
+        try:
+            self._pipeline.begin(step, pushed, computed_on=self.progress.version, slots=slots)
+        except BaseException as error:
+            if not isinstance(error, GradpostError):
+                self._keep_contribution()
+            raise
+        self.progress.begun = step
+        self._pending = set(self._parameters)
+
+    def _finish(self, step: Round, names: set[str] | None = None) -> bool:
+        """Wait for a step, or some of its parameters, and write the newest pulled step to the parameters.
+
+        Returns True if the run went back instead.
+        """
+        try:
+            if names is not None and names != self._pending:
+                self._pipeline.wait_for(step, names)
+                self._write_back(step, names)
+                return False
+            newest = self._pipeline.wait(step)
+        except RolledBack as error:
+            self._go_back(error)
+            return True
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        self._refused = self._unfinished = self._under_way = None
+        if newest > self.progress.version:
+            self.progress.version = newest
+            self._loading.note_pulled(newest)
+            self._write_back(newest, self._pending if self._is_by_parameter else set(self._parameters))
+            if newest == self.progress.begun and not self._is_by_parameter:
+                self._averages.write_back()  # else later forward passes have changed the buffers
+        return False
+
+    # ------------------------------------------------------------------ steps that fail
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Note that no step is on its way. Raises ContributionConflict if this one can never succeed."""
+        self.progress.begun = self._pipeline.newest  # a step that fails takes those behind it along
+        self._pending = set()
+        if isinstance(error, ContributionConflict) and self._refused is not None:
+            text = "what was staged when an earlier try of this step was refused cannot be taken back; the script"
+            raise ContributionConflict(f"{text} has to end, and may be started again ({self._refused})") from error
+        self._refused = error if isinstance(error, NonFiniteGradient) else None
+        if isinstance(error, Unreachable) or not isinstance(error, NonFiniteGradient | ContributionConflict | Ended):
+            self._keep_contribution()
+
+    def _keep_contribution(self) -> None:
+        """Copy the gradients of the newest step, which pservers may have counted, before the script changes them."""
+        if self._unfinished is not None:
+            return  # it was taken once more
+        if self._under_way is None:
+            self._has_lost_steps = True
+            return
+        copies = {name: gradient.clone() for name, gradient in self._under_way.gradients.items()}
+        self._unfinished, self._under_way = self._under_way._replace(gradients=copies), None
+
+    def _check_repeated(self, gradients: Mapping[str, Tensor], names: Collection[str]) -> None:
+        """Raise ContributionConflict unless these gradients are those of the step that did not finish, if one did not.
+
+        A pserver that has applied a round accepts any other gradient for it as a repetition, and drops it.
+        """
+        if self._has_lost_steps:
+            raise ContributionConflict(
+                "step() was interrupted or failed while several steps were on their way, and pservers may have counted "
+                "some of them: the script has to end, and may be started again"
+            )
+        if self._unfinished is None:
+            return
+        for name in names:
+            old, new = self._unfinished.gradients.get(name), gradients.get(name)
+            if old is not new and (old is None or new is None or not torch.equal(old, new)):
+                finish = (
+                    "Call synchronize() to finish that round, and then compute this gradient again on its parameters"
+                )
+                remedy = "The script has to end, and may be started again" if self._leads_host else finish
+                raise ContributionConflict(
+                    f"step() was interrupted or failed in round {self.progress.begun + 1}, whose gradient of {name!r} "
+                    f"pservers may have counted, and this one is another. {remedy}"
+                )
+
+    # ------------------------------------------------------------------ optimizer state
+
+    def load_optimizer_state(self, slots: OptimizerState) -> None:
+        """Push this state with the next step, if it is this trainer's to push. Does not block."""
+        self._loading.load(slots, self.progress.begun)
+
+    def pull_optimizer_state(self, needed: Callable[[str, StepState], Sequence[str]]) -> OptimizerState:
+        """Return the state as of the newest step, which is waited for, or the loaded state that has not left.
+
+        A host's leader waits for no step, and does not go back, without the other processes: raises BadModel if steps
+        are on their way, RolledBack if the run goes back.
+        """
+        while True:
+            if not self._leads_host:
+                self._finish(self.progress.begun)
+            elif self.progress.version < self.progress.begun:
+                raise BadModel("steps are on their way: all processes of the host have to call synchronize() before")
+            if self._loading.slots is not None:
+                return self._loading.slots
+            try:
+                return self._io.run(pull_optimizer_state(self._client, self.progress.version, needed))
+            except RolledBack as error:
+                if self._leads_host:
+                    raise
+                self._go_back(error)

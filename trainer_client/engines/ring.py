@@ -1,0 +1,349 @@
+"""The engine of strategy ring: gradients are averaged among the trainers, and each steps its own optimizer.
+
+    step t:  bucket by bucket, last layers first ──► sum of all trainers' ──► average ──► the optimizer's own step
+             and then a small vector: which gradients there were, which ranks have NaN or no batch left
+             (clipped: rank 0 broadcasts the average's norm, so that it is the same bits on all)
+
+The sums are the same bits on all trainers, and so are the parameters. The vector decides the outcome
+of the round, and no trainer steps before it. A trainer without batches joins the others' rounds until all are done.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
+from ps_protocol.norms import clip_coefficient
+from ps_protocol.vocabulary import Rank
+
+from ..model_tensors import TrainedModel
+from ..session import Session
+from ..tensors import check_form
+from .collective_buffers import BroadcastBuffer, FlatBucket, FlatGradients
+from .engine import Contribution, StepProgress
+from .local_steps import step_without_hooks
+from .ring_group import Group
+from .ring_tally import Tally, TallyVector
+
+
+class RingEngine:
+    """The engine of a trainer in a ring: all trainers sum their gradients, and each steps its own optimizer."""
+
+    def __init__(self, session: Session, model: TrainedModel, optimizer: Optimizer, group: Group) -> None:
+        """Write all values of the lowest rank to the model. Blocks for the other trainers."""
+        self.progress = StepProgress()
+        self._client = session.client
+        self._parameters = parameters = model.parameters
+        self._optimizer = optimizer
+        self._group = group
+        self._buffer_averages = model.averages
+        self._has_written = False  # the script has, on purpose: the next round begins with its values
+        self._totals: list[Tensor] = []  # of the buckets that have left: sums of this trainer's own gradients
+        self._tally = TallyVector(list(parameters), group.rank, group.size, group.device)
+        self._num_active = group.size  # trainers that had a batch in the round
+        self._has_joined = False  # no batches are left here
+        self._is_void = False  # the gradients that have left for the next round are incomplete
+        self._is_midway = False  # a round has begun, and not ended
+        self._contribution = Contribution({}, [])
+        self._gradients = FlatGradients(parameters, self._agree_on_bucket_bytes(), group.device, self._send)
+        self._place_averages()
+        self._broadcast({**model.pulled, **model.stored})
+        model.averages.write_back()
+
+    def _agree_on_bucket_bytes(self) -> int:
+        """Return the number of the lowest rank, since all trainers must cut the same buckets."""
+        chosen = torch.tensor([self._client.settings.chosen_bucket_bytes], device=self._group.device)
+        self._group.collectives.broadcast(chosen)
+        self._group.wait()
+        return int(chosen.item())
+
+    def _broadcast(self, tensors: Mapping[str, Tensor], source: Rank = 0) -> None:
+        """Replace the tensors by those of a rank; a trainer without batches keeps its own. Blocks for all trainers."""
+        buffer = BroadcastBuffer(tensors, self._group.device)
+        buffer.begin(self._group.collectives, source, sends=self._group.rank == source)
+        self._wait()
+        if self._group.rank != source and not self._has_joined:
+            buffer.write_back()
+
+    def _wait(self) -> None:
+        self._group.wait(has_limit=not self._has_joined)
+
+    # ------------------------------------------------------------------ the parameters
+
+    def check_parameters(self) -> None:
+        """See StepEngine."""
+        if any(_place(parameter) != self._places[name] for name, parameter in self._parameters.items()):
+            for name, parameter in self._parameters.items():
+                shape, dtype, *_ = self._places[name]
+                check_form(name, parameter, shape, dtype)
+            self._place_averages()
+
+    def replace_values(self, names: Collection[str]) -> None:
+        """See StepEngine. The values of the lowest rank that calls it count for all parameters."""
+        self._has_written = True
+
+    def _place_averages(self) -> None:
+        """Choose where each parameter's average lies for the optimizer: in its bucket if it has the same form there."""
+        self._places = {name: _place(parameter) for name, parameter in self._parameters.items()}
+        self._averages: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            part = self._gradients.bucket_of[name].parts[name]
+            is_alike = (parameter.dtype, parameter.device) == (part.dtype, part.device) and parameter.is_contiguous()
+            self._averages[name] = part.view(parameter.shape) if is_alike else torch.empty_like(parameter).detach()
+
+    # ------------------------------------------------------------------ gradients into the ring
+
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """See StepEngine."""
+        self._gradients.add(name, gradient)
+
+    def discard_gradients(self) -> None:
+        """See StepEngine."""
+        self._gradients.discard()
+
+    def _send(self, bucket: FlatBucket) -> None:
+        self._totals.append(bucket.flat.sum())
+        self._group.collectives.all_reduce(bucket.flat)
+
+    def _send_all(self) -> None:
+        self._gradients.send_rest(self._contribution.gradients)
+        self._fill_tally()
+        self._group.collectives.all_reduce(self._tally.vector)
+
+    def _fill_tally(self) -> None:
+        if self._has_joined:
+            self._tally.fill([], is_active=False, is_void=self._is_void)
+            return
+        has_overflowed = not self._contribution.is_finite and self._client.nonfinite == "skip_round"
+        self._tally.fill(
+            self._contribution.gradients.keys(),
+            is_finite=not has_overflowed and not self._find_nonfinite(),
+            numbers=_digest((_numbers(self._optimizer), self._contribution.hyperparameters)),
+            has_written=self._has_written,
+        )
+
+    def _find_nonfinite(self) -> list[str]:
+        """Return parameters whose gradient on this trainer holds NaN or infinity, unless that is allowed."""
+        if self._client.nonfinite == "allow":
+            return []
+        gradients = self._contribution.gradients
+        # A sum that is not finite may have overflowed; of one that is, all elements are.
+        suspects = [
+            bucket
+            for bucket, total in zip(self._gradients.buckets, self._totals, strict=True)
+            if not bool(torch.isfinite(total))
+        ]
+        names = (name for bucket in suspects for name in bucket.parts if name in gradients)
+        return [name for name in names if not bool(torch.isfinite(gradients[name]).all())]
+
+    # ------------------------------------------------------------------ after the last batch
+
+    @torch.no_grad()
+    def join_others(self) -> None:
+        """Take part in the others' rounds, without gradients and without stepping, until all trainers are done.
+
+        The collectives need all trainers; blocks for them. An error that ends the run of the others ends it, too, and
+        is not raised. The script's tensors are not used any more. A trainer that gave up a round in the middle cannot
+        take part.
+        """
+        if self._is_midway:
+            return
+        self._is_void = self._gradients.discard()  # of a backward pass after which there was no step
+        self._gradients.mark_spoiled(is_spoiled=False)
+        self._has_joined = True
+        self._client.membership.report_done()
+        log, last = self._client.log, self.progress.version
+        try:
+            while self._has_joined:
+                self.step(Contribution({}, []))
+                if last == self.progress.version - 1:
+                    log.info("no batches are left here; the others have some, and this trainer takes part without any")
+        except GradpostError as error:
+            log.warning(f"this trainer was done, and does not take part any more: {error}")
+        finally:
+            self._client.begin_round(self._client.membership.round)
+
+    def _end_of_all(self) -> None:
+        """End the joint rounds: no trainer had a batch, so there is no such round."""
+        self._has_joined = self._is_midway = False
+        self.progress.begun = self.progress.version
+        self._clear_round()
+
+    # ------------------------------------------------------------------ the step
+
+    def synchronize(self) -> bool:
+        """See StepEngine."""
+        return False  # no step is ever on its way
+
+    def step(self, contribution: Contribution) -> None:
+        """See StepEngine. Under `reject` the other trainers wait for another gradient of this one."""
+        progress = self.progress
+        self._gradients.check(contribution.gradients)
+        self._is_midway = True
+        progress.begun = progress.version + 1
+        self._client.begin_round(progress.begun)
+        self._contribution = contribution
+        self._send_all()
+        while progress.begun > progress.version:
+            try:
+                self._wait()
+                self._decide(self._tally.read())
+            except BaseException as error:
+                progress.begun = progress.version
+                self._gradients.mark_spoiled(is_spoiled=not isinstance(error, NonFiniteGradient))
+                raise
+
+    def _decide(self, tally: Tally) -> None:
+        """End the round as all trainers do, or send again what it still lacks."""
+        if tally.is_void:
+            self._is_void = False
+            self._clear_round()
+            self._send_all()
+        elif not tally.num_active:
+            self._end_of_all()
+        elif not tally.has_same_numbers:
+            raise BadModel(
+                "the numbers of optimizers and GradScalers, such as learning rates, are not the same on all trainers "
+                f"in round {self.progress.begun}, and parameters would drift apart. All trainers have to set and load "
+                "the same; a schedule that looks at a loss has to look at one that all have",
+                actual=[*(dict(group) for group in _numbers(self._optimizer)), *self._contribution.hyperparameters],
+            )
+        elif not tally.nonfinite or self._client.nonfinite != "reject":
+            self._end(tally)
+        elif self._group.rank in tally.nonfinite:
+            names = ", ".join(map(repr, self._find_nonfinite()[:3]))
+            self._clear_round()
+            self._is_midway = False
+            raise NonFiniteGradient(
+                f"trainer {self._group.rank} has NaN or infinity in the gradient of {names} in round "
+                f"{self.progress.begun}"
+            )
+        else:
+            waits = f"round {self.progress.begun} waits for another gradient"
+            self._log(f"{waits}: NaN or infinity in those of", tally.nonfinite)
+            self._clear_round()
+            self._send_all()
+
+    def _log(self, text: str, ranks: Collection[Rank]) -> None:
+        self._client.log.warning(f"{text} {', '.join(f'trainer {rank}' for rank in ranks)}")
+
+    def _clear_round(self) -> None:
+        self._totals.clear()
+        self._gradients.clear()
+
+    def _end(self, tally: Tally) -> None:
+        round_ = self.progress.begun
+        self._num_active = tally.num_active
+        if tally.source is not None:
+            self._broadcast(self._parameters, tally.source)
+            self._has_written = False
+        skipped, grad_norm = [], None
+        if tally.nonfinite:
+            skipped, grad_norm = [round_], None if self._client.max_grad_norm is None else math.nan
+            self._client.metrics.skipped.inc()
+            self._log(f"round {round_} was skipped by all trainers: NaN or infinity in gradients of", tally.nonfinite)
+        else:
+            grad_norm = self._average()
+            if not self._has_joined:
+                self._apply(set(tally.present))
+            self._average_buffers()
+        self._clear_round()
+        self._is_midway = False
+        self.progress.version = round_
+        if self._has_joined:
+            return
+        outcomes = self._client.outcomes.advance(skipped, None, newest=round_, keep=2)
+        self._client.adopt_results(round_, outcomes, grad_norm)
+        self._client.metrics.rounds.inc()
+        self._client.metrics.round.set(round_)
+
+    @torch.no_grad()
+    def _average(self) -> float | None:
+        """Replace the sums by averages, which are clipped; return their norm before that, if it was computed."""
+        for bucket in self._gradients.buckets:
+            bucket.flat.mul_(1 / self._num_active)
+        max_norm = self._client.max_grad_norm
+        return None if max_norm is None else self._clip(max_norm)
+
+    def _apply(self, present: Collection[str]) -> None:
+        """Step with the averages in place of the script's own gradients, which are there again afterwards."""
+        own = {name: parameter.grad for name, parameter in self._parameters.items()}
+        try:
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    average, part = self._averages[name], self._gradients.bucket_of[name].parts[name]
+                    if average.data_ptr() != part.data_ptr():
+                        average.copy_(part.view(parameter.shape))
+                    parameter.grad = average if name in present else None
+            step_without_hooks(self._optimizer)
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.grad = own[name]
+
+    def _average_buffers(self) -> None:
+        """Average the buffers of the trainers that had a batch, in one more collective."""
+        averages = self._buffer_averages
+        means = averages.means
+        if not means:
+            return
+        changed = {} if self._has_joined else averages.changed_values()  # it reads the script's model
+        values = {name: mean.view(-1) for name, mean in means.items()} | changed
+        flat = torch.cat([value.float() for value in values.values()]).to(self._group.device)
+        if self._has_joined:
+            flat.zero_()
+        self._group.collectives.all_reduce(flat)
+        self._wait()
+        if self._has_joined:
+            return
+        parts = torch.split(flat.div_(self._num_active), [mean.numel() for mean in means.values()])
+        for mean, part in zip(means.values(), parts, strict=True):
+            mean.copy_(part.view(mean.shape))
+        averages.write_back()
+
+    def _clip(self, max_norm: float) -> float:
+        """Multiply the averages so that their norm is `max_norm` at most, and return their norm before that.
+
+        Parameters without a gradient have zeros.
+        """
+        buckets = self._gradients.buckets
+        squares = torch.stack([bucket.sum_of_squares() for bucket in buckets]).sum(0, keepdim=True)
+        self._group.collectives.broadcast(squares)  # machines may round a sum differently, and nothing would mend that
+        self._wait()
+        norm = math.sqrt(float(squares))
+        coefficient = clip_coefficient(norm, max_norm)
+        for bucket in buckets if coefficient != 1 else ():
+            bucket.flat.mul_(coefficient)
+        return norm
+
+
+def _numbers(optimizer: Optimizer) -> list[list[tuple[str, list[float]]]]:
+    """Return the numbers that each parameter group steps with.
+
+    A group of a loaded state may lack a default that `torch.optim.Optimizer` adds by itself, such as `differentiable`.
+    """
+    found = []
+    for group in optimizer.param_groups:
+        values = ((key, group[key]) for key in sorted(optimizer.defaults) if key in group)
+        flat = ((key, value if isinstance(value, (tuple, list)) else (value,)) for key, value in values)
+        numbers = ((key, [float(v) for v in one if _is_number(v)]) for key, one in flat)
+        found.append([(key, some) for key, some in numbers if some])
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+
+
+def _digest(numbers: object) -> int:
+    """Return 24 bits that differ for other numbers; a float32 holds them exactly."""
+    return zlib.crc32(repr(numbers).encode()) >> 8
+
+
+def _place(parameter: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]:
+    return parameter.shape, parameter.dtype, parameter.stride(), parameter.device

@@ -1,1 +1,0 @@
-"""Strategy ring: trainers add their gradients up among themselves, and each steps its own optimizer."""
