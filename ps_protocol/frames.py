@@ -34,6 +34,7 @@ class FrameLimits:
 
 
 DEFAULT_LIMITS = FrameLimits()
+TRUSTED_LIMITS = FrameLimits(1 << 62, 1 << 30, 1 << 30)  # of frames from own files and from the cluster's pservers
 
 
 @dataclass(frozen=True, slots=True)

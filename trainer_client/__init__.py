@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .client import ParameterClient
     from .grad_scaler import GradScaler
+    from .parameter_client import ParameterClient
     from .remote_optimizer import RemoteOptimizer
     from .session import Session, connect
 
@@ -16,7 +16,7 @@ __all__ = ["GradScaler", "ParameterClient", "RemoteOptimizer", "Session", "conne
 # Imported when they are first asked for: `trainer_client.testing` starts clusters, and needs no torch for it.
 _HOMES = {
     "GradScaler": ".grad_scaler",
-    "ParameterClient": ".client",
+    "ParameterClient": ".parameter_client",
     "RemoteOptimizer": ".remote_optimizer",
     "Session": ".session",
     "connect": ".session",

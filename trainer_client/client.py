@@ -1,10 +1,9 @@
-"""An asynchronous client for all pservers of a run."""
+"""A trainer's client: its place in a run, and the pushes and pulls of whole models to and from all pservers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,14 +20,9 @@ from ps_protocol.fence import Fence
 from ps_protocol.frames import encode_header
 from ps_protocol.messages import DeclareModel, PserverInfo, RunSummary, TrainerJoined
 from ps_protocol.norms import AgreedNorm, ShardNorm
-from ps_protocol.optimizers import HyperParameters, OptimizerSpec
+from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import (
-    COMPUTED_ON_KEY,
-    HYPER_PARAMETERS_KEY,
-    NUM_BLOCKS_KEY,
-    NUM_SLOTS_KEY,
-)
+from ps_protocol.requests import Barrier, Pull, Pulled
 from ps_protocol.vocabulary import (
     DTYPE_BYTES,
     PROTOCOL_VERSION,
@@ -39,12 +33,12 @@ from ps_protocol.vocabulary import (
     Round,
 )
 
-from .destinations import Deltas
+from .destinations import Deltas, ShardDestination
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
-from .pserver_client import PserverClient, Pulled
+from .pserver_client import PserverClient
 from .pserver_connection import PserverConnection
-from .pushing.buckets import Bucket, Payload, make_buckets
+from .pushing.buckets import Payload, make_buckets
 from .pushing.encoding import ErrorFeedback
 from .round_results import NormAgreement, Outcomes, finish_rounds
 from .settings import TrainerSettings, read_settings
@@ -53,35 +47,20 @@ from .transport.exchange import Exchange
 
 T = TypeVar("T")
 
-# Settings that a trainer states with its model, so that they may still be chosen after it has joined.
-_OF_THE_PLAN = {
-    "min_block_size",
-    "placement",
-    "slice_parameters",
-    "nonfinite",
-    "push_type",
-    "pull_type",
-    "topk",
-    "max_grad_norm",
+# Settings that a trainer declares with its model, so that they may still be chosen after it has joined.
+_OF_THE_MODEL = DeclareModel.model_fields.keys() & TrainerSettings.model_fields.keys()
+_OF_THE_TRAINER = {
+    *("outer_lr", "outer_momentum", "outer_nesterov"),
+    *("bucket_bytes", "overlap", "overlap_pulls", "accumulate_steps"),
 }
-_OF_LOCAL_STEPS = {"local_steps", "outer_lr", "outer_momentum", "outer_nesterov"}
-_OF_OVERLAP = {"bucket_bytes", "overlap", "overlap_pulls", "accumulate_steps"}
-DECLARED_SETTINGS = frozenset(_OF_THE_PLAN | _OF_LOCAL_STEPS | _OF_OVERLAP)
+DECLARED_SETTINGS = _OF_THE_MODEL | _OF_THE_TRAINER
 MAX_CONCURRENT_PUSHES = 4  # per pserver; more would only queue in the connection
 
 
-class ParameterClient:
-    """Joins a run and exchanges whole parameters with its pservers, by name.
+class RunClient:
+    """A trainer's client in one run. Every method runs on the loop that `join` was awaited on.
 
-    For use in `async` code that wants the parameter server without `RemoteOptimizer`; every method runs on the loop
-    that `join` was awaited on. Tensors are copied on the way out, so the caller keeps its own. A round is
-
-        await client.send(r, gradients)     # blocks of every gradient, to their pservers
-        await client.batch_barrier(r)       # only after every pserver acknowledged every push
-        values = await client.get(r)        # waits until all trainers' barriers are in and the round is applied
-        await client.fetch_barrier(r)
-
-    Every method raises the error that ended the run (`TrainerLost`, `RoundTimeout`, …) instead of waiting forever.
+    Waits end with the error that ended the run (`TrainerLost`, `RoundTimeout`, …).
     """
 
     def __init__(self, coordinator: str | None = None, **arguments: Any) -> None:
@@ -97,10 +76,8 @@ class ParameterClient:
         self.at_leave: list[Callable[[], None]] = []  # called once the run was left
         self._pushed_round: Round = 0  # the newest that something was pushed for
         self._begun_round: Round = 0  # the newest that some pserver may have counted this trainer in
-        self._is_finite = True  # the gradient that was sent last
         self.feedback = ErrorFeedback()
         self.outcomes = Outcomes()
-        self._sent_round: Round = 0  # the newest of which all pushes are acknowledged
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
         token = self.settings.sent_token
@@ -195,17 +172,9 @@ class ParameterClient:
                     buffers=tuple(buffers),
                     optimizer=optimizer.name,
                     group_flags=optimizer.group_flags,
-                    min_block_size=settings.min_block_size,
-                    placement=settings.placement,
-                    slice_parameters=settings.slice_parameters,
-                    nonfinite=settings.nonfinite,
-                    push_type=settings.push_type,
-                    pull_type=settings.pull_type,
-                    topk=settings.topk,
-                    local_steps=settings.local_steps,
-                    max_grad_norm=settings.max_grad_norm,
                     aliases=dict(aliases or {}),
                     rendezvous=rendezvous,
+                    **settings.model_dump(include=_OF_THE_MODEL),
                 )
             )
         )
@@ -269,7 +238,7 @@ class ParameterClient:
             self.uploader = news.uploader
         self.feedback.reset()
         self.outcomes = Outcomes()
-        self._pushed_round = self._begun_round = self._sent_round = self.membership.round = news.resume
+        self._pushed_round = self._begun_round = self.membership.round = news.resume
         self.must_upload = news.uploader == self.joined.rank
         return news.resume
 
@@ -285,11 +254,9 @@ class ParameterClient:
     async def leave(self, outcome: str = "done", reason: str = "") -> None:
         """Leave the run, `done` or `failed`, and close all connections.
 
-        Leaving in the middle of a round counts as failed, because only some pservers may have counted this trainer. In
-        asynchronous modes a step is over once its pushes are acknowledged.
+        Leaving in the middle of a round counts as failed, because only some pservers may have counted this trainer.
         """
-        over = self._sent_round if self.is_declared and self.joined.consistency.is_async else 0
-        if outcome == "done" and self._begun_round > max(over, self.membership.round):
+        if outcome == "done" and self._begun_round > self.membership.round:
             outcome, reason = "failed", f"it left in the middle of round {self._begun_round}"
         await self.membership.leave(outcome, reason)
         for close in self.at_leave:
@@ -302,84 +269,139 @@ class ParameterClient:
         if self._metrics_server is not None:
             self._metrics_server.close()
 
-    async def __aenter__(self) -> ParameterClient:
-        await self.join()
-        return self
-
-    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        await self.leave("done" if error is None else "failed", "" if error is None else repr(error))
-
     async def summary(self) -> RunSummary:
         """Return the results of the run, as the services know them."""
         return await self.membership.summary()
 
-    # ------------------------------------------------------------------ whole parameters
+    # ------------------------------------------------------------------ pushes
 
     async def send_initial(self, values: Mapping[str, Tensor]) -> None:
         """Upload the initial values of all parameters and buffers; only the elected uploader may."""
-        parameters = self._flatten({name: values[name] for name in self.plan.parameter})
-        buckets = make_buckets(self.plan, bucket_bytes=self.settings.chosen_bucket_bytes)
-        for bucket in (b for shard in buckets for b in shard):
-            bucket.fill(parameters)
-        pushes = [
-            self._push_all(pserver, 0, [b.frame() for b in shard], initial=True)
-            for pserver, shard in zip(self.pservers, buckets, strict=True)
-        ]
+        parameters = self.flatten({name: values[name] for name in self.plan.parameter})
+        frames: list[list[Payload]] = []
+        for shard in make_buckets(self.plan, bucket_bytes=self.settings.chosen_bucket_bytes):
+            for bucket in shard:
+                bucket.fill(parameters)
+            frames.append([bucket.frame() for bucket in shard])
         for spec in self.plan.buffers:
             header = encode_header([(spec.name, spec.dtype, spec.shape)])
             data = values[spec.name].detach().to("cpu").contiguous()
-            frame = memoryview(header), writable_bytes(data)
-            pushes.append(self._push_all(self.pservers[spec.pserver], 0, [frame], initial=True))
-        await self.membership.guard(_gather(pushes))
+            frames[spec.pserver].append((memoryview(header), writable_bytes(data)))
+        await self.push_all(0, frames, initial=True)
 
-    async def send(
-        self, round_: Round, gradients: Mapping[str, Tensor], hyper_parameters: list[HyperParameters]
-    ) -> None:
-        """Push the gradients of one round (parameter name -> tensor of its shape and dtype), block by block.
+    async def push(self, round_: Round, pserver: PserverIndex, frame: Payload) -> bool:
+        """Push one frame, whose memory must not change until this returns; True if the pserver found it finite."""
+        self._pushed_round = round_
+        answer = await self.membership.guard(self.pservers[pserver].push(round_, frame))
+        return answer.finite
 
-        A parameter that is left out has no gradient in this round. Returns when every pserver has acknowledged
-        every push; the batch barrier may follow.
+    async def push_all(self, round_: Round, frames: Sequence[Sequence[Payload]], *, initial: bool = False) -> bool:
+        """Push the frames of each pserver, some of them at the same time; True if all of them were found finite."""
+        if not initial:
+            self._pushed_round = round_
+
+        async def push(pserver: PserverClient, frame: Payload, limit: asyncio.Semaphore) -> bool:
+            async with limit:
+                return (await pserver.push(round_, frame, initial=initial)).finite
+
+        limits = [asyncio.Semaphore(MAX_CONCURRENT_PUSHES) for _ in self.pservers]
+        pushes = (
+            push(pserver, frame, limit)
+            for pserver, its, limit in zip(self.pservers, frames, limits, strict=True)
+            for frame in its
+        )
+        return all(await self.membership.guard(_gather(pushes)))
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return parameters or gradients as flat CPU tensors. Raises BadInput for another shape or dtype."""
+        flat = {}
+        for name, tensor in tensors.items():
+            spec = self.plan.parameter[name]
+            tensor = torch.as_tensor(tensor, device="cpu").detach()
+            if tuple(tensor.shape) != spec.shape:
+                raise BadInput(
+                    f"tensor for {name!r}", code="wrong_shape", expected=list(spec.shape), actual=list(tensor.shape)
+                )
+            if tensor.dtype != TORCH_DTYPES[spec.dtype]:
+                raise BadInput(
+                    f"tensor for {name!r}", code="wrong_dtype", expected=spec.dtype, actual=str(tensor.dtype)
+                )
+            flat[name] = tensor.reshape(-1)
+        return flat
+
+    # ------------------------------------------------------------------ pulls
+
+    def destinations(self, memory: Mapping[str, memoryview], *, keeps_values: bool = False) -> list[ShardDestination]:
+        """Return for each pserver the memory of its blocks within that of whole parameters (name -> bytes).
+
+        `keeps_values`: the memory keeps what is pulled, so that deltas may be added, if the run pulls deltas.
         """
-        flat = self._flatten(gradients)
-        self._pushed_round = self._begun_round = round_
-        buckets = make_buckets(self.plan, bucket_bytes=self.settings.chosen_bucket_bytes, feedback=self.feedback)
-        pushes = []
-        for pserver, shard in zip(self.pservers, buckets, strict=True):
-            for bucket in shard:
-                bucket.fill(flat)
-            computed_on = self.membership.round if self.joined.consistency.is_async else None
-            metadata = completion(shard, hyper_parameters, computed_on)
-            frames = [b.frame() for b in shard[:-1] if b.present] + [shard[-1].frame(metadata)]
-            pushes.append(self._push_all(pserver, round_, frames))
-        answers = await self.membership.guard(_gather(pushes))
-        self._is_finite = all(answers)
-        self._sent_round = round_
+        plan, result = self.plan, []
+        for shard in plan.shards:
+            blocks, rounded = {}, {}
+            for block in shard:
+                if block.parameter in memory:
+                    dtype = plan.pulled(block.parameter)
+                    begin, end = block.begin * DTYPE_BYTES[dtype], block.end * DTYPE_BYTES[dtype]
+                    blocks[block.name] = memory[block.parameter][begin:end]
+                    if dtype == "F32" and block.parameter not in plan.means:
+                        rounded[block.name] = blocks[block.name]
+            deltas = Deltas(rounded) if keeps_values and plan.wire.pulls_deltas else None
+            result.append(ShardDestination(blocks, deltas))
+        return result
 
-    async def batch_barrier(self, round_: Round) -> None:
-        """Report to every pserver that this trainer's contribution is complete. Asynchronous modes have no barrier."""
-        if self.joined.consistency.is_async:
-            return
-        await self.ask_all(lambda pserver: pserver.barrier(round_, "batch", is_finite=self._is_finite))
+    async def pull(
+        self,
+        round_: Round,
+        destinations: Sequence[ShardDestination],
+        *,
+        barrier: Barrier | None = None,
+        is_partial: bool = False,
+        on_block: Callable[[str], None] | None = None,
+    ) -> None:
+        """Wait for version `round_` of every shard, and write it to the destinations; a batch barrier may come with it.
 
-    async def get(self, round_: Round, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Wait for version `round_` and return parameters by name, newly allocated; all of them without `names`."""
-        specs = [self.plan.parameter[name] for name in (self.plan.parameter if names is None else names)]
-        dtypes = {spec.name: TORCH_DTYPES[self.plan.pulled(spec.name)] for spec in specs}
-        values = {spec.name: torch.empty(spec.shape, dtype=dtypes[spec.name], device="cpu") for spec in specs}
-        destinations = self.destinations({name: writable_bytes(tensor) for name, tensor in values.items()})
+        Blocks that have not changed since the version of their destination are left out. If `is_partial`, only
+        blocks that have a destination are pulled. Without deltas `on_block` is called with the name of each complete
+        block.
+        """
+        bases = [destination.version for destination in destinations]
+        for destination in destinations:
+            destination.version = None  # until the pull has succeeded
 
-        async def fetch(index: int, norm: AgreedNorm | None) -> Pulled:
-            wanted = destinations[index]
-            return await self.pservers[index].get(
-                round_, wanted, norm=norm, names=() if names is None else list(wanted)
-            )
+        async def get(index: int, norm: AgreedNorm | None) -> Pulled:
+            destination = destinations[index]
+            names = tuple(destination.blocks) if is_partial else ()
+            pull = Pull(round_, barrier, names, bases[index], norm)
+            return await self.pservers[index].get(pull, destination, on_block)
 
-        indices = [index for index, wanted in enumerate(destinations) if wanted or names is None]
-        pulled = await self._fetch_all(round_, indices, fetch)
+        indices = [index for index, one in enumerate(destinations) if one.blocks or not is_partial]
+        pulled = await self._get_all(Pull(round_, barrier), indices, get)
+        for index, one in zip(indices, pulled, strict=True):
+            destinations[index].version = one.version
         self._note_results(round_, pulled)
-        if names is None:
+        if not is_partial:
             self.membership.round = max(self.membership.round, round_)
-        return {spec.name: values[spec.name].to(TORCH_DTYPES[spec.dtype]) for spec in specs}
+
+    async def _get_all(
+        self,
+        pull: Pull,
+        indices: Sequence[PserverIndex],
+        get: Callable[[PserverIndex, AgreedNorm | None], Coroutine[Any, Any, Pulled]],
+    ) -> list[Pulled]:
+        """Call `get` for these pservers; if gradients are clipped with the round's norm, which all are asked for."""
+        if self.max_grad_norm is None or pull.round == 0:
+            return await self.membership.guard(_gather(get(index, None) for index in indices))
+
+        async def ask() -> list[ShardNorm | None]:
+            return await _gather(pserver.norm(pull) for pserver in self.pservers)
+
+        if pull.round == self.start - 1:
+            await self.membership.guard(finish_rounds(self.pservers, pull.round, self.joined.consistency.max_delay))
+        agreement = NormAgreement(ask)
+        pulled = await self.membership.guard(_gather(agreement.bring(index, partial(get, index)) for index in indices))
+        self.grad_norm = agreement.norm
+        return pulled
 
     def _note_results(self, round_: Round, pulled: Sequence[Pulled]) -> None:
         """Note the outcome of the rounds that a pull reports: applied or skipped."""
@@ -397,126 +419,6 @@ class ParameterClient:
             names = ", ".join(f"trainer {rank}" for rank in sorted(skipped[told]))
             self.log.warning(f"round {told} was skipped on all pservers: NaN or infinity in gradients of {names}")
 
-    async def fetch_barrier(self, round_: Round) -> None:
-        """Report to every pserver that this version was read; any message for a later round implies it.
-
-        Asynchronous modes have no barrier.
-        """
-        if self.joined.consistency.is_async:
-            return
-        await self.ask_all(lambda pserver: pserver.barrier(round_, "fetch"))
-        self.membership.round = max(self.membership.round, round_)
-
-    def _flatten(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        flat = {}
-        for name, tensor in tensors.items():
-            spec = self.plan.parameter[name]
-            tensor = torch.as_tensor(tensor, device="cpu").detach()
-            if tuple(tensor.shape) != spec.shape:
-                raise BadInput(
-                    f"tensor for {name!r}", code="wrong_shape", expected=list(spec.shape), actual=list(tensor.shape)
-                )
-            if tensor.dtype != TORCH_DTYPES[spec.dtype]:
-                raise BadInput(
-                    f"tensor for {name!r}", code="wrong_dtype", expected=spec.dtype, actual=str(tensor.dtype)
-                )
-            flat[name] = tensor.reshape(-1)
-        return flat
-
-    # ------------------------------------------------------------------ callers with their own buffers
-
-    def destinations(self, memory: Mapping[str, memoryview]) -> list[dict[str, memoryview]]:
-        """Return for each pserver the memory of its blocks (name -> bytes) within that of whole parameters."""
-        result: list[dict[str, memoryview]] = []
-        for shard in self.plan.shards:
-            wanted = {}
-            for block in shard:
-                if block.parameter in memory:
-                    size = DTYPE_BYTES[self.plan.pulled(block.parameter)]
-                    wanted[block.name] = memory[block.parameter][block.begin * size : block.end * size]
-            result.append(wanted)
-        return result
-
-    def make_deltas(self, destinations: Sequence[Mapping[str, memoryview]]) -> list[Deltas] | None:
-        """Return memory for the deltas of these destinations, for each pserver; None if the run does not pull deltas.
-
-        The destinations must be flat float32 memory that keeps the pulled values as long as `have` names their version.
-        """
-        if not self.plan.wire.pulls_deltas:
-            return None
-        plan = self.plan
-        rounded = {b.name for b in plan.blocks if plan.pulled(b.parameter) == "F32" and b.parameter not in plan.means}
-        return [Deltas({name: data for name, data in one.items() if name in rounded}) for one in destinations]
-
-    async def pull(
-        self,
-        round_: Round,
-        destinations: Sequence[Mapping[str, memoryview]],
-        *,
-        with_batch_barrier: bool,
-        is_finite: bool = True,
-        have: Sequence[Round] | None = None,
-        deltas: Sequence[Deltas] | None = None,
-        on_block: Callable[[str], None] | None = None,
-    ) -> list[Round]:
-        """Wait for version `round_` of every shard and write it to `destinations`; the batch barrier may come with it.
-
-        Returns the version of each shard. If its bytes stay as they are, it may be the `have` of the next pull, which
-        then leaves out blocks that have not changed. Deltas need those of `make_deltas`. `is_finite` is True if every
-        pserver found this trainer's gradient finite. Without deltas `on_block` is called with the name of each complete
-        block.
-        """
-
-        async def fetch(index: int, norm: AgreedNorm | None) -> Pulled:
-            return await self.pservers[index].get(
-                round_,
-                destinations[index],
-                with_batch_barrier=with_batch_barrier,
-                is_finite=is_finite,
-                norm=norm,
-                have=None if have is None else have[index],
-                deltas=None if deltas is None else deltas[index],
-                on_block=on_block,
-            )
-
-        pulled = await self._fetch_all(
-            round_, range(len(self.pservers)), fetch, with_batch_barrier=with_batch_barrier, is_finite=is_finite
-        )
-        self._note_results(round_, pulled)
-        self.membership.round = round_
-        return [one.version for one in pulled]
-
-    async def _fetch_all(
-        self,
-        round_: Round,
-        indices: Sequence[PserverIndex],
-        fetch: Callable[[PserverIndex, AgreedNorm | None], Coroutine[Any, Any, Pulled]],
-        *,
-        with_batch_barrier: bool = False,
-        is_finite: bool = True,
-    ) -> list[Pulled]:
-        """Call `fetch` for these pservers, with the round's norm if gradients are clipped.
-
-        The batch barrier comes with the request for the norm.
-        """
-        if self.max_grad_norm is None or round_ == 0:
-            return await self.membership.guard(_gather(fetch(index, None) for index in indices))
-
-        async def ask() -> list[ShardNorm | None]:
-            return await _gather(
-                pserver.norm(round_, with_batch_barrier=with_batch_barrier, is_finite=is_finite)
-                for pserver in self.pservers
-            )
-
-        if round_ == self.start - 1:
-            await self.membership.guard(finish_rounds(self.pservers, round_, self.joined.consistency.max_delay))
-        agreement = NormAgreement(ask)
-        pulled = await self.membership.guard(
-            _gather(agreement.bring(index, partial(fetch, index)) for index in indices)
-        )
-        self.grad_norm = agreement.norm
-        return pulled
-
     async def pull_buffers(self, memory: Mapping[str, memoryview]) -> None:
         """Fetch all buffers of the run (name -> writable bytes)."""
         owned: dict[int, dict[str, memoryview]] = {}
@@ -524,48 +426,9 @@ class ParameterClient:
             owned.setdefault(spec.pserver, {})[spec.name] = memory[spec.name]
         await self.membership.guard(_gather(self.pservers[i].get_buffers(wanted) for i, wanted in owned.items()))
 
-    async def push(self, round_: Round, pserver: PserverIndex, frame: Payload) -> bool:
-        """Push one frame, whose memory must not change until this returns; True if the pserver found it finite."""
-        self._pushed_round = round_
-        answer = await self.membership.guard(self.pservers[pserver].push(round_, frame))
-        return answer.finite
-
-    async def _push_all(
-        self, pserver: PserverClient, round_: Round, frames: Sequence[Payload], *, initial: bool = False
-    ) -> bool:
-        limit = asyncio.Semaphore(MAX_CONCURRENT_PUSHES)
-
-        async def push(frame: Payload) -> bool:
-            async with limit:
-                return (await pserver.push(round_, frame, initial=initial)).finite
-
-        return all(await _gather(push(frame) for frame in frames))
-
     async def ask_all(self, ask: Callable[[PserverClient], Coroutine[Any, Any, T]]) -> list[T]:
         """Return the answers of all pservers, which are asked concurrently, in the order of their indices."""
         return await self.membership.guard(_gather(ask(pserver) for pserver in self.pservers))
-
-
-def completion(
-    shard: Sequence[Bucket],
-    hyper_parameters: list[HyperParameters],
-    computed_on: Round | None = None,
-    num_slots: int = 0,
-) -> dict[str, str]:
-    """Return the metadata of a contribution's last push to a pserver: the number of blocks, and the hyperparameters.
-
-    In asynchronous modes it names the step after which the trainer pulled the parameters of the gradient. `num_slots`
-    is the number of slots and step states that belong to it.
-    """
-    metadata = {
-        NUM_BLOCKS_KEY: str(sum(len(bucket.present) for bucket in shard)),
-        HYPER_PARAMETERS_KEY: json.dumps(hyper_parameters, separators=(",", ":")),
-    }
-    if computed_on is not None:
-        metadata[COMPUTED_ON_KEY] = str(computed_on)
-    if num_slots:
-        metadata[NUM_SLOTS_KEY] = str(num_slots)
-    return metadata
 
 
 async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from ps_protocol.errors import BadInput
 from ps_protocol.plan import SlicePlan
 from ps_protocol.quantisation import PIECE, add_delta
-from ps_protocol.vocabulary import Block
+from ps_protocol.vocabulary import Block, Round
 from ps_protocol.wire_types import SCALES, quantised
 
 from .device_copies import ParameterCopies, host_memory, is_away
@@ -136,6 +137,18 @@ class PullProgress:
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or not self._missing[name])
         return not self._missing[name]
+
+
+@dataclass
+class ShardDestination:
+    """The memory that the blocks of one pserver are pulled to.
+
+    With deltas the blocks are flat float32 memory that keeps the pulled values.
+    """
+
+    blocks: Mapping[str, memoryview]  # by name: writable bytes
+    deltas: Deltas | None = None
+    version: Round | None = None  # that the memory holds; None: unknown, or the script may have changed it
 
 
 class Deltas:

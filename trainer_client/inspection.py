@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from ps_config.certificates import TlsFiles, client_context, hint_at_tls
 from ps_config.control_client import BearerAuth, GatewayPage, may_be_problem, raise_for_problem
@@ -42,7 +43,9 @@ from ps_protocol.routes import (
     SUMMARY,
 )
 
-M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+Object = dict[str, Any]
 
 TIMEOUT_SECONDS = 10.0
 SUMMARY_SECONDS = 75.0  # the last checkpoint of a finished run is awaited
@@ -87,85 +90,60 @@ class ClusterView:
         return CheckpointCreated.model_validate_json(body)
 
     def parameters(self) -> dict[str, Any]:
-        """All parameters of the run with their shapes and blocks."""
-        found: dict[str, Any] = self._get_json(PARAMETERS)
-        return found
+        """Return all parameters of the run with their shapes and blocks."""
+        return self._get(Object, self.coordinator + PARAMETERS)
 
     def statistics(self, name: str) -> dict[str, Any]:
-        """Norm, mean, histogram, … of one parameter, not older than a second."""
+        """Return norm, mean, histogram, … of one parameter, not older than a second."""
         path = STATISTICS.replace("{name:path}", quote(name))
-        found: dict[str, Any] = self._get_json(path, READ_SECONDS)
-        return found
+        return self._get(Object, self.coordinator + path, READ_SECONDS)
 
     def parameter(self, name: str, form: str = "safetensors") -> bytes:
-        """One parameter as a file: `safetensors`, `npy` or `json`."""
+        """Return one parameter as a file: `safetensors`, `npy` or `json`."""
         path = PARAMETER.replace("{name:path}", quote(name))
         return self._request("GET", f"{self.coordinator}{path}?format={form}", timeout=READ_SECONDS)
 
     def model(self) -> Iterator[bytes]:
-        """The whole model of one round as a safetensors file, piece by piece while it trains."""
-        try:
-            with self._http.stream("GET", self.coordinator + MODEL, timeout=READ_SECONDS) as response:
-                if may_be_problem(response):
-                    response.read()
-                raise_for_problem(response)
-                yield from response.iter_bytes()
-        except httpx.TransportError as error:
-            raise Unreachable(f"the model of {self.coordinator} broke off: {error!r}") from error
+        """Yield the whole model of one round as a safetensors file, piece by piece while it trains."""
+        with self._stream(self.coordinator + MODEL, READ_SECONDS, "the model") as response:
+            yield from response.iter_bytes()
 
     def checkpoints(self) -> list[CheckpointCreated]:
-        """The complete checkpoints of the run, newest first."""
-        return [CheckpointCreated.model_validate(one) for one in self._get_json(CHECKPOINTS)]
+        """Return the complete checkpoints of the run, newest first."""
+        return self._get(list[CheckpointCreated], self.coordinator + CHECKPOINTS)
 
     def curves(self) -> dict[str, Any]:
         """Return the reported curves, in columns by name and rank."""
-        found: dict[str, Any] = self._get_json(CURVES)
-        return found
+        return self._get(Object, self.coordinator + CURVES)
 
     def activity(self) -> dict[str, Any]:
         """Return the current speed of the run and what its members do."""
-        found: dict[str, Any] = self._get_json(ACTIVITY)
-        return found
+        return self._get(Object, self.coordinator + ACTIVITY)
 
     def events(self, after: int = 0) -> list[dict[str, Any]]:
         """Return the events after this one, oldest first."""
-        found: list[dict[str, Any]] = self._get_json(f"{EVENTS}?after={after}&limit=1000")
-        return found
+        return self._get(list[Object], f"{self.coordinator}{EVENTS}?after={after}&limit=1000")
 
     def follow_events(self, after: int = 0) -> Iterator[dict[str, Any]]:
         """Yield events as they happen, until the coordinator ends. Blocks for them."""
         url = f"{self.coordinator}{EVENT_STREAM}?after={after}"
-        try:
-            with self._http.stream("GET", url, timeout=httpx.Timeout(STREAM_SECONDS)) as response:
-                if may_be_problem(response):
-                    response.read()
-                raise_for_problem(response)
-                for line in response.iter_lines():
-                    if line.startswith("data: "):
-                        yield json.loads(line.removeprefix("data: "))
-        except httpx.TransportError as error:
-            raise Unreachable(f"the events of {self.coordinator} broke off: {error!r}") from error
+        with self._stream(url, STREAM_SECONDS, "the events") as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line.removeprefix("data: "))
 
     def roll_back(self, round_: int) -> dict[str, Any]:
         """Roll the run back to a complete checkpoint; return the round at which it continues."""
-        message = {"round": round_}
-        done: dict[str, Any] = json.loads(
-            self._request("POST", self.coordinator + ROLL_BACK, json.dumps(message), timeout=CHECKPOINT_SECONDS)
-        )
-        return done
-
-    def _get_json(self, path: str, timeout: float | None = None) -> Any:
-        try:
-            return json.loads(self._request("GET", self.coordinator + path, timeout=timeout))
-        except ValueError as error:
-            raise _something_else(self.coordinator + path) from error
+        message = json.dumps({"round": round_})
+        answer = self._request("POST", self.coordinator + ROLL_BACK, message, timeout=CHECKPOINT_SECONDS)
+        return TypeAdapter(Object).validate_json(answer)
 
     def protocol_version(self) -> str:
-        """The version of the protocol that the coordinator speaks."""
+        """Return the version of the protocol that the coordinator speaks."""
         url = self.coordinator + OPENAPI
         try:
-            return str(json.loads(self._request("GET", url))["info"]["version"])
-        except (ValueError, LookupError, TypeError) as error:
+            return str(self._get(Object, url)["info"]["version"])
+        except (LookupError, TypeError) as error:
             raise _something_else(url) from error
 
     def pserver_state(self, index: int, *, digest: bool = False) -> PserverState:
@@ -202,11 +180,22 @@ class ClusterView:
     ) -> None:
         self.close()
 
-    def _get(self, kind: type[M], url: str, timeout: float | None = None) -> M:
+    def _get(self, kind: type[T], url: str, timeout: float | None = None) -> T:
         try:
-            return kind.model_validate_json(self._request("GET", url, timeout=timeout))
+            return TypeAdapter(kind).validate_json(self._request("GET", url, timeout=timeout))
         except ValidationError as error:
             raise _something_else(url) from error
+
+    @contextmanager
+    def _stream(self, url: str, timeout: float, name: str) -> Iterator[httpx.Response]:
+        try:
+            with self._http.stream("GET", url, timeout=timeout) as response:
+                if may_be_problem(response):
+                    response.read()
+                raise_for_problem(response)
+                yield response
+        except httpx.TransportError as error:
+            raise Unreachable(f"{name} of {self.coordinator} broke off: {error!r}") from error
 
     def _request(
         self, method: str, url: str, message: Message | str | None = None, timeout: float | None = None

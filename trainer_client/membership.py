@@ -46,7 +46,7 @@ from ps_protocol.routes import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
 from .metrics import LinkMeter
-from .news import News
+from .news import News, Waits
 from .settings import TrainerSettings
 
 T = TypeVar("T")
@@ -62,9 +62,10 @@ class Membership:
         self.joined: TrainerJoined
         self.round: Round = 0  # the newest round that was pulled from every pserver
         self.results: dict[str, float] = {}
-        self.failure: asyncio.Future[GradpostError] | None = None
+        self.failure: GradpostError | None = None  # that ended the run
         self.news = News()
         self.links: dict[PserverIndex, LinkMeter] = {}
+        self._waits = Waits()
         self._settings = settings
         self._http = http
         self._coordinator = settings.coordinator.rstrip("/")
@@ -91,7 +92,6 @@ class Membership:
         )
         self.joined = TrainerJoined.model_validate_json(await self._request_with_retry("POST", JOIN_TRAINER, request))
         self.log = make_log(run=self.joined.run, trainer=self.joined.rank)
-        self.failure = asyncio.get_running_loop().create_future()
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
         return self.joined
 
@@ -99,7 +99,6 @@ class Membership:
         """Adopt the leader's place in the run, without heartbeats. Called by the follower processes of a host."""
         self.joined = joined
         self.log = make_log(run=joined.run, trainer=joined.rank, process=process)
-        self.failure = asyncio.get_running_loop().create_future()
 
     @contextlib.contextmanager
     def reporting_wait(self) -> Iterator[None]:
@@ -206,26 +205,23 @@ class Membership:
 
     def fail(self, error: GradpostError) -> None:
         """End all waits with this error; the first one counts."""
-        if self.failure is not None and not self.failure.done():
+        if self.failure is None:
             for index, page in self.news.pages.items():
                 error.detail += f"; instead of pserver {index} something else answers: {page}"
-            self.failure.set_result(error)
+            self.failure = error
+            self._waits.end_all()
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`; raise the run's failure instead as soon as it is known."""
-        assert self.failure is not None
-        task = asyncio.ensure_future(work)
+        limit = asyncio.timeout(None if self.failure is None else 0)
         try:
-            waits: set[asyncio.Future[Any]] = {task, self.failure}
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise copy.copy(self.failure.result())  # every caller its own, with its own traceback
-        finally:
-            if not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await task
+            async with limit:
+                with self._waits.add(limit):
+                    return await work
+        except Exception:
+            if self.failure is not None and limit.expired():
+                raise copy.copy(self.failure) from None  # every caller its own, with its own traceback
+            raise
 
     # ------------------------------------------------------------------ inspection
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
@@ -16,6 +17,8 @@ from ps_config.hosts import authority, reachable_host
 from ps_protocol.messages import Link, Traffic
 
 LAG_INTERVAL_SECONDS = 0.25
+M = TypeVar("M", Counter, Gauge, Histogram)
+
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -23,65 +26,55 @@ class TrainerMetrics:
     """Counters of one trainer in a registry of their own, so that a script's metrics are left alone."""
 
     def __init__(self) -> None:
-        registry = self.registry = CollectorRegistry()
-        self.rounds = Counter(
-            "gradpost_trainer_rounds", "Rounds completed by `RemoteOptimizer.step`.", registry=registry
+        self.registry = CollectorRegistry()
+        self.rounds = self._add(Counter, "rounds", "Rounds completed by `RemoteOptimizer.step`.")
+        self.skipped = self._add(Counter, "rounds_skipped", "Rounds that stepped nothing for NaN or infinity.")
+        self.round = self._add(Gauge, "round", "Newest completed round.")
+        self.step_seconds = self._add(Histogram, "step_seconds", "One `step()`: push, barrier and pull.")
+        self.push_seconds = self._add(
+            Histogram, "push_seconds", "The first part of a step: until every push was acknowledged."
         )
-        self.skipped = Counter(
-            "gradpost_trainer_rounds_skipped", "Rounds that stepped nothing for NaN or infinity.", registry=registry
-        )
-        self.round = Gauge("gradpost_trainer_round", "Newest completed round.", registry=registry)
-        self.step_seconds = self._histogram("gradpost_trainer_step_seconds", "One `step()`: push, barrier and pull.")
-        self.push_seconds = self._histogram(
-            "gradpost_trainer_push_seconds", "The first part of a step: until every push was acknowledged."
-        )
-        self.pull_seconds = self._histogram(
-            "gradpost_trainer_pull_seconds",
+        self.pull_seconds = self._add(
+            Histogram,
+            "pull_seconds",
             "The second part of a step: barrier and pull, the wait for the others included.",
         )
-        self.barrier_wait = self._histogram(
-            "gradpost_trainer_barrier_wait_seconds",
+        self.barrier_wait = self._add(
+            Histogram,
+            "barrier_wait_seconds",
             "From asking a pserver for a round, with the batch barrier, to the first byte of its answer: the wait for "
             "the other trainers and the apply.",
         )
-        self.local_pservers = Gauge(
-            "gradpost_trainer_local_pservers",
-            "Pservers on the trainer's own host, which it reaches over Unix sockets.",
-            registry=registry,
+        self.local_pservers = self._add(
+            Gauge, "local_pservers", "Pservers on the trainer's own host, which it reaches over Unix sockets."
         )
-        self.requests = Counter(
-            "gradpost_trainer_requests", "Requests to pservers, tries included.", ["route"], registry=registry
+        self.requests = self._add(Counter, "requests", "Requests to pservers, tries included.", "route")
+        self.request_seconds = self._add(
+            Histogram, "request_seconds", "One try of a request, to the end of its answer.", "route"
         )
-        self.request_seconds = self._histogram(
-            "gradpost_trainer_request_seconds", "One try of a request, to the end of its answer.", "route"
-        )
-        self.in_flight = Gauge(
-            "gradpost_trainer_requests_in_flight",
+        self.in_flight = self._add(
+            Gauge,
+            "requests_in_flight",
             "Tries that are not answered yet; for pushes the length of the queue.",
-            ["route"],
-            registry=registry,
+            "route",
         )
-        self.retries = Counter(
-            "gradpost_trainer_retries",
-            "Tries after the first; `round_pending` means that others were slow.",
-            ["reason"],
-            registry=registry,
+        self.retries = self._add(
+            Counter, "retries", "Tries after the first; `round_pending` means that others were slow.", "reason"
         )
-        self.pushed_bytes = Counter("gradpost_trainer_pushed_bytes", "Bytes of the frames pushed.", registry=registry)
-        self.pulled_bytes = Counter("gradpost_trainer_pulled_bytes", "Bytes of the frames pulled.", registry=registry)
-        self.reported = Gauge(
-            "gradpost_trainer_reported",
-            "The newest numbers that the script gave to `session.report`, such as `loss`.",
-            ["name"],
-            registry=registry,
+        self.pushed_bytes = self._add(Counter, "pushed_bytes", "Bytes of the frames pushed.")
+        self.pulled_bytes = self._add(Counter, "pulled_bytes", "Bytes of the frames pulled.")
+        self.reported = self._add(
+            Gauge, "reported", "The newest numbers that the script gave to `session.report`, such as `loss`.", "name"
         )
-        self.loop_lag = self._histogram(
-            "gradpost_trainer_event_loop_lag_seconds",
+        self.loop_lag = self._add(
+            Histogram,
+            "event_loop_lag_seconds",
             "How late a timer ran on the I/O thread that is due four times a second.",
         )
 
-    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
-        return Histogram(name, text, labels, buckets=_BUCKETS, registry=self.registry)
+    def _add(self, kind: type[M], name: str, text: str, *labels: str) -> M:
+        options: dict[str, Any] = {"buckets": _BUCKETS} if kind is Histogram else {}
+        return kind(f"gradpost_trainer_{name}", text, labels, registry=self.registry, **options)
 
     async def watch_loop_lag(self) -> None:
         """Measure how late the running loop is, until the task is cancelled."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,6 +16,28 @@ from ps_protocol.messages import PserverInfo, TrainerHeartbeatReply
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 MIN_PERIOD_SECONDS = 0.2  # between two heartbeats: many trainers may request one at the same time
+
+
+class Waits:
+    """The waits of this loop that an event may end early. A wait ends by its time-out, which needs no further task."""
+
+    def __init__(self) -> None:
+        self._limits: set[asyncio.Timeout] = set()
+
+    @contextlib.contextmanager
+    def add(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """Let `end_all` end this time-out until the block is left."""
+        self._limits.add(limit)
+        try:
+            yield
+        finally:
+            self._limits.discard(limit)
+
+    def end_all(self) -> None:
+        """Let all waits time out now."""
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
 
 
 @dataclass
@@ -30,7 +53,7 @@ class News:
     pages: dict[PserverIndex, str] = field(default_factory=dict)  # what answers instead of those that are failing
     ahead_of: dict[PserverIndex, Incarnation] = field(default_factory=dict)
     heard_at: float | None = None  # when the coordinator answered last
-    _waiting: dict[PserverIndex, set[asyncio.Timeout]] = field(default_factory=dict)
+    waits: defaultdict[PserverIndex, Waits] = field(default_factory=lambda: defaultdict(Waits))  # for its answers
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -43,19 +66,7 @@ class News:
             if known is None or info.incarnation >= known.incarnation:  # an older incarnation never comes back
                 self.pservers[info.index] = info
             if known is not None and info.incarnation > known.incarnation:
-                for limit in self._waiting.get(info.index, ()):
-                    if not limit.expired():
-                        limit.reschedule(now)  # a paused pserver, or a lost machine, would not answer
-
-    @contextlib.contextmanager
-    def waiting_for(self, index: PserverIndex, limit: asyncio.Timeout) -> Iterator[None]:
-        """Wait for an answer of the pserver in this block: `limit` ends when it has restarted."""
-        waiting = self._waiting.setdefault(index, set())
-        waiting.add(limit)
-        try:
-            yield
-        finally:
-            waiting.discard(limit)
+                self.waits[info.index].end_all()  # a paused pserver, or a lost machine, would not answer
 
     def has_recent_heartbeat(self, now: float, seconds: float) -> bool:
         """Return True if the coordinator has answered within the last seconds."""

@@ -113,7 +113,7 @@ class PserverConnection:
         metrics.requests.labels(route).inc()
         with metrics.in_flight.labels(route).track_inprogress(), metrics.request_seconds.labels(route).time():
             async with asyncio.timeout(self.deadline_seconds) as limit:
-                with self.news.waiting_for(self.info.index, limit):
+                with self.news.waits[self.info.index].add(limit):
                     try:
                         result = await attempt()
                     except GradpostError:

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -215,18 +216,15 @@ def _length(loader: Iterable[Any]) -> int | None:
 
 def _skip(loader: Iterable[Any], skipped: int) -> Iterator[Any]:
     """Iterate without the first batches; a DataLoader with a batch sampler does not load them."""
-    is_plain = (
-        getattr(type(loader), "__iter__", None) is DataLoader.__iter__
-    )  # that of accelerate iterates over another
+    # The loader of accelerate iterates over another one.
+    is_plain = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
     if skipped and is_plain and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         rest = copy.copy(loader)
         # A DataLoader refuses the assignment to itself, since its workers may be running; the copy has none.
         rest.__dict__.update(batch_sampler=_Rest(loader.batch_sampler, skipped), _iterator=None)
         yield from rest
         return
-    for number, batch in enumerate(loader):
-        if number >= skipped:
-            yield batch
+    yield from islice(loader, skipped, None)
 
 
 class _Rest:
@@ -237,7 +235,7 @@ class _Rest:
         self._skipped = skipped
 
     def __iter__(self) -> Iterator[Any]:
-        return (indices for number, indices in enumerate(self._sampler) if number >= self._skipped)
+        return islice(self._sampler, self._skipped, None)
 
     def __len__(self) -> int:
         return max(0, len(self._sampler) - self._skipped)

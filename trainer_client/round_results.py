@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 from ps_protocol.errors import NormChanged
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
+from ps_protocol.requests import Pull
 from ps_protocol.vocabulary import Round
 
 from .pserver_client import PserverClient
@@ -90,14 +91,14 @@ async def finish_rounds(pservers: Sequence[PserverClient], last: Round, max_dela
     how many there are.
     """
     for round_ in range(max(1, last - 1 - 2 * max_delay), last):
-        agreement = NormAgreement(partial(_ask_all, pservers, round_))
+        agreement = NormAgreement(partial(_ask_norms, pservers, round_))
         for index, pserver in enumerate(pservers):
-            await agreement.bring(index, partial(_bring, pserver, round_))
+            await agreement.bring(index, partial(_bring_norm, pserver, round_))
 
 
-async def _ask_all(pservers: Sequence[PserverClient], round_: Round) -> list[ShardNorm | None]:
-    return [await pserver.norm(round_) for pserver in pservers]
+async def _ask_norms(pservers: Sequence[PserverClient], round_: Round) -> list[ShardNorm | None]:
+    return [await pserver.norm(Pull(round_)) for pserver in pservers]
 
 
-async def _bring(pserver: PserverClient, round_: Round, norm: AgreedNorm | None) -> None:
-    await pserver.norm(round_, norm=norm)
+async def _bring_norm(pserver: PserverClient, round_: Round, norm: AgreedNorm | None) -> None:
+    await pserver.norm(Pull(round_, norm=norm))

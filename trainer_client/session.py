@@ -12,7 +12,7 @@ from ps_protocol.fields import MAX_RESULTS, check_result_name
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
-from .client import ParameterClient
+from .client import RunClient
 from .host.host import Host
 from .host.rendezvous import HostPlace, find_place
 from .io_thread import IoThread
@@ -183,13 +183,13 @@ class Session:
         self.close(*outcome_of(error))
 
 
-async def _make_client(arguments: dict[str, Any]) -> tuple[ParameterClient, HostPlace | None]:
+async def _make_client(arguments: dict[str, Any]) -> tuple[RunClient, HostPlace | None]:
     """Make the client on its loop. A trainer with an explicit rank or world size is a single process."""
     is_told = arguments.get("rank") is not None or arguments.get("world_size") is not None
     place = None if is_told else find_place(os.environ)
     if place is None or not read_settings(**arguments).one_trainer_per_host:
-        return ParameterClient(**arguments), None
-    return ParameterClient(**{**arguments, "rank": place.trainer, "world_size": place.num_trainers}), place
+        return RunClient(**arguments), None
+    return RunClient(**{**arguments, "rank": place.trainer, "world_size": place.num_trainers}), place
 
 
 def open_session() -> Session | None:

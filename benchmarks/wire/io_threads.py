@@ -27,7 +27,7 @@ from torch import nn
 from ps_http2.stream import Sink
 from ps_protocol.messages import PserverInfo
 from trainer_client import RemoteOptimizer, connect
-from trainer_client.client import ParameterClient
+from trainer_client.client import RunClient
 from trainer_client.io_thread import IoThread
 from trainer_client.pushing.buckets import Payload
 from trainer_client.testing import LocalCluster
@@ -52,12 +52,12 @@ step, which bounds the step from below.
 class FarExchange(Exchange):
     """An exchange that sends and receives on the event loop of another thread."""
 
-    def __init__(self, client: ParameterClient, io: IoThread) -> None:
+    def __init__(self, client: RunClient, io: IoThread) -> None:
         self._io = io
         self._exchange = io.run(self._make(client))
 
     @staticmethod
-    async def _make(client: ParameterClient) -> Exchange:
+    async def _make(client: RunClient) -> Exchange:
         return Exchange(client.settings.client_tls, None, http2=True)
 
     async def begin(
@@ -92,7 +92,7 @@ class FarExchange(Exchange):
         await asyncio.wrap_future(self._io.start(self._exchange.aclose()))
 
 
-def spread_over(client: ParameterClient, num_threads: int) -> None:
+def spread_over(client: RunClient, num_threads: int) -> None:
     """Distribute the pservers over so many threads."""
     exchanges = [FarExchange(client, IoThread()) for _ in range(num_threads)]
 

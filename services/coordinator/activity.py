@@ -1,36 +1,35 @@
-"""The rates of the newest attempt, and the curves of reported results, in memory."""
+"""The activity of the newest attempt, from the heartbeats of its members, in memory."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from pydantic import BaseModel
+from pydantic import Field
 
-from ps_protocol.fields import ByOrdinal
+from ps_protocol.fields import Message
 from ps_protocol.messages import PserverHeartbeat, PserverLoad, TrainerHeartbeat
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import Mode, PserverIndex, Rank, Round
 
 from .cluster import Cluster
+from .run import Run
+from .trainers import TrainerMember
 
 WINDOW_SECONDS = 5.0  # of a rate: heartbeats come once a second, each with a whole number
 SAMPLE_SECONDS = 1.0
 MAX_SAMPLES = 300  # of the run; older ones are dropped
+LATE_SECONDS = 2.0  # heartbeats come once a second
 
 
 @dataclass(frozen=True, slots=True)
 class PserverReport:
-    """The content of a pserver's heartbeat."""
+    """A heartbeat of a pserver with its time: by the monotonic clock, and in seconds since 1970."""
 
-    at: float  # by the monotonic clock
-    wall: float  # seconds since 1970
-    incarnation: Incarnation
-    round: Round
-    missing: tuple[Rank, ...]
-    waiting_seconds: float
+    at: float
+    wall: float
+    heartbeat: PserverHeartbeat
     load: PserverLoad
 
 
@@ -42,8 +41,74 @@ class Sample:
     wall: float
     rounds: int
     steps: int
-    rounds_per_second: float | None  # None for the first sample
+    rounds_per_second: float | None = None  # None for the first sample
+    steps_per_second: float | None = None
+
+
+class Rates(Message):
+    """One sample a second of the newest five minutes, in columns; null for the first sample."""
+
+    at: tuple[float, ...] = Field(description="seconds since 1970")
+    rounds_per_second: tuple[float | None, ...]
+    steps_per_second: tuple[float | None, ...] = Field(description="sum over all trainers")
+
+
+class Barrier(Message):
+    """The barrier with the longest wait, at a pserver or in the ring."""
+
+    pserver: PserverIndex | None = Field(description="null: the barrier of a ring")
+    round: Round
+    arrived: tuple[Rank, ...]
+    missing: tuple[Rank, ...]
+    waiting_since: float = Field(description="seconds since 1970")
+
+
+class PserverActivity(Message):
+    """One pserver. Rates and means are over the newest five seconds; a mean without values is null."""
+
+    index: PserverIndex
+    round: Round
+    num_blocks: int
+    shard_bytes: int
+    num_queued: int
+    pushed_bytes: int
+    pulled_bytes: int
+    pushed_bytes_per_second: float | None
+    pulled_bytes_per_second: float | None
+    apply_seconds: float | None
+    wait_seconds: float | None
+
+
+class TrainerActivity(Message):
+    """One trainer that sent a heartbeat in this run."""
+
+    rank: Rank
+    steps: Round
     steps_per_second: float | None
+    has_contributed: bool = Field(description="to the newest round; asynchronous modes: in the newest five seconds")
+    steps_behind: int | None = Field(description="asynchronous modes: distance to the fastest trainer")
+
+
+class Activity(Message):
+    """The answer of `GET /v1/activity`, from heartbeats, and at most a second late."""
+
+    run: str
+    attempt: int
+    mode: Mode
+    at: float = Field(description="seconds since 1970, by the coordinator's clock")
+    round: Round
+    participants: tuple[Rank, ...] = Field(
+        description="synchronous mode: trainers with a contribution to the newest round"
+    )
+    rounds_per_second: float | None
+    steps_per_second: float | None
+    rates: Rates
+    barrier: Barrier | None = Field(description="null: no barrier is incomplete")
+    pservers: tuple[PserverActivity, ...]
+    trainers: tuple[TrainerActivity, ...]
+    staleness: tuple[tuple[float | None, int], ...] = Field(
+        description="asynchronous modes: upper bounds (null for the last) and the updates up to each"
+    )
 
 
 @dataclass(slots=True)
@@ -60,13 +125,12 @@ class ActivityLog:
         self._sample(cluster, now)
         if message.load is None or (message.run, message.attempt) != self._of:
             return
-        heard = self.pservers.setdefault(index, deque())
-        if heard and heard[-1].incarnation != message.incarnation:
-            heard.clear()  # its counters begin with 0
-        state = message.round, message.missing, message.waiting_seconds
-        heard.append(PserverReport(now, time.time(), message.incarnation, *state, message.load))
-        while heard[0].at < now - WINDOW_SECONDS:
-            heard.popleft()
+        reports = self.pservers.setdefault(index, deque())
+        if reports and reports[-1].heartbeat.incarnation != message.incarnation:
+            reports.clear()  # its counters begin with 0
+        reports.append(PserverReport(now, time.time(), message, message.load))
+        while reports[0].at < now - WINDOW_SECONDS:
+            reports.popleft()
 
     def record_trainer(self, cluster: Cluster, rank: Rank, message: TrainerHeartbeat, now: float) -> None:
         """Record an accepted heartbeat of a trainer."""
@@ -89,13 +153,69 @@ class ActivityLog:
             return
         rounds = min(cluster.rounds, default=0)
         steps = sum(trainer.round for trainer in run.trainers.values())
-        first = next((old for old in self.samples if old.at >= now - WINDOW_SECONDS), None)
-        rates = (
-            (None, None)
-            if first is None
-            else (rate(first.rounds, rounds, first.at, now), rate(first.steps, steps, first.at, now))
-        )
+        first = next((old for old in self.samples if old.at >= now - WINDOW_SECONDS), Sample(now, 0.0, 0, 0))
+        rates = rate(first.rounds, rounds, first.at, now), rate(first.steps, steps, first.at, now)
         self.samples.append(Sample(now, time.time(), rounds, steps, *rates))
+
+    def describe(self, cluster: Cluster, now: float, wall: float) -> Activity:
+        """Return the activity. `wall` is the time since 1970 at `now`."""
+        run, here = cluster.run, cluster.registry.members
+        newest = {index: reports[-1] for index, reports in sorted(self.pservers.items()) if index in here}
+        last = self.samples[-1] if self.samples and run.state == "training" else None
+        furthest = max(newest.values(), key=lambda report: report.heartbeat.round, default=None)
+        round_ = furthest.heartbeat.round if furthest else 0
+        participants = furthest.load.participants if furthest else ()
+        barrier = _find_barrier(newest)
+        if run.settings.consistency.is_ring:
+            round_ = run.newest_round
+            with_batches = (rank for rank, trainer in sorted(run.trainers.items()) if not trainer.is_done)
+            participants = tuple(rank for rank in with_batches if rank in run.membership.members) if round_ else ()
+            barrier = _find_ring_barrier(run.trainers, now, wall)
+        return Activity(
+            run=run.name,
+            attempt=run.attempt,
+            mode=run.mode,
+            at=wall,
+            round=round_,
+            participants=participants,
+            rounds_per_second=last.rounds_per_second if last else None,
+            steps_per_second=last.steps_per_second if last else None,
+            rates=Rates(
+                at=tuple(round(sample.wall, 3) for sample in self.samples),
+                rounds_per_second=tuple(_round_rate(sample.rounds_per_second) for sample in self.samples),
+                steps_per_second=tuple(_round_rate(sample.steps_per_second) for sample in self.samples),
+            ),
+            barrier=barrier if run.state == "training" else None,
+            pservers=tuple(_describe_pserver(index, self.pservers[index]) for index in newest),
+            trainers=self._describe_trainers(run, list(newest.values()), participants, now),
+            staleness=_add_staleness(list(newest.values())),
+        )
+
+    def _describe_trainers(
+        self, run: Run, newest: Sequence[PserverReport], participants: Sequence[Rank], now: float
+    ) -> tuple[TrainerActivity, ...]:
+        is_async = run.settings.consistency.is_async
+        steps = {rank: trainer.round for rank, trainer in sorted(run.trainers.items())}
+        for report in newest:  # a pserver may know a step before the trainer's next heartbeat
+            for rank, clock in report.load.clocks.items():
+                steps[rank] = max(steps.get(rank, 0), clock)
+        fastest = max(steps.values(), default=0)
+        found = []
+        for rank, number in steps.items():
+            reported = self.trainers.get(rank)
+            speed = None  # also for a silent trainer
+            if reported and run.state == "training" and reported[-1][0] > now - WINDOW_SECONDS:
+                speed = rate(reported[0][1], reported[-1][1], reported[0][0], reported[-1][0])
+            found.append(
+                TrainerActivity(
+                    rank=rank,
+                    steps=number,
+                    steps_per_second=speed,
+                    has_contributed=bool(speed) if is_async else rank in participants,
+                    steps_behind=fastest - number if is_async else None,
+                )
+            )
+        return tuple(found)
 
 
 def rate(before: float, after: float, since: float, until: float) -> float | None:
@@ -107,70 +227,66 @@ def rate(before: float, after: float, since: float, until: float) -> float | Non
     return max(after - before, 0.0) / (until - since) if until > since else None
 
 
-MAX_POINTS = 1000  # of one curve; beyond it every second point is dropped
-MAX_CURVES = 1000
-MAX_ANSWERED = 100_000  # points in one answer, which takes about 0.1 s to encode
+def _round_rate(rate_: float | None) -> float | None:
+    """Round a rate to three decimals, since an answer contains hundreds."""
+    return None if rate_ is None else round(rate_, 3)
 
 
-class Curve(BaseModel):
-    """The points of one result of one trainer, in columns. A value that JSON cannot express is null."""
-
-    round: list[Round]
-    at: list[float]  # seconds since 1970
-    value: list[float | None]
-
-
-class CurveList(BaseModel):
-    """The curves of the newest run, by name and rank."""
-
-    run: str
-    curves: dict[str, ByOrdinal[Curve]]
-
-
-class Curves:
-    """The curves of the newest run: one for each trainer and result."""
-
-    def __init__(self) -> None:
-        self._run = ""
-        self._points: dict[tuple[str, Rank], list[tuple[Round, float, float]]] = {}
-
-    def add(self, run: str, rank: Rank, round_: Round, results: Mapping[str, float]) -> None:
-        """Add the results of a heartbeat."""
-        if run != self._run:
-            self._run = run
-            self._points.clear()
-        for name, value in results.items():
-            points = self._points.get((name, rank))
-            if points is None:
-                if len(self._points) >= MAX_CURVES:
-                    continue
-                points = self._points[name, rank] = []
-            if points and points[-1][0] >= round_:
-                if points[-1][0] == round_:
-                    continue
-                del points[_first_after(points, round_) :]  # a rollback
-            points.append((round_, time.time(), value))
-            if len(points) > MAX_POINTS:
-                del points[1:-1:2]
-
-    def describe(self, max_points: int = MAX_POINTS) -> dict[str, Any]:
-        """Return the curves by name and rank, evenly thinned out to at most `max_points` points.
-
-        With many curves each has fewer points, so that the answer has at most `MAX_ANSWERED`.
-        """
-        max_points = min(max_points, MAX_ANSWERED // max(1, len(self._points)))
-        curves: dict[str, dict[Rank, dict[str, list[float]]]] = {}
-        for (name, rank), points in sorted(self._points.items()):
-            rounds, times, values = zip(*_thin_out(points, max_points), strict=True)
-            curves.setdefault(name, {})[rank] = {"round": list(rounds), "at": list(times), "value": list(values)}
-        return {"run": self._run, "curves": curves}
+def _find_barrier(newest: Mapping[PserverIndex, PserverReport]) -> Barrier | None:
+    """Return the incomplete barrier with the longest wait."""
+    waiting = {index: report for index, report in newest.items() if report.heartbeat.missing}
+    if not waiting:
+        return None
+    index = max(waiting, key=lambda i: waiting[i].heartbeat.waiting_seconds)
+    heartbeat = waiting[index].heartbeat
+    return Barrier(
+        pserver=index,
+        round=heartbeat.round + 1,
+        arrived=waiting[index].load.batch_barriers,
+        missing=heartbeat.missing,
+        waiting_since=waiting[index].wall - heartbeat.waiting_seconds,
+    )
 
 
-def _thin_out(points: list[tuple[Round, float, float]], most: int) -> list[tuple[Round, float, float]]:
-    if len(points) <= most:
-        return points
-    return [points[i * (len(points) - 1) // (most - 1)] for i in range(most)]
+def _find_ring_barrier(trainers: Mapping[Rank, TrainerMember], now: float, wall: float) -> Barrier | None:
+    """Return the barrier of a ring, without trainers that are done or silent."""
+    here = {rank: t for rank, t in sorted(trainers.items()) if t.is_here and not t.is_done}
+    waiting = {rank: t for rank, t in here.items() if t.waiting_seconds and now - t.seen_at < LATE_SECONDS}
+    if not waiting:
+        return None
+    round_ = 1 + max(trainer.round for trainer in waiting.values())
+    missing = tuple(rank for rank, t in here.items() if rank not in waiting and t.round < round_)
+    waited = max(trainer.waiting_seconds + now - trainer.seen_at for trainer in waiting.values())
+    if not missing:
+        return None
+    return Barrier(pserver=None, round=round_, arrived=tuple(waiting), missing=missing, waiting_since=wall - waited)
 
 
-def _first_after(points: list[tuple[Round, float, float]], round_: Round) -> int:
-    return next((i for i, (there, _, _) in enumerate(points) if there >= round_), len(points))
+def _describe_pserver(index: PserverIndex, reports: Sequence[PserverReport]) -> PserverActivity:
+    first, last = reports[0], reports[-1]
+    a, b = first.load, last.load
+    return PserverActivity(
+        index=index,
+        round=last.heartbeat.round,
+        num_blocks=b.num_blocks,
+        shard_bytes=b.shard_bytes,
+        num_queued=b.num_queued,
+        pushed_bytes=b.pushed_bytes,
+        pulled_bytes=b.pulled_bytes,
+        pushed_bytes_per_second=rate(a.pushed_bytes, b.pushed_bytes, first.at, last.at),
+        pulled_bytes_per_second=rate(a.pulled_bytes, b.pulled_bytes, first.at, last.at),
+        apply_seconds=_mean(b.apply_seconds - a.apply_seconds, b.num_applies - a.num_applies),
+        wait_seconds=_mean(b.wait_seconds - a.wait_seconds, b.num_waits - a.num_waits),
+    )
+
+
+def _mean(total: float, number: int) -> float | None:
+    return total / number if number else None
+
+
+def _add_staleness(newest: Sequence[PserverReport]) -> tuple[tuple[float | None, int], ...]:
+    counts: dict[float | None, int] = {}
+    for report in newest:
+        for bound, number in report.load.staleness:
+            counts[bound] = counts.get(bound, 0) + number
+    return tuple(counts.items()) if any(counts.values()) else ()

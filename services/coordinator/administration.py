@@ -146,8 +146,7 @@ class Administration:
 
     async def _make_checkpoint(self, run: Run) -> CheckpointCreated:
         coordinator, cluster, attempt = self._coordinator, self._coordinator.cluster, run.attempt
-        if run.state != "training":
-            raise cluster.not_training_error()
+        cluster.require_training()
         if not cluster.registry.is_complete:
             raise NotReady("a checkpoint needs every pserver", waiting_for=cluster.waiting_for)
         schedule = coordinator.schedule
@@ -169,8 +168,9 @@ class Administration:
             await coordinator.wait_until(has_ended, CHECKPOINT_SECONDS)
         finally:
             schedule.withdraw_request()
-        if cluster.run is not run or run.state != "training":
-            raise cluster.not_training_error()
+        if cluster.run is not run:
+            raise NotReady("another run has begun", waiting_for="a new request")
+        cluster.require_training()
         if run.attempt != attempt:
             raise TryAgain(f"the run was rolled back to round {run.resume or 0} meanwhile")
         if newest() < round_:
@@ -264,9 +264,7 @@ class Administration:
 
     def _training(self) -> Run:
         cluster = self._coordinator.cluster
-        cluster.require_pservers()
-        if cluster.run.state != "training":
-            raise cluster.not_training_error()
+        cluster.require_training()
         return cluster.run
 
     def _find_checkpoint(self, round_: Round) -> None:

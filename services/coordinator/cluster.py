@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ps_protocol.errors import (
     BadInput,
@@ -16,7 +15,7 @@ from ps_protocol.errors import (
     TrainerLost,
     error_from_problem,
 )
-from ps_protocol.membership import HeldRun, InstallMembers, InstallRun, Membership, PserverRegistered, RegisterPserver
+from ps_protocol.membership import Membership, PserverRegistered, RegisterPserver
 from ps_protocol.messages import (
     JoinTrainer,
     Leave,
@@ -28,45 +27,25 @@ from ps_protocol.messages import (
     TrainerHeartbeatReply,
     TrainerJoined,
 )
-from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, NonfinitePolicy, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 
-from .joining import check_expectations
 from .model import check_same_tensors
 from .pservers import PserverRegistry
+from .resumption import Resumption, undo_resumption
 from .run import LostRounds, Run
-from .run_settings import RunSettings
-from .trainers import name_ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """The way back from a resumed run to the recorded one, in case processes of the recorded run still live.
-
-    They may report up to the time `until`, when their leases end. `had_trainers` is whether any of them were trainers.
-    """
-
-    was_over: bool
-    had_trainers: bool
-    until: float
-    undo: Callable[[float], None]
+from .settings import CoordinatorSettings
+from .status import describe_notice
+from .trainers import check_expectations, join_run, name_ranks
 
 
 class Cluster:
     """The membership of the cluster. The coordinator's loop installs its decisions on the pservers."""
 
-    def __init__(
-        self,
-        num_pservers: int,
-        settings: RunSettings,
-        *,
-        lease_seconds: float,
-        exit_when_done: bool,
-        name_run: Callable[[], str],
-    ) -> None:
-        self.registry = PserverRegistry(num_pservers, lease_seconds)
-        self.lease_seconds = lease_seconds
-        self.exit_when_done = exit_when_done
+    def __init__(self, settings: CoordinatorSettings, name_run: Callable[[], str]) -> None:
+        self.registry = PserverRegistry(settings.wanted_pservers, settings.lease_seconds)
+        self.lease_seconds = settings.lease_seconds
+        self.exit_when_done = settings.exit_when_done
         self._settings = settings
         self._name_run = name_run
         self.trainer_incarnations: dict[Rank, Incarnation] = {}
@@ -77,7 +56,7 @@ class Cluster:
         self.installed_members: dict[Rank, Incarnation] = {}  # the members that every pserver has installed
         self.beginning: Manifest | None = None  # of the next run, instead of initial values
         self.resumption: Resumption | None = None  # until processes of the run before have reported or expired
-        self._recorded_run = ""
+        self.recorded_run = ""  # the run whose summary has been taken, so that its pservers may exit
         self._incomplete_at = -math.inf  # when a pserver last did not serve the run
         self._asked_to_stop: set[PserverIndex] = set()
         self._stopped_pservers: set[PserverIndex] = set()
@@ -94,7 +73,7 @@ class Cluster:
         resumption = self.resumption
         if resumption is not None and not (is_trainer and resumption.was_over):
             self.resumption = None
-            resumption.undo(now)
+            undo_resumption(self, resumption, now)
 
     def _check_resumption(self, now: float) -> None:
         """Raise NotReady while processes from before the restart may still report, so that none loses its place."""
@@ -122,23 +101,11 @@ class Cluster:
         if run.plan is None or is_known or not self.serves_run:
             return answer
         run.number += 1  # all pservers must freeze and report their rounds
-        if not self._may_come_back(held):
-            run.fail(
-                Ended(
-                    f"pserver {answer.index} was restarted and lost its shard",
-                    code="pserver_lost",
-                    pserver=answer.index,
-                ),
-                now,
-            )
-        return answer
-
-    def _may_come_back(self, held: HeldRun | None) -> bool:
-        """Return whether a restarted pserver can restore its shard."""
-        run = self.run
-        assert run.plan is not None
         is_ours = held is not None and (held.run, held.plan) == (run.name, run.plan.digest)
-        return is_ours or bool(self._settings.checkpoint_interval(run.plan))
+        if not is_ours and not run.checkpoint_interval:
+            text = f"pserver {answer.index} was restarted and lost its shard"
+            run.fail(Ended(text, code="pserver_lost", pserver=answer.index), now)
+        return answer
 
     def pserver_heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverHeartbeatReply:
         """Renew a pserver's lease, and mark trainers as lost that its barrier has missed beyond the round time-out."""
@@ -153,12 +120,12 @@ class Cluster:
                 self.run.applied = max(self.run.applied, message.round)
             self.run.revive_stuck({rank for member in self.registry.members.values() for rank in member.missing})
             self._time_out(message.round + 1, message.missing, message.waiting_seconds, now)
-        stop = self.exit_when_done and self.run.is_deserted and self._recorded_run == self.run.name
+        stop = self.exit_when_done and self.run.is_deserted and self.recorded_run == self.run.name
         if stop:
             self._stop_pserver(index, message)
         return PserverHeartbeatReply(
             complete=tuple(self.complete_checkpoints) if self.knows_checkpoints and not self.is_completing else None,
-            notice=self.notice(),
+            notice=describe_notice(self),
             stop=stop,
             exit_code=self.exit_code,
         )
@@ -199,10 +166,6 @@ class Cluster:
         """True if the checkpoints of this attempt have been listed; until then `complete_checkpoints` is unknown."""
         return self.checkpoints_known_for == (self.run.name, self.run.attempt)
 
-    def forget_checkpoints_after(self, round_: Round) -> None:
-        """Drop checkpoints of rounds that a rollback discards."""
-        self.complete_checkpoints[:] = [complete for complete in self.complete_checkpoints if complete <= round_]
-
     # ------------------------------------------------------------------ trainers
 
     def join_trainer(self, request: JoinTrainer, now: float) -> TrainerJoined:
@@ -229,7 +192,7 @@ class Cluster:
             self._undo_resumption(now)
         self._check_resumption(now)
         self.resumption = None  # a new process takes part
-        trainer = self.run.join(request, now)
+        trainer = join_run(self.run, request, now)
         if self.run.num_trainers is None:
             raise NotReady(f"run {self.run.name} waits for its trainers", waiting_for=self.waiting_for)
         return TrainerJoined(
@@ -265,7 +228,7 @@ class Cluster:
             resume=run.resume or 0,
             uploader=run.uploader if run.resume is None else None,
             pservers=self.pserver_infos,
-            notice=self.notice(),
+            notice=describe_notice(self),
         )
 
     def _check_ring(self, message: TrainerHeartbeat, now: float) -> None:
@@ -351,47 +314,20 @@ class Cluster:
             text = "with strategy ring there are no pservers: the script itself holds values and writes checkpoints"
             raise Conflict(text, code="no_pservers", expected="strategy ps", actual="strategy ring")
 
+    def require_training(self) -> None:
+        """Raise NotReady unless the run trains, and what `require_pservers` raises."""
+        self.require_pservers()
+        if self.run.state != "training":
+            waits = self.waiting_for
+            detail = f"no run is training; the cluster waits for {', '.join(waits)}" if waits else "no run is training"
+            raise NotReady(detail, waiting_for=waits or "a run")
+
     @property
     def rounds(self) -> list[Round]:
         """The round of each pserver; with strategy ring the newest round of the trainers."""
         if self._settings.consistency.is_ring:
             return [self.run.newest_round]
         return [member.round for member in self.registry.members.values()]
-
-    def prospects(self, now: float) -> list[tuple[str, float]]:
-        """Return each lost member that is awaited, in words, and the seconds until the run fails without it."""
-        if self.run.state != "training":
-            return []
-        limit = self._settings.rejoin_timeout_seconds
-        lost = [m for _, m in sorted(self.registry.lost.items())]
-        gone = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in lost]
-        gone += [(trainer.why, trainer.gone_at) for trainer in self.run.awaited]
-        patience = self._settings.round_timeout_seconds  # after which it counts as lost
-        gone += [
-            (f"trainer {trainer.rank} joined and has not declared its model", trainer.joined_at + patience)
-            for trainer in self.run.undeclared
-        ]
-        return [(text, max(0.0, limit - (now - since))) for text, since in gone]
-
-    def notice(self) -> str:
-        """Return the pause and the lost members in one line, which changes only when they do."""
-        texts = [text for text, _ in self.prospects(0.0)]
-        limit = self._settings.rejoin_timeout_seconds
-        lost = f"{'; '.join(texts)}: the run fails unless it comes back within {limit:g} s" if texts else ""
-        return "; ".join(filter(None, (self.pause, lost)))
-
-    def not_training_error(self) -> NotReady:
-        """Return the error for requests that need a run in training."""
-        waits = self.waiting_for
-        detail = f"no run is training; the cluster waits for {', '.join(waits)}" if waits else "no run is training"
-        return NotReady(detail, waiting_for=waits or "a run")
-
-    @property
-    def pause(self) -> str:
-        """The notice for trainers that wait while the run is paused; empty if it is not."""
-        if self.run.state != "training" or not self.run.membership.newest_controls.is_paused:
-            return ""
-        return "an administrator has paused the run; it goes on after POST /v1/controls/resume"
 
     def start_run_if_complete(self, now: float = 0.0) -> bool:
         """Make the plan once all members are present, and return whether it was made. It must then be installed."""
@@ -420,53 +356,6 @@ class Cluster:
         self.run_incarnations = {i: m.info.incarnation for i, m in self.registry.members.items()}
         return True
 
-    def installation(self, index: PserverIndex, number: int, restore: Round | None) -> InstallRun:
-        """Return the order to serve the run for pserver `index`, as part of change `number`.
-
-        `restore` is the round to restore; None: the pserver begins with initial values.
-        """
-        run = self.run
-        assert run.plan is not None
-        assert run.declaration is not None
-        settings = self._settings
-        # The coordinator detects late trainers. A pserver does so only while the coordinator is away.
-        patience = settings.round_timeout_seconds + settings.rejoin_timeout_seconds + self.lease_seconds
-        return InstallRun(
-            run=run.name,
-            attempt=run.attempt,
-            plan=run.plan.as_json,
-            incarnation=self.run_incarnations[index],
-            consistency=settings.consistency,
-            nonfinite=self._nonfinite,
-            max_grad_norm=run.declaration.max_grad_norm,
-            round_timeout_seconds=patience,
-            durability=settings.log_durability,
-            checkpoint_rounds=settings.checkpoint_interval(run.plan),
-            keep_checkpoints=settings.keep_checkpoints,
-            restore=restore,
-            began=run.began,
-            source=run.source,
-            uploader=run.uploader,
-            number=number,
-            **run.membership.to_fields(),
-        )
-
-    @property
-    def _nonfinite(self) -> NonfinitePolicy:
-        declaration = self.run.declaration
-        return (declaration and declaration.nonfinite) or self._settings.nonfinite
-
-    def members_message(self, number: int) -> InstallMembers:
-        """Return the membership as decided, or the run's failure, for all pservers."""
-        run = self.run
-        return InstallMembers(
-            run=run.name,
-            attempt=run.attempt,
-            number=number,
-            **run.membership.to_fields(),
-            failure=run.failure.to_problem() if run.failure else None,
-        )
-
     def finish_change(self, number: int = 0) -> None:
         """Note that every pserver has installed a change, and that the disk says that the run has begun."""
         run = self.run
@@ -490,7 +379,7 @@ class Cluster:
             pservers=pservers,
             uploader=run.uploader,
             start=run.membership.starts.get(rank, (run.resume or 0) + 1),
-            nonfinite=self._nonfinite,
+            nonfinite=run.nonfinite,
             rendezvous=run.declaration.rendezvous if run.declaration else None,
             max_grad_norm=run.declaration.max_grad_norm if run.declaration else None,
         )
@@ -520,7 +409,7 @@ class Cluster:
                 break
             age, limit = now - lost.seen_at, self._settings.rejoin_timeout_seconds
             text = f"pserver {lost.info.index} at {lost.info.address} was lost: no heartbeat for {age:.1f} s"
-            if not self._settings.checkpoint_interval(run.plan) and not lost.is_stopping:
+            if not run.checkpoint_interval and not lost.is_stopping:
                 text = f"{text} (lease {self.lease_seconds:g} s)"
             elif age > limit:
                 text = f"{text}, and it did not come back within the rejoin time-out of {limit:g} s"
@@ -538,12 +427,7 @@ class Cluster:
     def is_saving_result(self) -> bool:
         """True if the pservers are still writing the result, which another run would end."""
         run = self.run
-        has_checkpoints = run.plan is not None and self._settings.checkpoint_interval(run.plan) > 0
-        return run.state == "finished" and has_checkpoints and self._recorded_run != run.name
-
-    def finish_recording(self) -> None:
-        """Note that the summary of the run has been taken, so that its pservers may exit."""
-        self._recorded_run = self.run.name
+        return run.state == "finished" and run.checkpoint_interval > 0 and self.recorded_run != run.name
 
     @property
     def may_exit(self) -> bool:

@@ -12,33 +12,22 @@ import httpx
 
 from ps_protocol.errors import GradpostError, NotReady, StaleRound, StorageFailed, TryAgain
 from ps_protocol.messages import PlanReady, PserverState, RunSummary, ShardSummary
-from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import Incarnation, Rank, Round
-from services.runtime.checkpoints import Manifest, all_checkpoints, complete_checkpoints, read_manifest
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import open_checkpoint_storage
 
-from .activity import ActivityLog, Curves
+from .activity import ActivityLog
 from .audit import AuditLog
-from .checkpointing import CheckpointSchedule
+from .checkpoints import CheckpointSchedule, Manifests
 from .cluster import Cluster
 from .control import RESULT_SECONDS, call_pserver, want_checkpoint
+from .curves import Curves
 from .events import Events
-from .installer import Installer
-from .manifests import Manifests
-from .model import plan_model
 from .pservers import PserverMember
-from .record import (
-    ClusterRecord,
-    RecordFile,
-    RunRecord,
-    describe_cluster,
-    find_controls,
-    restore_cluster,
-    restore_incarnations,
-    resume_run,
-)
+from .reconcile import Reconciler
+from .record import RecordFile, describe_cluster
+from .resumption import restore_state
 from .run import Run
 from .settings import CoordinatorSettings
 
@@ -52,13 +41,7 @@ class Coordinator:
     """One cluster on one event loop. Handlers change `cluster` synchronously and then call `changed`."""
 
     def __init__(self, settings: CoordinatorSettings, http: httpx.AsyncClient) -> None:
-        self.cluster = Cluster(
-            settings.wanted_pservers,
-            settings,
-            lease_seconds=settings.lease_seconds,
-            exit_when_done=settings.exit_when_done,
-            name_run=lambda: secrets.token_hex(6),
-        )
+        self.cluster = Cluster(settings, name_run=lambda: secrets.token_hex(6))
         self.http = http
         self._settings = settings
         self._condition = asyncio.Condition()
@@ -69,12 +52,11 @@ class Coordinator:
         self.curves = Curves()
         self.activity = ActivityLog()
         self.audit = AuditLog(settings.state_dir)
-        self._installer = Installer(self.cluster, http, self.now, self.persist)
+        self._reconciler = Reconciler(self.cluster, http, self.now, self.persist)
         self._last_summary: RunSummary | None = None
         self._summed_up: tuple[str, float | None, Round] = "", None, 0  # run, start and round of the newest summary
         self._summed_up_at = 0.0  # when its first summary was made
         self._recording: asyncio.Task[None] | None = None
-        self._recorded: Run | None = None  # the run whose summary and last checkpoint were recorded
         self.place = open_checkpoint_storage(settings.checkpoints or str(settings.state_dir / "checkpoints"))
         self._manifests = Manifests(self.cluster, self.place, settings.keep_checkpoints)
         self.schedule = CheckpointSchedule(self.cluster, http, self.now)
@@ -108,91 +90,11 @@ class Coordinator:
             advice = "delete it to begin a new run, or to resume from the newest checkpoint"
             raise StorageFailed(f"{error}; {advice}") from error
         try:
+            await asyncio.to_thread(restore_state, self.cluster, record, self._settings, self.place, self.now())
             if self._settings.resume:
-                await self._resume(record)
                 await self.persist()  # so that another restart resumes the same run
-            elif record is not None:
-                await self._restore_record(record)
         except (OSError, TryAgain) as error:
             raise StorageFailed(str(error)) from error
-
-    async def _restore_record(self, record: ClusterRecord) -> None:
-        restore_cluster(self.cluster, record, self.now())
-        run, begins = self.cluster.run, record.beginning
-        if begins is not None:
-            manifest = await asyncio.to_thread(read_manifest, self.place, begins.run, begins.round)
-            if manifest is None:
-                raise StorageFailed(f"there is no checkpoint of round {begins.round} of run {begins.run} any more")
-            self.cluster.beginning = manifest.model_copy(update={"controls": find_controls(record, manifest)})
-        if run.plan is not None:
-            log.info("restored the run", run=run.name, state=run.state, attempt=run.attempt)
-
-    async def _resume(self, record: ClusterRecord | None) -> None:
-        """Resume the recorded run with new processes: from the pservers' disks, or from a checkpoint.
-
-        With another slice plan the disks are of no use, and the newest checkpoint is used. A run without a plan goes on
-        gathering.
-        """
-        run = None if record is None else record.run
-        if record is not None:
-            restore_incarnations(self.cluster, record)
-        if record is not None and run is not None and run.state == "gathering" and run.plan is None:
-            restore_cluster(self.cluster, record, self.now())
-        elif record is not None and run is not None and self._has_something_to_go_on_with(run):
-            beginning = await self._find_successor(record) if run.state == "failed" else None
-            resume_run(self.cluster, record, self.now(), beginning=beginning)
-            log.info("resuming", run=run.name, attempt=run.attempt)
-            return
-        manifest = await asyncio.to_thread(self._find_beginning, record)
-        if manifest is None:
-            log.warning("no run and no checkpoint to resume; a new run begins", place=self.place.url)
-            return
-        self.cluster.beginning = manifest
-        log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
-        controls = manifest.controls
-        if controls.is_paused or controls.rates or controls.frozen:
-            log.warning(
-                "the controls of an administrator stay in effect",
-                is_paused=controls.is_paused, rates=controls.rates, frozen=controls.frozen,
-            )  # fmt: skip
-
-    async def _find_successor(self, record: ClusterRecord) -> Manifest | None:
-        """Return the checkpoint for the next run, in case processes of the failed run are still alive."""
-        with contextlib.suppress(StorageFailed):
-            return await asyncio.to_thread(self._find_beginning, record)
-        return None
-
-    def _has_something_to_go_on_with(self, run: RunRecord) -> bool:
-        """Return whether the pservers' disks hold the run, or will."""
-        return (run.has_begun or run.state == "gathering") and self._is_cut_alike(run)
-
-    def _find_beginning(self, record: ClusterRecord | None) -> Manifest | None:
-        """Return the newest checkpoint of the recorded run, or of the run that it began with.
-
-        Checkpoints of other runs count only if the recorded run has not trained: the place may be shared with other
-        experiments. Raises StorageFailed if the run has trained and has no checkpoint.
-        """
-        run = None if record is None else record.run
-        names = [] if run is None else [run.name, run.source]
-        if record is not None and record.beginning is not None:
-            names.append(record.beginning.run)
-        for name in names:
-            for manifest in () if name is None else complete_checkpoints(self.place, name):
-                if record is not None and not (run is not None and run.has_undone(manifest)):
-                    return manifest.model_copy(update={"controls": find_controls(record, manifest)})
-        if run is not None and run.has_trained:
-            text = (
-                f"run {run.name} has no checkpoint in {self.place.url} that a run with other settings could begin with"
-            )
-            raise StorageFailed(f"{text}: resume it with the pservers and settings that it had")
-        return next(iter(all_checkpoints(self.place)), None)
-
-    def _is_cut_alike(self, run: RunRecord) -> bool:
-        """Return whether the settings lead to the slice plan of a recorded run."""
-        if run.plan is None or run.declaration is None:
-            return False
-        plan = plan_model(run.declaration, self._settings, self._settings.wanted_pservers)
-        return plan.digest == SlicePlan.from_json(run.plan).digest
 
     async def persist(self) -> None:
         """Persist the cluster's state.
@@ -265,7 +167,7 @@ class Coordinator:
             self._wake.clear()
             checked_at = self._log_losses(checked_at)
             self.cluster.start_run_if_complete(self.now())
-            if not await self._carry_out():
+            if not await self._reconciler.reconcile():
                 await asyncio.sleep(RETRY_SECONDS)
                 self._wake.set()
             elif members != self.cluster.installed_members:
@@ -274,7 +176,7 @@ class Coordinator:
             await self._notify_waiters()
             logged = self._log_news(logged)
             run = self.cluster.run
-            if run.is_deserted and self._recorded is not run and self._recording is None:
+            if run.is_deserted and self.cluster.recorded_run != run.name and self._recording is None:
                 self._recording = asyncio.create_task(self._record_run(), name="record the run")
             if self.cluster.may_exit:
                 stop.set()
@@ -285,24 +187,6 @@ class Coordinator:
             if not trainer.is_here and trainer.gone_at > after:
                 log.info(trainer.why, trainer=rank)
         return self.now()
-
-    async def _carry_out(self) -> bool:
-        """Persist the newest decision and install it on the pservers. Returns whether that succeeded.
-
-        A disk that stays full fails the run, which the pservers must learn without a persisted decision.
-        """
-        run = self.cluster.run
-        try:
-            await self.persist()
-        except StorageFailed as error:
-            run.fail(error, self.now())
-        except TryAgain:
-            if not run.is_over:
-                return False
-        try:
-            return await self._installer.reconcile()
-        except (TryAgain, StorageFailed):
-            return False
 
     def _log_news(self, logged: str) -> str:
         """Log the state of the run, or what it waits for, if that differs from `logged`. Returns the text."""
@@ -326,12 +210,11 @@ class Coordinator:
 
     async def _finish_run(self, run: Run) -> None:
         await self._take_summary()
-        if run.state == "finished" and run.plan is not None and run.settings.checkpoint_interval(run.plan):
+        if run.state == "finished" and run.checkpoint_interval:
             await self._save_result(run)
             await self._take_summary()  # again, in case the result lacks rounds and the run has failed
         if self.cluster.run is run:  # else the next run has begun
-            self._recorded = run
-            self.cluster.finish_recording()
+            self.cluster.recorded_run = run.name
 
     # ------------------------------------------------------------------ waiting
 
@@ -416,7 +299,8 @@ class Coordinator:
         """Return the summary of the run. Once it is over, its result is on the disk when this returns."""
         run = self.cluster.run
         if run.is_deserted:
-            await self.wait_until(lambda: self._recorded is run or self.cluster.run is not run, RESULT_SECONDS)
+            cluster = self.cluster
+            await self.wait_until(lambda: cluster.recorded_run == run.name or cluster.run is not run, RESULT_SECONDS)
         return await self._take_summary()
 
     async def _take_summary(self) -> RunSummary:

@@ -1,4 +1,4 @@
-"""The decision on the open rounds when members change. Pure.
+"""The decision when members change: the rounds that each trainer contributes to, or a rollback, with its reason. Pure.
 
     freeze ──every pserver reports its applied rounds and contributions──► decide ──► install
 
@@ -10,20 +10,15 @@ applied the round with it. Otherwise, as when a pserver that had it died too, th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ps_protocol.errors import Ended
 from ps_protocol.membership import FrozenRounds, Membership
-from ps_protocol.vocabulary import Incarnation, Rank, Round
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
+from .run import Decision, Run
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The attempt of a run, the round that it began with (None: initial values of `uploader`), and its membership."""
-
-    attempt: int
-    resume: Round | None
-    uploader: Rank
-    membership: Membership
+Ranges = list[tuple[Round, Round]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +31,96 @@ class Rollback:
     newest: Round
     reason: str = field(default="", compare=False, repr=False)
     is_asked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The reason why the run cannot be rolled back as an administrator requested."""
+
+    reason: str
+
+
+def decide_change(
+    run: Run,
+    targets: Mapping[Rank, Incarnation],
+    answers: Mapping[PserverIndex, tuple[Incarnation, FrozenRounds | None]],
+) -> Decision | Rollback:
+    """Return the next decision for a run, given the answers of all frozen pservers, or a rollback.
+
+    An answer is None if the pserver, in this incarnation, holds nothing that it could continue from by itself.
+    """
+    rounds = [answer for _, answer in answers.values() if answer is not None]
+    lowest = min((answer.applied for answer in rounds), default=0)
+    if run.rollback_to is not None:
+        newest = min(lowest, run.rollback_to)
+        return Rollback(newest, "an administrator requested it", is_asked=newest == run.rollback_to)
+    for index, (incarnation, answer) in answers.items():
+        if reason := _find_loss(run, targets, index, incarnation, answer):
+            return Rollback(lowest, f"pserver {index} {reason}")
+    rules = run.settings.consistency
+    decide_mode = decide_steps if rules.is_async else decide
+    take_over = {trainer.rank for trainer in run.trainers.values() if trainer.is_awaited}
+    outcome = decide_mode(run.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
+    if isinstance(outcome, Rollback):
+        return outcome
+    if run.wanted is not None:  # the pservers stand still, so it counts from the first round that none has applied
+        since = max(answer.applied for answer in rounds) + 1
+        outcome = outcome.with_controls(run.wanted.model_copy(update={"since": since}), first=lowest + 1)
+    return replace(run.decision, membership=outcome)
+
+
+def _find_loss(
+    run: Run,
+    targets: Mapping[Rank, Incarnation],
+    index: PserverIndex,
+    incarnation: Incarnation,
+    answer: FrozenRounds | None,
+) -> str:
+    """Return what a pserver lost that the run cannot continue without; an empty text: nothing."""
+    if answer is None:
+        return "holds nothing of the run"
+    if not answer.is_readable and targets.get(run.uploader) != run.membership.members.get(run.uploader):
+        return "does not have all initial values, and the trainer that uploads them is gone"
+    if run.settings.consistency.is_async:
+        return ""
+    if answer.is_short:
+        return f"has lost what it had logged after round {answer.applied}"
+    # The trainers that received the lost round may be gone, and do not report it.
+    if answer.applied < run.received:
+        return f"is at round {answer.applied}, and a trainer has received round {run.received}"
+    report = run.lost_rounds.get(index)
+    if report and report.incarnation == incarnation and answer.applied <= report.restored:
+        received = f"trainer {report.rank} has received round {report.received}"
+        return f"came back with round {answer.applied}, and {received}"
+    return ""
+
+
+def decide_rollback(
+    run: Run,
+    targets: Mapping[Rank, Incarnation],
+    wanted: Rollback,
+    round_: Round | None,
+    ranges: Mapping[PserverIndex, Ranges],
+) -> Decision | Refusal | Ended:
+    """Return the decision to begin the next attempt with `round_`, the newest that all pservers can restore.
+
+    Without such a round the run begins again with initial values, unless it has trained.
+    """
+    if wanted.is_asked and round_ != wanted.newest:
+        return Refusal(f"not every pserver can restore round {wanted.newest}, see the pservers' logs")
+    if wanted.is_asked and (obstacle := run.find_rollback_obstacle(wanted.newest)):
+        return Refusal(obstacle)
+    if round_ is None and (run.applied > 0 or run.has_trained or run.resume is not None):
+        empty = [index for index, one in ranges.items() if not one]
+        text = f"pservers {empty} have lost their shards" if empty else "no round can be restored by all pservers"
+        restorable = list(ranges.values())
+        return Ended(f"{text}; the pservers can restore {restorable}", code="pserver_lost", pserver=empty)
+    uploader = run.uploader if round_ is not None else min(targets, default=run.uploader)
+    # The newest controls stay in effect.
+    standing = run.membership.controls[-1:] if run.wanted is None else (run.wanted,)
+    since = 0 if run.wanted is None else (round_ or 0) + 1
+    controls = tuple(one.model_copy(update={"since": since}) for one in standing)
+    return Decision(run.attempt + 1, round_, uploader, Membership(dict(targets), controls=controls))
 
 
 def decide(

@@ -12,7 +12,7 @@ from ps_protocol.plan import SlicePlan, make_plan, make_ring_plan
 from ps_protocol.vocabulary import ParameterSpec, Rank
 from ps_protocol.wire_types import WireTypes
 
-from .run_settings import RunSettings
+from .settings import CoordinatorSettings
 
 # Settings that need pservers, and the value that has no effect without them.
 _OF_PSERVERS = {
@@ -21,7 +21,7 @@ _OF_PSERVERS = {
 }
 
 
-def plan_model(model: DeclareModel, settings: RunSettings, num_pservers: int) -> SlicePlan:
+def plan_model(model: DeclareModel, settings: CoordinatorSettings, num_pservers: int) -> SlicePlan:
     """Return the slice plan of a declared model. Raises BadModel or BadInput (`unsupported_optimizer`)."""
     parameters = [ParameterSpec(*fields) for fields in model.parameters]
     if settings.consistency.is_ring:

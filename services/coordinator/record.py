@@ -6,9 +6,8 @@ It does not contain what members report with every heartbeat, except the rounds 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field
 
@@ -19,16 +18,18 @@ from ps_protocol.messages import DeclareModel, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest, is_undone
-from services.runtime.logs import get_logger
 from services.runtime.storage import lock_folder, seal, unseal, write_file
 
-from .cluster import Cluster, Resumption
 from .pservers import PserverMember
 from .trainers import TrainerMember, TrainerState
 
-log = get_logger()
+if TYPE_CHECKING:
+    from .cluster import Cluster
+    from .run import Run
 
 FILE = "coordinator.json"
+
+RecordT = TypeVar("RecordT", bound=Message)
 
 
 class TrainerRecord(Message):
@@ -100,41 +101,24 @@ class ClusterRecord(Message):
 def describe_cluster(cluster: Cluster) -> ClusterRecord:
     """Return the record of the cluster."""
     members = {**cluster.registry.lost, **cluster.registry.members}
+    begins = cluster.beginning
     return ClusterRecord(
         trainer_incarnations=cluster.trainer_incarnations,
         pserver_incarnations=cluster.registry.incarnations,
         run_incarnations=cluster.run_incarnations,
-        pservers=tuple(
-            PserverRecord(info=m.info, instance=m.instance, restored=m.restored) for _, m in sorted(members.items())
-        ),
-        beginning=None if (found := cluster.beginning) is None else _describe_beginning(found),
-        run=_describe_run(cluster),
+        pservers=tuple(_record(PserverRecord, member) for _, member in sorted(members.items())),
+        beginning=begins and _record(Beginning, begins),
+        run=_describe_run(cluster.run) if cluster.run.trainers else None,
     )
 
 
-def _describe_beginning(manifest: Manifest) -> Beginning:
-    return Beginning(run=manifest.run, round=manifest.round, controls=manifest.controls)
-
-
-def find_controls(record: ClusterRecord, manifest: Manifest) -> Controls:
-    """Return the controls of a run that begins with this checkpoint."""
-    if record.run is not None and record.run.membership.controls:
-        return record.run.membership.newest_controls
-    begins = record.beginning
-    return manifest.controls if begins is None or begins.controls is None else begins.controls
-
-
-def _describe_run(cluster: Cluster) -> RunRecord | None:
-    run = cluster.run
-    if not run.trainers:
-        return None
+def _describe_run(run: Run) -> RunRecord:
     decision = run.decision
     # The lowest rank declares the rendezvous.
     declared = (t.declaration for _, t in sorted(run.trainers.items()) if t.declaration is not None)
-    return RunRecord(
-        name=run.name,
-        state=run.state,
-        num_trainers=run.num_trainers,
+    return _record(
+        RunRecord,
+        run,
         failure=run.failure.to_problem() if run.failure else None,
         plan=None if run.plan is None else run.plan.as_json,
         declaration=run.declaration or next(declared, None),
@@ -142,86 +126,24 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
         attempt=decision.attempt,
         resume=decision.resume,
         began={**run.began, decision.attempt: decision.resume} if decision.attempt else {},
-        source=run.source,
-        has_begun=run.has_begun,
-        has_trained=run.has_trained,
-        number=run.number,
         **decision.membership.to_fields(),
         trainers=tuple(
-            TrainerRecord(
-                rank=t.rank,
-                incarnation=t.incarnation,
-                instance=t.instance,
-                metrics_address=t.metrics_address,
-                state=t.state,
-                declared=t.declaration is not None,
-                why=t.why,
-                is_awaited=t.is_awaited,
-                is_resumed=t.is_resumed,
-                round=t.round if t.state == "done" else 0,
-            )
+            _record(TrainerRecord, t, declared=t.declaration is not None, round=t.round if t.state == "done" else 0)
             for _, t in sorted(run.trainers.items())
         ),
     )
+
+
+def _record(kind: type[RecordT], source: object, **changed: Any) -> RecordT:
+    """Return a record with the attributes of the same names, except for those in `changed`."""
+    same = {name: getattr(source, name) for name in kind.model_fields if name not in changed}
+    return kind(**same, **changed)
 
 
 def restore_incarnations(cluster: Cluster, record: ClusterRecord) -> None:
     """Restore the counters, so that every later process gets a higher incarnation."""
     cluster.trainer_incarnations.update(record.trainer_incarnations)
     cluster.registry.incarnations.update(record.pserver_incarnations)
-
-
-def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning: Manifest | None = None) -> None:
-    """Resume the recorded run, whatever its end was. Its trainers must be started again.
-
-    If processes of that run report, only the coordinator was restarted, and the recorded state is restored. If that
-    run had failed, `beginning` is the checkpoint that the next run begins with.
-    """
-    assert record.run is not None
-    saved = record.run
-    restore_cluster(cluster, record, now)
-    run = cluster.run
-    if run.state != "gathering":
-        run.state, run.source = "training", None
-    run.failure, run.ended_at = None, None
-    members = dict(run.membership.members)
-    for rank, trainer in list(run.trainers.items()):
-        if run.num_trainers is None or rank < run.num_trainers:
-            trainer.lose("lost", f"trainer {rank} must be started again", now, is_awaited=True)
-            trainer.is_resumed = True
-            # A trainer that was done is a member again, so that the first trainer to return does not continue alone.
-            # In asynchronous modes its start follows from the pservers' state instead.
-            if not run.settings.consistency.is_async:
-                members.setdefault(rank, trainer.incarnation)
-        else:
-            del run.trainers[rank]
-    run.membership = replace(run.membership, members=members)
-
-    def undo(now: float) -> None:
-        members = dict(run.membership.members)
-        for recorded in saved.trainers:
-            if recorded.rank in run.trainers and run.trainers[recorded.rank].is_resumed:
-                run.trainers[recorded.rank] = _restore_trainer(recorded, saved, now)
-                if recorded.rank not in saved.membership.members:
-                    members.pop(recorded.rank, None)
-        run.membership = replace(run.membership, members=members)
-        if was_over:
-            run.state, run.ended_at = saved.state, now
-            run.failure = None if saved.failure is None else error_from_problem(saved.failure)
-        run.number += 1
-        log.warning("not resumed: processes of the run before are still alive", run=run.name, state=run.state)
-        if run.state != "failed":
-            return
-        cluster.beginning = beginning
-        if beginning is not None:
-            log.warning("the next run begins with a checkpoint of the failed run", round=beginning.round)
-        else:
-            advice = "to continue it, stop its pservers too and start all processes again"
-            log.error(f"the failed run has no checkpoint, so the next run begins with initial values; {advice}")
-
-    was_over = saved.state in ("finished", "failed")
-    had_trainers = any(trainer.state in ("joined", "declared") for trainer in saved.trainers)
-    cluster.resumption = Resumption(was_over, had_trainers, now + cluster.lease_seconds, undo)
 
 
 def restore_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
@@ -234,11 +156,10 @@ def restore_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None
                 pserver.info, pserver.instance, now, restored=pserver.restored, here_since=now, is_restored=True
             )
     if record.run is not None:
-        _restore_run(cluster, record.run, now)
+        _restore_run(cluster.run, record.run, now)
 
 
-def _restore_run(cluster: Cluster, record: RunRecord, now: float) -> None:
-    run = cluster.run
+def _restore_run(run: Run, record: RunRecord, now: float) -> None:
     run.name, run.state = record.name, record.state
     if record.num_trainers is not None:  # of a run that goes on with other settings it is as near as they allow
         fewest, most = run.sizes
@@ -247,29 +168,26 @@ def _restore_run(cluster: Cluster, record: RunRecord, now: float) -> None:
     if record.plan is not None:
         run.plan, run.declaration, run.uploader = SlicePlan.from_json(record.plan), record.declaration, record.uploader
         run.started_at = now
-    run.attempt, run.resume, run.source, run.number = record.attempt, record.resume, record.source, record.number + 1
+    for name in ("attempt", "resume", "source", "has_begun", "has_trained", "membership"):
+        setattr(run, name, getattr(record, name))
+    run.number = record.number + 1
     run.began = dict(record.began) or ({record.attempt: record.resume} if record.attempt else {})
-    run.has_begun, run.has_trained = record.has_begun, record.has_trained
-    run.membership = record.membership
     run.ended_at = now if run.is_over else None
     for trainer in record.trainers:
-        run.trainers[trainer.rank] = _restore_trainer(trainer, record, now)
+        run.trainers[trainer.rank] = restore_trainer(trainer, record, now)
 
 
-def _restore_trainer(t: TrainerRecord, record: RunRecord, now: float) -> TrainerMember:
-    return TrainerMember(
-        t.rank, t.incarnation, t.instance, now, t.metrics_address, t.state,
-        declaration=_declaration_of(t, record), joined_at=now, round=t.round, gone_at=now, why=t.why,
-        is_awaited=t.is_awaited, is_resumed=t.is_resumed,
-    )  # fmt: skip
+def restore_trainer(t: TrainerRecord, record: RunRecord, now: float) -> TrainerMember:
+    """Return a recorded trainer, whose lease begins now.
 
-
-def _declaration_of(trainer: TrainerRecord, record: RunRecord) -> DeclareModel | None:
-    """Return a trainer's declaration, which differs from the recorded one in the incarnation and rendezvous alone."""
-    if record.declaration is None or not trainer.declared:
-        return None
-    own = record.declaration.rendezvous if trainer.rank == 0 else None
-    return record.declaration.model_copy(update={"incarnation": trainer.incarnation, "rendezvous": own})
+    Declarations of one run differ in the incarnation and the rendezvous alone.
+    """
+    declaration = None
+    if record.declaration is not None and t.declared:
+        own = record.declaration.rendezvous if t.rank == 0 else None
+        declaration = record.declaration.model_copy(update={"incarnation": t.incarnation, "rendezvous": own})
+    same = t.model_dump(exclude={"declared"})
+    return TrainerMember(**same, seen_at=now, joined_at=now, gone_at=now, declaration=declaration)
 
 
 class RecordFile:

@@ -24,15 +24,23 @@ from ps_protocol.errors import (
     TrainerLost,
 )
 from ps_protocol.membership import Controls, Membership
-from ps_protocol.messages import DeclareModel, JoinTrainer, Leave, RunState, TrainerHeartbeat
+from ps_protocol.messages import DeclareModel, Leave, RunState, TrainerHeartbeat
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import Incarnation, Mode, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import Incarnation, Mode, NonfinitePolicy, PserverIndex, Rank, Round
 
-from .decision import Decision
-from .joining import check_expectations, choose_rank, end_last_call, fix_num_trainers
 from .model import check_same_model, plan_model
-from .run_settings import RunSettings
-from .trainers import EVICTED, TrainerMember, name_ranks
+from .settings import CoordinatorSettings
+from .trainers import EVICTED, TrainerMember, end_last_call, name_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The attempt of a run, the round that it began with (None: initial values of `uploader`), and its membership."""
+
+    attempt: int
+    resume: Round | None
+    uploader: Rank
+    membership: Membership
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ class LostRounds:
 class Run:
     """The trainers and the state of one run. Every change that pservers must receive raises `number`."""
 
-    def __init__(self, name: str, settings: RunSettings, incarnations: dict[Rank, Incarnation]) -> None:
+    def __init__(self, name: str, settings: CoordinatorSettings, incarnations: dict[Rank, Incarnation]) -> None:
         self.name = name
         self.settings = settings
         self.state: RunState = "gathering"
@@ -84,6 +92,16 @@ class Run:
     def mode(self) -> Mode:
         """The mode, which is fixed for the run."""
         return self.settings.consistency.mode
+
+    @property
+    def checkpoint_interval(self) -> Round:
+        """The rounds between checkpoints; 0 without checkpoints, or without a plan."""
+        return 0 if self.plan is None else self.settings.checkpoint_interval(self.plan)
+
+    @property
+    def nonfinite(self) -> NonfinitePolicy:
+        """The policy for gradients with NaN or infinity: that of the trainers, or of the settings."""
+        return (self.declaration and self.declaration.nonfinite) or self.settings.nonfinite
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -179,32 +197,6 @@ class Run:
         self.uploader, self.membership = decision.uploader, decision.membership
 
     # ------------------------------------------------------------------ joining
-
-    def join(self, request: JoinTrainer, now: float) -> TrainerMember:
-        """Return the member for a process: a new one, or the same again if its request is repeated.
-
-        Once the run has begun, only ranks of lost trainers are free. Raises Conflict, NotReady without a free rank, and
-        what `check_expectations` raises.
-        """
-        check_expectations(self, request)
-        for trainer in self.trainers.values():
-            if trainer.instance == request.instance and trainer.is_here:
-                trainer.seen_at = now
-                return trainer
-        if self.num_trainers is None and request.world_size is not None:
-            fix_num_trainers(self, request.world_size)
-        rank = choose_rank(self, request.rank)
-        before = self.trainers.get(rank)
-        trainer = TrainerMember(
-            rank, self.next_incarnation(rank), request.instance, now, request.metrics_address, joined_at=now
-        )
-        if before is not None:
-            trainer.round, trainer.is_awaited = before.round, before.is_awaited
-        trainer.has_chosen = request.rank is not None
-        self.trainers[rank] = trainer
-        self.number += 1
-        end_last_call(self, now)
-        return trainer
 
     def next_incarnation(self, rank: Rank) -> Incarnation:
         """Return the incarnation of the next process of a rank."""

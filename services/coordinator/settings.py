@@ -1,14 +1,43 @@
-"""Settings of the coordinator."""
+"""Settings of the coordinator, which are those of its runs as well."""
 
 from __future__ import annotations
 
-from typing import Self
+from dataclasses import fields
+from functools import cached_property
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, declare_setting
+from ps_protocol.errors import BadModel
+from ps_protocol.placement import DEFAULT_MIN_BLOCK_SIZE
+from ps_protocol.plan import DEFAULT_PLACEMENT, SlicePlan
+from ps_protocol.vocabulary import (
+    WINDOW,
+    Block,
+    Durability,
+    LossPolicy,
+    Mode,
+    NonfinitePolicy,
+    Placement,
+    Round,
+    Strategy,
+)
+from ps_protocol.wire_types import DEFAULT_TOPK, PullType, PushType, WireTypes
 from services.runtime.settings import ServiceSettings
 
-from .run_settings import RunSettings
+MASTER_BYTES = 4  # of an element, float32
+RECORD_BYTES = 1024  # of a round in the log, beside its gradient
+LOG_SHARDS = 4  # between two checkpoints, by default
+MIN_LOG_BYTES = 1024 * 1024  # a checkpoint takes some milliseconds, however small the shard
+CONTRIBUTIONS = 1000  # between checkpoints in asynchronous modes, if nothing is logged
+
+_DEFAULTS = {field.name: field.default for field in fields(Consistency)}
+
+
+def _declared(name: str) -> Any:
+    return declare_setting(name, default=_DEFAULTS[name])
+
 
 _OF_PSERVERS = {  # settings that need pservers
     *("num_pservers", "min_block_size", "placement", "slice_parameters", "push_type", "pull_type", "topk"),
@@ -18,8 +47,93 @@ _OF_PSERVERS = {  # settings that need pservers
 _WITHOUT = {"on_trainer_loss": "fail", "durability": "none"}  # their values without pservers
 
 
-class CoordinatorSettings(RunSettings, ServiceSettings):
-    """Settings of the coordinator."""
+class CoordinatorSettings(ServiceSettings, frozen=True):
+    """The settings that every run of a coordinator starts with; its trainers may override those of the plan."""
+
+    num_trainers: int = Field(default=1, ge=1, description="number of trainers of a complete cluster")
+    max_trainers: int | None = Field(
+        default=None,
+        ge=1,
+        description="the most trainers of a run, which accepts any number from `num_trainers`; none: exactly "
+        "`num_trainers`",
+    )
+    last_call_seconds: float = Field(
+        default=5.0,
+        ge=0,
+        description="with `max_trainers`: a run with enough trainers begins when none has joined for so long, or at "
+        "once if a trainer has `WORLD_SIZE`",
+    )
+    strategy: Strategy = _declared("strategy")
+    mode: Mode = _declared("mode")
+    max_delay: int = _declared("max_delay")
+    max_staleness: int | None = _declared("max_staleness")
+    wait_for_apply: bool = _declared("wait_for_apply")
+    read_consistency: ReadConsistency = _declared("read_consistency")
+    max_queued: int = _declared("max_queued")
+    compensation: Compensation = _declared("compensation")
+    dc_lambda: float = _declared("dc_lambda")
+    min_block_size: int = Field(
+        default=DEFAULT_MIN_BLOCK_SIZE, ge=1, description="a parameter is cut into at most ceil(elements / this) blocks"
+    )
+    placement: Placement = Field(default=DEFAULT_PLACEMENT, description="how blocks are placed on pservers")
+    slice_parameters: bool = Field(default=True, description="false: each parameter stays whole on one pserver")
+    nonfinite: NonfinitePolicy = Field(
+        default="reject",
+        description="a gradient with NaN or infinity: `reject` it, `skip_round` on all pservers alike "
+        "(synchronous mode; what a `torch.amp.GradScaler` needs), or `allow` it",
+    )
+    push_type: PushType = Field(
+        default="float32",
+        description="type of the gradients of float32 parameters on the wire: `float32`, `bfloat16`, `float16`, `int8` "
+        "(groups of 256 share a scale) or `topk` (the largest of each block); trainers push the error "
+        "of the last two later",
+    )
+    pull_type: PullType = Field(
+        default="float32",
+        description="type of float32 parameters on the wire to trainers: `float32`, `bfloat16`, `float16` or `int8` "
+        "(synchronous mode without `max_delay`: the delta to the round before, in groups of 256 that share a "
+        "scale); pservers hold float32, and send the error of the last one later",
+    )
+    topk: float = Field(default=DEFAULT_TOPK, gt=0, le=1, description="share of a block's elements that `topk` pushes")
+    round_timeout_seconds: float = Field(
+        default=300.0, gt=0, description="how long trainers wait for one that is alive and does not progress"
+    )
+    on_trainer_loss: LossPolicy = Field(
+        default="wait",
+        description="if a trainer is lost: `wait` for its next process, `continue` without it, or `fail`. "
+        "`gradpost up` without `--max-restarts` sets `fail`",
+    )
+    min_trainers: int = Field(
+        default=1,
+        ge=1,
+        description="with `continue`: with fewer trainers the run waits for the lost ones",
+    )
+    rejoin_timeout_seconds: float = Field(
+        default=300.0, gt=0, description="how long the run waits for a lost trainer or pserver"
+    )
+    durability: Durability | None = Field(
+        default=None,
+        description="what a pserver writes before a round counts: `none`; `log`, which survives the process; `fsync`, "
+        "which survives the machine. None given: `log`, in the asynchronous modes `none`",
+    )
+    checkpoint_rounds: int | None = Field(
+        default=None,
+        ge=1,
+        description="rounds, in the asynchronous modes contributions, from one checkpoint to the next, if the disks "
+        "are fast enough; with a log at most as many as `max_log_bytes` allows. Without either there are none, in the "
+        "asynchronous modes one every 1,000",
+    )
+    max_log_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="size of a pserver's log at which the next checkpoint is due; none: four shards, and 1 MiB at "
+        "least",
+    )
+    keep_checkpoints: int = Field(
+        default=2,
+        ge=1,
+        description="number of complete checkpoints that are kept; a pserver's log reaches back over as many",
+    )
 
     port: int = Field(default=7070, ge=0, le=65535, description="port to listen on; 0: a free one")
     num_pservers: int = Field(default=1, ge=1, description="number of pservers of a complete cluster")
@@ -27,6 +141,51 @@ class CoordinatorSettings(RunSettings, ServiceSettings):
         default=False,
         description="resume the run in `state_dir`, or else the newest checkpoint, with new processes",
     )
+
+    @cached_property
+    def consistency(self) -> Consistency:
+        """The mode and its bounds. Raises BadModel for a setting that could have no effect in it."""
+        return Consistency(**{name: getattr(self, name) for name in _DEFAULTS})
+
+    @property
+    def loss_policy(self) -> LossPolicy:
+        """The policy for lost trainers, without which a ring cannot continue."""
+        return "fail" if self.consistency.is_ring else self.on_trainer_loss
+
+    @property
+    def log_durability(self) -> Durability:
+        """The durability, with the default of the mode."""
+        has_log = not (self.consistency.is_async or self.consistency.is_ring)
+        return self.durability or ("log" if has_log else "none")
+
+    def checkpoint_interval(self, plan: SlicePlan) -> Round:
+        """Rounds between checkpoints, in asynchronous modes contributions, the same on every pserver; 0 for none.
+
+        Each logs every block once, so that a number of them keeps the log of the largest shard within
+        `max_log_bytes`. Without a log an asynchronous pserver goes on from its newest checkpoint.
+        """
+        if self.log_durability == "none":
+            return self.checkpoint_rounds or (CONTRIBUTIONS if self.consistency.is_async else 0)
+        largest = max(sum(map(_count_logged, shard)) for shard in plan.shards) * MASTER_BYTES + RECORD_BYTES
+        most = self.max_log_bytes or max(LOG_SHARDS * largest, MIN_LOG_BYTES)
+        return max(1, min(self.checkpoint_rounds or most, most // largest))
+
+    @property
+    def wanted_pservers(self) -> int:
+        """The number of pservers of a complete cluster; with strategy ring none."""
+        return 0 if self.consistency.is_ring else self.num_pservers
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        try:
+            WireTypes(pull=self.pull_type).check_mode(self.consistency)
+        except BadModel as error:
+            raise ValueError(error.detail) from None
+        if self.mode != "sync" and self.nonfinite == "skip_round":
+            raise ValueError("nonfinite skip_round needs the synchronous mode: the other modes have no rounds")
+        if self.max_trainers is not None and self.max_trainers < self.num_trainers:
+            raise ValueError(f"max_trainers {self.max_trainers} is less than num_trainers {self.num_trainers}")
+        return self
 
     @model_validator(mode="after")
     def _check_ring(self) -> Self:
@@ -47,7 +206,7 @@ class CoordinatorSettings(RunSettings, ServiceSettings):
             raise ValueError(f"{', '.join(useless)} would have no effect with strategy ring, which has no pservers")
         return self
 
-    @property
-    def wanted_pservers(self) -> int:
-        """The number of pservers of a complete cluster; with strategy ring none."""
-        return 0 if self.consistency.is_ring else self.num_pservers
+
+def _count_logged(block: Block) -> int:
+    """Return the number of elements that a block takes in a synchronous log: whole windows of its parameter."""
+    return (-(-block.end // WINDOW) - block.begin // WINDOW) * WINDOW

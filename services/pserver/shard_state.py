@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ps_protocol.frames import FrameLimits, encode_header, parse_frame
+from ps_protocol.frames import TRUSTED_LIMITS, encode_header, parse_frame
 from ps_protocol.optimizers import StepState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
@@ -25,8 +25,6 @@ VALUES = "values"
 PUBLISHED = "published"
 SLOT_PREFIX = "slot."
 BUFFER_PREFIX = "buffer."
-
-_LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)  # our own files
 
 
 @dataclass(slots=True)
@@ -93,7 +91,7 @@ class ShardState:
     @classmethod
     def decode(cls, data: memoryview) -> tuple[ShardState, Mapping[str, str]]:
         """Return the state and the metadata of a file; the tensors are views of `data`. Raises BadInput and others."""
-        frame = parse_frame(data, _LIMITS)
+        frame = parse_frame(data, TRUSTED_LIMITS)
         metadata = frame.metadata
         state = cls(int(metadata["version"]), torch.empty(0), versions=json.loads(metadata["versions"]))
         for name, *steps in json.loads(metadata["states"]):

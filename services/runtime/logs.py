@@ -99,3 +99,9 @@ def bind_facts(**facts: Any) -> None:
 
 def _merge_facts(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     return {**_facts, **event}
+
+
+if not structlog.is_configured():
+    # Until `configure_logs`: the default formatter of tracebacks takes seconds for the local variables.
+    *_others, _ = structlog.get_config()["processors"]
+    structlog.configure(processors=[*_others, structlog.dev.ConsoleRenderer(exception_formatter=_print_traceback)])

@@ -17,6 +17,7 @@ import httpx
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import PushAnswer
+from ps_protocol.requests import Pull
 from ps_protocol.routes import BARRIER, BARRIER_HEADER, SEND
 from trainer_client.pserver_client import PserverClient
 from trainer_client.pushing.buckets import Payload
@@ -54,10 +55,10 @@ class Tricks:
                 return (await asyncio.gather(_push(self, round_, body), _push(self, round_, body)))[0]
             return await _push(self, round_, body)
 
-        async def get(self: PserverClient, round_: int, *arguments: Any, **options: Any) -> Any:
-            if options.get("with_batch_barrier") and tricks._is_due("twice"):
-                await self.barrier(round_, "batch", is_finite=options.get("is_finite", True))
-            return await _get(self, round_, *arguments, **options)
+        async def get(self: PserverClient, pull: Pull, *arguments: Any) -> Any:
+            if pull.barrier is not None and tricks._is_due("twice"):
+                await self.barrier(pull.round, pull.barrier)
+            return await _get(self, pull, *arguments)
 
         def check_version(self: PserverClient, metadata: Mapping[str, str], round_: int) -> int:
             version = tricks.versions.setdefault(self.index, {})[round_] = _check_version(self, metadata, round_)

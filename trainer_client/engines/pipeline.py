@@ -17,10 +17,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from ps_protocol.requests import Barrier
 from ps_protocol.vocabulary import Round
 
-from ..client import ParameterClient
-from ..destinations import Deltas, Destinations, PullProgress
+from ..client import RunClient
+from ..destinations import Destinations, PullProgress, ShardDestination
 from ..device_copies import GradientCopies, is_away
 from ..io_thread import IoThread
 from ..optimizer_state.transfer import StateFrames
@@ -39,7 +40,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, client: ParameterClient, io: IoThread, parameters: Mapping[str, Tensor], *, by_parameter: bool
+        self, client: RunClient, io: IoThread, parameters: Mapping[str, Tensor], *, by_parameter: bool
     ) -> None:
         """Prepare the sets. `by_parameter`: the script computes with complete parameters while others are missing."""
         self.max_delay = client.joined.consistency.max_delay
@@ -49,9 +50,7 @@ class Pipeline:
         self._is_by_parameter = by_parameter
         self._destinations = Destinations(parameters, client.plan, self.max_delay, are_awaited=by_parameter)
         self._copies = GradientCopies(self.max_delay + 1)
-        self._memory: list[list[dict[str, memoryview]]] = []  # by set and pserver
-        self._deltas: list[list[Deltas] | None] = []
-        self._have: dict[int, list[Round]] = {}  # by set: the version of each shard in it, if that is known
+        self._memory: list[list[ShardDestination]] = []  # by set and pserver
         self._layouts: list[_Layout | None] = [None] * (self.max_delay + 1)
         self._outgoing: Outgoing | None = None  # of a step that has not begun, and has gradients already
         self._pulls: dict[Round, Future[None]] = {}  # not waited for yet
@@ -69,24 +68,24 @@ class Pipeline:
 
     def _bind(self) -> None:
         self._memory = [
-            self._client.destinations({name: writable_bytes(tensor) for name, tensor in one.items() if tensor.numel()})
+            self._client.destinations(
+                {name: writable_bytes(tensor) for name, tensor in one.items() if tensor.numel()}, keeps_values=True
+            )
             for one in self._destinations.sets
         ]
-        self._deltas = [self._client.make_deltas(one) for one in self._memory]
-        self.forget_versions()
 
     def forget_versions(self) -> None:
         """Pull all blocks the next time, because the sets were changed."""
-        self._have.clear()
+        for destination in (one for some in self._memory for one in some):
+            destination.version = None
 
     def pull_start(self, version: Round) -> None:
         """Pull the version that the next step follows. Whatever was on its way is given up."""
         self._give_up()
         self.forget_versions()
-        slot = self._slot(version)
-        versions = self._io.run(self._client.pull(version, self._memory[slot], with_batch_barrier=False))
-        if self._deltas[slot] is not None:  # into memory that no script writes to, until its first step
-            self._have[slot] = versions
+        self._io.run(self._client.pull(version, self._memory[self._slot(version)]))
+        if not self._client.plan.wire.pulls_deltas:  # into parameters, which the script may write to before its step
+            self.forget_versions()
         self.newest = version
 
     def write_back(self, version: Round, names: Collection[str], *, is_noticed: bool) -> None:
@@ -190,15 +189,12 @@ class Pipeline:
         acknowledged = perf_counter()
         if before is not None:
             await asyncio.wrap_future(before)
-        slot = self._slot(step)
-        self._have[slot] = await self._client.pull(
+        is_async = self._client.joined.consistency.is_async
+        await self._client.pull(
             step,
-            self._memory[slot],
-            with_batch_barrier=not self._client.joined.consistency.is_async,
-            is_finite=is_finite and is_finite_everywhere,
-            have=self._have.pop(slot, None),  # after a failure the versions there are unknown
-            deltas=self._deltas[slot],
-            on_block=arrivals.mark_complete if arrivals is not None and self._deltas[slot] is None else None,
+            self._memory[self._slot(step)],
+            barrier=None if is_async else Barrier("batch", is_finite and is_finite_everywhere),
+            on_block=None if arrivals is None else arrivals.mark_complete,
         )
         metrics, ended = self._client.metrics, perf_counter()
         metrics.push_seconds.observe(acknowledged - outgoing.begun)

@@ -21,7 +21,7 @@ from ps_protocol.errors import Ended, GradpostError
 from ps_protocol.messages import TrainerJoined
 from ps_protocol.retry import heartbeat_period
 
-from ..client import ParameterClient
+from ..client import RunClient
 from ..collectives import Collectives, make_group, run_aside
 from ..io_thread import IoThread
 from .peer import MAX_LINE_BYTES, Line, Peer, encode
@@ -40,7 +40,7 @@ CLOSE_SECONDS = 1.0
 class Host:
     """The processes of this host, which make the same calls in the same order, and block for each other."""
 
-    def __init__(self, place: HostPlace, client: ParameterClient, io: IoThread) -> None:
+    def __init__(self, place: HostPlace, client: RunClient, io: IoThread) -> None:
         self.place = place
         self.is_leader = place.process == 0
         self.collectives: Collectives
@@ -62,7 +62,7 @@ class Host:
     # ------------------------------------------------------------------ life, on the I/O loop
 
     async def join(self) -> TrainerJoined:
-        """Join the run in process 0, or wait until process 0 has. Raises the errors of `ParameterClient.join`."""
+        """Join the run in process 0, or wait until process 0 has. Raises the errors of `RunClient.join`."""
         try:
             self._rendezvous = await run_aside(lambda: Rendezvous(self.place))
             joined = await (self._lead() if self.is_leader else self._follow())

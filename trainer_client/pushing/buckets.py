@@ -5,7 +5,7 @@ A bucket is only packaging and may differ between tries; what counts is the bloc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ps_protocol.frames import encode_header
+from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex
+from ps_protocol.requests import Push
+from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex, Round
 from ps_protocol.wire_types import PushType, WireTensor
 
 from ..tensors import TORCH_DTYPES, has_wire_layout, writable_bytes
@@ -117,6 +119,16 @@ class Bucket:
         if sum(map(len, parts)) < MIN_LENT_BYTES:  # not worth a write for each
             return (memoryview(b"".join(parts)),)
         return tuple(part for part in parts if len(part))
+
+
+def describe_push(
+    shard: Sequence[Bucket],
+    hyper_parameters: list[HyperParameters],
+    computed_on: Round | None = None,
+    num_slots: int = 0,
+) -> Push:
+    """Return the metadata of the last frame of a contribution, whose buckets are filled."""
+    return Push(sum(len(bucket.present) for bucket in shard), hyper_parameters, computed_on, num_slots)
 
 
 def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback | None = None) -> list[list[Bucket]]:

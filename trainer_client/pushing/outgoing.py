@@ -19,10 +19,10 @@ from ps_protocol.errors import GradpostError
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import PserverIndex, Round
 
-from ..client import ParameterClient, completion
+from ..client import RunClient
 from ..io_thread import IoThread
 from ..optimizer_state.transfer import StateFrames
-from .buckets import Bucket, Payload
+from .buckets import Bucket, Payload, describe_push
 
 END_SECONDS = 5.0  # for requests that are given up; they end at once
 
@@ -55,7 +55,7 @@ class Outgoing:
 
     def __init__(
         self,
-        client: ParameterClient,
+        client: RunClient,
         io: IoThread,
         step: Round,
         layout: Sequence[Sequence[Bucket]],
@@ -102,7 +102,7 @@ class Outgoing:
             bucket.fill(gradients, borrow=self._borrow)
             if bucket is shard[-1]:
                 num_slots = slots[bucket.pserver].num_slots if slots else 0
-                self._push(bucket, bucket.frame(completion(shard, numbers, computed_on, num_slots)))
+                self._push(bucket, bucket.frame(describe_push(shard, numbers, computed_on, num_slots).to_metadata()))
             elif bucket.present:
                 self._push(bucket, bucket.frame())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ps_protocol.errors import BadInput
-from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
+from ps_protocol.frames import LENGTH_BYTES, TRUSTED_LIMITS, Frame, FrameLimits, parse_header, parse_length
 from ps_protocol.routes import SINCE_KEY
 
 NO_DELTAS: Mapping[str, memoryview] = {}
@@ -22,9 +22,10 @@ class FrameSink:
     def __init__(
         self,
         destinations: Mapping[str, memoryview],
-        limits: FrameLimits,
+        *,
         deltas: Mapping[str, memoryview] = NO_DELTAS,
         on_block: Callable[[str], None] | None = None,
+        limits: FrameLimits = TRUSTED_LIMITS,
     ) -> None:
         self._on_block = on_block
         self._destinations = destinations

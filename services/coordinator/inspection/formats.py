@@ -1,21 +1,20 @@
-"""The encodings of one tensor: safetensors, NumPy's `.npy`, or JSON."""
+"""The encodings of tensors: safetensors, NumPy's `.npy`, or JSON."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from ps_protocol.errors import BadInput
-from ps_protocol.frames import CONTENT_TYPE, encode_header
-from ps_protocol.vocabulary import DTYPE_BYTES, ParameterSpec
+from ps_protocol.frames import CONTENT_TYPE
+from ps_protocol.vocabulary import DTYPE_BYTES, PserverIndex
 
-BinaryFormat: TypeAlias = Literal["safetensors", "npy"]
 Format: TypeAlias = Literal["safetensors", "npy", "json"]
 
 CONTENT_TYPES: Mapping[Format, str] = {
@@ -29,59 +28,59 @@ _NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<f4"}
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One parameter, whose values are read later."""
+    """A tensor whose values are read later: from these pservers in order, so many bytes of each (None: zeros)."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    facts: Mapping[str, str]  # run, attempt, round
+    pieces: Sequence[tuple[PserverIndex | None, int]]
 
-    def begin(self, form: BinaryFormat) -> bytes:
-        """Return the bytes before the values."""
-        if form == "safetensors":
-            return encode_header([(self.name, self.dtype, self.shape)], self.facts)
-        file = io.BytesIO()
-        described = {"descr": _NUMPY[self.dtype], "fortran_order": False, "shape": self.shape}
-        np.lib.format.write_array_header_1_0(file, described)
-        return file.getvalue()
-
-    def num_bytes(self, form: BinaryFormat) -> int:
-        """Return the size of the values in this format."""
-        width = np.dtype(_NUMPY[self.dtype]).itemsize if form == "npy" else DTYPE_BYTES[self.dtype]
-        return math.prod(self.shape) * width
-
-    async def convert(self, parts: AsyncIterator[bytes], form: BinaryFormat) -> AsyncIterator[bytes]:
-        """Yield values in this format, from values in the wire's."""
-        rest = b""
-        async for part in parts:
-            if form == "npy" and self.dtype == "BF16":
-                part, rest = rest + part, b""
-                if len(part) % 2:
-                    part, rest = part[:-1], part[-1:]
-                part = _widen(part).tobytes()
-            yield part
-
-    def encode_json(self, data: bytes) -> bytes:
-        """Return the whole document. Values that are not finite are strings."""
-        values = _widen(data) if self.dtype == "BF16" else np.frombuffer(data, _NUMPY[self.dtype])
-        listed = values.reshape(self.shape).tolist()
-        document = {
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            **{key: int(value) if value.isdecimal() and key != "run" else value for key, value in self.facts.items()},
-            "values": listed if np.isfinite(values).all() else _name_nonfinite(listed),
-        }
-        return json.dumps(document, allow_nan=False).encode()
+    @property
+    def num_bytes(self) -> int:
+        """The size of the values in the tensor's own dtype."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def check_json(spec: ParameterSpec) -> None:
-    """Raise BadInput if the parameter is too large for JSON."""
-    if spec.num_elements > MAX_JSON_ELEMENTS:
+def begin_npy(tensor: Tensor) -> tuple[bytes, int]:
+    """Return the header of an `.npy` file, and the size of the values after it."""
+    file = io.BytesIO()
+    described = {"descr": _NUMPY[tensor.dtype], "fortran_order": False, "shape": tensor.shape}
+    np.lib.format.write_array_header_1_0(file, described)
+    return file.getvalue(), math.prod(tensor.shape) * np.dtype(_NUMPY[tensor.dtype]).itemsize
+
+
+async def convert_to_npy(dtype: str, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield values of a dtype as NumPy has them. Parts may end within an element."""
+    rest = b""
+    async for part in parts:
+        if dtype == "BF16":
+            whole = rest + part
+            end = len(whole) // 2 * 2
+            part, rest = _widen(whole[:end]).tobytes(), whole[end:]
+        yield part
+
+
+def check_json(name: str, num_elements: int) -> None:
+    """Raise BadInput if a parameter is too large for JSON."""
+    if num_elements > MAX_JSON_ELEMENTS:
         raise BadInput(
-            f"parameter {spec.name!r} is too large for JSON; request the format safetensors or npy",
-            code="invalid_message", expected=f"<= {MAX_JSON_ELEMENTS:,} elements", actual=f"{spec.num_elements:,}",
+            f"parameter {name!r} is too large for JSON; request the format safetensors or npy",
+            code="invalid_message", expected=f"<= {MAX_JSON_ELEMENTS:,} elements", actual=f"{num_elements:,}",
         )  # fmt: skip
+
+
+def encode_json(tensor: Tensor, facts: Mapping[str, str], data: bytes) -> bytes:
+    """Return the whole document. Values that are not finite are strings."""
+    values = _widen(data) if tensor.dtype == "BF16" else np.frombuffer(data, _NUMPY[tensor.dtype])
+    listed = values.reshape(tensor.shape).tolist()
+    document = {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        **{key: int(value) if value.isdecimal() and key != "run" else value for key, value in facts.items()},
+        "values": listed if np.isfinite(values).all() else _name_nonfinite(listed),
+    }
+    return json.dumps(document, allow_nan=False).encode()
 
 
 def _widen(data: bytes) -> np.ndarray[Any, Any]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
 from ps_config.control_client import may_be_problem, raise_for_problem
 from ps_protocol.errors import NotReady, StaleRound, TryAgain
-from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
+from ps_protocol.frames import LENGTH_BYTES, TRUSTED_LIMITS, Frame, parse_header, parse_length
 from ps_protocol.messages import PserverState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATE
@@ -28,30 +28,6 @@ from ..pservers import PserverMember
 TRIES = 6
 WAIT_SECONDS = 10.0  # until a named round is applied
 READ_SECONDS = 30.0  # for the answer itself
-
-
-class Answer:
-    """An answer of a pserver, with the version in its metadata."""
-
-    metadata: dict[str, str]
-
-    @property
-    def run(self) -> str:
-        """The name of the run."""
-        return self.metadata["run"]
-
-    @property
-    def attempt(self) -> int:
-        """The attempt of the run."""
-        return int(self.metadata["attempt"])
-
-    @property
-    def version(self) -> Round:
-        """The round; in asynchronous modes the number of contributions."""
-        return int(self.metadata["round"])
-
-
-A = TypeVar("A", bound=Answer)
 
 
 def current_plan(coordinator: Coordinator) -> SlicePlan:
@@ -79,8 +55,8 @@ def round_everywhere(coordinator: Coordinator) -> Round:
 async def read_same_version(
     coordinator: Coordinator,
     pservers: Sequence[PserverIndex],
-    ask: Callable[[PserverMember, Round | None], Awaitable[A]],
-) -> list[A]:
+    ask: Callable[[PserverMember, Round | None], Awaitable[IncomingFrame]],
+) -> list[IncomingFrame]:
     """Return the answers of these pservers in their order, of one version except in asynchronous modes.
 
     `ask` gets a named round, or None for the newest. Raises TryAgain if the versions never agree, and the errors of
@@ -127,17 +103,20 @@ async def read_versions(coordinator: Coordinator, pservers: Sequence[PserverInde
 
 STILL_SECONDS = 7.0  # a server closes a stalled connection after `body_timeout_seconds`, which is longer
 PARTS_AT_ONCE = 2  # more than the kernels' buffers between two processes hold
-_LIMITS = FrameLimits(
-    max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30
-)  # of the cluster's own pservers
 GONE = "a pserver went away while its shard was being read"
 
 
-class IncomingFrame(Answer):
-    """A pserver's frame: a parsed header, and data that is read in order."""
+class IncomingFrame:
+    """A pserver's frame: a parsed header with the version, and data that is read in order.
+
+    `version` is the round; in asynchronous modes the number of contributions.
+    """
 
     def __init__(self, frame: Frame, parts: AsyncIterator[bytes], rest: bytes) -> None:
         self.metadata = dict(frame.metadata)
+        self.run = self.metadata["run"]
+        self.attempt = int(self.metadata["attempt"])
+        self.version: Round = int(self.metadata["round"])
         self.names = frozenset(entry.name for entry in frame.tensors)
         self._parts = parts
         self._rest = bytearray(rest)
@@ -224,9 +203,9 @@ async def _open_frame(
         raise_for_problem(response)
         parts = response.aiter_bytes(PART_BYTES)
         begun = b""
-        while len(begun) < LENGTH_BYTES or len(begun) < parse_length(begun, _LIMITS):
+        while len(begun) < LENGTH_BYTES or len(begun) < parse_length(begun, TRUSTED_LIMITS):
             begun += await anext(parts)
     except (httpx.HTTPError, StopAsyncIteration) as error:
         raise TryAgain(f"pserver {member.info.index} did not answer: {error!r}") from error
-    data_begin = parse_length(begun, _LIMITS)
-    return IncomingFrame(parse_header(begun[LENGTH_BYTES:data_begin], _LIMITS), parts, begun[data_begin:])
+    data_begin = parse_length(begun, TRUSTED_LIMITS)
+    return IncomingFrame(parse_header(begun[LENGTH_BYTES:data_begin], TRUSTED_LIMITS), parts, begun[data_begin:])

@@ -20,10 +20,11 @@ from ps_protocol.messages import ClusterStatus
 from services.runtime.large_replies import LargeReplies, StreamedReply
 from services.runtime.statistics import ParameterStatistics
 
-from ..activity import MAX_POINTS, CurveList
+from ..activity import Activity
 from ..coordinator import Coordinator
+from ..curves import MAX_POINTS, CurveList
 from ..events import MAX_EVENTS, Event
-from .activity import Activity, describe_activity, describe_status
+from ..status import describe_status
 from .formats import CONTENT_TYPES, Format
 from .parameters import (
     ParameterList,
@@ -59,12 +60,12 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     @app.get(routes.STATUS, tags=["inspection"])
     async def status() -> ClusterStatus:
         """Return the state of the cluster and its members."""
-        return describe_status(coordinator)
+        return describe_status(coordinator.cluster, coordinator.now())
 
     @app.get(routes.ACTIVITY, tags=["inspection"])
     async def activity() -> Activity:
         """Return the rates, the barriers and the work of each member, from heartbeats."""
-        return describe_activity(coordinator, time.time())
+        return coordinator.activity.describe(coordinator.cluster, coordinator.now(), time.time())
 
     @app.get(routes.PARAMETERS, tags=["inspection"], response_model=ParameterList)
     async def parameters() -> dict[str, Any]:

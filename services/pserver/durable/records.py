@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ps_protocol.errors import GradpostError
-from ps_protocol.frames import Frame, FrameLimits, parse_frame
+from ps_protocol.frames import TRUSTED_LIMITS, Frame, parse_frame
 from services.runtime.storage import Buffer, digest_chunks
 
 MARK_BYTES = 8
 _PREFIX = struct.Struct("<8sQ16s")
 _MAX_VECTORS = 512  # of one writev; the kernel takes 1,024
 _WINDOW_BYTES = 1 << 20  # that are searched for a mark at once
-_LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)  # our own files
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ def _read_record(file: _File, begin: int, mark: bytes) -> Record | None:
     if digest_chunks([mark, body]).digest() != digest:
         return None
     try:
-        frame = parse_frame(body, _LIMITS)
+        frame = parse_frame(body, TRUSTED_LIMITS)
     except GradpostError:
         return None
     return Record(begin, body_begin + length, frame, body)

@@ -19,13 +19,13 @@ from ps_protocol.messages import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator.cluster import Cluster
 from services.coordinator.run import Run
-from services.coordinator.run_settings import RunSettings
+from services.coordinator.settings import CoordinatorSettings
 
 LEASE = 10.0
 SGD_FLAGS = {"nesterov": False, "maximize": False}
 
 
-def defaults(num_trainers: int = 2, *, consistency: Consistency | None = None, **changes: Any) -> RunSettings:
+def defaults(num_trainers: int = 2, *, consistency: Consistency | None = None, **changes: Any) -> CoordinatorSettings:
     values: dict[str, Any] = {
         **asdict(consistency or Consistency()),
         "num_trainers": num_trainers,
@@ -34,7 +34,7 @@ def defaults(num_trainers: int = 2, *, consistency: Consistency | None = None, *
         "durability": "none",
         "last_call_seconds": 0.0,
     }
-    return RunSettings(**{**values, **changes})
+    return CoordinatorSettings(**{**values, **changes})
 
 
 def make_run(num_trainers: int = 2) -> Run:
@@ -45,13 +45,10 @@ def make_cluster(
     num_trainers: int = 2, num_pservers: int = 2, *, exit_when_done: bool = False, **changes: Any
 ) -> Cluster:
     names = (f"run{i}" for i in range(1, 100))
-    return Cluster(
-        num_pservers,
-        defaults(num_trainers, **changes),
-        lease_seconds=LEASE,
-        exit_when_done=exit_when_done,
-        name_run=lambda: next(names),
-    )
+    settings = defaults(num_trainers, lease_seconds=LEASE, exit_when_done=exit_when_done, **changes)
+    if num_pservers:
+        settings = settings.model_copy(update={"num_pservers": num_pservers})
+    return Cluster(settings, lambda: next(names))
 
 
 def registration(instance: str = "a", **changes: Any) -> RegisterPserver:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ps_protocol.errors import NotReady, RoundTimeout, StalePserver, TrainerLost
+from ps_protocol.errors import NotReady, RoundTimeout, StalePserver
 from ps_protocol.membership import FrozenRounds, HeldRun
 from ps_protocol.plan import SlicePlan
 from services.coordinator.cluster import Cluster
 from services.coordinator.pservers import PserverRegistry
+from services.coordinator.reconcile import make_installation, make_members_message
 
 from ...raising import raises_code
 from .support import LEASE, alive, beat, join_all, joining, leaving, make_cluster, model, registration, train
@@ -100,10 +101,7 @@ def test_a_pserver_is_reachable_for_the_coordinator_if_it_sent_a_heartbeat_a_lea
     assert not registry.was_reachable(0, 1, since=5.1, now=15)  # for less than a lease
     assert not registry.was_reachable(0, 2, since=4.9, now=15)  # another incarnation
     assert not registry.was_reachable(1, 1, since=4.9, now=15)
-
-
-def test_a_pserver_that_has_just_registered_stops_or_has_died_is_not_reachable():
-    registry = make_registry()
+    registry = make_registry()  # one that has just registered, stops, or has died
     registry.register(registration("a"), 6)
     registry.heartbeat(0, beat(), 14)
     assert not registry.was_reachable(0, 1, since=0, now=15)
@@ -198,7 +196,7 @@ def test_a_trainer_must_declare_a_model_within_the_round_timeout_of_the_last_joi
 
 def test_all_pservers_and_trainers_receive_the_same_plan_and_members():
     cluster = make_training()
-    first, second = cluster.installation(0, 7, None), cluster.installation(1, 7, None)
+    first, second = make_installation(cluster, 0, 7, None), make_installation(cluster, 1, 7, None)
     assert first.plan == second.plan
     assert SlicePlan.from_json(first.plan).digest == cluster.run.plan.digest  # type: ignore[union-attr]
     assert first.membership.members == {0: 1, 1: 1}
@@ -207,7 +205,7 @@ def test_all_pservers_and_trainers_receive_the_same_plan_and_members():
     assert ready is not None
     assert ready.plan == first.plan
     cluster.run.leave(0, leaving(), 0)
-    assert cluster.installation(1, 8, None).uploader == first.uploader
+    assert make_installation(cluster, 1, 8, None).uploader == first.uploader
 
 
 def test_another_version_of_the_protocol_is_refused():
@@ -231,7 +229,7 @@ def test_a_silent_pserver_ends_the_run_and_is_named():
     assert cluster.run.failure is not None
     assert cluster.run.failure.code == "pserver_lost"
     assert str(cluster.run.failure) == "pserver 1 at http://1:1 was lost: no heartbeat for 11.0 s (lease 10 s)"
-    message = cluster.members_message(cluster.run.number)
+    message = make_members_message(cluster.run, cluster.run.number)
     assert message.failure is not None
     assert (message.failure["code"], message.number) == ("pserver_lost", cluster.run.number)
 
@@ -243,16 +241,6 @@ def test_a_pserver_that_registers_again_during_a_run_has_lost_its_shard():
     assert cluster.run.failure is not None
     assert cluster.run.failure.code == "pserver_lost"
     assert "pserver 1 was restarted" in str(cluster.run.failure)
-
-
-def test_a_silent_trainer_ends_the_run():
-    cluster = make_training()
-    cluster.run.heartbeat(0, alive(), 10)
-    for index in (0, 1):
-        cluster.pserver_heartbeat(index, beat(), 10)
-    cluster.expire(11)
-    assert isinstance(cluster.run.failure, TrainerLost)
-    assert cluster.run.failure.facts == {"ranks": [1]}
 
 
 def test_leases_are_renewed_when_the_coordinator_could_not_receive_heartbeats():
@@ -376,7 +364,7 @@ def test_successive_runs_on_the_same_pservers():
         assert not cluster.may_exit
         join_all(cluster, 2, suffix=run)
         assert cluster.start_run_if_complete()
-        assert cluster.installation(0, 1, None).incarnation == 1
+        assert make_installation(cluster, 0, 1, None).incarnation == 1
         cluster.finish_change()
 
 
@@ -389,7 +377,7 @@ def test_with_exit_when_done_every_pserver_stops_and_then_the_coordinator():
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 1).stop
     cluster.leave_trainer(1, leaving(), 2)
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 2).stop  # the summary is not made yet
-    cluster.finish_recording()
+    cluster.recorded_run = cluster.run.name
     assert not cluster.may_exit
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 2)
     assert (reply.stop, reply.exit_code) == (True, 0)
@@ -410,7 +398,7 @@ def test_with_exit_when_done_the_coordinator_does_not_wait_for_a_lost_pserver():
     cluster.expire(12)
     for rank in (0, 1):
         cluster.leave_trainer(rank, leaving("failed"), 12)
-    cluster.finish_recording()
+    cluster.recorded_run = cluster.run.name
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 12)
     assert (reply.stop, reply.exit_code) == (True, 1)
     cluster.pserver_heartbeat(0, beat(run="run1"), 13)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ps_protocol.errors import BadModel, NotReady, StalePserver, StorageFailed, TrainerLost, TryAgain
+from ps_protocol.errors import BadModel, NotReady, StalePserver, StaleRound, StorageFailed, TrainerLost, TryAgain
 from ps_protocol.fields import Message
 from ps_protocol.membership import InstallMembers, InstallRun
 from ps_protocol.messages import PserverState
@@ -21,6 +21,7 @@ from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, LEAVE, REGISTER_PSER
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.record import ClusterRecord, RecordFile, RunRecord, TrainerRecord
+from services.coordinator.run import Run
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.metrics import ServiceMetrics
 
@@ -131,7 +132,7 @@ async def test_a_run_that_begins_during_a_reconciliation_is_left_to_the_next_one
         cluster, old = coordinator.cluster, coordinator.cluster.run.name
         for rank in (0, 1):
             cluster.leave_trainer(rank, leaving(run=old), coordinator.now())
-        reconciling = asyncio.create_task(coordinator._installer.reconcile())
+        reconciling = asyncio.create_task(coordinator._reconciler.reconcile())
         await asyncio.sleep(0)  # it has seen the old run, and has not sent anything yet
         cluster.join_trainer(joining("next", 0), coordinator.now())
         await reconciling
@@ -213,6 +214,67 @@ async def test_cancelled_waits_leave_nothing_behind() -> None:
                 await asyncio.sleep(0)
             assert all(wait.cancelled() for wait in waits)
         await coordinator.wait_until(lambda: True, 1)
+
+
+# ---------------------------------------------------------------- the end of a run, and a place that hangs
+
+
+async def test_the_last_checkpoint_contains_pushes_that_are_applied_after_the_trainers_have_left(monkeypatch):
+    requested: list[int] = []
+
+    async def want(http: object, member: object, run: str, round_: int, *, is_over: bool) -> None:
+        requested.append(round_)
+        if round_ < 95:
+            raise StaleRound("later contributions than 90 have been committed", current=95)
+
+    monkeypatch.setattr("services.coordinator.coordinator.want_checkpoint", want)
+    async with training() as coordinator:
+        run = coordinator.cluster.run.name
+        assert await coordinator._write_result(run, 90) == 95
+        assert await coordinator._write_result(run, 95) is None
+        assert requested == [90, 90, 95, 95]
+
+
+async def test_a_place_that_hangs_delays_neither_a_change_of_members_nor_the_end_of_the_process(monkeypatch):
+    pservers, may_go_on = FakePservers(), threading.Event()
+    async with training(pservers, num_trainers=3, on_trainer_loss="continue", durability="none") as coordinator:
+        is_listing = threading.Event()
+
+        def hang(_: str) -> list[str]:
+            is_listing.set()
+            may_go_on.wait(20)
+            return []
+
+        coordinator.cluster.checkpoints_known_for = None
+        monkeypatch.setattr(coordinator.place, "list", hang)
+        coordinator.changed()
+        await eventually(is_listing.is_set)
+        leave(coordinator, 2, "failed")
+        await eventually(lambda: all(taken[-1].membership.members == {0: 1, 1: 1} for taken in pservers.taken.values()))
+    assert not may_go_on.is_set()
+    may_go_on.set()
+
+
+async def test_the_result_of_a_run_is_recorded_once(monkeypatch):
+    """Otherwise a coordinator that waits for the next run would never be idle."""
+    async with training(lease_seconds=0.4, durability="none", on_trainer_loss="fail") as coordinator:
+        cluster, recorded, checks = coordinator.cluster, [], []
+        keep = coordinator._finish_run
+
+        async def keep_and_note(run: Run) -> None:
+            await keep(run)
+            recorded.append(run)
+
+        monkeypatch.setattr(coordinator, "_finish_run", keep_and_note)
+        for rank in (0, 1):
+            leave(coordinator, rank)
+        await eventually(lambda: bool(recorded))
+        monkeypatch.setattr(cluster, "start_run_if_complete", checks.append)
+        for _ in range(5):
+            coordinator.changed()
+            await asyncio.sleep(0.05)
+        assert len(recorded) == 1
+        assert len(checks) < 20  # these five, and some for leases and heartbeats
 
 
 # ---------------------------------------------------------------- the disk

@@ -12,6 +12,7 @@ from ps_protocol.errors import GradpostError, NotReady
 from services.coordinator.cluster import Cluster
 from services.coordinator.record import describe_cluster, restore_cluster
 from services.coordinator.run import Run
+from services.coordinator.trainers import join_run
 
 from ...raising import raises_code
 from .support import LEASE, defaults, joining, make_cluster
@@ -26,7 +27,7 @@ def elastic() -> Run:
 def test_a_run_waits_for_its_minimum_of_trainers_indefinitely():
     run = elastic()
     for now in range(100):
-        run.join(joining("a"), now)
+        join_run(run, joining("a"), now)
         run.expire(now, LEASE)
     assert (run.num_trainers, run.missing_ranks) == (None, [0, 1])
 
@@ -34,16 +35,16 @@ def test_a_run_waits_for_its_minimum_of_trainers_indefinitely():
 def test_a_run_with_its_maximum_of_trainers_begins_at_once():
     run = elastic()
     for name in "abcd":
-        run.join(joining(name), 0)
+        join_run(run, joining(name), 0)
     assert run.num_trainers == 4
 
 
 def test_ranks_close_up_before_the_start_when_a_trainer_has_died():
     run = elastic()
     for name in "abc":
-        run.join(joining(name), 0)
+        join_run(run, joining(name), 0)
     for name in "bc":
-        run.join(joining(name), LEASE)
+        join_run(run, joining(name), LEASE)
     run.expire(LEASE + 1, LEASE)
     assert {rank: t.instance for rank, t in run.trainers.items()} == {0: "trainer b", 1: "trainer c"}
     assert run.members == {0: 2, 1: 2}  # other incarnations than the ones that had these ranks before
@@ -51,12 +52,12 @@ def test_ranks_close_up_before_the_start_when_a_trainer_has_died():
 
 def test_a_trainer_that_names_a_world_size_determines_it():
     run = elastic()
-    run.join(joining("a"), 0)
-    assert run.join(joining("b", 2, world_size=3), 0).rank == 2
+    join_run(run, joining("a"), 0)
+    assert join_run(run, joining("b", 2, world_size=3), 0).rank == 2
     assert (run.num_trainers, run.missing_ranks) == (3, [0, 1, 2])
     for size in (1, 5):
         with raises_code("world_mismatch", match="another number of trainers"):
-            elastic().join(joining("c", world_size=size), 0)
+            join_run(elastic(), joining("c", world_size=size), 0)
 
 
 arrivals = st.tuples(
@@ -75,7 +76,7 @@ def test_ranks_fit_the_size_of_the_run_in_any_order_of_arrival(steps):
         run.expire(now, LEASE)
         before = dict(run.trainers) if run.num_trainers is not None else {}
         with contextlib.suppress(GradpostError):
-            run.join(joining(name, rank, world_size=size), now)
+            join_run(run, joining(name, rank, world_size=size), now)
         assert all(rank == trainer.rank for rank, trainer in run.trainers.items())
         assert all(run.trainers[rank] is trainer for rank, trainer in before.items() if trainer.is_here)
         if run.num_trainers is not None:

@@ -14,6 +14,7 @@ from ps_protocol.membership import Controls, FrozenRounds, HeldRun, Membership
 from ps_protocol.plan import SlicePlan
 from services.coordinator import record as record_module
 from services.coordinator.cluster import Cluster
+from services.coordinator.reconcile import make_installation
 from services.coordinator.record import (
     FILE,
     Beginning,
@@ -22,8 +23,9 @@ from services.coordinator.record import (
     describe_cluster,
     restore_cluster,
     restore_incarnations,
-    resume_run,
 )
+from services.coordinator.resumption import resume_run
+from services.coordinator.trainers import join_run
 from services.runtime import storage
 from services.runtime.checkpoints import Manifest
 from services.runtime.storage import DamagedFile
@@ -135,7 +137,7 @@ def test_the_round_to_which_every_attempt_went_back_is_recorded(tmp_path):
     before.run.apply_decision(replace(before.run.decision, attempt=1, resume=None))
     before.run.apply_decision(replace(before.run.decision, attempt=2, resume=7))
     before.run.pending = replace(before.run.decision, attempt=3, resume=5)
-    assert restarted(before, tmp_path).installation(0, 9, 5).began == {1: None, 2: 7, 3: 5}
+    assert make_installation(restarted(before, tmp_path), 0, 9, 5).began == {1: None, 2: 7, 3: 5}
 
 
 def test_an_earlier_record_tells_the_round_of_the_newest_attempt_alone(tmp_path):
@@ -237,7 +239,7 @@ def test_a_run_that_had_not_begun_is_resumed_with_its_checkpoint(tmp_path):
     before.run.resume, before.run.source = 20, "run0"
     after = resumed(before, tmp_path)
     assert (after.run.state, after.run.resume, after.run.source) == ("gathering", 20, "run0")
-    install = after.installation(0, 9, after.run.resume)
+    install = make_installation(after, 0, 9, after.run.resume)
     assert (install.restore, install.source) == (20, "run0")
 
 
@@ -357,7 +359,7 @@ def test_a_trainer_that_is_silent_before_it_takes_part_in_a_resumed_run_ends_not
 
 def test_a_resumed_run_that_continues_without_lost_trainers_begins_after_the_rejoin_timeout(tmp_path):
     run = resumed_with_one_done(tmp_path, on_trainer_loss="continue", rejoin_timeout_seconds=30.0).run
-    run.join(joining("new", 0), RESTART + 1)
+    join_run(run, joining("new", 0), RESTART + 1)
     run.declare(0, model(2))
     assert [trainer.rank for trainer in run.awaited] == [1, 2]
     run.heartbeat(0, alive(2), RESTART + 31)

@@ -12,6 +12,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StorageFailed, TrainerLost
 from ps_protocol.membership import Controls, Membership
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.reconcile import make_installation
 from services.coordinator.run import Run
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.checkpoints import Manifest, write_manifest
@@ -138,7 +139,7 @@ async def test_controls_stay_set_on_other_pservers(tmp_path):
     begin(coordinator)
     coordinator.cluster.register_pserver(registration("2", index=2), coordinator.now())
     assert coordinator.cluster.start_run_if_complete()
-    installed = coordinator.cluster.installation(0, 1, 7).membership.controls
+    installed = make_installation(coordinator.cluster, 0, 1, 7).membership.controls
     assert installed == (Controls(rates={0: 0.5}, is_paused=True),)
     (tmp_path / "coordinator.json").unlink()  # the checkpoint alone has the controls of its round
     coordinator = await restored(tmp_path, resume=True, num_pservers=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, RoundTimeout, TrainerLost
 from services.coordinator.activity import ActivityLog
 from services.coordinator.cluster import Cluster
-from services.coordinator.inspection.activity import describe_activity
 from services.coordinator.record import describe_cluster, restore_cluster
 from services.coordinator.settings import CoordinatorSettings
 
@@ -48,8 +46,7 @@ def waits(
 
 
 def barrier(cluster: Cluster, now: float) -> Any:
-    coordinator: Any = SimpleNamespace(cluster=cluster, activity=ActivityLog(), now=lambda: now)
-    return describe_activity(coordinator, 1000.0).barrier
+    return ActivityLog().describe(cluster, now, 1000.0).barrier
 
 
 def test_the_barrier_names_the_trainers_that_compute_while_others_wait() -> None:

@@ -11,6 +11,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, Ended, ModelMismatch, StaleRun, TrainerLost
 from ps_protocol.vocabulary import LossPolicy
 from services.coordinator.run import Run
+from services.coordinator.trainers import join_run
 
 from ...raising import raises_code
 from .support import LEASE, SGD_FLAGS, alive, defaults, joining, leaving, make_run, model
@@ -19,7 +20,7 @@ from .support import LEASE, SGD_FLAGS, alive, defaults, joining, leaving, make_r
 def joined(num_trainers: int = 2) -> Run:
     run = make_run(num_trainers)
     for rank in range(num_trainers):
-        run.join(joining(str(rank), rank), 0)
+        join_run(run, joining(str(rank), rank), 0)
     return run
 
 
@@ -42,28 +43,28 @@ def awaited(run: Run) -> list[int]:
 
 def test_trainers_get_the_lowest_free_rank_or_the_one_they_want():
     run = make_run(3)
-    assert [run.join(joining(*one), 0).rank for one in (("a",), ("b", 2), ("c",))] == [0, 2, 1]
+    assert [join_run(run, joining(*one), 0).rank for one in (("a",), ("b", 2), ("c",))] == [0, 2, 1]
     with raises_code("rank_taken", match="all 3 ranks"):
-        run.join(joining("d"), 0)
+        join_run(run, joining("d"), 0)
 
 
 def test_a_repeated_join_gets_the_same_rank():
     run = make_run()
-    first = run.join(joining("a"), 0)
+    first = join_run(run, joining("a"), 0)
     number = run.number
-    assert run.join(joining("a"), 5) is first
+    assert join_run(run, joining("a"), 5) is first
     assert (first.seen_at, run.number) == (5, number)
 
 
 def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
     run = make_run()
-    run.join(joining("a", 0), 0)
+    join_run(run, joining("a", 0), 0)
     with raises_code("rank_taken", match="rank 0") as caught:
-        run.join(joining("b", 0), 5)
+        join_run(run, joining("b", 0), 5)
     assert caught.value.may_be_retried
     assert run.members == {0: 1}
     run.expire(LEASE + 1, LEASE)
-    assert run.join(joining("b", 0), LEASE + 1).incarnation == 2
+    assert join_run(run, joining("b", 0), LEASE + 1).incarnation == 2
     with raises_code("stale_trainer"):
         run.heartbeat(0, alive(incarnation=1), LEASE + 2)  # SIGCONT after its lease
 
@@ -79,9 +80,9 @@ def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
 def test_a_trainer_that_does_not_fit_the_cluster_is_refused(request_, error):
     run = make_run()
     with raises_code(error):
-        run.join(request_, 0)
+        join_run(run, request_, 0)
     assert (run.trainers, run.number) == ({}, 0)
-    run.join(joining(world_size=2, rank=1, expects={"mode": "sync"}), 0)
+    join_run(run, joining(world_size=2, rank=1, expects={"mode": "sync"}), 0)
 
 
 # ---------------------------------------------------------------- declaring
@@ -156,7 +157,7 @@ def test_deltas_are_refused_where_trainers_do_not_have_the_round_before(
     rules: dict[str, Any], changes: dict[str, Any], why: str
 ) -> None:
     run = Run("run1", defaults(1, consistency=Consistency(**rules)), {})
-    run.join(joining(), 0)
+    join_run(run, joining(), 0)
     with pytest.raises(BadModel, match=why):
         run.declare(0, model(**changes))
     assert run.missing_ranks == [0]
@@ -213,7 +214,7 @@ def test_a_silent_trainer_loses_its_place_before_the_start():
     run.heartbeat(1, alive(), 8)
     run.expire(LEASE + 1, LEASE)
     assert (run.state, run.failure, run.members) == ("gathering", None, {1: 1})
-    assert run.join(joining("c", 0), 11).incarnation == 2
+    assert join_run(run, joining("c", 0), 11).incarnation == 2
     with raises_code("stale_trainer"):
         run.heartbeat(0, alive(), 12)
 
@@ -240,7 +241,7 @@ def test_a_trainer_that_leaves_before_the_start_frees_its_rank():
     run.declare(0, model())
     run.leave(0, leaving("failed"), 1)
     assert (run.state, run.members) == ("gathering", {1: 1})
-    assert run.join(joining("c"), 2).rank == 0
+    assert join_run(run, joining("c"), 2).rank == 0
 
 
 # ---------------------------------------------------------------- leases and leaving during training
@@ -345,7 +346,7 @@ def with_another_incarnation() -> Run:
     """Return a run whose trainer 1 was lost during training, joined again, and has not declared yet."""
     run = training(on_trainer_loss="wait")
     run.leave(1, leaving("failed"), 1)
-    run.join(joining("another process", 1), 2)
+    join_run(run, joining("another process", 1), 2)
     return run
 
 
@@ -370,7 +371,7 @@ def test_another_incarnation_that_was_silent_is_back_though_the_run_continued_wi
     run = training(on_trainer_loss="continue")
     run.leave(1, leaving("failed"), 1)
     assert run.awaited == []
-    run.join(joining("another process", 1), 2)
+    join_run(run, joining("another process", 1), 2)
     run.heartbeat(0, alive(), 2 + LEASE)
     run.expire(3 + LEASE, LEASE)
     assert run.members == {0: 1}
@@ -399,7 +400,7 @@ def test_another_incarnation_that_never_declares_is_given_up(policy: LossPolicy)
     round_timeout, rejoin_timeout = run.settings.round_timeout_seconds, run.settings.rejoin_timeout_seconds
     run.leave(2, leaving(), 1)
     run.leave(1, leaving("failed"), 1)
-    run.join(joining("another process", 1), 2)
+    join_run(run, joining("another process", 1), 2)
     assert [t.rank for t in run.undeclared] == [1]
     run.expire(2 + round_timeout, 1000)
     assert run.trainers[1].is_here
@@ -430,7 +431,7 @@ def test_a_run_that_continues_waits_until_it_has_its_minimum_of_trainers(min_tra
     for rank in (0, 1):
         run.leave(rank, leaving("failed"), 1 + rank)
     assert awaited(run) == ([1] if min_trainers == 1 else [0, 1])
-    run.join(joining("another process", 0), 3)
+    join_run(run, joining("another process", 0), 3)
     assert awaited(run) == [1]  # the new process may be busy with imports, or fail in them
     number = run.number
     run.declare(0, model(2))

@@ -164,7 +164,7 @@ async def test_a_part_that_is_arriving_is_delivered_to_the_reader(monkeypatch: p
         await may_go_on.wait()
         yield b"last"
 
-    header = encode_header([("w.block0", "F32", (1,))])[LENGTH_BYTES:]
+    header = encode_header([("w.block0", "F32", (1,))], {"run": "r", "attempt": "0", "round": "7"})[LENGTH_BYTES:]
     frame = reading.IncomingFrame(parse_header(header, FrameLimits()), parts(), b"")
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(frame.drain_slowly())

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ps_protocol.optimizers import RULES, OptimizerSpec, check_hyper_parameters, check_optimizer
+from ps_protocol.optimizers import RULES, OptimizerSpec, StepState, check_hyper_parameters, check_optimizer
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import ParameterSpec
 from services.pserver.shard import Shard
@@ -83,10 +83,8 @@ class Shards:
         self.plan = plan
         self.shards = [Shard(plan, index) for index in range(plan.num_pservers)]
         for block in plan.blocks:
-            shard = self.shards[block.pserver]
-            assert not shard.is_initialised
             source = initial[block.parameter].flatten()[block.begin : block.end]
-            shard.set_initial(block.name, source.to(DTYPES[plan.parameter[block.parameter].dtype]))
+            self.shards[block.pserver].set_initial(block.name, source.to(DTYPES[plan.parameter[block.parameter].dtype]))
         assert all(shard.is_initialised for shard in self.shards)
 
     def step(self, contributions: Sequence[Mapping[str, Tensor]], groups: Sequence[Options]) -> None:
@@ -105,13 +103,8 @@ class Shards:
             gradient, present = shard.aggregator.aggregate(pushed)
             shard.apply(gradient, present, numbers)
 
-    def values(self, parameter: str) -> Tensor:
-        return self._whole(parameter, None)
-
-    def slot(self, parameter: str, name: str) -> Tensor:
-        return self._whole(parameter, name)
-
-    def _whole(self, parameter: str, slot: str | None) -> Tensor:
+    def values(self, parameter: str, slot: str | None = None) -> Tensor:
+        """The values, or a slot, of a whole parameter."""
         parts = []
         for block in self.plan.blocks:
             if block.parameter == parameter:
@@ -121,6 +114,14 @@ class Shards:
                 parts.append(flat[place.begin : place.end])
         return torch.cat(parts).view(self.plan.parameter[parameter].shape)
 
+    def step_state(self, parameter: str) -> StepState:
+        [state] = {
+            self.shards[block.pserver].optimizer.state.steps[block.name]
+            for block in self.plan.blocks
+            if block.parameter == parameter
+        }  # the cuts do not matter
+        return state
+
 
 def assert_same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
     assert actual.shape == expected.shape, what
@@ -129,23 +130,17 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_equal(shards: Shards, oracle: TorchOracle, when: str) -> None:
-    """Parameters, slots and step counts, bit for bit."""
+    """Parameters, slots and step counts, bit for bit, and no other slots."""
+    expected = {key for name in oracle.parameters for key in oracle.state(name)} - {"step", "mu_product"}
+    assert {key for shard in shards.shards for key in shard.optimizer.state.slots} <= expected, when
     for name, parameter in oracle.parameters.items():
         assert_same_bits(shards.values(name), parameter, f"{name} {when}")
-        states = [
-            shard.optimizer.state.steps[block.name]
-            for shard in shards.shards
-            for block in shards.plan.blocks
-            if block.parameter == name and block.name in shard.layout.place
-        ]
-        assert len(set(states)) == 1  # the cuts do not matter
+        state = shards.step_state(name)
         for key, value in oracle.state(name).items():
-            if key == "step":
-                assert states[0].steps == value.item(), f"{name} {when}"
-            elif key == "mu_product":
-                assert states[0].mu_product == value.item(), f"{name} {when}"
-            elif states[0].steps or states[0].has_momentum:  # Adagrad's are there before the first step
-                assert_same_bits(shards.slot(name, key), value, f"{key} of {name} {when}")
+            if key in ("step", "mu_product"):
+                assert getattr(state, "steps" if key == "step" else key) == value.item(), f"{name} {when}"
+            elif state.steps or state.has_momentum:  # Adagrad's are there before the first step
+                assert_same_bits(shards.values(name, key), value, f"{key} of {name} {when}")
 
 
 def average(contributions: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -15,9 +15,10 @@ from ps_protocol.membership import Membership, WantCheckpoint
 from ps_protocol.messages import PserverHeartbeatReply
 from services.pserver.durable import storage
 from services.pserver.durable.update_log import list_segments
-from services.runtime.checkpoints import Manifest, round_folder, write_manifest
+from services.runtime.checkpoints import round_folder
 from services.runtime.storage import CheckpointStorage
 
+from .durable.support import complete_checkpoint
 from .support import Bench, bench, encode, failing, initial_values
 from .test_async_run import until
 
@@ -233,12 +234,7 @@ async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path, is_told: bool):
             b.pserver.handle_heartbeat_reply(PserverHeartbeatReply(complete=(3, 0)), b.pserver.make_heartbeat())
             await b.run.wait_for_writes()
         else:
-            storage = b.run.storage
-            manifest = Manifest(
-                run=b.install.run, attempt=0, round=3, consistency=b.install.consistency, plan=b.install.plan,
-                shards=(storage.checkpoints[3],), created="2026-11-24T00:00:00+00:00",
-            )  # fmt: skip
-            write_manifest(storage._place, manifest)
+            complete_checkpoint(b.run.storage._place, b.plan, b.run.storage.checkpoints[3])
             await b.run.stop()
         log = tmp_path / "pserver-0" / "log"
         assert sum(path.stat().st_size for path in log.iterdir()) == 0

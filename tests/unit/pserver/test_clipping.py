@@ -41,7 +41,6 @@ NEVER: Any = {"max_grad_norm": 1e9}
 
 def agreed(answer: NormAnswer, others: float = 0.0) -> AgreedNorm:
     """With what other pservers have."""
-    assert answer.sum_of_squares is not None
     return AgreedNorm(ShardNorm(answer.contributions, answer.sum_of_squares), answer.sum_of_squares + others)
 
 
@@ -145,7 +144,6 @@ async def test_gradients_that_are_not_finite_are_clipped_as_torch_does() -> None
         blocks["p1.block0"] = torch.full((5,), math.nan)
         await b.push(0, 1, blocks)
         answer = await b.norm(0, 1)
-        assert answer.sum_of_squares is not None
         assert math.isnan(answer.sum_of_squares)
         values, _ = decode(await b.get(0, 1, norm=agreed(answer)))
         assert all(bool(block.isnan().all()) for block in values.values())

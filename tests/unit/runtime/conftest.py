@@ -21,9 +21,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def configured_logs() -> Iterator[None]:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers, level, before = root.handlers[:], root.level, structlog.get_config()
     configure_logs("test", "json")
     yield
-    structlog.reset_defaults()
+    structlog.configure(**before)
     logging.captureWarnings(False)
     root.handlers, root.level = handlers, level

@@ -81,19 +81,13 @@ def test_one_with_a_damaged_manifest_is_none(tmp_path):
     assert [found.round for found in complete_checkpoints(place, "run1")] == [5]
 
 
-@pytest.mark.parametrize("accident", ["none", "flip", "cut", "delete"])
-def test_a_shard_is_read_whole_or_not_at_all(tmp_path, accident):
+def test_a_shard_is_read_whole_or_not_at_all(tmp_path):
     place, name = open_checkpoint_storage(str(tmp_path)), f"{round_folder('run1', 5)}/pserver-0-of-1.safetensors"
-    place.write(name, [SHARD])
-    path = tmp_path / name
-    if accident == "none":
-        assert bytes(read_shard_file(place, "run1", shard_file(5))) == SHARD
-        return
-    if accident == "flip":
-        flip(path)
-    elif accident == "cut":
-        path.write_bytes(SHARD[:-1])
-    else:
-        path.unlink()
-    with pytest.raises(DamagedFile, match="is missing" if accident == "delete" else "is damaged"):
+    with pytest.raises(DamagedFile, match="is missing"):
         read_shard_file(place, "run1", shard_file(5))
+    place.write(name, [SHARD])
+    assert bytes(read_shard_file(place, "run1", shard_file(5))) == SHARD
+    for damaged in (SHARD[:-1], b"1" + SHARD[1:]):
+        place.write(name, [damaged])
+        with pytest.raises(DamagedFile, match="is damaged"):
+            read_shard_file(place, "run1", shard_file(5))

@@ -1,8 +1,9 @@
-"""A file is whole or not there, and what was there before stays; on a local disk and in a file system of fsspec's."""
+"""Files of a place are whole or missing, and sealed files contain what was written; on a local disk and with fsspec."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import uuid
 from collections.abc import Iterator
@@ -10,14 +11,20 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ps_protocol.fields import Message
 from services.runtime import storage
 from services.runtime.storage import (
     CheckpointStorage,
+    DamagedFile,
     LocalStorage,
     RemoteStorage,
     open_checkpoint_storage,
     read_file,
+    seal,
+    unseal,
     write_file,
 )
 
@@ -52,20 +59,16 @@ def test_what_was_written_is_read_and_listed(place):
     assert place.list("run/3") == []
 
 
-def test_a_file_is_replaced(place):
-    for content in (b"first", b"second"):
-        place.write("file", [content])
-        assert bytes(place.read("file")) == content
-
-
-def test_what_was_read_is_the_readers_own(place):
-    place.write("file", [b"before"])
+def test_a_file_is_replaced_and_what_was_read_before_belongs_to_the_reader(place):
+    place.write("file", [b"first"])
     data = place.read("file")
-    data[0] = ord("B")  # torch makes tensors of it, and steps them
-    assert bytes(place.read("file")) == b"before"
+    data[0] = ord("F")  # torch makes tensors of it, and steps them
+    assert bytes(place.read("file")) == b"first"
+    place.write("file", [b"second"])
+    assert (bytes(place.read("file")), bytes(data)) == (b"second", b"First")
 
 
-def test_what_is_not_there(place):
+def test_a_missing_file_cannot_be_read_but_may_be_deleted(place):
     with pytest.raises(FileNotFoundError):
         place.read("nothing")
     place.delete("nothing")
@@ -147,7 +150,6 @@ def test_what_was_read_stays_when_the_file_is_cut_and_may_be_written_to(tmp_path
 
 
 def test_what_a_file_system_raises_is_an_error_of_the_disk(monkeypatch):
-    """Storage libraries raise any exception; all of them count as failures of the disk."""
     place = open_checkpoint_storage("memory://broken")
     assert isinstance(place, RemoteStorage)
 
@@ -167,3 +169,39 @@ def test_what_a_file_system_raises_is_an_error_of_the_disk(monkeypatch):
     ):
         with pytest.raises(OSError, match=r"memory://broken: HttpError\('403'\)"):
             call()
+
+
+class Numbers(Message):
+    attempt: int
+    names: tuple[str, ...]
+
+
+class Others(Message):
+    attempt: int
+
+
+NUMBERS = Numbers(attempt=7, names=("w", "größe", "a}\n"))
+
+
+def test_what_was_written_is_read():
+    assert unseal(memoryview(seal(NUMBERS)), Numbers, "numbers.json") == NUMBERS
+    assert json.loads(seal(NUMBERS))["content"] == NUMBERS.model_dump(mode="json")  # for people and their tools
+
+
+@given(at=st.integers(0, len(seal(NUMBERS)) - 1), bit=st.integers(0, 7))
+def test_no_flipped_bit_is_read(at, bit):
+    data = bytearray(seal(NUMBERS))
+    data[at] ^= 1 << bit
+    with pytest.raises(DamagedFile, match=r"numbers\.json is damaged"):
+        unseal(memoryview(data), Numbers, "numbers.json")
+
+
+@given(st.integers(0, len(seal(NUMBERS)) - 1))
+def test_nothing_shorter_is_read(size):
+    with pytest.raises(DamagedFile):
+        unseal(memoryview(seal(NUMBERS)[:size]), Numbers, "numbers.json")
+
+
+def test_what_another_version_has_written_is_refused_as_such():
+    with pytest.raises(DamagedFile, match="written by another version"):
+        unseal(memoryview(seal(NUMBERS)), Others, "numbers.json")

@@ -9,6 +9,7 @@ import pytest
 
 from ps_protocol.errors import Conflict, NormChanged
 from ps_protocol.norms import AgreedNorm, ShardNorm
+from ps_protocol.requests import Pull
 from trainer_client import round_results
 from trainer_client.round_results import NormAgreement, finish_rounds
 
@@ -111,7 +112,8 @@ class OpenRounds:
         self.applied = applied
         self._square = square
 
-    async def norm(self, round_: int, *, norm: AgreedNorm | None = None) -> ShardNorm | None:
+    async def norm(self, pull: Pull) -> ShardNorm | None:
+        round_, norm = pull.round, pull.norm
         assert round_ <= self.applied + 1, f"would wait for ever for round {self.applied + 1}"
         own = ShardNorm(f"round {round_}", self._square)
         if norm is not None and round_ > self.applied:

@@ -25,8 +25,7 @@ from services.runtime import server as server_module
 from services.runtime.app import add_raw_route
 from trainer_client.membership import Membership
 from trainer_client.settings import read_settings
-from trainer_client.transport.exchange import Exchange, make_bulk_client
-from trainer_client.transport.http1 import CHUNK_BYTES, Http1Transport
+from trainer_client.transport.exchange import CHUNK_BYTES, Exchange, Http1Transport, make_bulk_client
 
 from ..http2.sockets import Talker, serving
 from ..http2.support import Collector

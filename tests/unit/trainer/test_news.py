@@ -26,7 +26,7 @@ def report(news: News, *incarnations: int) -> None:
 async def wait(news: News, index: int, seconds: float) -> str:
     try:
         async with asyncio.timeout(seconds) as limit:
-            with news.waiting_for(index, limit):
+            with news.waits[index].add(limit):
                 await asyncio.Event().wait()
     except TimeoutError:
         return "given up"
@@ -66,7 +66,7 @@ async def test_a_request_that_is_ending_already_does_not_disturb_the_heartbeats(
 
     async def request() -> None:
         async with asyncio.timeout(100) as limit:
-            with news.waiting_for(0, limit):
+            with news.waits[0].add(limit):
                 try:
                     await asyncio.Event().wait()
                 finally:

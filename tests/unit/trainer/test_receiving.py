@@ -21,7 +21,6 @@ from trainer_client.transport.frame_sink import FrameSink
 
 from ...raising import raises_code
 
-LIMITS = FrameLimits()
 METADATA = {"round": "7"}
 TENSORS = [
     ("a", "F32", (3,)),
@@ -51,7 +50,7 @@ class Memory(dict[str, bytearray]):
         super().__init__((name, bytearray(b"\xff" * num_bytes(dtype, shape))) for name, dtype, shape in tensors)
 
     def sink(self, **options) -> FrameSink:
-        return FrameSink({name: memoryview(data) for name, data in self.items()}, LIMITS, **options)
+        return FrameSink({name: memoryview(data) for name, data in self.items()}, **options)
 
     def receive(self, chunks: list[bytes]) -> dict[str, str]:
         sink = self.sink()
@@ -129,7 +128,7 @@ def test_another_frame_than_was_asked_for_is_refused_before_anything_is_written(
 
 def test_a_header_longer_than_the_limit_is_refused_at_its_length():
     with raises_code("body_too_large"):
-        FrameSink({}, FrameLimits(max_header_bytes=1000)).feed((1001).to_bytes(8, "little"))
+        FrameSink({}, limits=FrameLimits(max_header_bytes=1000)).feed((1001).to_bytes(8, "little"))
 
 
 @given(garbage=st.binary(max_size=60), places=st.lists(st.integers(0, 60), max_size=3))
@@ -177,7 +176,7 @@ async def test_a_delta_is_added_to_the_values_once_it_is_whole() -> None:
     memory = {"w": writable_bytes(values), "v": writable_bytes(more)}
     deltas = Deltas(memory)
     for number in (1, 2):  # the memory of deltas is kept
-        sink = FrameSink(memory, LIMITS, deltas.memory)
+        sink = FrameSink(memory, deltas=deltas.memory)
         header = encode_header([("v", "F32", (2,)), INTEGERS, SCALES], {SINCE_KEY: "4"})
         for byte in header + torch.tensor([8.0, 9.0]).numpy().tobytes() + DELTA:
             sink.feed(bytes([byte]))
@@ -198,7 +197,7 @@ async def test_half_of_a_delta_is_refused(received: list[str]) -> None:
 
 
 def test_a_delta_that_was_not_asked_for_is_refused() -> None:
-    sink = FrameSink({"w": writable_bytes(torch.ones(3))}, LIMITS)
+    sink = FrameSink({"w": writable_bytes(torch.ones(3))})
     with raises_code("malformed_frame", match="'w' is not what was asked for"):
         sink.feed(encode_header([INTEGERS, SCALES], {SINCE_KEY: "4"}) + DELTA)
 

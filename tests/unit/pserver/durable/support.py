@@ -1,7 +1,8 @@
-"""A shard that is trained by itself, with a storage beside it."""
+"""A shard that is trained by itself, with a storage beside it, and accidents of its files."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -9,11 +10,14 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.membership import InstallRun
+from ps_protocol.messages import ShardFile
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.vocabulary import Durability, ParameterSpec
-from services.pserver.durable.storage import RunStorage
-from services.pserver.durable.update_log import Update
+from services.pserver.durable.storage import Restored, RunStorage
+from services.pserver.durable.update_log import Update, list_segments
+from services.pserver.history import History
 from services.pserver.shard import Shard
+from services.runtime.checkpoints import Manifest, write_manifest
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
 from ..oracle import make_numbers, make_options, make_spec
@@ -86,3 +90,82 @@ def digest_after(plan: SlicePlan, round_: int, index: int = 0) -> str:
     for number in range(1, round_ + 1):
         step(shard, number)
     return shard.digest()
+
+
+TWO_SHARDS = plan_for(2)
+
+
+def train(
+    folder: Path, rounds: int, checkpoints: tuple[int, ...] = (4, 8), durability: Durability = "log"
+) -> tuple[RunStorage, Shard]:
+    """Train the first of two shards, with a checkpoint of its initial values and checkpoints after these rounds."""
+    storage, shard = open_storage(folder, TWO_SHARDS, durability), new_shard(TWO_SHARDS)
+    play(storage, shard, rounds, (0, *checkpoints))
+    return storage, shard
+
+
+def play(storage: RunStorage, shard: Shard, rounds: int, checkpoints: tuple[int, ...]) -> list[ShardFile]:
+    """Play these rounds from the first on; return the files of the checkpoints."""
+    files = []
+    for round_ in range(rounds + 1):
+        if round_:
+            step(shard, round_, storage)
+        if round_ in checkpoints:
+            files.append(storage.snapshot(shard, History({round_: (0,)} if round_ else {}))())
+    return files
+
+
+def complete_checkpoint(place: CheckpointStorage, plan: SlicePlan, *shards: ShardFile) -> None:
+    """Write the manifest of these shards, as the coordinator does."""
+    manifest = Manifest(
+        run="run1", attempt=0, round=shards[0].round, consistency=Consistency(), plan=plan.to_json(), shards=shards,
+        created="2026-11-21T10:00:00+00:00",
+    )  # fmt: skip
+    write_manifest(place, manifest)
+
+
+def train_alone(folder: Path) -> tuple[RunStorage, Shard]:
+    """Train for 30 rounds with own checkpoints after every fourth."""
+    storage, shard = train(folder, 0)
+    for round_ in range(1, 31):
+        step(shard, round_, storage)
+        if round_ % 4 == 0:
+            storage.snapshot(shard, History({round_: (0,)}), is_own=True)()
+            storage.prune_folder(complete=None)
+    return storage, shard
+
+
+def reopen(folder: Path) -> RunStorage:
+    storage = open_storage(folder, TWO_SHARDS)
+    storage.find_checkpoints()
+    return storage
+
+
+def assert_restores(folder: Path, round_: int, *, newest: int | None = None, is_short: bool = False) -> Restored:
+    restored = reopen(folder).restore(newest)
+    assert (restored.round, restored.is_short) == (round_, is_short)
+    assert restored.shard.digest() == digest_after(TWO_SHARDS, round_)
+    return restored
+
+
+def segment(folder: Path, base: int) -> Path:
+    [path] = (folder / "log-0").glob(f"{base:012}-*.log")
+    return path
+
+
+def segment_bases(folder: Path) -> list[int]:
+    return [segment.base for segment in list_segments(folder / "log-0")]
+
+
+def flip(path: Path, where: float = 0.5) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(where * len(content))] ^= 4
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 5)
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError("Input/output error")

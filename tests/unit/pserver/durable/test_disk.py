@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StorageFailed
-from services.pserver.durable import update_log
 from services.pserver.durable.disk import IDENTITY, Disk, FolderTaken, StateFolder, open_folder
-from services.pserver.durable.storage import RunStorage
-from services.pserver.history import History
-from services.pserver.shard import Shard
-from services.runtime import storage as storage_module
-from services.runtime.checkpoints import MANIFEST, Manifest, round_folder, write_manifest
-from services.runtime.failpoints import arm_failpoints
+from services.runtime.checkpoints import MANIFEST, round_folder
 from services.runtime.storage import DamagedFile, open_checkpoint_storage
 
 from ...earlier_files import rewrite_sealed
-from .support import digest_after, install_for, new_shard, open_storage, plan_for, step
-from .test_storage import assert_restores
+from .support import complete_checkpoint, cut, digest_after, flip, install_for, new_shard, plan_for, play, refuse
 
 PLAN = plan_for(1)
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def train(folder: Path, rounds: int, checkpoints: tuple[int, ...], url: str = "") -> None:
@@ -42,19 +26,9 @@ def train(folder: Path, rounds: int, checkpoints: tuple[int, ...], url: str = ""
     disk.open(0)
     disk.write_incarnation(0, 1)
     storage, _ = disk.open_run(install_for(PLAN))
-    shard = new_shard(PLAN)
-    for round_ in range(rounds + 1):
-        if round_ > 0:
-            step(shard, round_, storage)
-        if round_ in checkpoints:
-            file = storage.snapshot(shard, History({round_: (0,)} if round_ else {}))()
-            manifest = Manifest(
-                run="run1", attempt=0, round=round_, consistency=Consistency(), plan=PLAN.to_json(), shards=(file,),
-                created="2026-11-21T10:00:00+00:00",
-            )  # fmt: skip
-            write_manifest(place, manifest)
+    for file in play(storage, new_shard(PLAN), rounds, checkpoints):
+        complete_checkpoint(place, PLAN, file)
     storage.close()
-    assert disk.folder is not None
     disk.folder.close()
 
 
@@ -70,17 +44,12 @@ def reopened(folder: Path) -> Disk:
     return disk
 
 
-def refuse(*_: object, **__: object) -> None:
-    raise OSError("Input/output error")
-
-
 def test_files_of_an_earlier_version_are_read(tmp_path):
     train(tmp_path, 6, (0, 4))
     identity = tmp_path / "state" / "pserver-0" / IDENTITY
     rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(max_merged=1, step_count="applied"))
     disk = open_disk(tmp_path)
     assert (disk.index, disk.previous_incarnation) == (0, 1)
-    assert disk.held is not None
     assert (disk.held.run, disk.held.rounds.applied, disk.held.restorable) == ("run1", 6, ((0, 6),))
     manifest = tmp_path / "shared" / round_folder("run1", 4) / MANIFEST
     rewrite_sealed(manifest, lambda content: content["consistency"].update(max_merged=8, step_count="trainer"))
@@ -95,14 +64,11 @@ def test_a_log_that_does_not_say_whose_steps_were_counted_is_refused(tmp_path):
         Disk(tmp_path / "state").open(0)
 
 
-@pytest.mark.parametrize("accident", ["flip", "cut"])
+@pytest.mark.parametrize("accident", [flip, cut])
 def test_an_identity_that_is_damaged_is_not_believed(tmp_path, accident):
     train(tmp_path, 2, (0,))
     path = tmp_path / "state" / "pserver-0" / IDENTITY
-    if accident == "flip":
-        flip(path)
-    else:
-        path.write_bytes(path.read_bytes()[:-20])
+    accident(path)
     with pytest.raises(DamagedFile, match="delete it, and the run goes back to the newest checkpoint"):
         Disk(tmp_path / "state").open(0)
     path.unlink()
@@ -140,7 +106,6 @@ def test_without_its_disk_it_goes_back_to_a_complete_checkpoint(tmp_path, lost, 
     assert disk.find_checkpoints("run1", 1) == disk.find_checkpoints("run2", 0) == []
     disk.write_incarnation(0, 2)
     storage, restored = disk.open_run(install_for(PLAN, restore=4, attempt=1, incarnation=2))
-    assert restored is not None
     assert (restored.round, restored.shard.digest()) == (4, digest_after(PLAN, 4))
     assert storage.find_restorable() == [(4, 4), (0, 0)]
 
@@ -160,10 +125,8 @@ def test_nothing_is_deleted_for_a_checkpoint_that_is_not_there(tmp_path):
         disk.open_run(install_for(PLAN, run="run2", restore=7, source="run1", incarnation=2))
     with pytest.raises(StorageFailed, match="there is no checkpoint of round 6 of run run0"):
         disk.open_run(install_for(PLAN, restore=6, source="run0", incarnation=2))
-    assert disk.folder is not None
     disk.folder.close()
     again = open_disk(tmp_path, 0)
-    assert again.held is not None
     assert again.held.rounds.applied == 6
 
 
@@ -184,7 +147,6 @@ def test_a_folder_has_one_holder(tmp_path):
     assert open_folder(tmp_path, None) is None
     StateFolder(tmp_path, 3).close()
     other = open_folder(tmp_path, None)
-    assert other is not None
     assert other.index == 3
     first.close()
     StateFolder(tmp_path, 0).close()
@@ -210,7 +172,6 @@ def test_incomplete_files_are_deleted_by_the_next_incarnation(tmp_path):
     before = {path for path in whole.iterdir() if not path.name.startswith(".")}
     disk = reopened(tmp_path)
     storage, restored = disk.open_run(install_for(PLAN, restore=6))
-    assert restored is not None
     assert restored.round == 6
     storage.close()
     assert set(whole.iterdir()) == before
@@ -224,7 +185,6 @@ def test_initial_values_of_an_attempt_that_was_given_up_do_not_come_back(tmp_pat
     storage, restored = disk.open_run(install_for(PLAN, attempt=1, restore=None, uploader=1))
     assert restored is None
     storage.close()
-    assert disk.folder is not None
     disk.folder.close()  # it dies before there are others
     again = open_disk(tmp_path, 0)
     assert again.held is None
@@ -233,7 +193,6 @@ def test_initial_values_of_an_attempt_that_was_given_up_do_not_come_back(tmp_pat
 def test_a_log_that_cannot_be_deleted_now_does_not_become_the_next_runs(tmp_path, monkeypatch):
     train(tmp_path, 2, (0,))
     disk = reopened(tmp_path)
-    assert disk.folder is not None
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
         with pytest.raises(OSError, match="Input/output error"):
@@ -246,7 +205,6 @@ def test_a_log_that_cannot_be_deleted_now_does_not_become_the_next_runs(tmp_path
 def test_a_run_that_cannot_be_opened_leaves_no_file_open(tmp_path, monkeypatch):
     train(tmp_path, 2, (0,))
     disk = reopened(tmp_path)
-    assert disk.folder is not None
     with monkeypatch.context() as full:
         full.setattr(disk.folder, "write_identity", refuse)
         num_open = len(list(Path("/proc/self/fd").iterdir()))
@@ -254,97 +212,5 @@ def test_a_run_that_cannot_be_opened_leaves_no_file_open(tmp_path, monkeypatch):
             with pytest.raises(OSError, match="Input/output error"):
                 disk.open_run(install_for(PLAN, restore=2))
         assert len(list(Path("/proc/self/fd").iterdir())) == num_open
-    storage, restored = disk.open_run(install_for(PLAN, restore=2))
-    assert restored is not None
-    storage.close()
-
-
-TWO_SHARDS = plan_for(2)
-
-
-@pytest.fixture(autouse=True)
-def disarm() -> Iterator[None]:
-    yield
-    arm_failpoints("")
-
-
-def train_shard(folder: Path, rounds: int, durability: str = "log") -> tuple[RunStorage, Shard]:
-    storage, shard = open_storage(folder, TWO_SHARDS, durability), new_shard(TWO_SHARDS)
-    storage.snapshot(shard, History())()
-    for round_ in range(1, rounds + 1):
-        step(shard, round_, storage)
-    return storage, shard
-
-
-def failing_once(real: Callable[[int], None]) -> Callable[[int], None]:
-    failures = [OSError(errno.EIO, "Input/output error")]
-
-    def call(fd: int) -> None:
-        if failures:
-            raise failures.pop()
-        real(fd)
-
-    return call
-
-
-def test_a_record_that_could_not_be_synced_is_taken_back_and_written_again(tmp_path, monkeypatch):
-    storage, shard = train_shard(tmp_path, 3, "fsync")
-    [path] = (tmp_path / "log-0").iterdir()
-    size = path.stat().st_size
-    monkeypatch.setattr(os, "fdatasync", failing_once(os.fdatasync))
-    before = shard.digest()
-    with pytest.raises(OSError, match="Input/output error"):
-        step(shard, 4, storage)
-    assert path.stat().st_size == storage.log_bytes == size
-    assert shard.digest() == before
-    step(shard, 4, storage)
-    assert_restores(tmp_path, 4)
-
-
-def test_a_log_that_gets_no_new_file_goes_on_in_the_old_one(tmp_path, monkeypatch):
-    storage, shard = train_shard(tmp_path, 3)
-    monkeypatch.setattr(update_log, "sync_folder", failing_once(storage_module.sync_folder))
-    write = storage.snapshot(shard, History())
-    for round_ in (4, 5):
-        step(shard, round_, storage)
-    assert [segment.base for segment in update_log.list_segments(tmp_path / "log-0")] == [0]
-    assert_restores(tmp_path, 5)
-    write()
-    assert_restores(tmp_path, 5)
-
-
-def test_a_log_file_that_is_closed_with_an_error_ends_no_round_twice(tmp_path, monkeypatch):
-    storage, shard = train_shard(tmp_path, 3)
-    real, failures = os.close, [OSError(errno.EIO, "Input/output error")]
-
-    def close(fd: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        real(fd)
-        if failures and path.endswith(".log"):
-            raise failures.pop()
-
-    monkeypatch.setattr(os, "close", close)
-    write = storage.snapshot(shard, History())
-    assert not failures
-    step(shard, 4, storage)
-    write()
-    assert_restores(tmp_path, 4)
-
-
-def test_a_log_that_gets_no_file_at_all_is_an_error(tmp_path, monkeypatch):
-    storage = open_storage(tmp_path, TWO_SHARDS)
-    monkeypatch.setattr(update_log, "sync_folder", failing_once(storage_module.sync_folder))
-    with pytest.raises(OSError, match="Input/output error"):
-        storage.snapshot(new_shard(TWO_SHARDS), History())
-
-
-@pytest.mark.parametrize("passage", [1, 2])
-def test_half_a_checkpoint_does_not_stay(tmp_path, passage):
-    storage, shard = train_shard(tmp_path, 3)
-    arm_failpoints(f"checkpoint.rename=enospc@{passage}")
-    with pytest.raises(OSError, match="No space left"):
-        storage.snapshot(shard, History())()
-    assert sorted(storage.checkpoints) == [0]
-    assert not list((tmp_path / "checkpoints" / "run1").glob(f"{3:012}/*"))
-    step(shard, 4, storage)
-    assert_restores(tmp_path, 4)
+    _, restored = disk.open_run(install_for(PLAN, restore=2))
+    assert restored.round == 2

@@ -1,93 +1,70 @@
-"""A restored shard has the bits that it had, from whatever the disk still holds."""
+"""A restored shard has the bits that it had, from the files that are left."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from services.pserver.durable.storage import Restored, RunStorage
-from services.pserver.durable.update_log import Update, UpdateLog, list_segments
+from services.pserver.durable import update_log
+from services.pserver.durable.storage import RunStorage
+from services.pserver.durable.update_log import Update, UpdateLog
 from services.pserver.history import History
-from services.pserver.shard import Shard
+from services.runtime import storage as storage_module
+from services.runtime.failpoints import arm_failpoints
 
-from .support import digest_after, install_for, new_shard, open_storage, place_in, plan_for, step
+from .support import (
+    TWO_SHARDS,
+    assert_restores,
+    cut,
+    flip,
+    install_for,
+    new_shard,
+    open_storage,
+    place_in,
+    refuse,
+    reopen,
+    segment,
+    segment_bases,
+    step,
+    train,
+    train_alone,
+)
 
-PLAN = plan_for(2)
-
-
-def train(folder: Path, rounds: int, checkpoints: tuple[int, ...] = (0, 4, 8), durability="log") -> RunStorage:
-    storage, shard = open_storage(folder, PLAN, durability), new_shard(PLAN)
-    storage.snapshot(shard, History())()
-    for round_ in range(1, rounds + 1):
-        step(shard, round_, storage)
-        if round_ in checkpoints:
-            storage.snapshot(shard, History({round_: (0,)}))()
-    storage.close()
-    return storage
-
-
-def reopen(folder: Path) -> RunStorage:
-    storage = open_storage(folder, PLAN)
-    storage.find_checkpoints()
-    return storage
-
-
-def segment(folder: Path, base: int) -> Path:
-    [path] = (folder / "log-0").glob(f"{base:012}-*.log")
-    return path
+SHARD_FILE, DESCRIPTION = "pserver-0-of-2.safetensors", "pserver-0-of-2.json"
 
 
-def assert_restores(folder: Path, round_: int, *, newest: int | None = None, is_short: bool = False) -> Restored:
-    restored = reopen(folder).restore(newest)
-    assert restored is not None
-    assert (restored.round, restored.is_short) == (round_, is_short)
-    assert restored.shard.digest() == digest_after(PLAN, round_)
-    return restored
+def checkpoint(folder: Path, round_: int, name: str = SHARD_FILE) -> Path:
+    return folder / "checkpoints" / "run1" / f"{round_:012}" / name
 
 
-def flip(path: Path, where: float) -> None:
-    content = bytearray(path.read_bytes())
-    content[int(where * len(content))] ^= 4
-    path.write_bytes(content)
-
-
-def refuse(*_: object) -> None:
-    raise PermissionError("read-only")
-
-
-@pytest.mark.parametrize(("rounds", "durability"), [(0, "log"), (1, "log"), (4, "log"), (11, "log"), (11, "fsync")])
-def test_a_shard_is_restored_bit_for_bit(tmp_path, rounds, durability):
+@pytest.mark.parametrize(("rounds", "durability"), [(0, "log"), (4, "log"), (11, "log"), (11, "fsync")])
+def test_any_round_since_the_oldest_checkpoint_is_restored_bit_for_bit(tmp_path, rounds, durability):
     train(tmp_path, rounds, durability=durability)
     restored = assert_restores(tmp_path, rounds)
     assert restored.history.participants.get(rounds) == ((0,) if rounds else None)
-
-
-def test_any_round_since_the_oldest_checkpoint_can_be_restored(tmp_path):
-    train(tmp_path, 11)
-    for round_ in range(12):
+    for round_ in range(rounds + 1):
         assert_restores(tmp_path, round_, newest=round_)
-    assert reopen(tmp_path).restore(12) is None
-    assert reopen(tmp_path).find_restorable() == [(0, 11)]
+    assert reopen(tmp_path).restore(rounds + 1) is None
+    assert reopen(tmp_path).find_restorable() == [(0, rounds)]
 
 
 @pytest.mark.parametrize("is_torn", [False, True])
 def test_the_log_goes_on_after_its_last_whole_record(tmp_path, is_torn):
     train(tmp_path, 10)
     if is_torn:
-        path = segment(tmp_path, 8)
-        os.truncate(path, path.stat().st_size - 5)
+        cut(segment(tmp_path, 8))
     storage = reopen(tmp_path)
     restored = storage.restore()
-    assert restored is not None
     assert restored.round == (9 if is_torn else 10)
     storage.resume(restored.round, storage._install)
     for round_ in range(restored.round + 1, 13):
         step(restored.shard, round_, storage)
-    storage.close()
     assert_restores(tmp_path, 12)
 
 
@@ -102,31 +79,30 @@ def test_damage_in_the_log_costs_only_the_rounds_of_its_segment(tmp_path):
     assert reopen(tmp_path).find_restorable() == [(8, 8), (0, 5)]
 
 
+def empty_the_newest_segment(folder: Path) -> None:
+    newest = segment(folder, 8)
+    flip(newest, 0.99)
+    newest.with_name(newest.name.replace(f"{8:012}", f"{12:012}")).write_bytes(b"")
+
+
 @pytest.mark.parametrize(
     ("accident", "round_", "is_short"),
     [
-        ("nothing", 12, False),
-        ("torn tail", 11, False),  # what was being written was not acknowledged
-        ("damaged record", 8, True),
-        ("last record before an empty file", 11, True),
-        ("no file at all", 8, True),
-        ("damaged checkpoint", 12, False),
+        pytest.param(lambda folder: None, 12, False, id="none"),
+        pytest.param(lambda folder: cut(segment(folder, 8)), 11, False, id="torn tail"),  # it was not acknowledged
+        pytest.param(lambda folder: flip(segment(folder, 8), 0.1), 8, True, id="damaged record"),
+        pytest.param(empty_the_newest_segment, 11, True, id="damaged last record before an empty file"),
+        pytest.param(lambda folder: shutil.rmtree(folder / "log-0"), 8, True, id="no log"),
+        pytest.param(lambda folder: flip(checkpoint(folder, 8)), 12, False, id="damaged checkpoint"),
+        pytest.param(lambda folder: cut(checkpoint(folder, 8)), 12, False, id="short checkpoint"),
+        pytest.param(lambda folder: checkpoint(folder, 8).unlink(), 12, False, id="no checkpoint"),
+        pytest.param(lambda folder: flip(checkpoint(folder, 8, DESCRIPTION)), 12, False, id="damaged description"),
+        pytest.param(lambda folder: checkpoint(folder, 8, DESCRIPTION).unlink(), 12, False, id="no description"),
     ],
 )
-def test_it_is_known_whether_there_was_more(tmp_path, accident, round_, is_short):
-    train(tmp_path, 12, checkpoints=(4, 8))
-    newest = segment(tmp_path, 8)
-    if accident == "torn tail":
-        os.truncate(newest, newest.stat().st_size - 5)
-    elif accident == "damaged record":
-        flip(newest, 0.1)
-    elif accident == "last record before an empty file":
-        flip(newest, 0.99)
-        newest.with_name(newest.name.replace(f"{8:012}", f"{12:012}")).write_bytes(b"")
-    elif accident == "no file at all":
-        shutil.rmtree(tmp_path / "log-0")
-    elif accident == "damaged checkpoint":
-        flip(tmp_path / "checkpoints" / "run1" / f"{8:012}" / "pserver-0-of-2.safetensors", 0.5)
+def test_the_newest_restorable_round_is_restored_and_known_to_be_short(tmp_path, accident, round_, is_short):
+    train(tmp_path, 12)
+    accident(tmp_path)
     assert_restores(tmp_path, round_, is_short=is_short)
 
 
@@ -146,44 +122,23 @@ def test_a_log_of_an_earlier_version_ends_where_it_sets_values(tmp_path, monkeyp
     assert reopen(tmp_path).find_restorable() == [(0, 9)]
 
 
-@pytest.mark.parametrize("name", ["pserver-0-of-2.safetensors", "pserver-0-of-2.json"])
-@pytest.mark.parametrize("accident", ["flip", "truncate", "delete"])
-def test_a_damaged_checkpoint_costs_replay_and_no_rounds(tmp_path, name, accident):
-    train(tmp_path, 11)
-    path = tmp_path / "checkpoints" / "run1" / f"{8:012}" / name
-    if accident == "flip":
-        flip(path, 0.5)
-    elif accident == "truncate":
-        os.truncate(path, path.stat().st_size // 2)
-    else:
-        path.unlink()
-    assert_restores(tmp_path, 11)
-
-
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
     train(tmp_path, 11)
-    storage = open_storage(tmp_path, PLAN)
-    read, errors = storage._place.read, [OSError("Input/output error")]
-
-    def read_badly(name: str) -> memoryview:
-        if errors:
-            raise errors.pop()
-        return read(name)
-
-    monkeypatch.setattr(storage._place, "read", read_badly)
-    with pytest.raises(OSError, match="Input/output error"):
-        storage.find_checkpoints()
+    storage = open_storage(tmp_path, TWO_SHARDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage._place, "read", refuse)
+        with pytest.raises(OSError, match="Input/output error"):
+            storage.find_checkpoints()
     storage.find_checkpoints()
     assert sorted(storage.checkpoints) == [0, 4, 8]
 
 
 @pytest.mark.parametrize(
-    ("began", "expected"),
-    [({}, [0, 4, 8]), ({1: 8}, [0, 4, 8]), ({1: 6}, [0, 4]), ({1: 6, 2: 9}, [0, 4]), ({1: None}, [])],
+    ("began", "expected"), [({1: 8}, [0, 4, 8]), ({1: 6}, [0, 4]), ({1: 6, 2: 9}, [0, 4]), ({1: None}, [])]
 )
-def test_checkpoints_of_rounds_that_a_later_attempt_has_undone_are_not_believed(tmp_path, began, expected):
+def test_checkpoints_that_a_later_attempt_has_rolled_back_are_ignored_and_deleted(tmp_path, began, expected):
     train(tmp_path, 11)
-    install = install_for(PLAN, attempt=len(began), began=began)
+    install = install_for(TWO_SHARDS, attempt=len(began), began=began)
     storage = RunStorage(install, 0, tmp_path / "log-0", place_in(tmp_path))
     storage.find_checkpoints()
     assert sorted(storage.checkpoints) == expected
@@ -193,22 +148,20 @@ def test_checkpoints_of_rounds_that_a_later_attempt_has_undone_are_not_believed(
 
 def test_without_a_log_the_newest_checkpoint_is_restored(tmp_path):
     train(tmp_path, 11, durability="none")
-    storage = open_storage(tmp_path, PLAN, "none")
+    storage = open_storage(tmp_path, TWO_SHARDS, "none")
     storage.find_checkpoints()
-    restored = storage.restore()
-    assert restored is not None
-    assert restored.round == 8
+    assert storage.restore().round == 8
     assert sorted(storage.find_restorable()) == [(0, 0), (4, 4), (8, 8)]
-    flip(tmp_path / "checkpoints" / "run1" / f"{4:012}" / "pserver-0-of-2.safetensors", 0.5)
+    flip(checkpoint(tmp_path, 4))
     assert sorted(storage.find_restorable(newest=3)) == [(0, 0), (4, 4), (8, 8)]
     assert sorted(storage.find_restorable(newest=4)) == [(0, 0), (8, 8)]
 
 
 def test_the_log_reaches_back_over_as_many_checkpoints_as_are_kept(tmp_path):
-    storage = train(tmp_path, 11)
+    storage, _ = train(tmp_path, 11)
     storage.prune_folder(complete=None)
     assert sorted(storage.checkpoints) == [0, 4, 8]
-    assert [segment.base for segment in list_segments(tmp_path / "log-0")] == [4, 8]
+    assert segment_bases(tmp_path) == [4, 8]
     assert reopen(tmp_path).find_restorable() == [(4, 11), (0, 0)]
 
 
@@ -219,133 +172,98 @@ def test_the_log_reaches_back_over_as_many_checkpoints_as_are_kept(tmp_path):
         ((), (0, 2, 4, 6, 8), [0, 2, 4, 6, 8]),
         ((0,), (0, 2), [0, 2, 4, 6, 8]),
         ((0,), (8,), [0, 2, 4, 6, 8]),
-        ((0,), (0, 2, 4, 6), [0, 4, 6, 8]),  # that of round 2 did not come about
+        ((0,), (0, 2, 4, 6), [0, 4, 6, 8]),  # the checkpoint of round 2 failed elsewhere
         ((2, 0), (), [0, 2, 4, 6, 8]),
         ((6, 2), (), [2, 6, 8]),  # other pservers may be writing theirs of round 8
         ((8, 6), (), [6, 8]),
     ],
 )
 def test_only_checkpoints_that_no_complete_one_can_need_are_deleted(tmp_path, complete, reported, kept):
-    storage = train(tmp_path, 11, checkpoints=(2, 4, 6, 8))
+    storage, _ = train(tmp_path, 11, checkpoints=(2, 4, 6, 8))
     storage.prune_place(complete, reported)
-    assert sorted(storage.checkpoints) == kept
-    again = reopen(tmp_path)
-    assert sorted(again.checkpoints) == kept
+    assert sorted(storage.checkpoints) == sorted(reopen(tmp_path).checkpoints) == kept
 
 
-def test_nothing_is_deleted_that_the_run_may_go_back_to_before_it_goes_on(tmp_path):
-    storage = train(tmp_path, 11, checkpoints=(2, 4, 8))
-    ranges = storage.find_restorable()
-    storage.prune_place((8, 4))
-    storage.prune_folder(complete=(8, 4))
-    assert reopen(tmp_path).find_restorable() == ranges
-    restored = storage.restore()
-    assert restored is not None
-    storage.snapshot(restored.shard, restored.history, is_own=True)  # the run goes on
-    storage.close()
-    storage.prune_place((8, 4))
-    storage.prune_folder(complete=(8, 4))
-    assert reopen(tmp_path).find_restorable() == [(4, 11)]
+def test_restorable_rounds_are_kept_until_the_run_goes_on(tmp_path):
+    storage, shard = train(tmp_path, 11, checkpoints=(2, 4, 8))
+    for is_going_on in (False, True):
+        ranges = storage.find_restorable()
+        if is_going_on:
+            storage.snapshot(shard, History(), is_own=True)
+        storage.prune_place((8, 4))
+        storage.prune_folder(complete=(8, 4))
+        assert reopen(tmp_path).find_restorable() == ([(4, 11)] if is_going_on else ranges)
 
 
 def test_a_checkpoint_that_cannot_be_deleted_now_is_deleted_later(tmp_path, monkeypatch):
-    storage = train(tmp_path, 11)
+    storage, _ = train(tmp_path, 11)
     with monkeypatch.context() as patch:
         patch.setattr(storage._place, "delete", refuse)
-        with pytest.raises(PermissionError):
+        with pytest.raises(OSError, match="Input/output error"):
             storage.prune_place((8, 4))
     storage.prune_place((8, 4))
     assert sorted(reopen(tmp_path).checkpoints) == [4, 8]
 
 
-def train_alone(folder: Path, rounds: int) -> RunStorage:
-    """The coordinator names no round: checkpoint 0, and one of its own after every fourth round."""
-    storage, shard = open_storage(folder, PLAN), new_shard(PLAN)
-    storage.snapshot(shard, History())()
-    for round_ in range(1, rounds + 1):
-        step(shard, round_, storage)
-        if round_ % 4 == 0:
-            storage.snapshot(shard, History({round_: (0,)}), is_own=True)()
-            storage.prune_folder(complete=None)
-    storage.close()
-    return storage
-
-
-def test_a_pserver_that_is_named_no_round_keeps_its_log_short_by_itself(tmp_path):
-    storage = train_alone(tmp_path, 30)
-    assert [segment.base for segment in list_segments(tmp_path / "log-0")] == [24, 28]
-    assert list(storage.checkpoints) == [0]  # of which others may have their part
+def test_own_checkpoints_keep_the_log_short(tmp_path):
+    storage, _ = train_alone(tmp_path)
+    assert segment_bases(tmp_path) == [24, 28]
+    assert list(storage.checkpoints) == [0]  # other pservers may have their part of it
     assert reopen(tmp_path).find_restorable() == [(24, 30), (0, 0)]
-    restored = assert_restores(tmp_path, 30)
-    assert restored.history.participants[30] == (0,)
-
-
-def test_a_damaged_checkpoint_of_its_own_costs_replay_and_no_rounds(tmp_path):
-    train_alone(tmp_path, 30)
-    flip(tmp_path / "log-0" / f"{28:012}.checkpoint", 0.5)
+    assert assert_restores(tmp_path, 30).history.participants[30] == (0,)
+    flip(tmp_path / "log-0" / f"{28:012}.checkpoint")  # costs replay and no rounds
     assert_restores(tmp_path, 30)
 
 
-def test_going_back_deletes_checkpoints_of_its_own_that_lie_behind(tmp_path):
-    train_alone(tmp_path, 30)
+def test_a_rollback_deletes_later_own_checkpoints(tmp_path):
+    train_alone(tmp_path)
     (tmp_path / "log-0" / f".{28:012}.checkpoint.123").write_bytes(b"half")
     storage = reopen(tmp_path)
-    assert storage.restore(26) is not None
     storage.resume(26, storage._install.model_copy(update={"attempt": 1}))
     assert reopen(tmp_path).find_restorable() == [(24, 26), (0, 0)]
     assert [path.name for path in (tmp_path / "log-0").glob("*.checkpoint*")] == [f"{24:012}.checkpoint"]
 
 
-def test_a_shard_to_which_the_log_reaches_back_stays_though_its_checkpoint_was_never_complete(tmp_path):
-    storage, shard = open_storage(tmp_path, PLAN), new_shard(PLAN)
-    for round_ in range(18):
-        if round_:
-            step(shard, round_, storage)
-        if round_ in (0, 7, 14):
+def test_a_shard_that_the_log_begins_with_is_kept_though_its_checkpoint_was_never_complete(tmp_path):
+    storage, shard = train(tmp_path, 0)
+    for round_ in range(1, 18):
+        step(shard, round_, storage)
+        if round_ in (7, 14):
             storage.snapshot(shard, History())()
             storage.prune_folder(complete=(0,))
     storage.prune_place((14, 0), (0, 7, 14))  # another pserver has no shard of round 7
-    [newest] = tmp_path.glob(f"checkpoints/*/{14:012}/*.safetensors")
-    newest.write_bytes(bytes(newest.stat().st_size))
+    flip(checkpoint(tmp_path, 14))
     assert_restores(tmp_path, 17)
 
 
-def test_a_run_that_is_over_keeps_its_last_checkpoint_and_no_log(tmp_path):
-    storage = train_alone(tmp_path, 30)
-    shard = new_shard(PLAN)
-    for round_ in range(1, 31):
-        step(shard, round_)
+def test_a_finished_run_keeps_its_last_checkpoint_and_no_log(tmp_path):
+    storage, shard = train_alone(tmp_path)
     storage.snapshot(shard, History())()
     storage.is_over = True
     storage.prune_folder(complete=(0,))
-    assert reopen(tmp_path).find_restorable() == [(28, 30), (0, 0)]  # until the coordinator says that it is complete
+    assert reopen(tmp_path).find_restorable() == [(28, 30), (0, 0)]  # until the checkpoint is complete
     storage.prune_folder(complete=(30, 0))
     assert sum(path.stat().st_size for path in (tmp_path / "log-0").iterdir()) == 0
     assert_restores(tmp_path, 30)
 
 
 def test_a_segment_that_is_not_needed_any_more_is_written_over(tmp_path):
-    storage, shard = open_storage(tmp_path, PLAN), new_shard(PLAN)
+    storage, shard = train(tmp_path, 0)
     files = set()
-    for round_ in range(13):
-        if round_:
-            step(shard, round_, storage)
+    for round_ in range(1, 13):
+        step(shard, round_, storage)
         if round_ % 2 == 0:
             storage.snapshot(shard, History())()
             storage.prune_folder(complete=None)
             files |= {path.stat().st_ino for path in (tmp_path / "log-0").iterdir()}
     assert len(files) == 3  # two for the checkpoints that are kept
     step(shard, 13, storage)
-    storage.close()
     assert segment(tmp_path, 12).stat().st_size > storage.log_bytes
     assert_restores(tmp_path, 13)
 
 
-def test_a_segment_that_was_long_once_does_not_stay_so(tmp_path):
-    storage, shard = open_storage(tmp_path, PLAN), new_shard(PLAN)
-    storage.snapshot(shard, History())()
-    for round_ in range(1, 20):
-        step(shard, round_, storage)
+def test_a_segment_that_was_long_once_becomes_short_again(tmp_path):
+    storage, shard = train(tmp_path, 19, checkpoints=())
     long = storage.log_bytes
     for round_ in range(20, 26):
         storage.snapshot(shard, History())()
@@ -376,32 +294,98 @@ def test_a_log_is_read_to_its_end_while_a_checkpoint_begins_another_file(tmp_pat
     log.close()
 
 
-def test_a_rollback_deletes_later_rounds(tmp_path):
+@pytest.mark.parametrize("deletes", [True, False])
+def test_a_rollback_deletes_later_rounds_or_ignores_those_that_it_cannot_delete(tmp_path, monkeypatch, deletes):
     train(tmp_path, 11)
     storage = reopen(tmp_path)
-    restored = storage.restore(6)
-    assert restored is not None
-    storage.resume(6, storage._install.model_copy(update={"attempt": 1}))
-    assert sorted(storage.checkpoints) == [0, 4]
-    storage.close()
-    storage = reopen(tmp_path)
-    assert storage.find_restorable() == [(0, 6)]
-    step(Shard(PLAN, 0), 1)  # nothing is shared with another shard
-    assert storage.restore(7) is None
-
-
-def test_a_place_that_does_not_delete_does_not_keep_the_run_from_going_back(tmp_path, monkeypatch):
-    train(tmp_path, 11)
-    storage = reopen(tmp_path)
-    assert storage.restore(6) is not None
-    monkeypatch.setattr(storage._place, "delete", refuse)
+    if not deletes:
+        monkeypatch.setattr(storage._place, "delete", refuse)
     storage.resume(6, storage._install.model_copy(update={"attempt": 1, "began": {1: 6}}))
     assert sorted(storage.checkpoints) == [0, 4]
-    storage.close()
+    assert checkpoint(tmp_path, 8).exists() != deletes
     storage = RunStorage(storage._install, 0, tmp_path / "log-0", place_in(tmp_path))
     storage.find_checkpoints()
     assert storage.find_restorable() == [(0, 6)]
+    assert storage.restore(7) is None
 
 
 def test_histories_from_before_there_were_norms_are_read():
     assert History.from_json("[[[7, [0, 1]]], [[7, [1]]], []]") == History({7: (0, 1)}, {7: (1,)})
+
+
+@pytest.fixture
+def arm() -> Iterator[Callable[[str], None]]:
+    yield arm_failpoints
+    arm_failpoints("")
+
+
+def failing_once(real: Callable[[int], None]) -> Callable[[int], None]:
+    failures = [OSError(errno.EIO, "Input/output error")]
+
+    def call(fd: int) -> None:
+        if failures:
+            raise failures.pop()
+        real(fd)
+
+    return call
+
+
+def test_a_record_that_could_not_be_synced_is_cut_off_and_written_again(tmp_path, monkeypatch):
+    storage, shard = train(tmp_path, 3, durability="fsync")
+    size, before = segment(tmp_path, 0).stat().st_size, shard.digest()
+    monkeypatch.setattr(os, "fdatasync", failing_once(os.fdatasync))
+    with pytest.raises(OSError, match="Input/output error"):
+        step(shard, 4, storage)
+    assert segment(tmp_path, 0).stat().st_size == storage.log_bytes == size
+    assert shard.digest() == before
+    step(shard, 4, storage)
+    assert_restores(tmp_path, 4)
+
+
+def test_a_log_that_gets_no_new_file_goes_on_in_the_old_one(tmp_path, monkeypatch):
+    storage, shard = train(tmp_path, 3)
+    monkeypatch.setattr(update_log, "sync_folder", failing_once(storage_module.sync_folder))
+    write = storage.snapshot(shard, History())
+    for round_ in (4, 5):
+        step(shard, round_, storage)
+    assert segment_bases(tmp_path) == [0]
+    assert_restores(tmp_path, 5)
+    write()
+    assert_restores(tmp_path, 5)
+
+
+def test_an_error_while_a_log_file_is_closed_loses_nothing(tmp_path, monkeypatch):
+    storage, shard = train(tmp_path, 3)
+    real, failures = os.close, [OSError(errno.EIO, "Input/output error")]
+
+    def close(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        real(fd)
+        if failures and path.endswith(".log"):
+            raise failures.pop()
+
+    monkeypatch.setattr(os, "close", close)
+    write = storage.snapshot(shard, History())
+    assert not failures
+    step(shard, 4, storage)
+    write()
+    assert_restores(tmp_path, 4)
+
+
+def test_a_log_that_gets_no_file_at_all_is_an_error(tmp_path, monkeypatch):
+    storage = open_storage(tmp_path, TWO_SHARDS)
+    monkeypatch.setattr(update_log, "sync_folder", failing_once(storage_module.sync_folder))
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.snapshot(new_shard(TWO_SHARDS), History())
+
+
+@pytest.mark.parametrize("passage", [1, 2])
+def test_half_a_checkpoint_is_deleted(tmp_path, arm, passage):
+    storage, shard = train(tmp_path, 3)
+    arm(f"checkpoint.rename=enospc@{passage}")
+    with pytest.raises(OSError, match="No space left"):
+        storage.snapshot(shard, History())()
+    assert sorted(storage.checkpoints) == [0]
+    assert not list(checkpoint(tmp_path, 3).parent.iterdir())
+    step(shard, 4, storage)
+    assert_restores(tmp_path, 4)

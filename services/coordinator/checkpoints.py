@@ -1,0 +1,258 @@
+"""The checkpoints of a run: the rounds after which every pserver writes its shard, and the manifests.
+
+A checkpoint is **open** while every pserver has written its shard or is about to. So a slow disk delays the
+checkpoints of all pservers, and after a failed write all of them try a later round. The schedule depends only on the
+pservers' heartbeats, so that a restarted coordinator continues it. A checkpoint is **complete** once its manifest is
+written; it is deleted when newer ones suffice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+
+import httpx
+
+from ps_protocol.errors import GradpostError, StaleRound
+from ps_protocol.messages import PserverState, ShardFile
+from ps_protocol.routes import STATE
+from ps_protocol.vocabulary import Round
+from services.runtime.checkpoints import (
+    MANIFEST,
+    Manifest,
+    complete_checkpoints,
+    delete_manifest,
+    is_undone,
+    round_folder,
+    write_manifest,
+)
+from services.runtime.failpoints import reach_failpoint
+from services.runtime.logs import get_logger
+from services.runtime.storage import CheckpointStorage
+
+from .cluster import Cluster
+from .control import call_pserver, want_checkpoint
+from .pservers import PserverMember
+
+log = get_logger()
+
+NAMINGS = 8  # attempts with later rounds, when pservers have passed the named one
+RETRY_SECONDS = 0.5  # between attempts that fail
+
+
+class CheckpointSchedule:
+    """The rounds of checkpoints: one is named when it is due or requested, and none is open."""
+
+    def __init__(self, cluster: Cluster, http: httpx.AsyncClient, now: Callable[[], float]) -> None:
+        self._cluster = cluster
+        self._http = http
+        self._now = now
+        self._of: tuple[str, int] | None = None  # the run and attempt of this state
+        self._requested: Round | None = None  # a checkpoint of this or a later round is requested
+        self._named: tuple[Round, float] | None = None  # the newest named round, and when
+        self.num_failures = 0  # failed attempts in a row
+
+    async def refresh_rounds(self) -> None:
+        """Fetch the rounds of the pservers, whose newest heartbeats may be old."""
+        self._reset_if_new_attempt()
+        before, members = self._of, self._find_members()
+        asked = (call_pserver(self._http, member, "GET", STATE) for member in members)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        self._reset_if_new_attempt()
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, bytes) and self._of == before:
+                with suppress(ValueError):  # the page of a proxy
+                    member.round = max(member.round, PserverState.model_validate_json(answer).round)
+            elif isinstance(answer, BaseException) and not isinstance(answer, GradpostError | httpx.HTTPError):
+                raise answer
+
+    def request(self) -> Round:
+        """Request a checkpoint at once. Returns the earliest round that it can have."""
+        self._reset_if_new_attempt()
+        self._requested = max(self._cluster.rounds, default=0)
+        self._named, self.num_failures = None, 0
+        return self._requested
+
+    def withdraw_request(self) -> None:
+        """Withdraw the request."""
+        self._requested = None
+
+    def _reset_if_new_attempt(self) -> None:
+        run = self._cluster.run
+        if (run.name, run.attempt) != self._of:
+            self._of = run.name, run.attempt
+            self._requested = self._named = None
+            self.num_failures = 0
+
+    async def advance(self) -> None:
+        """Name the next round, if it is time. Takes as long as the pservers take to answer."""
+        self._reset_if_new_attempt()
+        cluster, members = self._cluster, self._find_members()
+        if not members or not cluster.knows_checkpoints:
+            return
+        newest = max(cluster.complete_checkpoints, default=-1)
+        round_ = max(member.round for member in members)
+        if self._named is not None and self._named[0] <= newest:
+            self._named, self.num_failures = None, 0
+        if self._requested is not None and self._requested <= newest:
+            self._requested = None  # it is complete; the request may not be answered yet
+        open_ = self._find_open(members, newest)
+        is_writing = any(coming <= member.round for member in members for coming in member.coming_checkpoints)
+        if is_writing or (open_ is not None and (open_ <= round_ or self._requested is None)):
+            return
+        interval = cluster.run.checkpoint_interval
+        if self._requested is None and not interval:
+            return
+        if self._named is not None:  # it is not complete yet, or failed
+            if self._now() < self._named[1] + RETRY_SECONDS:
+                return
+            self.num_failures += open_ is None
+        await self._name(members, round_, interval)
+
+    def _find_members(self) -> list[PserverMember]:
+        """Return the pservers if all of them serve the run in training, else none."""
+        run, registry = self._cluster.run, self._cluster.registry
+        members = [member for _, member in sorted(registry.members.items())]
+        is_served = all((member.run, member.attempt) == (run.name, run.attempt) for member in members)
+        return members if run.state == "training" and registry.is_complete and is_served else []
+
+    @staticmethod
+    def _find_open(members: list[PserverMember], newest: Round) -> Round | None:
+        """Return the round of the open checkpoint, if there is one."""
+        rounds = [member.coming_checkpoints.union(member.checkpoints) for member in members]
+        return max((round_ for round_ in frozenset.intersection(*rounds) if round_ > newest), default=None)
+
+    async def _name(self, members: list[PserverMember], newest: Round, interval: Round) -> None:
+        """Name a round that no pserver has passed: the newest if one was requested, else the next that is due."""
+        run, ahead = self._cluster.run.name, 0
+        for _ in range(NAMINGS):
+            newest += ahead
+            round_ = newest if self._requested is not None else (newest // interval + 1) * interval
+            wanted = (want_checkpoint(self._http, member, run, round_) for member in members)
+            answers = await asyncio.gather(*wanted, return_exceptions=True)
+            for member, answer in zip(members, answers, strict=True):
+                if answer is None:  # until the next heartbeat reports it
+                    member.coming_checkpoints |= {round_}
+                elif not isinstance(answer, GradpostError | httpx.HTTPError | ValueError):  # a proxy's page
+                    raise answer
+            self._named = round_, self._now()
+            late = [int(answer.facts.get("current", round_)) for answer in answers if isinstance(answer, StaleRound)]
+            if not late:
+                return  # or a pserver failed
+            newest, ahead = max(late), max(1, 2 * ahead)
+
+
+class Manifests:
+    """The complete checkpoints of the run: the newest `max_complete`, once all pservers have written their shards."""
+
+    def __init__(self, cluster: Cluster, place: CheckpointStorage, max_complete: int) -> None:
+        self._cluster = cluster
+        self._place = place
+        self._max_complete = max_complete
+        self._trouble = ""  # the problem with the place that was logged last
+
+    async def update(self) -> bool:
+        """Complete and delete checkpoints. Returns whether that changed anything.
+
+        One call at a time. It takes as long as the place does, so that run and attempt may change meanwhile.
+        """
+        cluster, before = self._cluster, list(self._cluster.complete_checkpoints)
+        if not cluster.knows_checkpoints and cluster.run.plan is not None and cluster.registry.num_pservers:
+            await self._list_checkpoints()
+        while cluster.knows_checkpoints and (shards := self._written_shards()) is not None:
+            newest = max(cluster.complete_checkpoints, default=-1)
+            ready = max(set(shards[0]).intersection(*shards[1:]), default=-1)
+            # A pserver that has written later shards may delete this one: see `RunStorage.prune_place`.
+            is_given_up = newest >= 0 and any(max(one, default=-1) > ready for one in shards)
+            if ready <= newest or is_given_up or not await self._complete([one[ready] for one in shards]):
+                break
+        # A checkpoint may be the target of a rollback that is under way.
+        while len(cluster.complete_checkpoints) > self._max_complete and not cluster.run.is_changing:
+            await self._delete(round_folder(cluster.run.name, cluster.complete_checkpoints.pop()))
+        return cluster.complete_checkpoints != before
+
+    def _written_shards(self) -> list[dict[Round, ShardFile]] | None:
+        """Return the shards of each pserver; None unless all of them serve the newest attempt."""
+        run, members = self._cluster.run, self._cluster.registry.members.values()
+        if run.plan is None or run.state == "gathering" or not members or len(members) < run.plan.num_pservers:
+            return None
+        if any((member.run, member.attempt) != (run.name, run.attempt) for member in members):
+            return None
+        return [member.checkpoints for member in members]
+
+    async def _list_checkpoints(self) -> None:
+        """List the checkpoints of the run, and delete those of undone rounds."""
+        cluster, run = self._cluster, self._cluster.run
+        attempt = run.attempt
+        try:
+            found = await asyncio.to_thread(_delete_undone, self._place, run.name, dict(run.began))
+        except OSError as error:
+            self._log_once(log.warning, "the place of the checkpoints cannot be used", error, place=self._place.url)
+            return
+        self._trouble = ""
+        if cluster.run is run and run.attempt == attempt:
+            cluster.complete_checkpoints[:] = found
+            cluster.checkpoints_known_for = run.name, attempt
+
+    def _log_once(self, write: Callable[..., object], text: str, error: OSError, **facts: object) -> None:
+        """Log a problem with the place once. It is tried again with each heartbeat."""
+        if str(error) != self._trouble:
+            write(text, error=str(error), **facts)
+        self._trouble = str(error)
+
+    async def _delete(self, folder: str) -> None:
+        try:
+            for name in (
+                f"{folder}/{MANIFEST}",
+                folder,
+            ):  # the manifest first, so that a partial checkpoint does not count
+                await asyncio.to_thread(self._place.delete, name)
+        except OSError as error:
+            log.warning("an old checkpoint could not be deleted", folder=folder, error=str(error))
+
+    async def _complete(self, files: Iterable[ShardFile]) -> bool:
+        """Write the manifest of these shards. Returns whether the place accepted it."""
+        cluster, run = self._cluster, self._cluster.run
+        assert run.plan is not None
+        shards = tuple(sorted(files, key=lambda file: file.pserver))
+        manifest = Manifest(
+            run=run.name,
+            attempt=run.attempt,
+            round=shards[0].round,
+            consistency=run.settings.consistency,
+            plan=run.plan.as_json,
+            aliases={} if run.declaration is None else run.declaration.aliases,
+            shards=shards,
+            controls=run.membership.newest_controls,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        cluster.is_completing = True
+        try:
+            reach_failpoint("checkpoint.manifest")
+            await asyncio.to_thread(write_manifest, self._place, manifest)
+        except OSError as error:
+            self._log_once(log.error, "the manifest of a checkpoint could not be written", error, round=manifest.round)
+            return False
+        finally:
+            cluster.is_completing = False
+        self._trouble = ""
+        reach_failpoint("checkpoint.manifest.after")
+        if cluster.run is run and run.attempt == manifest.attempt:  # else the round may be undone
+            cluster.complete_checkpoints.insert(0, manifest.round)
+        return True
+
+
+def _delete_undone(place: CheckpointStorage, run: str, began: Mapping[int, Round | None]) -> list[Round]:
+    """Delete the manifests of rounds that a later attempt has undone, and return the other rounds.
+
+    Pservers delete their shards of undone rounds when they roll back.
+    """
+    rounds = []
+    for manifest in complete_checkpoints(place, run):
+        if is_undone(manifest.round, manifest.attempt, began):
+            delete_manifest(place, manifest)
+        else:
+            rounds.append(manifest.round)
+    return sorted(rounds, reverse=True)

@@ -1,0 +1,317 @@
+"""The reconciliation of the pservers with the cluster's decisions: runs, changes of members, rollbacks, failures.
+
+    gathering:   PUT run to every pserver
+    training:    freeze every pserver ──► decide and persist ──► install on every pserver    one change at a time
+    over:        PUT members with the failure
+
+Every step may be repeated. A change that was interrupted is repeated under a higher number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import httpx
+from pydantic import TypeAdapter
+
+from ps_protocol.errors import ERRORS, Conflict, Ended, GradpostError, NotReady, StaleRun, StorageFailed, TryAgain
+from ps_protocol.fields import Message
+from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from services.runtime.failpoints import reach_failpoint
+from services.runtime.logs import get_logger
+
+from .cluster import Cluster
+from .control import TIMEOUT_SECONDS, call_pserver
+from .decision import Ranges, Refusal, Rollback, decide_change, decide_rollback, newest_common
+from .pservers import PserverMember
+from .run import Decision, Run
+
+log = get_logger()
+
+RESTORE_TIMEOUT_SECONDS = 60.0  # to read a shard and its log
+
+_RANGES = TypeAdapter(Ranges)
+
+
+class Reconciler:
+    """The loop that brings pservers to the decided state. `persist` must succeed before a decision takes effect."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        http: httpx.AsyncClient,
+        now: Callable[[], float],
+        persist: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._cluster = cluster
+        self._http = http
+        self._now = now
+        self._persist = persist
+        # The newest state that each pserver has installed: incarnation, run, attempt and number.
+        self._installed: dict[PserverIndex, tuple[Incarnation, str, int, int]] = {}
+        self._restore: dict[PserverIndex, Round | None] = {}  # the round of each pserver, by the newest decision
+        self._failing: tuple[Run, float] | None = None  # the run and the time since when changes fail
+        self._problem = ""
+        self._logged: set[str] = set()  # logged since the last success
+
+    async def reconcile(self) -> bool:
+        """Persist the cluster's state, and bring every pserver to it. Returns whether that succeeded.
+
+        If it fails for the rejoin time-out, the run fails although all pservers are alive. A disk that stays full fails
+        the run, which the pservers must learn without a persisted decision.
+        """
+        run = self._cluster.run
+        try:
+            await self._persist()
+        except StorageFailed as error:
+            run.fail(error, self._now())
+        except TryAgain:
+            if not run.is_over:
+                return False
+        try:
+            if await self._update_pservers():
+                self._failing = None
+                self._logged.clear()
+                return True
+        except (TryAgain, StorageFailed):
+            return False
+        if self._failing is None or self._failing[0] is not run:
+            self._failing = run, self._now()
+        limit = run.settings.rejoin_timeout_seconds
+        if self._now() - self._failing[1] > limit:
+            text = f"no change could be installed for {limit:g} s: {self._problem}"
+            run.fail(Ended(text, code="pserver_lost"), self._now())
+        return False
+
+    async def _update_pservers(self) -> bool:
+        cluster, run = self._cluster, self._cluster.run
+        if run.plan is None:
+            return True
+        members = [member for _, member in sorted(cluster.registry.members.items())]
+        if not cluster.serves_run:
+            serving = [member for member in members if self._has_installed(run, member)]
+            return all(await asyncio.gather(*(self._install(run, member, run.number) for member in serving)))
+        if len(members) < cluster.registry.num_pservers:
+            return True  # a lost pserver returns, or the run fails
+        number, has_begun = run.number, run.state != "gathering"
+        if any(self._installed.get(m.info.index) != self._target(run, m, number) for m in members):
+            is_decided = not has_begun or await self._decide(run, members, number)
+            if not (is_decided and all(await asyncio.gather(*(self._install(run, m, number) for m in members)))):
+                if has_begun:
+                    run.number += 1  # a repetition is another change
+                return False
+        if cluster.run is run and run.state == "gathering":
+            run.begin_training(self._now())
+            reach_failpoint("begin.before")
+            await self._persist()  # before a trainer gets the plan: after a restart the run would begin again
+            reach_failpoint("begin.after")
+        if cluster.run is run:
+            cluster.finish_change(number)
+        return True
+
+    def _log_problem(self, text: str, error: Exception, **facts: object) -> None:
+        self._problem = f"{text}: {error!r}"
+        line = f"{self._problem} {facts}"
+        if line not in self._logged:  # a dead pserver is tried five times a second until its lease expires
+            self._logged.add(line)
+            log.warning(text, error=repr(error), **facts)
+
+    # ------------------------------------------------------------------ freeze, decide
+
+    async def _decide(self, run: Run, members: list[PserverMember], number: int) -> bool:
+        """Freeze the pservers, and put the decision into effect that follows from their answers."""
+        targets = run.targets
+        message = Freeze(run=run.name, attempt=run.attempt, number=number)
+        try:
+            answers = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
+        except (httpx.HTTPError, GradpostError, ValueError) as error:
+            self._log_problem("a pserver did not answer the freeze before a change of members", error)
+            return False
+        if not self._cluster.serves_run or self._cluster.run is not run:
+            return False
+        run.applied = max([run.applied, *(answer.applied for answer in answers if answer is not None)])
+        by_index = {m.info.index: (m.info.incarnation, answer) for m, answer in zip(members, answers, strict=True)}
+        outcome = decide_change(run, targets, by_index)
+        if isinstance(outcome, Rollback):
+            return await self._roll_back(run, members, targets, outcome)
+        restore = {
+            index: answer.applied if answer is not None and answer.is_readable else None
+            for index, (_, answer) in by_index.items()
+        }
+        await self._adopt(run, members, outcome, restore)
+        return True
+
+    async def _adopt(
+        self, run: Run, members: list[PserverMember], decision: Decision, restore: dict[PserverIndex, Round | None]
+    ) -> None:
+        """Persist a decision, then put it into effect: trainers receive what is in effect with any heartbeat."""
+        reach_failpoint("decide.before")
+        wanted, run.wanted = run.wanted, None
+        run.pending = decision
+        try:
+            await self._persist()
+            run.apply_decision(decision)
+        except BaseException:
+            run.wanted = run.wanted or wanted  # it is repeated; newer controls include it
+            raise
+        finally:
+            run.pending = None
+        self._restore = restore
+        self._cluster.run_incarnations = {member.info.index: member.info.incarnation for member in members}
+        reach_failpoint("decide.after")
+
+    async def _freeze(self, run: Run, member: PserverMember, message: Freeze) -> FrozenRounds | None:
+        """Freeze a pserver and return its rounds; None if it holds nothing that it could continue from by itself."""
+        try:
+            body = await call_pserver(self._http, member, "PUT", FREEZE, message)
+        except StaleRun:
+            # It missed the rollback that this attempt began with, and will restore its round.
+            return FrozenRounds(applied=run.resume or 0, is_readable=run.resume is not None)
+        except NotReady:
+            # Its answer lists all complete checkpoints, so that undone ones must be deleted first.
+            if not self._cluster.knows_checkpoints:
+                raise
+            if not run.settings.consistency.is_async:
+                return None
+            ranges = await self._list_restorable(run, member)  # without a rollback, each goes on from its newest
+            return FrozenRounds(applied=max(last for _, last in ranges)) if ranges else None
+        return FrozenRounds.model_validate_json(body)
+
+    async def _list_restorable(self, run: Run, member: PserverMember, newest: Round | None = None) -> Ranges:
+        route = f"{RESTORABLE}?run={run.name}" + ("" if newest is None else f"&newest={newest}")
+        body = await call_pserver(self._http, member, "GET", route, timeout=RESTORE_TIMEOUT_SECONDS)
+        return _RANGES.validate_json(body)
+
+    async def _roll_back(
+        self, run: Run, members: list[PserverMember], targets: dict[Rank, Incarnation], wanted: Rollback
+    ) -> bool:
+        """Roll back to the wanted round, or the newest before it that all pservers can restore.
+
+        Returns False if a pserver does not report its rounds, a requested rollback is refused, or the run fails.
+        """
+        try:
+            round_, ranges = await self._find_common(run, members, wanted.newest)
+        except (httpx.HTTPError, GradpostError, ValueError) as error:
+            self._log_problem("a pserver did not report which rounds it can restore", error)
+            if wanted.is_asked:
+                run.refuse_rollback(f"a pserver did not report which rounds it can restore: {error}")
+            return False
+        outcome = decide_rollback(run, targets, wanted, round_, ranges)
+        if isinstance(outcome, Refusal):
+            run.refuse_rollback(outcome.reason)
+            return False
+        if isinstance(outcome, Ended):
+            run.fail(outcome, self._now())
+            return False
+        back, applied = round_ or 0, run.applied  # all pservers may have lost it
+        if gone := run.find_departed_after(back):
+            run.fail_for_lost_rounds(gone, back, applied, self._now())
+            return False
+        await self._adopt(run, members, outcome, {member.info.index: round_ for member in members})
+        if gone := run.find_departed_after(back):  # trainers that left while the decision was written
+            run.fail_for_lost_rounds(gone, back, applied, self._now())
+        run.rollback_reason = wanted.reason
+        complete = self._cluster.complete_checkpoints
+        complete[:] = [checkpoint for checkpoint in complete if checkpoint <= back]
+        log.warning(
+            "the run is rolled back",
+            reason=wanted.reason, round=back, applied=applied, attempt=run.attempt, lost=applied - back,
+        )  # fmt: skip
+        return True
+
+    async def _find_common(
+        self, run: Run, members: list[PserverMember], newest: Round
+    ) -> tuple[Round | None, dict[PserverIndex, Ranges]]:
+        """Return the newest round up to `newest` that all pservers can restore, and the ranges of each."""
+        while True:
+            ranges = await asyncio.gather(*(self._list_restorable(run, member, newest) for member in members))
+            round_ = newest_common(newest, ranges)
+            if round_ is None or round_ == newest:
+                return round_, {member.info.index: one for member, one in zip(members, ranges, strict=True)}
+            newest = round_  # now with the checkpoints before it
+
+    # ------------------------------------------------------------------ install
+
+    def _target(self, run: Run, member: PserverMember, number: int) -> tuple[Incarnation, str, int, int]:
+        return member.info.incarnation, run.name, run.attempt, number
+
+    def _has_installed(self, run: Run, member: PserverMember) -> bool:
+        """Return whether this incarnation of the pserver has installed the run."""
+        return self._installed.get(member.info.index, ())[:2] == (member.info.incarnation, run.name)
+
+    async def _install(self, run: Run, member: PserverMember, number: int) -> bool:
+        """Install the run on a pserver, or its members alone if the pserver has the run."""
+        index, target = member.info.index, self._target(run, member, number)
+        if self._cluster.run is not run:
+            return True  # the next run has begun
+        if not self._cluster.serves_run and self._installed.get(index) == target:
+            return True
+        message: Message
+        if self._installed.get(index, ())[:3] == target[:3] or not self._cluster.serves_run:
+            route, timeout, message = MEMBERS, TIMEOUT_SECONDS, make_members_message(run, number)
+        else:
+            if run.state == "gathering":
+                self._cluster.run_incarnations[index] = member.info.incarnation
+            restore = run.resume if run.state == "gathering" else self._restore.get(index)
+            route, timeout = RUN, RESTORE_TIMEOUT_SECONDS
+            message = make_installation(self._cluster, index, number, restore)
+        try:
+            await call_pserver(self._http, member, "PUT", route, message, timeout)
+        except (httpx.HTTPError, ValueError) as error:
+            self._log_problem("a pserver did not accept an installation", error, pserver=index)
+            return False
+        except GradpostError as problem:
+            self._log_problem("a pserver refused an installation", problem, pserver=index)
+            # A conflict passes, for example when the pserver has not read its new identity yet.
+            if not problem.may_be_retried and not isinstance(problem, Conflict):
+                code = "storage_failed" if isinstance(problem, StorageFailed) else "pserver_lost"
+                text = f"pserver {index} cannot serve the run: {problem}"
+                run.fail(ERRORS[code].family(text, code=code, pserver=index), self._now())
+            return False
+        self._installed[index] = target
+        return True
+
+
+def make_installation(cluster: Cluster, index: PserverIndex, number: int, restore: Round | None) -> InstallRun:
+    """Return the order to serve the run for pserver `index`, as part of change `number`.
+
+    `restore` is the round to restore; None: the pserver begins with initial values.
+    """
+    run, settings = cluster.run, cluster.run.settings
+    assert run.plan is not None
+    assert run.declaration is not None
+    # The coordinator detects late trainers. A pserver does so only while the coordinator is away.
+    patience = settings.round_timeout_seconds + settings.rejoin_timeout_seconds + cluster.lease_seconds
+    return InstallRun(
+        run=run.name,
+        attempt=run.attempt,
+        plan=run.plan.as_json,
+        incarnation=cluster.run_incarnations[index],
+        consistency=settings.consistency,
+        nonfinite=run.nonfinite,
+        max_grad_norm=run.declaration.max_grad_norm,
+        round_timeout_seconds=patience,
+        durability=settings.log_durability,
+        checkpoint_rounds=run.checkpoint_interval,
+        keep_checkpoints=settings.keep_checkpoints,
+        restore=restore,
+        began=run.began,
+        source=run.source,
+        uploader=run.uploader,
+        number=number,
+        **run.membership.to_fields(),
+    )
+
+
+def make_members_message(run: Run, number: int) -> InstallMembers:
+    """Return the membership as decided, or the run's failure, for all pservers."""
+    return InstallMembers(
+        run=run.name,
+        attempt=run.attempt,
+        number=number,
+        **run.membership.to_fields(),
+        failure=run.failure.to_problem() if run.failure else None,
+    )

@@ -1,0 +1,99 @@
+"""The state of the cluster in words, for waiting trainers, and as a whole, for readers. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ps_config.versions import installed_versions
+from ps_protocol.messages import ClusterStatus, PserverStatus, Software, TrainerStatus
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+    from .run import Run
+
+
+def list_prospects(cluster: Cluster, now: float) -> list[tuple[str, float]]:
+    """Return each lost member that is awaited, in words, and the seconds until the run fails without it."""
+    if cluster.run.state != "training":
+        return []
+    limit = cluster.run.settings.rejoin_timeout_seconds
+    lost = [m for _, m in sorted(cluster.registry.lost.items())]
+    gone = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in lost]
+    gone += [(trainer.why, trainer.gone_at) for trainer in cluster.run.awaited]
+    patience = cluster.run.settings.round_timeout_seconds  # after which it counts as lost
+    gone += [
+        (f"trainer {trainer.rank} joined and has not declared its model", trainer.joined_at + patience)
+        for trainer in cluster.run.undeclared
+    ]
+    return [(text, max(0.0, limit - (now - since))) for text, since in gone]
+
+
+def describe_notice(cluster: Cluster) -> str:
+    """Return the pause and the lost members in one line, which changes only when they do."""
+    texts = [text for text, _ in list_prospects(cluster, 0.0)]
+    limit = cluster.run.settings.rejoin_timeout_seconds
+    lost = f"{'; '.join(texts)}: the run fails unless it comes back within {limit:g} s" if texts else ""
+    return "; ".join(filter(None, (describe_pause(cluster.run), lost)))
+
+
+def describe_pause(run: Run) -> str:
+    """Return the notice for trainers that wait while the run is paused; empty if it is not."""
+    if run.state != "training" or not run.membership.newest_controls.is_paused:
+        return ""
+    return "an administrator has paused the run; it goes on after POST /v1/controls/resume"
+
+
+def describe_status(cluster: Cluster, now: float) -> ClusterStatus:
+    """Return the state of the cluster."""
+    run = cluster.run
+    plan, prospects = run.plan, list_prospects(cluster, now)
+    pservers = [member for _, member in sorted(cluster.registry.members.items())]
+    return ClusterStatus(
+        run=run.name,
+        state=run.state,
+        mode=run.mode,
+        num_pservers=cluster.registry.num_pservers,
+        num_trainers=run.sizes[0],
+        waiting_for=tuple(cluster.waiting_for),
+        prospects=(
+            *filter(None, [describe_pause(run)]),
+            *(f"{what}; the run fails in {left:.0f} s unless it comes back" for what, left in prospects),
+        ),
+        failure=run.failure.to_problem() if run.failure else None,
+        plan_digest=plan.digest if plan else None,
+        num_parameters=len(plan.parameters) if plan else 0,
+        parameter_bytes=plan.num_bytes if plan else 0,
+        round=min(cluster.rounds, default=0),
+        pservers=tuple(
+            PserverStatus(
+                index=member.info.index,
+                address=member.info.address,
+                http2=member.info.http2,
+                incarnation=member.info.incarnation,
+                round=member.round,
+                missing=member.missing,
+                waiting_seconds=member.waiting_seconds,
+                heartbeat_age_seconds=now - member.seen_at,
+                software=member.software,
+            )
+            for member in pservers
+        ),
+        trainers=tuple(
+            TrainerStatus(
+                rank=trainer.rank,
+                incarnation=trainer.incarnation,
+                round=trainer.round,
+                state=trainer.state,
+                heartbeat_age_seconds=now - trainer.seen_at,
+                metrics_address=trainer.metrics_address,
+                results=trainer.results,
+                software=trainer.software,
+                links=dict(trainer.links),
+                unreachable=dict(trainer.unreachable),
+                waiting_seconds=trainer.waiting_seconds,
+                is_done=trainer.is_done,
+            )
+            for _, trainer in sorted(run.trainers.items())
+        ),
+        software=Software(**installed_versions()),
+    )

@@ -1,0 +1,426 @@
+"""When checkpoints of the whole model are made, and what happens if one fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ps_protocol.errors import NotReady, StaleRound, TryAgain
+from ps_protocol.membership import Controls, Membership, WantCheckpoint
+from ps_protocol.messages import PserverHeartbeatReply
+from ps_protocol.routes import WANT_CHECKPOINT
+from services.coordinator import checkpoints as checkpoints_module
+from services.coordinator.administration import Administration
+from services.coordinator.checkpoints import CheckpointSchedule, Manifests
+from services.coordinator.cluster import Cluster
+from services.runtime.checkpoints import (
+    MANIFEST,
+    all_checkpoints,
+    complete_checkpoints,
+    read_manifest,
+    round_folder,
+    write_manifest,
+)
+from services.runtime.failpoints import arm_failpoints
+from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
+
+from .coordinating import FakePservers, answering, leave, training
+from .support import beat, make_cluster, shard_file, train
+
+pytestmark = pytest.mark.asyncio
+
+
+class Writers(FakePservers):
+    """Pservers that receive requests for checkpoints, and may be past the requested round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named: list[int] = []  # rounds that pserver 0 was asked for
+        self.rounds = [0, 0]
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path != WANT_CHECKPOINT:
+            return await super().__call__(request)
+        index, message = int(request.url.host), WantCheckpoint.model_validate_json(request.content)
+        if index == 0:
+            self.named.append(message.round)
+        if message.round < self.rounds[index]:
+            raise StaleRound("it is over", current=self.rounds[index])
+        return httpx.Response(204)
+
+    def report(
+        self, cluster: Cluster, *, written: Sequence[Sequence[int]] = ([0], [0]), coming: Sequence[int] = ()
+    ) -> None:
+        """Send heartbeats of both pservers with their shards, and with the rounds in `coming` that they will write."""
+        for index in (0, 1):
+            files = tuple(shard_file(index, round_) for round_ in written[index])
+            changes = {"coming_checkpoints": tuple(set(coming) - set(written[index])), "checkpoints": files}
+            cluster.pserver_heartbeat(index, beat(run=cluster.run.name, round_=self.rounds[index], **changes), 1.0)
+
+
+Scheduled = tuple[Cluster, Writers, CheckpointSchedule]
+
+
+@asynccontextmanager
+async def scheduling(rounds: Sequence[int] = (0, 0), **settings: Any) -> AsyncIterator[Scheduled]:
+    """Yield a run in these rounds with an interval of 5, a checkpoint of round 0, and a clock that stands at 1."""
+    cluster = make_cluster(**{"durability": "log", "on_trainer_loss": "wait", "checkpoint_rounds": 5, **settings})
+    train(cluster)
+    cluster.complete_checkpoints[:], cluster.checkpoints_known_for = [0], (cluster.run.name, 0)
+    writers = Writers()
+    writers.rounds = list(rounds)
+    writers.report(cluster)
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answering(writers))) as http:
+        yield cluster, writers, CheckpointSchedule(cluster, http, lambda: 1.0)
+
+
+async def test_the_next_checkpoint_is_requested_when_the_one_before_is_complete():
+    async with scheduling() as (cluster, writers, schedule):
+        writers.report(cluster, coming=[5])  # a restarted coordinator waits for the one that is being written
+        await schedule.advance()
+        assert writers.named == []
+        writers.report(cluster)
+        for _ in range(2):
+            await schedule.advance()
+            assert writers.named == [5]
+        writers.rounds = [13, 14]
+        for written in ([[0, 5], [0]], [[0, 5], [0, 5]]):  # a slow disk, then a missing manifest
+            writers.report(cluster, written=written, coming=[5])
+            await schedule.advance()
+            assert writers.named == [5]
+        cluster.complete_checkpoints[:] = [5, 0]
+        await schedule.advance()
+        assert writers.named == [5, 15]
+
+
+async def test_a_pserver_that_cannot_write_makes_all_try_a_later_round(monkeypatch):
+    monkeypatch.setattr(checkpoints_module, "RETRY_SECONDS", 0.0)
+    async with scheduling() as (cluster, writers, schedule):
+        await schedule.advance()
+        writers.rounds = [5, 5]
+        writers.report(cluster, written=[[0, 5], [0]])
+        await schedule.advance()
+        assert (writers.named, schedule.num_failures) == ([5, 10], 1)
+
+
+async def test_a_later_round_is_requested_if_a_pserver_is_past_the_requested_one():
+    async with scheduling() as (_, writers, schedule):
+        writers.rounds = [4, 12]  # after the heartbeats
+        await schedule.advance()
+        assert writers.named == [5, 15]
+
+
+async def test_without_an_interval_a_checkpoint_is_made_on_request_only():
+    async with scheduling([7, 7], durability="none", checkpoint_rounds=None) as (_, writers, schedule):
+        await schedule.advance()
+        assert writers.named == []
+        assert schedule.request() == 7
+        await schedule.advance()
+        assert writers.named == [7]
+
+
+async def test_a_requested_checkpoint_does_not_wait_for_the_scheduled_one():
+    async with scheduling([7, 6]) as (cluster, writers, schedule):
+        writers.report(cluster, coming=[10])
+        schedule.request()
+        await schedule.advance()
+        assert writers.named == [7]
+
+
+async def test_a_requested_checkpoint_is_made_once():
+    """The heartbeats may be a second old, and the schedule may advance before the request is answered."""
+    async with scheduling([6, 6]) as (cluster, writers, schedule):
+        writers.rounds = [7, 7]
+        schedule.request()
+        for _ in range(2):
+            await schedule.advance()
+            assert writers.named == [6, 8]
+        writers.rounds = [9, 9]
+        writers.report(cluster, written=[[0, 8], [0, 8]])
+        cluster.complete_checkpoints.append(8)
+        await schedule.advance()
+        assert writers.named == [6, 8, 10]  # the next scheduled one
+
+
+async def test_a_requested_checkpoint_is_not_made_in_the_next_attempt():
+    async with scheduling([7, 7]) as (cluster, writers, schedule):
+        schedule.request()
+        cluster.run.attempt, cluster.checkpoints_known_for = 1, (cluster.run.name, 1)
+        for member in cluster.registry.members.values():
+            member.attempt = 1
+        await schedule.advance()
+        assert writers.named == [10]
+
+
+async def test_a_checkpoint_needs_every_pserver():
+    async with training() as coordinator:
+        coordinator.cluster.registry.members.clear()
+        with pytest.raises(NotReady, match="needs every pserver"):
+            await Administration(coordinator).checkpoint("me")
+
+
+async def test_a_request_for_a_checkpoint_ends_when_the_run_fails():
+    async with training(on_trainer_loss="fail") as coordinator:
+        made = asyncio.create_task(Administration(coordinator).checkpoint("me"))
+        await asyncio.sleep(0.05)
+        leave(coordinator, 1, "failed")
+        with pytest.raises(NotReady, match="no run is training"):
+            await asyncio.wait_for(made, 5)
+
+
+async def test_a_requested_checkpoint_that_fails_repeatedly_is_given_up(monkeypatch):
+    monkeypatch.setattr(checkpoints_module, "RETRY_SECONDS", 0.0)
+    writers = Writers()
+    async with training(writers, durability="none", on_trainer_loss="fail") as coordinator:
+        made = asyncio.create_task(Administration(coordinator).checkpoint("me"))
+        while not made.done():
+            writers.report(coordinator.cluster, written=[[], []])
+            coordinator.changed()
+            await asyncio.sleep(0.005)
+        with pytest.raises(TryAgain, match="no checkpoint of round 0 or later is complete"):
+            await made
+        assert len(writers.named) >= 12
+
+
+async def test_a_paused_asynchronous_run_with_unequal_pservers_has_no_checkpoint():
+    writers = Writers()
+    async with training(writers, durability="none", on_trainer_loss="fail", mode="async") as coordinator:
+        coordinator.cluster.run.membership = Membership({}, controls=(Controls(is_paused=True),))
+        writers.rounds = [94, 93]
+        writers.report(coordinator.cluster, written=[[], []])
+        with pytest.raises(TryAgain, match=r"is paused, and its pservers have taken \[93, 94\] contributions"):
+            await asyncio.wait_for(Administration(coordinator).checkpoint("me"), 5)
+        assert writers.named == []
+
+
+# ---------------------------------------------------------------- manifests
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> CheckpointStorage:
+    return open_checkpoint_storage(str(tmp_path))
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    cluster = make_cluster(durability="log", on_trainer_loss="wait")
+    train(cluster)
+    return cluster
+
+
+@pytest.fixture
+def manifests(cluster: Cluster, place: CheckpointStorage) -> Manifests:
+    return Manifests(cluster, place, max_complete=2)
+
+
+def report(cluster: Cluster, pserver: int, *rounds: int, attempt: int = 0) -> PserverHeartbeatReply:
+    """Send the heartbeat of a pserver that has written the shards of these rounds."""
+    files = tuple(shard_file(pserver, round_, attempt) for round_ in rounds)
+    return cluster.pserver_heartbeat(pserver, beat(run="run1", attempt=attempt, checkpoints=files), 1.0)
+
+
+def report_all(cluster: Cluster, *rounds: int, attempt: int = 0) -> None:
+    for pserver in (0, 1):
+        report(cluster, pserver, *rounds, attempt=attempt)
+
+
+async def complete(manifests: Manifests, cluster: Cluster, *rounds: int) -> None:
+    for round_ in rounds:
+        report_all(cluster, round_)
+        await manifests.update()
+
+
+def restart(cluster: Cluster) -> None:
+    """Forget what a restarted coordinator does not know."""
+    cluster.complete_checkpoints.clear()
+    cluster.checkpoints_known_for = None
+
+
+def roll_back(cluster: Cluster, round_: int) -> None:
+    run = cluster.run
+    run.apply_decision(replace(run.decision, attempt=run.attempt + 1, resume=round_))
+
+
+def found(place: CheckpointStorage) -> list[int]:
+    return [manifest.round for manifest in complete_checkpoints(place, "run1")]
+
+
+def refuse(_: object) -> None:
+    raise PermissionError("read-only")
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 2
+    path.write_bytes(content)
+
+
+async def test_a_checkpoint_is_complete_when_all_pservers_have_written_their_shards(cluster, place, manifests):
+    report(cluster, 0, 0, 4)
+    report(cluster, 1, 0)
+    await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [0]
+    report(cluster, 1, 4)
+    await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [4, 0]
+    manifest = read_manifest(place, "run1", 4)
+    assert manifest is not None
+    assert [file.pserver for file in manifest.shards] == [0, 1]
+
+
+async def test_a_checkpoint_is_not_completed_after_a_pserver_has_written_a_later_shard(cluster, place, manifests):
+    """The pserver may have deleted the earlier one since."""
+    await complete(manifests, cluster, 4)
+    report(cluster, 0, 4, 8, 12)
+    report(cluster, 1, 4, 8)
+    await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [4]
+    report(cluster, 1, 4, 8, 12)
+    await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [12, 4]
+
+
+async def test_pservers_receive_no_list_of_checkpoints_while_one_is_being_completed(
+    cluster, place, manifests, monkeypatch
+):
+    """They would delete the shard of a checkpoint that is complete a moment later."""
+    answers = []
+    real = checkpoints_module.write_manifest
+
+    def write(*arguments) -> None:
+        answers.append(report(cluster, 0, 4, 8).complete)
+        real(*arguments)
+
+    monkeypatch.setattr(checkpoints_module, "write_manifest", write)
+    await complete(manifests, cluster, 4)
+    assert answers == [None]
+    assert report(cluster, 0, 4, 8).complete == (4,)
+
+
+async def test_older_checkpoints_are_deleted_unless_a_change_is_under_way(cluster, place, manifests):
+    """Until the last pserver has been changed, the run may be rolling back to an older one."""
+    await complete(manifests, cluster, 0, 4)
+    cluster.run.number += 1
+    await complete(manifests, cluster, 8)
+    assert found(place) == cluster.complete_checkpoints == [8, 4, 0]
+    cluster.finish_change(cluster.run.number)
+    await complete(manifests, cluster, 12)
+    assert found(place) == cluster.complete_checkpoints == [12, 8]
+    assert place.list("run1") == ["000000000008", "000000000012"]
+
+
+@pytest.mark.parametrize("deletes_manifests", [True, False])
+async def test_checkpoints_are_completed_though_a_place_refuses_to_delete(
+    cluster, place, manifests, monkeypatch, deletes_manifests
+):
+    """One that is deleted in part is not complete."""
+    delete = place.delete
+    monkeypatch.setattr(
+        place, "delete", lambda name: delete(name) if deletes_manifests and name.endswith(".json") else refuse(name)
+    )
+    await complete(manifests, cluster, 4, 8, 12)
+    assert cluster.complete_checkpoints == [12, 8]
+    assert found(place) == ([12, 8] if deletes_manifests else [12, 8, 4])
+
+
+async def test_a_checkpoint_is_not_completed_from_shards_of_several_attempts(cluster, place, manifests):
+    cluster.run.attempt = 1
+    report(cluster, 0, 4, attempt=1)
+    report(cluster, 1, 4, attempt=0)
+    await manifests.update()
+    assert found(place) == []
+
+
+async def test_a_manifest_that_cannot_be_written_is_tried_again(cluster, place, manifests):
+    """The one of a finished run's last round is the last one."""
+    report_all(cluster, 4)
+    try:
+        arm_failpoints("checkpoint.manifest=eio")
+        assert not await manifests.update()
+    finally:
+        arm_failpoints("")
+    assert cluster.complete_checkpoints == []
+    assert await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [4]
+
+
+async def test_a_restarted_coordinator_finds_complete_and_undamaged_checkpoints(cluster, place, tmp_path):
+    manifests = Manifests(cluster, place, max_complete=3)
+    await complete(manifests, cluster, 0, 4, 8)
+    damage(tmp_path / round_folder("run1", 4) / MANIFEST)
+    restart(cluster)
+    await Manifests(cluster, place, max_complete=3).update()
+    assert cluster.complete_checkpoints == [8, 0]
+    damage(tmp_path / round_folder("run1", 8) / MANIFEST)
+    assert [manifest.round for manifest in all_checkpoints(place)] == [0]
+
+
+@pytest.mark.parametrize("method", ["list", "read"])
+async def test_pservers_receive_no_list_of_checkpoints_before_the_place_was_read(
+    cluster, place, manifests, monkeypatch, method
+):
+    await complete(manifests, cluster, 4)
+    restart(cluster)
+    assert report(cluster, 0, 4).complete is None
+    manifests = Manifests(cluster, place, max_complete=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(place, method, refuse)
+        assert not await manifests.update()
+    assert (cluster.knows_checkpoints, report(cluster, 0, 4).complete) == (False, None)
+    assert await manifests.update()
+    assert report(cluster, 0, 4).complete == (4,)
+
+
+@pytest.mark.parametrize("attempts", [[4], [4, 12]])
+async def test_checkpoints_of_rounds_that_a_rollback_has_undone_are_deleted(cluster, place, attempts):
+    manifests = Manifests(cluster, place, max_complete=3)
+    await complete(manifests, cluster, 4, 8, 12)
+    for round_ in attempts:
+        roll_back(cluster, round_)
+    newest = len(attempts)
+    report_all(cluster, 4, attempt=newest)  # the pservers have deleted their shards of rounds 8 and 12
+    await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [4]
+    report_all(cluster, 4, 8, attempt=newest)
+    await manifests.update()
+    assert [(m.attempt, m.round) for m in all_checkpoints(place)] == [(newest, 8), (0, 4)]
+    assert cluster.complete_checkpoints == [8, 4]
+
+
+async def test_a_manifest_that_is_written_during_a_rollback_of_its_round_is_deleted(
+    cluster, place, manifests, monkeypatch
+):
+    write = place.write
+
+    def write_slowly(name: str, chunks: list[bytes]) -> None:
+        roll_back(cluster, 0)
+        write(name, chunks)
+
+    report_all(cluster, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(place, "write", write_slowly)
+        await manifests.update()
+    assert cluster.complete_checkpoints == []
+    report_all(cluster, attempt=1)
+    await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == []
+
+
+async def test_the_newest_run_counts_by_date_and_the_newest_checkpoint_of_a_run_by_round(cluster, place, manifests):
+    await complete(manifests, cluster, 4)
+    manifest = read_manifest(place, "run1", 4)
+    assert manifest is not None
+    older = manifest.model_copy(update={"run": "run0", "round": 900, "created": "2026-01-01T00:00:00+00:00"})
+    write_manifest(place, older)
+    assert all_checkpoints(place) == [manifest, older]
+    early = manifest.model_copy(update={"round": 8, "created": "2001-01-01T00:00:00+00:00"})
+    write_manifest(place, early)
+    assert [(m.run, m.round) for m in all_checkpoints(place)] == [("run0", 900), ("run1", 8), ("run1", 4)]
+    assert all_checkpoints(open_checkpoint_storage(place.url + "/nowhere")) == []
