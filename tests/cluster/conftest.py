@@ -1,13 +1,10 @@
-"""Clusters that the tests of a module share, and a session of the one that has a single trainer.
-
-Tests with a `carrier` go over TCP, as between machines; others over Unix sockets, as on one host by default.
-"""
+"""Clusters that the tests of a module share, over TCP, and a session of the one that has a single trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypedDict
+from typing import Any
 
 import pytest
 
@@ -17,24 +14,13 @@ from trainer_client.testing import LocalCluster
 StartCluster = Callable[..., LocalCluster]
 
 
-class Carrier(TypedDict):
-    """Settings of the services."""
-
-    local_transport: bool
-
-
-@pytest.fixture(scope="session")
-def carrier() -> Carrier:
-    return {"local_transport": False}
-
-
 @contextmanager
-def starting_clusters(carrier: Carrier) -> Iterator[StartCluster]:
+def starting_clusters() -> Iterator[StartCluster]:
     running: dict[str, LocalCluster] = {}
     with ExitStack() as stack:
 
         def start(**settings: Any) -> LocalCluster:
-            given = {"pservers": 2, "trainers": 2, "lease_seconds": 2, **carrier, **settings}
+            given = {"pservers": 2, "trainers": 2, "lease_seconds": 2, "local_transport": False, **settings}
             if given.get("strategy") == "ring":
                 given["pservers"] = 0
             key = repr(sorted(given.items()))
@@ -46,16 +32,16 @@ def starting_clusters(carrier: Carrier) -> Iterator[StartCluster]:
 
 
 @pytest.fixture(scope="module")
-def shared_cluster(carrier: Carrier) -> Iterator[StartCluster]:
+def shared_cluster() -> Iterator[StartCluster]:
     """Start a cluster over TCP, or return the module's cluster with these settings, which runs already."""
-    with starting_clusters(carrier) as start:
+    with starting_clusters() as start:
         yield start
 
 
 @pytest.fixture
-def own_cluster(carrier: Carrier) -> Iterator[StartCluster]:
+def own_cluster() -> Iterator[StartCluster]:
     """Start a cluster over TCP for one test."""
-    with starting_clusters(carrier) as start:
+    with starting_clusters() as start:
         yield start
 
 

@@ -23,7 +23,6 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..unit.cli.conftest import ROOT, Outcome, RunCommand, run_command, run_process  # noqa: F401 - a fixture
-from .conftest import Carrier
 from .faulty_run import FaultyRun
 from .training import Oracle
 from .training_script import make_model
@@ -52,8 +51,8 @@ class Administrator:
 
 
 @pytest.fixture
-def run(carrier: Carrier) -> Iterator[FaultyRun]:
-    with FaultyRun(ROUNDS, **carrier, min_block_size=64) as run:
+def run() -> Iterator[FaultyRun]:
+    with FaultyRun(ROUNDS, local_transport=False, min_block_size=64) as run:
         run.wait_for_round(5)
         yield run
 
@@ -91,8 +90,8 @@ def test_rates_and_frozen_parameters_count_from_the_named_round_on(run: FaultyRu
 
 
 @pytest.mark.extended
-def test_a_paused_run_stands_still_and_nobody_is_late(carrier: Carrier) -> None:
-    with FaultyRun(60, **carrier, round_timeout_seconds=3) as run:
+def test_a_paused_run_stands_still_and_no_trainer_is_late() -> None:
+    with FaultyRun(60, local_transport=False, round_timeout_seconds=3) as run:
         run.wait_for_round(5)
         admin = Administrator(run)
         paused = admin.ask("POST", "/v1/controls/pause")
@@ -136,8 +135,8 @@ def test_all_go_back_to_a_checkpoint(run: FaultyRun) -> None:
 
 
 @pytest.mark.extended
-def test_a_trainer_that_is_evicted_is_refused_and_may_come_again(carrier: Carrier) -> None:
-    with FaultyRun(400, **carrier, pservers=1, trainers=3) as run:
+def test_a_trainer_that_is_evicted_is_refused_and_may_come_again() -> None:
+    with FaultyRun(400, local_transport=False, pservers=1, trainers=3) as run:
         run.wait_for_round(5)
         admin = Administrator(run)
         admin.ask("POST", "/v1/trainers/2/evict")
@@ -152,8 +151,8 @@ def test_a_trainer_that_is_evicted_is_refused_and_may_come_again(carrier: Carrie
 
 
 @pytest.mark.extended
-def test_asynchronous_runs_can_be_paused_and_their_rates_set(carrier: Carrier) -> None:
-    with FaultyRun(300, **carrier, mode="async", durability="log") as run:
+def test_asynchronous_runs_can_be_paused_and_their_rates_set() -> None:
+    with FaultyRun(300, local_transport=False, mode="async", durability="log") as run:
         run.wait_for_round(5)
         admin = Administrator(run)
         assert admin.refused("POST", "/v1/rollback", json={"round": 0}) == (409, "mode_mismatch")
@@ -177,9 +176,9 @@ def test_asynchronous_runs_can_be_paused_and_their_rates_set(carrier: Carrier) -
 
 
 @pytest.mark.extended
-def test_statistics_of_what_is_frozen_come_with_those_of_what_moves(carrier: Carrier) -> None:
+def test_statistics_of_what_is_frozen_come_with_those_of_what_moves() -> None:
     """Its blocks are on two pservers, which look at them at different rounds: they are the same in all of these."""
-    with FaultyRun(100_000, **carrier, min_block_size=64) as run, ThreadPoolExecutor() as threads:
+    with FaultyRun(100_000, local_transport=False, min_block_size=64) as run, ThreadPoolExecutor() as threads:
         run.wait_for_round(5)
         admin = Administrator(run)
         admin.ask("PUT", "/v1/controls/frozen/0.weight")

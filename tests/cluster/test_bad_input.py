@@ -25,7 +25,6 @@ from trainer_client.testing import LocalCluster
 from trainer_client.transport.exchange import make_bulk_transport
 
 from .bad_requests import CASES, LIMITS, MIB, Bad
-from .conftest import Carrier
 from .training import NUMBERS, SGD
 from .wire import World, completion, encode_blocks
 
@@ -33,9 +32,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(carrier: Carrier) -> AsyncIterator[World]:
+async def world() -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
-        cluster = LocalCluster(pservers=2, trainers=2, **carrier, lease_seconds=120, on_trainer_loss="fail", **LIMITS)
+        cluster = LocalCluster(
+            pservers=2, trainers=2, local_transport=False, lease_seconds=120, on_trainer_loss="fail", **LIMITS
+        )
         stack.enter_context(cluster)
         http = httpx.AsyncClient(trust_env=False, timeout=30)
         await stack.enter_async_context(http)
@@ -225,9 +226,9 @@ async def train(address: str, rank: int, share_is_taken: bool) -> dict[str, torc
 
 
 @pytest.mark.extended
-async def test_a_refused_push_comes_again_and_the_round_is_completed(carrier: Carrier) -> None:
+async def test_a_refused_push_comes_again_and_the_round_is_completed() -> None:
     """One body of a trainer fits, and another request sends one; the other trainer does not notice."""
-    with LocalCluster(pservers=1, trainers=2, **carrier, max_inflight_bytes=1) as cluster:
+    with LocalCluster(pservers=1, trainers=2, local_transport=False, max_inflight_bytes=1) as cluster:
         async with asyncio.timeout(60):
             results = await asyncio.gather(*(train(cluster.address, rank, rank == 0) for rank in range(2)))
     for result in results:

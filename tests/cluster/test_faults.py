@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from ..soaking import parametrize_sampled
-from .conftest import Carrier
 from .faulty_run import FaultyRun
 from .training import expected_result
 
@@ -23,8 +22,8 @@ LEASE = 1.5
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
-def test_each_role_dies_once(carrier: Carrier) -> None:
-    with FaultyRun(100, **carrier) as run:
+def test_each_role_dies_once() -> None:
+    with FaultyRun(100, local_transport=False) as run:
         run.wait_for_round(10)
         run.restart_pserver(1)
         run.wait_for_round(30)
@@ -57,10 +56,8 @@ EARLY = {"GRADPOST_OVERLAP": "true", "GRADPOST_OVERLAP_PULLS": "true", "GRADPOST
     ],
     ids=["overlap", "clipping", "HTTP/1.1"],
 )
-def test_processes_may_die_whatever_the_trainers_use(
-    carrier: Carrier, environment: dict[str, str], settings: dict[str, Any]
-) -> None:
-    with FaultyRun(100, **carrier, environment=environment, **settings) as run:
+def test_processes_may_die_whatever_the_trainers_use(environment: dict[str, str], settings: dict[str, Any]) -> None:
+    with FaultyRun(100, local_transport=False, environment=environment, **settings) as run:
         run.wait_for_round(10)
         run.restart_pserver(1)
         run.wait_for_round(30)
@@ -120,7 +117,7 @@ def test_the_others_go_on_within_a_lease_and_a_trainer_that_comes_back_joins() -
 
 
 @pytest.mark.extended
-def test_nobody_is_waited_for_beyond_the_rejoin_time_out() -> None:
+def test_no_trainer_is_waited_for_beyond_the_rejoin_time_out() -> None:
     with FaultyRun(100, lease_seconds=LEASE, rejoin_timeout_seconds=1.5) as run:
         run.wait_for_round(10)
         run.kill(run.cluster.trainers[1])
@@ -132,9 +129,9 @@ def test_nobody_is_waited_for_beyond_the_rejoin_time_out() -> None:
 
 
 @pytest.mark.extended
-def test_a_rolling_restart_fails_no_step(carrier: Carrier) -> None:
+def test_a_rolling_restart_fails_no_step() -> None:
     """A trainer that is given up could not come back under this policy."""
-    with FaultyRun(120, **carrier, on_trainer_loss="continue") as run:
+    with FaultyRun(120, local_transport=False, on_trainer_loss="continue") as run:
         for index in (0, 1):
             run.wait_for_round(20 + 30 * index)
             run.restart_gracefully(index)
@@ -242,8 +239,8 @@ def test_a_paused_pserver_and_a_paused_trainer_go_on_where_they_were() -> None:
 
 
 @pytest.mark.extended
-def test_a_round_is_skipped_by_all_pservers_alike(carrier: Carrier) -> None:
-    with FaultyRun(40, **carrier, nonfinite="skip_round", trouble="1:20:nan", min_block_size=64) as run:
+def test_a_round_is_skipped_by_all_pservers_alike() -> None:
+    with FaultyRun(40, local_transport=False, nonfinite="skip_round", trouble="1:20:nan", min_block_size=64) as run:
         run.wait_for_round(21)
         run.restart_pserver(1)
         assert run.results() == [expected_result(40, skipped={20})] * 2
@@ -256,8 +253,8 @@ def test_a_round_is_skipped_by_all_pservers_alike(carrier: Carrier) -> None:
 
 
 @pytest.mark.extended
-def test_under_reject_the_trainer_fails_and_may_come_back(carrier: Carrier) -> None:
-    with FaultyRun(30, **carrier, trouble="1:10:nan") as run:
+def test_under_reject_the_trainer_fails_and_may_come_back() -> None:
+    with FaultyRun(30, local_transport=False, trouble="1:10:nan") as run:
         run.wait_for_line("NonFiniteGradient: trainer 1 pushed NaN or infinity in block '0.weight.block0' in round 10")
         assert run.cluster.trainers[1].wait(30) == 1
         run.trouble = ""

@@ -229,7 +229,7 @@ def test_a_host_whose_leader_dies_comes_back() -> None:
 
 @pytest.mark.soak
 @pytest.mark.extended
-def test_who_is_stopped_is_named_within_a_lease() -> None:
+def test_a_stopped_process_is_named_within_a_lease() -> None:
     with hosts(PATIENT, rounds=FOREVER) as run:
         run.wait_for_round(5)
         stopped = pid_of(run, 3)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from .conftest import Carrier
 from .faulty_run import FaultyRun
 from .training import Oracle, assert_identical
 from .training_script import make_scored_model, score
@@ -34,8 +33,8 @@ def oracle() -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def run(carrier: Carrier) -> Iterator[FaultyRun]:
-    with FaultyRun(ROUNDS, **carrier, min_block_size=64) as run:
+def run() -> Iterator[FaultyRun]:
+    with FaultyRun(ROUNDS, local_transport=False, min_block_size=64) as run:
         run.wait_for_round(5)
         yield run
 
@@ -103,7 +102,7 @@ def test_a_long_poll_gets_the_next_version(http: httpx.Client, oracle: Oracle) -
 
 
 @pytest.mark.asyncio
-async def test_many_who_wait_keep_nobody_from_reading(run: FaultyRun) -> None:
+async def test_many_waiting_readers_delay_no_other_reader(run: FaultyRun) -> None:
     async with httpx.AsyncClient(base_url=run.cluster.address, timeout=60) as http:
         path = f"/v1/parameters/{WEIGHT}"
         waiting = [asyncio.create_task(http.get(path, params={"after_version": 10**6})) for _ in range(20)]
@@ -173,8 +172,11 @@ def test_what_has_not_changed_is_not_sent_again(run: FaultyRun, http: httpx.Clie
 
 
 @pytest.mark.extended
-def test_a_model_downloaded_in_the_middle_scores_what_the_trainers_report(carrier: Carrier) -> None:
-    with FaultyRun(100_000, **carrier, kind="scoring") as run, httpx.Client(base_url=run.cluster.address) as http:
+def test_a_model_downloaded_in_the_middle_scores_what_the_trainers_report() -> None:
+    with (
+        FaultyRun(100_000, local_transport=False, kind="scoring") as run,
+        httpx.Client(base_url=run.cluster.address) as http,
+    ):
         scores: dict[int, float] = {}  # of the models that were downloaded
         run.wait_for_round(1)
 
@@ -200,9 +202,9 @@ def test_a_model_downloaded_in_the_middle_scores_what_the_trainers_report(carrie
 
 
 @pytest.mark.extended
-def test_an_asynchronous_model_is_a_cut_of_each_pserver(carrier: Carrier) -> None:
+def test_an_asynchronous_model_is_a_cut_of_each_pserver() -> None:
     """All blocks of a pserver have exactly the steps that the metadata name."""
-    settings = {"mode": "async", "min_block_size": 16, **carrier}
+    settings = {"mode": "async", "min_block_size": 16, "local_transport": False}
     with FaultyRun(300, pservers=2, kind="counting", **settings) as run, httpx.Client(timeout=60) as http:
         run.wait_for_round(10)
         listed = http.get(f"{run.cluster.address}/v1/parameters").json()["parameters"]
@@ -230,8 +232,8 @@ def test_an_asynchronous_model_is_a_cut_of_each_pserver(carrier: Carrier) -> Non
 
 
 @pytest.mark.extended
-def test_events_come_as_they_happen(carrier: Carrier) -> None:
-    with FaultyRun(60, trainers=1, pservers=1, **carrier) as run, httpx.Client(timeout=30) as http:
+def test_events_come_as_they_happen() -> None:
+    with FaultyRun(60, trainers=1, pservers=1, local_transport=False) as run, httpx.Client(timeout=30) as http:
         seen = []
         with http.stream("GET", f"{run.cluster.address}/v1/events/stream") as stream:
             lines = stream.iter_lines()

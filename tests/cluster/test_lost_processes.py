@@ -9,7 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGSTOP, Signals
+from signal import SIGINT, SIGKILL, SIGSTOP
 
 import pytest
 
@@ -17,7 +17,6 @@ from ps_protocol.errors import TrainerLost, Unreachable
 from trainer_client import Session, connect
 from trainer_client.testing import LocalCluster
 
-from .conftest import Carrier
 from .faulty_run import SCRIPT
 from .trainer_processes import Plot, Trainer
 from .training_script import train
@@ -32,14 +31,14 @@ Play = Callable[..., list[Trainer]]
 
 
 @pytest.fixture(scope="module")
-def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
+def cluster() -> Iterator[LocalCluster]:
     settings = {"on_trainer_loss": "fail", "durability": "none"}
     with LocalCluster(
         pservers=2,
         trainers=2,
         lease_seconds=LEASE_SECONDS,
         round_timeout_seconds=ROUND_TIMEOUT_SECONDS,
-        **carrier,
+        local_transport=False,
         **settings,
     ) as cluster:
         wait_for_pservers(cluster)
@@ -193,11 +192,10 @@ def trainers(ring_cluster: LocalCluster, request: pytest.FixtureRequest) -> Iter
 
 
 @pytest.mark.ring
-@pytest.mark.parametrize("number", [SIGKILL, SIGSTOP], ids=lambda number: number.name)
-def test_who_dies_or_is_stopped_is_named(trainers: list[Trainer], number: Signals) -> None:
+def test_a_stopped_trainer_is_named(trainers: list[Trainer]) -> None:
     for trainer in trainers:
         trainer.wait_for("round", 5)
-    at = trainers[1].signal(number)
+    at = trainers[1].signal(SIGSTOP)
     for trainer in (trainers[0], trainers[2]):
         end = trainer.wait_for_end()
         assert (end.what, end.facts["ranks"]) == ("trainer_lost", [1])
@@ -207,7 +205,7 @@ def test_who_dies_or_is_stopped_is_named(trainers: list[Trainer], number: Signal
 
 @pytest.mark.ring
 @pytest.mark.parametrize("trainers", [{2: Plot(hangs_after=4)}], indirect=True, ids=["in round 5"])
-def test_who_hangs_is_named(trainers: list[Trainer]) -> None:
+def test_a_trainer_that_hangs_is_named(trainers: list[Trainer]) -> None:
     at = trainers[2].wait_for("hanging").at
     for trainer in trainers[:2]:
         end = trainer.wait_for_end()
@@ -219,7 +217,7 @@ def test_who_hangs_is_named(trainers: list[Trainer]) -> None:
 @pytest.mark.ring
 @pytest.mark.parametrize("trainers", [{0: Plot(steps=4)}], indirect=True, ids=["trainer 0 is done"])
 @pytest.mark.parametrize("dies", [0, 2])
-def test_a_death_ends_the_run_of_those_who_have_batches(
+def test_a_death_ends_the_run_of_trainers_with_batches_left(
     ring_cluster: LocalCluster, trainers: list[Trainer], dies: int
 ) -> None:
     trainers[1].wait_for("round", 8)
@@ -273,7 +271,7 @@ def wait_for_line(ring_cluster: LocalCluster, text: str) -> None:
 @pytest.mark.ring
 @pytest.mark.extended
 @pytest.mark.parametrize("ring_cluster", [LONG_LEASE], indirect=True, ids=["long lease"])
-def test_an_interrupt_of_who_is_done_is_heard_at_once(ring_cluster: LocalCluster, tmp_path: Path) -> None:
+def test_an_interrupt_of_a_trainer_that_is_done_is_reported_at_once(ring_cluster: LocalCluster, tmp_path: Path) -> None:
     command = write_script(tmp_path, rounds=UNEQUAL)
     children = [ring_cluster.start_trainer(rank, command) for rank in range(3)]
     wait_for_line(ring_cluster, "no batches are left here")
@@ -290,7 +288,7 @@ def test_an_interrupt_of_who_is_done_is_heard_at_once(ring_cluster: LocalCluster
 @pytest.mark.parametrize(
     ("how", "elements"), [("interrupted", 100_000), ("its optimizer", 18)], ids=["large", "as large as the tally"]
 )
-def test_who_catches_what_ends_a_round_has_left_it(
+def test_a_trainer_that_catches_the_error_of_a_round_has_left_it(
     ring_cluster: LocalCluster, tmp_path: Path, how: str, elements: int
 ) -> None:
     """Collectives of another round must not meet those of this one."""

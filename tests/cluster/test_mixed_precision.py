@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +17,7 @@ from trainer_client import GradScaler, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
-from .conftest import Carrier, StartCluster
+from .conftest import StartCluster
 from .faulty_run import FaultyRun
 from .training import (
     SMALL,
@@ -344,9 +343,9 @@ EARLY = {"GRADPOST_OVERLAP": "true", "GRADPOST_OVERLAP_PULLS": "true", "GRADPOST
 
 
 @pytest.mark.extended
-def test_a_restarted_trainer_has_the_delayed_scales_of_the_others(carrier: Carrier) -> None:
+def test_a_restarted_trainer_has_the_delayed_scales_of_the_others() -> None:
     """The parameters depend on the time."""
-    with FaultyRun(60, **carrier, kind="scaling", nonfinite="skip_round", max_delay=2) as run:
+    with FaultyRun(60, local_transport=False, kind="scaling", nonfinite="skip_round", max_delay=2) as run:
         run.wait_for_round(24)
         run.restart_trainer(0)
         run.results()
@@ -354,8 +353,8 @@ def test_a_restarted_trainer_has_the_delayed_scales_of_the_others(carrier: Carri
 
 
 @pytest.mark.extended
-def test_processes_that_come_back_and_a_run_that_goes_back_have_the_same_scales(carrier: Carrier) -> None:
-    settings = {"nonfinite": "skip_round", "checkpoint_rounds": 10, **carrier}
+def test_processes_that_come_back_and_a_run_that_goes_back_have_the_same_scales() -> None:
+    settings = {"nonfinite": "skip_round", "checkpoint_rounds": 10, "local_transport": False}
     with FaultyRun(150, kind="scaling", environment=EARLY, **settings) as run:
         run.wait_for_round(22)
         run.kill(run.cluster.trainers[1])
@@ -369,17 +368,3 @@ def test_processes_that_come_back_and_a_run_that_goes_back_have_the_same_scales(
         run.wait_for_line("steps of this trainer are lost", of="trainer 0")
         assert run.results() == result_of(150)
         check_scales(run.lines, 150)
-
-
-@pytest.mark.extended
-def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
-    """The run stops after a round that was skipped, whose outcome is in no scale yet, and has other pservers then."""
-    assert is_skipped(26)
-    settings = {"state_dir": tmp_path, "nonfinite": "skip_round"}
-    with FaultyRun(26, kind="scaling", **settings) as run:
-        run.results()
-        run.cluster.summary()  # answered when the last checkpoint is written
-        first = run.lines
-    with FaultyRun(50, kind="scaling", pservers=3, resume=True, **settings) as run:
-        assert run.results() == result_of(50)
-        check_scales([*first, *run.lines], 50)

@@ -16,7 +16,7 @@ from ps_protocol.errors import BadModel, TrainerLost
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from .conftest import Carrier, StartCluster
+from .conftest import StartCluster
 from .training import (
     NET_OPTIMIZERS,
     NET_STEPS,
@@ -242,9 +242,9 @@ def test_the_newest_values_are_in_the_model_when_the_session_has_ended(
 
 
 @pytest.mark.extended
-def test_the_run_may_go_back_while_later_layers_are_waited_for(carrier: Carrier) -> None:
+def test_the_run_may_go_back_while_later_layers_are_waited_for() -> None:
     """Layers that have computed get other values under a graph whose backward pass is still to come."""
-    with LocalCluster(pservers=2, trainers=1, **carrier, lease_seconds=2) as cluster:
+    with LocalCluster(pservers=2, trainers=1, local_transport=False, lease_seconds=2) as cluster:
 
         def work(session: Session) -> None:
             model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))

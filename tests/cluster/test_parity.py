@@ -19,7 +19,7 @@ from trainer_client.tensors import TORCH_DTYPES
 from trainer_client.testing import LocalCluster
 
 from ..soaking import parametrize_sampled
-from .conftest import Carrier, StartCluster
+from .conftest import StartCluster
 from .training import (
     OPTIMIZERS,
     STEPS,
@@ -41,10 +41,10 @@ CUTS = (1, 100, 8192)  # min_block_size, in elements
 
 
 @pytest.fixture(scope="module", params=[(1, 1), (3, 1)], ids=str)
-def cluster(request: pytest.FixtureRequest, carrier: Carrier) -> Iterator[LocalCluster]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """Pservers and their torch threads; serves all runs of the matrix, one after another."""
     pservers, threads = request.param
-    with LocalCluster(pservers=pservers, trainers=2, threads=threads, **carrier) as cluster:
+    with LocalCluster(pservers=pservers, trainers=2, threads=threads, local_transport=False) as cluster:
         yield cluster
 
 

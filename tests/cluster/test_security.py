@@ -30,7 +30,6 @@ from trainer_client.testing import LocalCluster
 
 from ..unit.cli.conftest import run_process
 from ..unit.protocol.test_certificates import Authority, serial, serial_of_peer
-from .conftest import Carrier
 from .training import run_trainers, wrap_weight
 
 pytestmark = pytest.mark.cluster
@@ -76,7 +75,7 @@ class Closed:
 
 
 @pytest.fixture(scope="module")
-def closed(carrier: Carrier, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
     folder = tmp_path_factory.mktemp("closed")
     create_tokens(folder / "tokens", SCOPES, rotate=False)
     authority = Authority(folder / "authority")
@@ -84,7 +83,7 @@ def closed(carrier: Carrier, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with LocalCluster(
         pservers=1,
         trainers=2,
-        **carrier,
+        local_transport=False,
         lease_seconds=2,
         tokens_dir=folder / "tokens",
         tls_ca=authority.ca,

@@ -18,7 +18,6 @@ from trainer_client.inspection import ClusterView
 from trainer_client.testing import LocalCluster
 from trainer_client.testing.local_cluster import find_our_packages
 
-from .conftest import Carrier
 from .trainer_processes import free_port
 from .up_support import ROOT, clean_environment, wait_until
 
@@ -197,8 +196,8 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.extended
-def test_nothing_is_unpickled(environ: Path, carrier: Carrier) -> None:
-    with LocalCluster(pservers=1, trainers=1, **carrier, exit_when_done=True) as cluster:
+def test_nothing_is_unpickled(environ: Path) -> None:
+    with LocalCluster(pservers=1, trainers=1, local_transport=False, exit_when_done=True) as cluster:
         assert cluster.run_trainers([sys.executable, str(environ / "train.py")]) == [0], list(cluster.output)
         assert [service.wait(30) for service in cluster.services] == [0, 0], list(cluster.output)
         pids = {str(child.pid) for child in (*cluster.services, *cluster.trainers)}

@@ -19,7 +19,7 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..soaking import parametrize_sampled
-from .conftest import Carrier, StartCluster
+from .conftest import StartCluster
 from .training import (
     OPTIMIZERS,
     Parameters,
@@ -278,7 +278,7 @@ def test_loaded_slots_outlive_pservers_in_every_mode(
 @pytest.mark.extended
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(
-    carrier: Carrier, mode: str, capsys: pytest.CaptureFixture[str]
+    mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint, expected = saved_locally("AdamW")
 
@@ -302,7 +302,7 @@ def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(
             return values(parameters)
 
     settings = {"mode": mode, "on_trainer_loss": "wait", "lease_seconds": 2}
-    with LocalCluster(pservers=2, trainers=1, **carrier, **settings) as cluster:
+    with LocalCluster(pservers=2, trainers=1, local_transport=False, **settings) as cluster:
         train(cluster.address, 1, counted=0, is_done=False)
         assert "optimizer.round" not in capsys.readouterr().err
         train(cluster.address, 1, counted=1, is_done=False)

@@ -13,12 +13,10 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from signal import SIGTERM
-from typing import Any
 
 import pytest
 import torch
 
-from gradpost.up.state_folder import holds_a_run
 from services.runtime.checkpoints import complete_checkpoints, read_shard_file
 from services.runtime.storage import open_checkpoint_storage
 from trainer_client import RemoteOptimizer, Session
@@ -33,32 +31,7 @@ from .training import expected_result
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(300)]
 
 
-def train(folder: Path, rounds: int = 60, **settings: Any) -> FaultyRun:
-    return FaultyRun(rounds, state_dir=folder, **{"lease_seconds": 5, **settings})
-
-
 # What a damaged log or checkpoint costs is in tests/unit/pserver/durable and, for a whole cluster, in test_faults.py.
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def test_others_do_not_go_on_from_a_damaged_checkpoint(tmp_path: Path) -> None:
-    """The file is named at once: to read it again and again would not help."""
-    with train(tmp_path, checkpoint_rounds=60) as run:
-        run.results()
-        run.cluster.summary()
-    [shard] = tmp_path.glob("checkpoints/*/000000000060/pserver-1-of-2.safetensors")
-    flip(shard)
-    with train(tmp_path, pservers=3, resume=True) as run:
-        assert [child.wait(60) for child in run.cluster.trainers] == [1, 1]
-        run.wait_for_line("StorageFailed: pserver ")
-        assert f"{shard.name} in " in run.wait_for_line("is damaged")
-    shutil.rmtree(shard.parent)  # the only one
-    assert not holds_a_run(tmp_path)  # so that `gradpost up --resume` refuses
 
 
 @pytest.fixture
@@ -99,7 +72,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(disk: SmallDisk, t
         assert newest.round > 15
 
 
-def test_a_disk_that_stays_full_ends_the_run_for_everybody(disk: SmallDisk) -> None:
+def test_a_disk_that_stays_full_ends_the_run(disk: SmallDisk) -> None:
     settings = {"round_timeout_seconds": 3, "rejoin_timeout_seconds": 1}
     with FaultyRun(1000, state_dir=disk.path, **settings) as run:
         run.wait_for_round(100)  # the coordinator has written down by now that rounds were ended
@@ -227,7 +200,7 @@ def test_a_partition_that_heals_within_the_lease_costs_nothing_but_time(apart: N
 
 @pytest.mark.alone
 @pytest.mark.extended
-def test_who_stays_cut_off_is_named_and_waited_for(apart: Namespace) -> None:
+def test_a_trainer_that_stays_cut_off_is_named_and_waited_for(apart: Namespace) -> None:
     with start_apart(60, apart) as run:
         run.wait_for_round(10)
         apart.cut(port_of(run, 0), "both")
@@ -237,13 +210,12 @@ def test_who_stays_cut_off_is_named_and_waited_for(apart: Namespace) -> None:
         assert run.results() == [expected_result(60)] * 2
 
 
-@pytest.mark.parametrize("direction", ["out", "in"])
 @pytest.mark.alone
 @pytest.mark.extended
-def test_the_others_go_on_without_who_stays_cut_off(apart: Namespace, direction: Direction) -> None:
+def test_the_others_go_on_without_a_trainer_that_stays_cut_off(apart: Namespace) -> None:
     with start_apart(60, apart, on_trainer_loss="continue") as run:
         run.wait_for_round(10)
-        apart.cut(port_of(run, 0), direction)
+        apart.cut(port_of(run, 0), "in")
         assert run.cluster.trainers[0].wait(30) == 0
         assert run.cluster.trainers[1].wait(30) == 1
         assert "trainer 1 did not reach" in run.wait_for_line("[trainer 1] ps_protocol.errors.Conflict")

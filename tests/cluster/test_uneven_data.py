@@ -135,7 +135,7 @@ def test_nothing_counts_that_is_done_after_the_last_batch(
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
-def test_who_was_refused_may_be_done(strategy: str) -> None:
+def test_a_trainer_that_was_refused_may_be_done(strategy: str) -> None:
     def work(session: Session) -> float:
         weight, optimizer = wrap_weight(session, 100)
         for step in range(6):
@@ -155,7 +155,7 @@ def test_who_was_refused_may_be_done(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_who_is_done_is_not_waited_for(name: str) -> None:
+def test_a_trainer_that_is_done_is_not_waited_for(name: str) -> None:
     kind = KINDS[name]
     rules: Any = {"pservers": 0, "strategy": "ring"}
     if kind.strategy == "ps":

@@ -33,7 +33,6 @@ from ps_protocol.routes import (
 from trainer_client.testing import LocalCluster
 
 from ..cluster.bad_requests import LIMITS, MIB
-from ..cluster.conftest import Carrier
 from ..cluster.wire import World
 from ..soaking import examples
 from .recorded import Recorder, Sent, send_raw, spoil, spoil_bytes
@@ -49,11 +48,11 @@ NOT_TRIED = {EVENT_STREAM, PAUSE, RESUME, EVICT}  # without an end, or with an e
 class Fuzzed:
     """A cluster whose trainers are recorded up to the middle of round 2, and the answers to what is sent to it now."""
 
-    def __init__(self, carrier: Carrier) -> None:
+    def __init__(self) -> None:
         self._runner = asyncio.Runner()
         self._recorder = Recorder()
         hooks = {"request": [self._recorder]}
-        self._cluster = LocalCluster(pservers=2, trainers=2, **carrier, lease_seconds=3600, **LIMITS)
+        self._cluster = LocalCluster(pservers=2, trainers=2, local_transport=False, lease_seconds=3600, **LIMITS)
         http = httpx.AsyncClient(trust_env=False, timeout=30, event_hooks=hooks)
         self._world = World(self._cluster, http, http)
         self.client = httpx.Client(trust_env=False, timeout=30)
@@ -99,8 +98,8 @@ class Fuzzed:
 
 
 @pytest.fixture(scope="module")
-def fuzzed(carrier: Carrier) -> Iterator[Fuzzed]:
-    fuzzed = Fuzzed(carrier)
+def fuzzed() -> Iterator[Fuzzed]:
+    fuzzed = Fuzzed()
     try:
         fuzzed.start()
         yield fuzzed

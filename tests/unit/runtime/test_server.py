@@ -22,17 +22,9 @@ from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
 
-from .support import Sample, http2_client, running
+from .support import Sample, running
 
 pytestmark = pytest.mark.asyncio
-
-
-async def test_both_versions_on_one_port() -> None:
-    app = Sample().make_app()
-    async with running(app) as service, http2_client() as http2, httpx.AsyncClient() as http1:
-        for client, version in ((http2, "HTTP/2"), (http1, "HTTP/1.1")):
-            response = await client.post(f"{service.address}/raw/fine", content=b"12345")
-            assert response.text == f"5 {version}\n"
 
 
 async def test_listens_on_every_interface() -> None:
