@@ -14,71 +14,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ps_protocol.errors import (
-    BadInput,
-    BadModel,
-    Conflict,
-    ContributionConflict,
-    ContributionMissing,
-    Ended,
-    Forbidden,
-    FutureRound,
-    GradpostError,
-    ModelMismatch,
-    NonFiniteGradient,
-    NormChanged,
-    NotFound,
-    NotReady,
-    RolledBack,
-    RoundPending,
-    RoundTimeout,
-    StalePserver,
-    StaleRound,
-    StaleRun,
-    StorageFailed,
-    TrainerLost,
-    TryAgain,
-    Unauthenticated,
-    Unreachable,
-)
+from ps_protocol import errors
+from ps_protocol.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     from trainer_client import GradScaler, ParameterClient, RemoteOptimizer, Session, connect
 
-__all__ = [
-    "BadInput",
-    "BadModel",
-    "Conflict",
-    "ContributionConflict",
-    "ContributionMissing",
-    "Ended",
-    "Forbidden",
-    "FutureRound",
-    "GradScaler",
-    "GradpostError",
-    "ModelMismatch",
-    "NonFiniteGradient",
-    "NormChanged",
-    "NotFound",
-    "NotReady",
-    "ParameterClient",
-    "RemoteOptimizer",
-    "RolledBack",
-    "RoundPending",
-    "RoundTimeout",
-    "Session",
-    "StalePserver",
-    "StaleRound",
-    "StaleRun",
-    "StorageFailed",
-    "TrainerLost",
-    "TryAgain",
-    "Unauthenticated",
-    "Unreachable",
-    "connect",
-]
-
-_LAZY = frozenset({"GradScaler", "ParameterClient", "RemoteOptimizer", "Session", "connect"})
+__all__ = ["GradScaler", "ParameterClient", "RemoteOptimizer", "Session", "connect"]
+_LAZY = frozenset(__all__)
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> Any:

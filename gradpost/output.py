@@ -11,14 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from ps_config.environment import SettingsError
 from ps_protocol.errors import BadInput, GradpostError
 from ps_protocol.printable import printable
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -60,48 +57,29 @@ def print_line(text: str = "", *, flush: bool = False) -> None:
     print(printable(text), flush=flush)
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows under columns; rich draws it to the width of the terminal."""
-
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[str]]
-
-    def __rich__(self) -> RichTable:
-        from rich import box
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in self.columns:
-            is_text = column.justify == "left"
-            table.add_column(column.title, justify=column.justify, overflow="fold", no_wrap=not is_text)
-        for row in self.rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
-        return table
-
-    def lines(self) -> list[str]:
-        """Return the lines of the table for a file or pipe: plain text of any width."""
-        cells = [[column.title for column in self.columns], *([printable(cell) for cell in row] for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return [
-            "  ".join(
-                cell.rjust(width) if column.justify == "right" else cell.ljust(width)
-                for cell, width, column in zip(row, widths, self.columns, strict=True)
-            ).rstrip()
-            for row in cells
-        ]
-
-
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn to the width of a terminal, or as plain text to a file or pipe."""
+    """Print a table: drawn to the width of a terminal, or as plain text of any width to a file or pipe."""
+    from rich import box
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    table, console = Table(columns, rows), Console()
-    if console.is_terminal:
-        console.print(table)
-    else:
-        print("\n".join([*table.lines(), ""]))
+    console, cells = Console(), [[printable(cell) for cell in row] for row in rows]
+    if not console.is_terminal:
+        lines = [[column.title for column in columns], *cells]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        places = [(width, {"left": "<", "right": ">"}[c.justify]) for width, c in zip(widths, columns, strict=True)]
+        for line in lines:
+            padded = (f"{cell:{side}{width}}" for cell, (width, side) in zip(line, places, strict=True))
+            print("  ".join(padded).rstrip())
+        print()
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column.title, justify=column.justify, overflow="fold", no_wrap=column.justify == "right")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 @contextmanager

@@ -18,6 +18,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+__all__ = [  # the classes, which are public names of gradpost, too
+    "BadInput", "BadModel", "Conflict", "ContributionConflict", "ContributionMissing", "Ended", "Forbidden",
+    "FutureRound", "GradpostError", "ModelMismatch", "NonFiniteGradient", "NormChanged", "NotFound", "NotReady",
+    "RolledBack", "RoundPending", "RoundTimeout", "StalePserver", "StaleRound", "StaleRun", "StorageFailed",
+    "TrainerLost", "TryAgain", "Unauthenticated", "Unreachable",
+]  # fmt: skip
+
 PROBLEM_CONTENT_TYPE = "application/problem+json"
 PROBLEM_TYPE_PREFIX = "urn:gradpost:error:"
 

@@ -47,17 +47,14 @@ class Fence:
             if text is None:
                 raise BadInput(f"the header {header} is missing", code="bad_header")
             if is_number:
-                if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
-                    raise BadInput(
-                        f"the header {header} is not a number", code="bad_header", expected="digits", actual=text[:40]
-                    )
-                values[name] = int(text)
+                what, expected = "not a number", "digits"
+                is_valid = text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
             else:
-                if not (text.isascii() and text.isprintable() and 0 < len(text) <= MAX_TEXT):
-                    raise BadInput(
-                        f"the header {header} is no identifier", code="bad_header", expected="ASCII", actual=text[:40]
-                    )
-                values[name] = text
+                what, expected = "no identifier", "ASCII"
+                is_valid = text.isascii() and text.isprintable() and 0 < len(text) <= MAX_TEXT
+            if not is_valid:
+                raise BadInput(f"the header {header} is {what}", code="bad_header", expected=expected, actual=text[:40])
+            values[name] = int(text) if is_number else text
             if name == "protocol" and values[name] != PROTOCOL_VERSION:
                 raise BadInput(
                     "this service speaks another version of the protocol",

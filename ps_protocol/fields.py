@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from .fence import MAX_DIGITS, MAX_TEXT
+from .vocabulary import PROTOCOL_VERSION
 
 V = TypeVar("V")
 
@@ -83,6 +84,8 @@ Label: TypeAlias = Annotated[str, Field(max_length=MAX_TEXT)]
 Name: TypeAlias = Annotated[str, Field(max_length=MAX_NAME)]
 Text: TypeAlias = Annotated[str, Field(max_length=MAX_NOTE)]
 Reason: TypeAlias = Annotated[str, Field(max_length=MAX_REASON)]
+Instance: TypeAlias = Annotated[str, Field(min_length=8, max_length=64)]  # a random id of a process
+Protocol: TypeAlias = Annotated[Integer, Field(json_schema_extra={"const": PROTOCOL_VERSION})]
 LocalName: TypeAlias = Annotated[str, Field(pattern=r"^gradpost-[0-9a-f]{32}$")]  # see ps_http2.local_sockets
 Object: TypeAlias = Annotated[dict[str, Any], Field(max_length=100)]
 

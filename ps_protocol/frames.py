@@ -102,95 +102,75 @@ def parse_frame(body: memoryview | bytes | bytearray, limits: FrameLimits = DEFA
     ({'num_blocks': '1'}, 128, 8)
     """
     if len(body) > limits.max_body_bytes:
-        raise BadInput(
-            "the frame is too large",
-            code="body_too_large", expected=f"<= {limits.max_body_bytes} bytes", actual=len(body),
-        )  # fmt: skip
+        raise _too_large("the frame is too large", f"{limits.max_body_bytes} bytes", len(body))
     data_begin = parse_length(body, limits)
     if len(body) < data_begin:
-        raise BadInput(
-            "the frame ends within its header", code="malformed_frame", expected=f"{data_begin} bytes", actual=len(body)
-        )
+        raise _malformed("the frame ends within its header", expected=f"{data_begin} bytes", actual=len(body))
     frame = parse_header(bytes(body[LENGTH_BYTES:data_begin]), limits)
     if frame.data_bytes != len(body) - data_begin:
-        raise BadInput(
-            "the data is not as long as the header says",
-            code="malformed_frame", expected=f"{frame.data_bytes} bytes", actual=len(body) - data_begin,
-        )  # fmt: skip
+        expected, actual = f"{frame.data_bytes} bytes", len(body) - data_begin
+        raise _malformed("the data is not as long as the header says", expected=expected, actual=actual)
     return frame
 
 
 def parse_length(start: memoryview | bytes | bytearray, limits: FrameLimits) -> int:
     """Return the offset of the data, from the first eight bytes of a frame."""
     if len(start) < LENGTH_BYTES:
-        raise BadInput(
-            "a frame starts with the header's length", code="malformed_frame", expected="8 bytes", actual=len(start)
-        )
+        raise _malformed("a frame starts with the header's length", expected="8 bytes", actual=len(start))
     header_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
     if header_bytes > limits.max_header_bytes:
-        raise BadInput(
-            "the frame's header is too large",
-            code="body_too_large", expected=f"<= {limits.max_header_bytes} bytes", actual=header_bytes,
-        )  # fmt: skip
+        raise _too_large("the frame's header is too large", f"{limits.max_header_bytes} bytes", header_bytes)
     return LENGTH_BYTES + header_bytes
 
 
 def parse_header(header: bytes, limits: FrameLimits) -> Frame:
     """Parse the JSON header of a frame and check that its tensors tile the data section."""
     if not header.startswith(b"{"):
-        raise BadInput("the frame's header must begin with {", code="malformed_frame", actual=f"{header[:8]!r}")
+        raise _malformed("the frame's header must begin with {", actual=f"{header[:8]!r}")
     # Counted before JSON builds an object for each. Escapes could hide some, hence the second check below.
     if (num_tensors := header.count(b'"data_offsets"')) > limits.max_tensors:
-        raise _too_many_tensors(num_tensors, limits)
+        raise _too_large(TOO_MANY, limits.max_tensors, num_tensors)
     try:
         text = header.decode()
         parsed: dict[str, Any] = json.loads(text, object_pairs_hook=_object_without_duplicates)
         if "\\u" in text:  # half of a surrogate pair is valid JSON, but cannot be printed or encoded
             json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"the frame's header is not JSON: {error}", code="malformed_frame") from None
+        raise _malformed(f"the frame's header is not JSON: {error}") from None
     metadata = parsed.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise BadInput("__metadata__ must map strings to strings", code="malformed_frame")
+        raise _malformed("__metadata__ must map strings to strings")
     if len(parsed) > limits.max_tensors:
-        raise _too_many_tensors(len(parsed), limits)
+        raise _too_large(TOO_MANY, limits.max_tensors, len(parsed))
     entries = sorted((_parse_entry(name, value) for name, value in parsed.items()), key=lambda e: (e.begin, e.end))
     offset = 0
     for entry in entries:
         if entry.begin != offset:
-            raise BadInput(
-                f"tensor {_shown(entry.name)} leaves a hole or overlaps",
-                code="malformed_frame", expected=f"offset {offset}", actual=entry.begin,
-            )  # fmt: skip
+            what = f"tensor {_shown(entry.name)} leaves a hole or overlaps"
+            raise _malformed(what, expected=f"offset {offset}", actual=entry.begin)
         offset = entry.end
     return Frame(tuple(entries), metadata, LENGTH_BYTES + len(header), offset)
 
 
+TOO_MANY = "the frame holds too many tensors"
 _ENTRY_MEMBERS = {"dtype", "shape", "data_offsets"}
 
 
 def _parse_entry(name: str, value: Any) -> TensorEntry:
+    what = f"tensor {_shown(name)}"
     if not isinstance(value, dict) or value.keys() != _ENTRY_MEMBERS:
-        raise BadInput(
-            f"tensor {_shown(name)} must have dtype, shape and data_offsets, nothing else", code="malformed_frame"
-        )
+        raise _malformed(f"{what} must have dtype, shape and data_offsets, nothing else")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise BadInput(
-            f"tensor {_shown(name)} has an unknown dtype",
-            code="malformed_frame", expected=", ".join(DTYPE_BYTES), actual=_shown(dtype),
-        )  # fmt: skip
+        raise _malformed(f"{what} has an unknown dtype", expected=", ".join(DTYPE_BYTES), actual=_shown(dtype))
     if not isinstance(shape, list) or not is_shape(shape := tuple(shape)):
-        raise BadInput(f"tensor {_shown(name)} has a shape that is not a list of sizes", code="malformed_frame")
+        raise _malformed(f"{what} has a shape that is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
-        raise BadInput(f"tensor {_shown(name)} has data_offsets that are not two sizes", code="malformed_frame")
+        raise _malformed(f"{what} has data_offsets that are not two sizes")
     begin, end = offsets
-    num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)
-    if end - begin != num_bytes:
-        raise BadInput(
-            f"tensor {_shown(name)}: offsets do not fit dtype and shape",
-            code="malformed_frame", expected=f"{num_bytes} bytes", actual=f"{end - begin} bytes",
-        )  # fmt: skip
+    expected, actual = f"{DTYPE_BYTES[dtype] * math.prod(shape)} bytes", f"{end - begin} bytes"
+    if actual != expected:
+        raise _malformed(f"{what}: offsets do not fit dtype and shape", expected=expected, actual=actual)
     return TensorEntry(name, dtype, shape, begin, end)
 
 
@@ -201,11 +181,12 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _too_many_tensors(num_tensors: int, limits: FrameLimits) -> BadInput:
-    return BadInput(
-        "the frame holds too many tensors",
-        code="body_too_large", expected=f"<= {limits.max_tensors}", actual=num_tensors,
-    )  # fmt: skip
+def _malformed(detail: str, **facts: Any) -> BadInput:
+    return BadInput(detail, code="malformed_frame", **facts)
+
+
+def _too_large(detail: str, most: int | str, actual: int) -> BadInput:
+    return BadInput(detail, code="body_too_large", expected=f"<= {most}", actual=actual)
 
 
 def _shown(value: object) -> str:

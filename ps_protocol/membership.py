@@ -1,28 +1,29 @@
 """The membership of a run: its trainers, the contributions to its open rounds, and what an administrator has set.
 
 The coordinator decides it as one value, persists it, and installs it on all pservers under a number, so that every
-pserver applies a change from the same round on. In JSON its fields stand beside those of the message around it.
+pserver applies a change from the same round on. In JSON its fields stand beside those of the message around it. The
+messages that register pservers and install runs follow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
-from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field, model_validator
 
 from .consistency import Consistency
 from .fields import (
     MAX_MEMBERS,
     MAX_TENSORS,
+    BaseUrl,
     ByOrdinal,
     Count,
     Flag,
     Identifier,
     Incarnation,
+    Instance,
+    LocalName,
     Message,
     Name,
     Number,
@@ -30,6 +31,8 @@ from .fields import (
     Ordinal,
     Ordinals,
     Positive,
+    Protocol,
+    PserverIndex,
     Rank,
     Real,
     Round,
@@ -84,13 +87,15 @@ class Membership:
 
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    members: dict[Rank, Incarnation]
+    starts: dict[Rank, Round] = field(default_factory=dict)
+    sets: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
+    verdicts: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
+    controls: tuple[Controls, ...] = ()
 
-    members: ByOrdinal[Incarnation]
-    starts: ByOrdinal[Round] = field(default_factory=dict)
-    sets: ByOrdinal[Ordinals] = field(default_factory=dict)
-    verdicts: ByOrdinal[Ordinals] = field(default_factory=dict)
-    controls: Annotated[tuple[Controls, ...], Field(max_length=MAX_MEMBERS)] = ()
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields by name, as the arguments of a `MembershipMessage`."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def has_claim(self, rank: Rank, round_: Round) -> bool:
         """Return whether the trainer's contribution belongs to this round."""
@@ -129,43 +134,19 @@ class Membership:
         return replace(self, controls=(*needed, after))
 
 
-_FIELDS: Sequence[str] = tuple(field.name for field in fields(Membership))
-
-
 class MembershipMessage(Message):
-    """Base of messages with a field `membership`, which is flat in JSON."""
+    """Base of messages that contain a membership, whose fields stand beside the others."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _nest(cls, given: Any) -> Any:
-        match given:
-            case {"membership": Membership()}:
-                return given
-            case {"membership": _}:
-                raise ValueError("the fields of the membership stand beside the others")
-            case dict():
-                own = {name: value for name, value in given.items() if name not in _FIELDS}
-                return {**own, "membership": {name: given[name] for name in _FIELDS if name in given}}
-        return given
+    members: ByOrdinal[Incarnation]
+    starts: ByOrdinal[Round] = Field(default={})
+    sets: ByOrdinal[Ordinals] = Field(default={})
+    verdicts: ByOrdinal[Ordinals] = Field(default={})
+    controls: tuple[Controls, ...] = Field(default=(), max_length=MAX_MEMBERS)
 
-    @model_serializer(mode="wrap")
-    def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        flat: dict[str, Any] = {}
-        for name, value in handler(self).items():
-            flat.update(value if name == "membership" else {name: value})
-        return flat
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        shown = handler(schema)
-        own = handler.resolve_ref_schema(shown)
-        nested = handler.resolve_ref_schema(own["properties"]["membership"])
-        properties: dict[str, Any] = {}
-        for name, value in own["properties"].items():
-            properties.update(nested["properties"] if name == "membership" else {name: value})
-        own["properties"] = properties
-        own["required"] = [name for name in properties if name in {*own["required"], *nested["required"]}]
-        return shown
+    @property
+    def membership(self) -> Membership:
+        """The membership in this message."""
+        return Membership(self.members, self.starts, self.sets, self.verdicts, self.controls)
 
 
 class FrozenRounds(Message):
@@ -195,6 +176,30 @@ class HeldRun(Message):
     restorable: tuple[tuple[Round, Round], ...] = Field(
         max_length=MAX_MEMBERS, description="ranges of rounds, first and last"
     )
+
+
+class RegisterPserver(Message):
+    """The registration of a pserver.
+
+    `instance` is a random id of the process, so that a repeated request gets the same answer.
+    """
+
+    protocol: Protocol
+    instance: Instance
+    address: BaseUrl = Field(description="base URL under which trainers reach it")
+    http2: Flag = Field(description="trainers send tensors over HTTP/2, with prior knowledge")
+    local: LocalName | None = Field(default=None, description="abstract Unix socket for trainers on its host")
+    index: PserverIndex | None = Field(default=None, description="None: the coordinator chooses")
+    previous: Incarnation = Field(default=0, description="the incarnation before, whose folder it has locked")
+    held: HeldRun | None = None
+
+
+class PserverRegistered(Message):
+    """The identity of the pserver, and its lease."""
+
+    index: PserverIndex
+    incarnation: Incarnation
+    lease_seconds: Number
 
 
 class Freeze(Message):
@@ -231,7 +236,6 @@ class InstallRun(MembershipMessage):
     source: Identifier | None = Field(default=None, description="run whose checkpoint is restored, if it is another")
     uploader: Rank
     number: Count
-    membership: Membership
 
 
 class InstallMembers(MembershipMessage):
@@ -240,7 +244,6 @@ class InstallMembers(MembershipMessage):
     run: Identifier
     attempt: Ordinal = 0
     number: Count
-    membership: Membership
     failure: Object | None = None
 
 

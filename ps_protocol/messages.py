@@ -19,6 +19,7 @@ from .fields import (
     Flag,
     Identifier,
     Incarnation,
+    Instance,
     Integer,
     Label,
     LocalName,
@@ -31,6 +32,7 @@ from .fields import (
     Ordinals,
     OriginUrl,
     Positive,
+    Protocol,
     PserverIndex,
     Rank,
     Real,
@@ -39,16 +41,11 @@ from .fields import (
     Round,
     Text,
 )
-from .membership import HeldRun
-from .vocabulary import MAX_DIMENSIONS, PROTOCOL_VERSION, Mode, NonfinitePolicy, Placement
+from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
 
 PROGRESS = "loss"  # the result that measures training progress
 
-MAX_HEARTBEAT_PERIOD_SECONDS = 1.0  # heartbeats carry progress and results, which people watch
-
-Protocol = Annotated[Integer, Field(json_schema_extra={"const": PROTOCOL_VERSION})]
-Instance = Annotated[str, Field(min_length=8, max_length=64)]
 Shape = Annotated[tuple[Integer, ...], Field(max_length=MAX_DIMENSIONS)]
 
 RunState = Literal["gathering", "training", "finished", "failed"]
@@ -99,44 +96,33 @@ class ShardFile(Message):
     )
 
 
-class RegisterPserver(Message):
-    """The registration of a pserver.
+class PserverProgress(Message):
+    """The newest applied round of a pserver, and its open batch barrier."""
 
-    `instance` is a random id of the process, so that a repeated request gets the same answer.
-    """
-
-    protocol: Protocol
-    instance: Instance
-    address: BaseUrl = Field(description="base URL under which trainers reach it")
-    http2: Flag = Field(description="trainers send tensors over HTTP/2, with prior knowledge")
-    local: LocalName | None = Field(default=None, description="abstract Unix socket for trainers on its host")
-    index: PserverIndex | None = Field(default=None, description="None: the coordinator chooses")
-    previous: Incarnation = Field(default=0, description="the incarnation before, whose folder it has locked")
-    held: HeldRun | None = None
+    round: Round
+    missing: Ordinals = Field(default=(), description="trainers that its open batch barrier waits for")
+    waiting_seconds: Real = 0.0
 
 
-class PserverRegistered(Message):
-    """The identity of the pserver, and its lease."""
-
-    index: PserverIndex
-    incarnation: Incarnation
-    lease_seconds: Number
-
-
-class PserverLoad(Message):
-    """The work of a pserver since it installed this attempt of the run.
-
-    `participants` are the trainers in the newest applied round. Sums of seconds belong to the count beside them.
-    `staleness` has pairs of an upper bound, None for the last, and the number of updates up to it.
-    """
+class ShardWork(Message):
+    """The shard of a pserver, and its traffic since it installed this attempt of the run."""
 
     batch_barriers: Ordinals = Field(default=(), description="of the open round")
-    participants: Ordinals = ()
+    participants: Ordinals = Field(default=(), description="trainers in the newest applied round")
     clocks: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
     num_blocks: Count
     shard_bytes: Count
     pushed_bytes: Count
     pulled_bytes: Count
+
+
+class PserverLoad(ShardWork):
+    """The work of a pserver since it installed this attempt of the run.
+
+    Sums of seconds belong to the count beside them. `staleness` has pairs of an upper bound, None for the last, and the
+    number of updates up to it.
+    """
+
     num_queued: Count = Field(description="gradients in the queues of blocks, and pushes that wait for a queue")
     num_applies: Count
     apply_seconds: Real
@@ -145,15 +131,12 @@ class PserverLoad(Message):
     staleness: tuple[tuple[Real | None, Count], ...] = Field(default=(), max_length=100)
 
 
-class PserverHeartbeat(Message):
+class PserverHeartbeat(PserverProgress):
     """The heartbeat of a pserver, with its progress."""
 
     incarnation: Incarnation
     run: Identifier | None
     attempt: Ordinal = 0
-    round: Round
-    missing: Ordinals = Field(default=(), description="trainers that its open batch barrier waits for")
-    waiting_seconds: Real = 0.0
     failure: Object | None = Field(default=None, description="the failure of the run on this pserver")
     checkpoints: tuple[ShardFile, ...] = Field(
         default=(), max_length=MAX_MEMBERS, description="its complete shards of checkpoints"
@@ -272,29 +255,34 @@ class PlanReady(Message):
     max_grad_norm: Real | None = Field(default=None, description="gets carry the global norm of the gradient")
 
 
-class TrainerHeartbeat(Message):
-    """The heartbeat of a trainer, with its progress; `results` are its newest reported numbers (loss, accuracy)."""
+class TrainerProgress(Message):
+    """The progress of a trainer; `results` are its newest reported numbers (loss, accuracy)."""
 
-    run: Identifier
     incarnation: Incarnation
     round: Round = Field(
         description="the newest round whose version this trainer has received from every pserver, 0 before the first; "
         "in asynchronous modes its newest step whose parameters it has received"
     )
-    attempt: Ordinal = Field(default=0, description="the attempt of `round`")
     results: Results = Field(default_factory=dict)
+    software: Software | None = None
+    links: ByOrdinal[Link] = Field(default={}, description="its connection to each pserver")
+    waiting_seconds: Real = Field(default=0.0, ge=0, description="strategy ring: how long it waits in the next round")
+    is_done: Flag = Field(
+        default=False, description="strategy ring: it has no batches left and joins the others' collectives"
+    )
+
+
+class TrainerHeartbeat(TrainerProgress):
+    """The heartbeat of a trainer."""
+
+    run: Identifier
+    attempt: Ordinal = Field(default=0, description="the attempt of `round`")
     unreachable: ByOrdinal[tuple[Incarnation, Real]] = Field(
         default={}, description="pservers that do not answer this trainer: incarnation and seconds"
     )
     ahead_of: ByOrdinal[Incarnation] = Field(
         default={},
         description="pservers, with their incarnation, that have lost a round which this trainer has received",
-    )
-    software: Software | None = None
-    links: ByOrdinal[Link] = Field(default={})
-    waiting_seconds: Real = Field(default=0.0, ge=0, description="strategy ring: how long it waits in the next round")
-    is_done: Flag = Field(
-        default=False, description="strategy ring: it has no batches left and joins the others' collectives"
     )
 
 
@@ -332,60 +320,38 @@ class CheckpointCreated(Message):
     place: Text
 
 
-class PserverState(Message):
+class PserverState(PserverProgress, ShardWork):
     """The state of a pserver; `digest` covers values, slots, steps and the staged contributions."""
 
     index: PserverIndex | None
     incarnation: Incarnation | None
     run: Identifier | None
-    round: Round
     members: Ordinals
-    batch_barriers: Ordinals = Field(default=(), description="of the open round")
     fetch_barriers: Ordinals = Field(default=(), description="of the applied round")
-    participants: Ordinals = Field(default=(), description="whose contributions are in the applied round")
-    clocks: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
-    missing: Ordinals
-    waiting_seconds: Real
-    num_blocks: Count
-    shard_bytes: Count
-    pushed_bytes: Count
-    pulled_bytes: Count
     transports: tuple[Label, ...] = Field(max_length=100)
     digest: Label | None
     failure: Object | None
 
 
-class PserverStatus(Message):
+class PserverStatus(PserverProgress):
     """A pserver as the coordinator knows it."""
 
     index: PserverIndex
     address: BaseUrl
     http2: Flag = Field(default=True, description="whether trainers send it tensors over HTTP/2")
     incarnation: Incarnation
-    round: Round
-    missing: Ordinals
-    waiting_seconds: Real
     heartbeat_age_seconds: Real
     software: Software | None = Field(default=None, description="null until its next heartbeat")
 
 
-class TrainerStatus(Message):
+class TrainerStatus(TrainerProgress):
     """A trainer as the coordinator knows it."""
 
     rank: Rank
-    incarnation: Incarnation
-    round: Round
     state: Literal["joined", "declared", "done", "failed", "lost"]
     heartbeat_age_seconds: Real
     metrics_address: BaseUrl | None
-    results: Results
-    software: Software | None = Field(default=None, description="null until its next heartbeat")
-    links: ByOrdinal[Link] = Field(default={}, description="its connection to each pserver")
     unreachable: ByOrdinal[Real] = Field(default={}, description="pservers that do not answer it, with the seconds")
-    waiting_seconds: Real = Field(default=0.0, description="strategy ring: how long it waited at its last heartbeat")
-    is_done: Flag = Field(
-        default=False, description="strategy ring: it has no batches left and joins the others' collectives"
-    )
 
 
 class ClusterStatus(Message):
@@ -472,12 +438,3 @@ class NormAnswer(Message):
 
     contributions: Label = ""
     sum_of_squares: Number | None = None
-
-
-def heartbeat_period(lease_seconds: float) -> float:
-    """Return the seconds between heartbeats: a third of the lease, and at most one.
-
-    >>> heartbeat_period(1.5), heartbeat_period(10.0)
-    (0.5, 1.0)
-    """
-    return min(lease_seconds / 3, MAX_HEARTBEAT_PERIOD_SECONDS)

@@ -1,7 +1,7 @@
 """Data requests as values, and their form on the wire: headers, and the metadata of frames.
 
-A value holds what a request asks for; the fence holds who asks. Code between the two ends passes values on and does not
-read their fields, so that a new field needs one line here and one reader.
+A value describes a request, and the fence identifies its sender and its round. Code between the two ends passes values
+on without reading their fields, so that a new field needs one line here and one reader.
 """
 
 from __future__ import annotations

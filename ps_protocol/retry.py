@@ -1,4 +1,4 @@
-"""How a client repeats a request: one loop, and the pauses in it.
+"""How a client repeats a request: one loop, and the pauses in it; and the period of heartbeats.
 
 Every request of the protocol may be repeated, because its identity lets the service count it once. A policy decides
 which failures a request survives, how long it pauses after each of them, and when it gives up.
@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 FIRST_BACKOFF_SECONDS = 0.05
 MAX_BACKOFF_SECONDS = 2.0
+MAX_HEARTBEAT_PERIOD_SECONDS = 1.0  # heartbeats carry progress and results, which people watch
 MAX_PAUSE_SECONDS = 30.0  # a longer `Retry-After` is a mistake: the caller has its own deadlines
 
 _random = random.SystemRandom()  # the seeds of a script must not depend on the number of repeated requests
@@ -90,3 +91,12 @@ def choose_backoff(num_failures: int) -> float:
     """Return the random seconds to pause after so many attempts (from 1) without an answer. The limit doubles."""
     doublings = min(num_failures - 1, 10)  # a larger power might exceed a float
     return _random.uniform(0.0, min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2**doublings))
+
+
+def heartbeat_period(lease_seconds: float) -> float:
+    """Return the seconds between heartbeats: a third of the lease, and at most one.
+
+    >>> heartbeat_period(1.5), heartbeat_period(10.0)
+    (0.5, 1.0)
+    """
+    return min(lease_seconds / 3, MAX_HEARTBEAT_PERIOD_SECONDS)

@@ -31,10 +31,9 @@ from ps_protocol.messages import (
     TrainerHeartbeat,
     TrainerHeartbeatReply,
     TrainerJoined,
-    heartbeat_period,
 )
 from ps_protocol.printable import escape_event
-from ps_protocol.retry import Patience, RetryPolicy, choose_pause, request_with_retry
+from ps_protocol.retry import Patience, RetryPolicy, choose_pause, heartbeat_period, request_with_retry
 from ps_protocol.routes import (
     DECLARE_MODEL,
     JOIN_TRAINER,

@@ -120,7 +120,7 @@ class RemoteOptimizer(WrappingOptimizer):
         resumed run: a script whose data and random state are functions of (seed, rank, round) continues there. A
         rollback lowers it in `step()`, with a warning.
         """
-        self._guard.has_read_position = True
+        self._guard.note_position_read()
         return self._round
 
     @property
@@ -157,7 +157,7 @@ class RemoteOptimizer(WrappingOptimizer):
         starts from its state at the first call. All calls must pass the same one. ReduceLROnPlateau and
         ChainedScheduler are refused.
         """
-        self._guard.has_read_position = True
+        self._guard.note_position_read()
         return self._batches.iterate(loader, epochs, batches_per_step, schedule)
 
     @property

@@ -33,7 +33,7 @@ class ScriptGuard:
         has_samples = not settings.overlap_pulls
         self.watch = None if settings.local_steps else ParameterWatch(model.parameters, has_samples=has_samples)
         self._engine = engine
-        self.has_read_position = False  # the script has asked for the run's round
+        self._has_read_position = False
         self._optimizer = optimizer
         self._model = model.module
         self._parameters = model.parameters
@@ -47,6 +47,10 @@ class ScriptGuard:
     def is_before_first_step(self) -> bool:
         """True until the first step has begun."""
         return self._values_at_start is not None
+
+    def note_position_read(self) -> None:
+        """Note that the script has read the run's round, so that no warning says it repeats batches."""
+        self._has_read_position = True
 
     def note(self) -> None:
         """Note the values of the parameters, which the script must not change from now on."""
@@ -105,7 +109,7 @@ class ScriptGuard:
 
     def _warn_of_position(self, round_: Round, wrapped: Optimizer, *, follows_schedule: bool) -> None:
         """Warn if the script does not continue at the run's round."""
-        if not self.has_read_position:
+        if not self._has_read_position:
             self._log.warning(
                 f"the run is at round {round_}, and this script begins to train without having read "
                 "optimizer.round: if it counts its steps from elsewhere, it repeats batches, and the run has more "

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Query, Request
 
 from ps_protocol import routes
 from ps_protocol.fields import Identifier, OrdinalText
+from ps_protocol.membership import PserverRegistered, RegisterPserver
 from ps_protocol.messages import (
     CheckpointCreated,
     DeclareModel,
@@ -16,8 +17,6 @@ from ps_protocol.messages import (
     PlanReady,
     PserverHeartbeat,
     PserverHeartbeatReply,
-    PserverRegistered,
-    RegisterPserver,
     RunSummary,
     TrainerHeartbeat,
     TrainerHeartbeatReply,

@@ -15,7 +15,7 @@ from ps_protocol.errors import (
     TrainerLost,
     error_from_problem,
 )
-from ps_protocol.membership import Membership
+from ps_protocol.membership import Membership, PserverRegistered, RegisterPserver
 from ps_protocol.messages import (
     JoinTrainer,
     Leave,
@@ -23,8 +23,6 @@ from ps_protocol.messages import (
     PserverHeartbeat,
     PserverHeartbeatReply,
     PserverInfo,
-    PserverRegistered,
-    RegisterPserver,
     TrainerHeartbeat,
     TrainerHeartbeatReply,
     TrainerJoined,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ps_protocol.errors import Conflict, StalePserver
+from ps_protocol.membership import PserverRegistered, RegisterPserver
 from ps_protocol.messages import (
     PserverHeartbeat,
     PserverInfo,
-    PserverRegistered,
-    RegisterPserver,
     ShardFile,
     Software,
 )

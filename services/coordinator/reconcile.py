@@ -302,7 +302,7 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
         source=run.source,
         uploader=run.uploader,
         number=number,
-        membership=run.membership,
+        **run.membership.to_fields(),
     )
 
 
@@ -312,6 +312,6 @@ def make_members_message(run: Run, number: int) -> InstallMembers:
         run=run.name,
         attempt=run.attempt,
         number=number,
-        membership=run.membership,
+        **run.membership.to_fields(),
         failure=run.failure.to_problem() if run.failure else None,
     )

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ps_protocol.errors import error_from_problem
 from ps_protocol.fields import Message
-from ps_protocol.membership import Controls, Membership, MembershipMessage
+from ps_protocol.membership import Controls, MembershipMessage
 from ps_protocol.messages import DeclareModel, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
@@ -64,7 +64,6 @@ class RunRecord(MembershipMessage):
     has_begun: bool = True
     has_trained: bool = True
     number: int
-    membership: Membership
     trainers: tuple[TrainerRecord, ...]
 
     def has_undone(self, manifest: Manifest) -> bool:
@@ -127,7 +126,7 @@ def _describe_run(run: Run) -> RunRecord:
         attempt=decision.attempt,
         resume=decision.resume,
         began={**run.began, decision.attempt: decision.resume} if decision.attempt else {},
-        membership=decision.membership,
+        **decision.membership.to_fields(),
         trainers=tuple(
             _record(TrainerRecord, t, declared=t.declaration is not None, round=t.round if t.state == "done" else 0)
             for _, t in sorted(run.trainers.items())

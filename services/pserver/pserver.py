@@ -22,8 +22,16 @@ from ps_protocol.errors import (
     error_from_problem,
 )
 from ps_protocol.frames import FrameLimits
-from ps_protocol.membership import Freeze, FrozenRounds, HeldRun, InstallMembers, InstallRun, WantCheckpoint
-from ps_protocol.messages import PserverHeartbeat, PserverHeartbeatReply, PserverRegistered, PserverState, Software
+from ps_protocol.membership import (
+    Freeze,
+    FrozenRounds,
+    HeldRun,
+    InstallMembers,
+    InstallRun,
+    PserverRegistered,
+    WantCheckpoint,
+)
+from ps_protocol.messages import PserverHeartbeat, PserverHeartbeatReply, PserverState, Software
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
@@ -171,7 +179,7 @@ class Pserver:
             if current.install.plan != message.plan:
                 raise Conflict("this run was installed with another plan")
             members = InstallMembers(
-                run=message.run, attempt=message.attempt, number=message.number, membership=message.membership
+                run=message.run, attempt=message.attempt, number=message.number, **message.membership.to_fields()
             )
             await self._change_members(current, members)
             return

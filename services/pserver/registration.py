@@ -13,8 +13,9 @@ from ps_config.certificates import hint_at_tls
 from ps_config.control_client import raise_for_problem
 from ps_protocol.errors import GradpostError, StalePserver, TryAgain
 from ps_protocol.fields import Message
-from ps_protocol.messages import PserverHeartbeatReply, PserverRegistered, RegisterPserver, heartbeat_period
-from ps_protocol.retry import RetryPolicy, request_with_retry
+from ps_protocol.membership import PserverRegistered, RegisterPserver
+from ps_protocol.messages import PserverHeartbeatReply
+from ps_protocol.retry import RetryPolicy, heartbeat_period, request_with_retry
 from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
 from services.runtime.logs import get_logger

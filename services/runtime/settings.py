@@ -43,8 +43,8 @@ class ServiceSettings(Settings):
     lease_seconds: float = Field(
         default=10.0,
         gt=0,
-        description="a member that is silent for so long is lost. The coordinator's counts; a pserver's own is not "
-        "used",
+        description="seconds without a heartbeat after which a member is lost. The coordinator's value applies to "
+        "all; a pserver ignores its own",
     )
     exit_when_done: bool = Field(
         default=False,
@@ -52,53 +52,55 @@ class ServiceSettings(Settings):
         "needs it too",
     )
     log_format: LogFormat = Field(default="auto", description="`auto`: console on a terminal, JSON lines elsewhere")
-    log_level: LogLevel = Field(default="info", description="what is less important is not logged")
+    log_level: LogLevel = Field(default="info", description="least important messages that are logged")
     insecure: bool = Field(default=False, description="listen beyond loopback without tokens")
     allowed_hosts: str | None = Field(
         default=None,
-        description="further host names that it goes by, separated by commas; `*.example.com` for all below it, `*` "
+        description="further host names of the service, separated by commas; `*.example.com` for all below it, `*` "
         "for any. The coordinator also lists trainers' metrics at these hosts",
     )
     max_body_bytes: int = Field(
-        default=_LIMITS.max_body_bytes, ge=1, description="largest frame that a pserver takes; every block must fit"
+        default=_LIMITS.max_body_bytes, ge=1, description="largest frame that a pserver accepts; every block must fit"
     )
     max_header_bytes: int = Field(default=_LIMITS.max_header_bytes, ge=1, description="largest header of a frame")
     max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1, description="most tensors of a frame")
     max_requests: int = Field(
         default=2048,
         ge=1,
-        description="requests at once, those that wait included; further ones are `overloaded`",
+        description="concurrent requests, including waiting ones; further ones are refused with `overloaded`",
     )
     max_connections: int = Field(default=1024, ge=1, description="open connections; further ones are closed")
     header_timeout_seconds: float = Field(
         default=30.0,
         gt=0,
-        description="so long may the headers of a request take, and a new connection to send them",
+        description="time limit for the headers of a request, which begins with a new connection",
     )
     body_timeout_seconds: float = Field(
         default=30.0,
         gt=0,
-        description="so long may a body stand still, and be behind 4 KiB a second in all; then it is `slow_body`",
+        description="time for which a body may stall, or be behind 4 KiB a second in all, before it is refused with "
+        "`slow_body`",
     )
     state_dir: Path = Field(
         default=Path(".gradpost"),
-        description="folder for what must outlive the process: a pserver's log and identity, the coordinator's state. "
-        "Every process needs a folder that it finds again",
+        description="folder of the persistent state: a pserver's log and identity, the coordinator's state. Each "
+        "process needs the same folder after a restart",
     )
     checkpoints: str | None = Field(
         default=None,
-        description="where checkpoints are: a folder, or a URL that fsspec can reach (`s3://bucket/run`), the same for "
-        "all services; none: `checkpoints` in `state_dir`",
+        description="location of checkpoints: a folder, or a URL that fsspec can reach (`s3://bucket/run`), the same "
+        "for all services; none: `checkpoints` in `state_dir`",
     )
     failpoints: str | None = Field(
         default=None,
-        description="for tests: places at which this process dies, stops or finds its disk full, such as "
-        "`apply.before=kill@3`",
+        description="for tests: places in the code at which this process dies, stops or gets an error of its disk, "
+        "such as `apply.before=kill@3`",
     )
     ready_fd: int | None = Field(
         default=None,
         ge=0,
-        description="file descriptor that gets the address and a newline once it serves; for a program that starts it",
+        description="file descriptor to which the service writes its address and a newline once it serves, for the "
+        "program that starts it",
     )
 
     @property

@@ -117,8 +117,18 @@ def _labels(collector: Collector, family: Metric) -> list[str]:
 
 # ---------------------------------------------------------------- docs/protocol-reference.md
 
-# No client depends on the members of these; they are for reading.
-INSPECTION = {"PserverState", "PserverStatus", "TrainerStatus", "ClusterStatus", "ShardSummary", "RunSummary"}
+# No client depends on the members of these; they are for reading. The first ones are bases of others.
+INSPECTION = {
+    "PserverProgress",
+    "ShardWork",
+    "TrainerProgress",
+    "PserverState",
+    "PserverStatus",
+    "TrainerStatus",
+    "ClusterStatus",
+    "ShardSummary",
+    "RunSummary",
+}
 
 
 def renew_protocol(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import signal
 import socket
@@ -18,13 +17,12 @@ import pytest
 from safetensors.torch import load_file
 
 from ..cluster.faulty_run import FaultyRun
-from ..cluster.up_support import wait_until
 from .markdown import ROOT, examples, read, section
 from .stage import environment, needs_curl, run_shell
 
 TEXT = read("cli.md")
 COMMANDS = "\n".join(block.text for block in examples(TEXT[: TEXT.index("## TensorBoard")], "sh"))
-[TENSORBOARD] = examples(section(TEXT, "TensorBoard"), "sh")
+examples(section(TEXT, "TensorBoard"), "sh")  # tests/cluster/test_command_line.py exports
 
 
 @pytest.mark.cluster
@@ -47,26 +45,6 @@ def test_every_command_works(tmp_path: Path) -> None:
         )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert load_file(tmp_path / "model.safetensors")["0.weight"].shape == (64, 20)
-
-
-@pytest.mark.cluster
-@pytest.mark.extended
-@pytest.mark.timeout(300)
-def test_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="pip install 'gradpost[tensorboard]'")
-    export, show = (shlex.split(line, comments=True) for line in TENSORBOARD.text.splitlines())
-    with (
-        FaultyRun(100_000, lease_seconds=30) as run,
-        start(export, tmp_path, GRADPOST_COORDINATOR=run.cluster.address) as exporting,
-    ):
-        assert exporting.stdout is not None
-        assert exporting.stdout.readline().endswith(f": {shlex.join(show)}\n")
-        assert wait_until(lambda: any(tmp_path.glob("runs/*/parameters/*")), 90)
-        exporting.send_signal(signal.SIGINT)
-        assert exporting.wait(60) == 0
-    with start(show, tmp_path) as showing:
-        assert showing.stdout is not None
-        assert any(re.search(r"TensorBoard [\d.]+ at http://", line) for line in showing.stdout)
 
 
 @contextmanager

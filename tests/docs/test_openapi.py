@@ -15,8 +15,6 @@ from ps_config.tokens import SCOPES
 from ps_protocol import routes
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE
 from ps_protocol.fence import Fence
-from ps_protocol.frames import CONTENT_TYPE
-from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from services.runtime.scopes import ROUTE_SCOPES
 from trainer_client.testing import LocalCluster
@@ -153,26 +151,6 @@ def test_headers_match_their_described_patterns(pserver: Document) -> None:
 
 
 OPTIONAL = (routes.BARRIER_HEADER, routes.VERDICT_HEADER, routes.NORM_HEADER, routes.WAIT_HEADER)
-
-
-def test_bodies_are_frames_messages_or_absent(pserver: Document) -> None:
-    messages = {
-        routes.SEND: PushAnswer, routes.INITIAL: PushAnswer, routes.BARRIER: BarrierAnswer, routes.NORM: NormAnswer,
-    }  # fmt: skip
-    for path, message in messages.items():
-        operation = pserver["paths"][path]["post"]
-        schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
-        assert schema["properties"].keys() == message.model_fields.keys()
-        if message is PushAnswer:
-            assert operation["requestBody"]["required"]
-            assert list(operation["requestBody"]["content"]) == [CONTENT_TYPE]
-        else:
-            assert "requestBody" not in operation
-    body = pserver["paths"][routes.GET]["post"]["requestBody"]  # may name blocks
-    assert not body.get("required", False)
-    assert body["content"]["application/json"]["schema"]["type"] == "array"
-    for method, path in (("post", routes.GET), ("get", routes.BLOCKS), ("get", routes.BUFFERS)):
-        assert list(pserver["paths"][path][method]["responses"]["200"]["content"]) == [CONTENT_TYPE]
 
 
 @pytest.mark.cluster

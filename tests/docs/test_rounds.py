@@ -16,8 +16,8 @@ import torch
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ERRORS
 from ps_protocol.fence import Fence
-from ps_protocol.membership import InstallRun, Membership
-from ps_protocol.messages import PserverRegistered, PushAnswer
+from ps_protocol.membership import InstallRun, PserverRegistered
+from ps_protocol.messages import PushAnswer
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import BARRIER, INITIAL
 
@@ -78,7 +78,7 @@ async def run_example() -> AsyncIterator[httpx.AsyncClient]:
     values = {"w.block0": torch.tensor(w), "s.block0": torch.tensor([s], dtype=torch.bfloat16)}
     install = InstallRun(
         run=fence.run, attempt=0, plan=PLAN, incarnation=1, consistency=Consistency(), nonfinite="reject",
-        round_timeout_seconds=10, uploader=0, number=1, membership=Membership({0: 1}),
+        round_timeout_seconds=10, uploader=0, number=1, members={0: 1},
     )  # fmt: skip
     async with run_pserver() as (pserver, app), call(app) as http:
         await pserver.adopt_identity(PserverRegistered(index=0, incarnation=1, lease_seconds=10))

@@ -22,19 +22,6 @@ def test_every_object_fits_its_schema(version: str) -> None:
             validate(one, version, strict=True)
 
 
-def test_objects_without_a_schema_are_listed() -> None:
-    everything = [one for overlay in OVERLAYS for one in render(overlay)]
-    assert {(one["apiVersion"], one["kind"]) for one in everything if one["apiVersion"] not in CORE_GROUPS} == {
-        ("cert-manager.io/v1", "Certificate"),
-        ("cert-manager.io/v1", "Issuer"),
-        ("monitoring.coreos.com/v1", "PodMonitor"),
-        ("monitoring.coreos.com/v1", "PrometheusRule"),
-        ("monitoring.coreos.com/v1", "ServiceMonitor"),
-        ("trainer.kubeflow.org/v1alpha1", "TrainJob"),  # checked below
-        ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"),
-    }
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_everything_is_in_the_namespace(overlay: str) -> None:
     [namespace] = of_kind(overlay, "Namespace")

@@ -143,38 +143,6 @@ def test_audit_fails_unless_no_package_is_vulnerable_or_the_advisories_are_unrea
 # ---------------------------------------------------------------- imports
 
 
-def run_import_linter(folder: Path) -> tuple[int, set[tuple[str, str]], str]:
-    """Return the exit code, the verdict on each contract, and the output."""
-    pytest.importorskip("importlinter")
-    script = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
-    code, output = run([sys.executable, "-P", "-c", script], folder, PYTHONPATH=str(folder))
-    return code, set(re.findall(r"^(.+) (KEPT|BROKEN)\b", output, re.MULTILINE)), output
-
-
-def test_import_contracts_are_kept_and_violations_are_noticed(tmp_path: Path) -> None:
-    """Check both ways: a contract over misspelt modules would always be kept."""
-    contracts = [contract["name"] for contract in SETTINGS["tool"]["importlinter"]["contracts"]]
-    code, verdicts, output = run_import_linter(ROOT)
-    assert (code, verdicts) == (0, {(name, "KEPT") for name in contracts}), output
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for path, line in [
-        ("ps_protocol/placement.py", "import services.runtime"),
-        ("services/runtime/__init__.py", "import services.pserver"),
-        ("ps_protocol/plan.py", "import pydantic"),
-        ("ps_http2/frames.py", "import ps_protocol"),
-        ("ps_http2/connection.py", "import httpx"),
-        ("ps_http2/client.py", "import starlette"),
-        ("ps_http2/stream.py", "from . import connection"),
-        ("services/pserver/rounds.py", "import asyncio"),
-    ]:
-        with (tmp_path / path).open("a") as file:
-            file.write(f"\n{line}\n")
-    code, verdicts, output = run_import_linter(tmp_path)
-    assert (code, verdicts) == (1, {(name, "BROKEN") for name in contracts}), output
-
-
 def test_public_names_are_imported_without_torch_until_one_needs_it() -> None:
     program = (
         "import sys, gradpost\n"
@@ -279,23 +247,10 @@ def test_docstrings_are_sentences_and_words_are_plain(folder: str) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    ("docstring", "is_refused"),
-    [
-        ("Return the ranks.", False),
-        ("`encode` undoes this.\n\nIn any order", False),
-        ("Return the ranks", True),
-        ("return the ranks.", True),
-        ("Of a further process: its place.", True),
-        ("The same for a bucket.", True),
-        ("Whether it has lasted.", True),
-    ],
-)
-def test_a_fragment_would_be_noticed(docstring: str, is_refused: bool) -> None:
-    assert bool(list(find_fragments(f"def f():\n    {docstring!r}"))) == is_refused
-
-
-@pytest.mark.parametrize("word", ["a" + "new", "Who" + "ever", "no" + "body"])
-def test_an_archaism_would_be_noticed(word: str) -> None:
-    for line, is_refused in ((f"# {word}", True), (f"x = f'{word} {{y}}'", True), (f"# the word `{word}`", False)):
-        assert bool(list(find_archaisms(line))) == is_refused, line
+def test_a_fragment_or_an_archaism_would_be_noticed() -> None:
+    for docstring in ("Return the ranks", "return the ranks.", "Of a further process: its place."):
+        assert [*find_fragments(f"def f():\n    {docstring!r}")]
+    assert not [*find_fragments("def f():\n    '`encode` undoes this.\\n\\nIn any order'")]
+    for line in ("# a" + "new", "x = f'no" + "body {y}'"):
+        assert [*find_archaisms(line)]
+    assert not [*find_archaisms("# the word `a" + "new`")]

@@ -77,14 +77,6 @@ def test_a_script_sees_the_same(warm: WarmServers, tmp_path: Path, flags: list[s
     assert ("a warning is an error" in said) == ("-W" in flags)
 
 
-def test_a_module_sees_the_same(warm: WarmServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "some_module.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "some_module", "1"]
-    (said, code), (expected, same) = run(warm.start, command), run(subprocess.Popen, command)
-    assert (code, json.loads(said[0])) == (same, json.loads(expected[0]))
-
-
 def test_descriptors_are_inherited_under_their_numbers(warm: WarmServers, tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     script = tmp_path / "script.py"

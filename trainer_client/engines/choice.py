@@ -37,11 +37,11 @@ def check_combination(session: Session, model: TrainedModel, *, has_outer: bool)
         ),
         (
             local and settings.overlap,
-            "local_steps with overlap: what is pushed is there only when the last step has been taken",
+            "local_steps with overlap: the change that is pushed is known only after the last local step",
         ),
         (
             local and rules.max_delay > 0,
-            "local_steps with max_delay: what was stepped here meanwhile would be overwritten",
+            "local_steps with max_delay: a delayed pull would overwrite the local steps since then",
         ),
         (
             pulls and model.module is None,

@@ -22,9 +22,8 @@ from ps_protocol.vocabulary import Round
 from ..destinations import make_destinations, write_back
 from ..device_copies import ParameterCopies
 from ..model_tensors import TrainedModel
-from ..optimizer_state.loading import Loading
 from ..optimizer_state.torch_state import OptimizerState
-from ..optimizer_state.transfer import pull_optimizer_state
+from ..optimizer_state.transfer import Loading, pull_optimizer_state
 from ..session import Session
 from ..tensors import writable_bytes
 from .engine import Contribution, StepProgress

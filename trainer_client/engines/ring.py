@@ -28,8 +28,7 @@ from ..tensors import check_form
 from .collective_buffers import BroadcastBuffer, FlatBucket, FlatGradients
 from .engine import Contribution, StepProgress
 from .local_steps import step_without_hooks
-from .ring_group import Group
-from .ring_tally import Tally, TallyVector
+from .ring_group import Group, Tally, TallyVector
 
 
 class RingEngine:

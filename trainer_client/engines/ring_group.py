@@ -1,11 +1,15 @@
-"""The trainers of a run as a process group of torch.distributed, whose waits the run's failure ends."""
+"""The trainers of a ring: their process group, and a vector from which all compute the same outcome of a round.
+
+The run's failure ends all waits. The vector is reduced after the gradients.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +19,7 @@ import torch.distributed as dist
 
 from ps_config.hosts import authority, split_port
 from ps_protocol.errors import BadModel, Ended
+from ps_protocol.vocabulary import Rank
 
 from ..collectives import GROUP_TIMEOUT, Collectives, make_group, run_aside
 from ..session import Session
@@ -110,6 +115,62 @@ class Group:
                     f"{limit:g} s: {reason}",
                     code="ring_broken",
                 ) from error
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The reduced facts of all trainers about a round."""
+
+    present: list[str]  # parameters with a gradient on any trainer
+    nonfinite: list[Rank]  # trainers whose gradients hold NaN or infinity
+    is_void: bool  # the gradients of a trainer are incomplete; all send theirs again
+    num_active: int  # trainers that had a batch; the mean is theirs
+    has_same_numbers: bool  # in the optimizers and GradScalers of the trainers that had a batch
+    source: Rank | None  # the lowest rank that has written parameters on purpose: all continue from its values
+
+
+FACTS = 5  # of each rank
+
+
+class TallyVector:
+    """Counts of gradients, and five facts of each rank, in the order of `fill`. Float32, kept."""
+
+    def __init__(self, names: Sequence[str], rank: Rank, size: int, device: torch.device) -> None:
+        self._names = names
+        self._rank, self._size = rank, size
+        self.vector = torch.zeros(len(names) + FACTS * size, dtype=torch.float32, device=device)
+
+    def fill(
+        self,
+        present: Collection[str],
+        *,
+        is_finite: bool = True,
+        is_void: bool = False,
+        is_active: bool = True,
+        numbers: int = 0,
+        has_written: bool = False,
+    ) -> None:
+        """Fill the vector with the facts of this trainer about the next round. An all_reduce sums it."""
+        facts = [[0.0] * self._size for _ in range(FACTS)]
+        values = (not is_finite, is_void, is_active, numbers, has_written)
+        for fact, value in zip(facts, values, strict=True):
+            fact[self._rank] = float(value)
+        counts = [float(name in present) for name in self._names]
+        flat = [*counts, *(value for fact in facts for value in fact)]
+        self.vector.copy_(torch.tensor(flat, dtype=torch.float32, device="cpu"))
+
+    def read(self) -> Tally:
+        """Return the facts of all trainers from the summed vector."""
+        counts, of_ranks = torch.split(self.vector.cpu(), [len(self._names), FACTS * self._size])
+        not_finite, void, active, digests, written = of_ranks.view(FACTS, self._size).tolist()
+        return Tally(
+            present=[name for name, count in zip(self._names, counts.tolist(), strict=True) if count > 0],
+            nonfinite=[rank for rank, count in enumerate(not_finite) if count > 0],
+            is_void=any(void),
+            num_active=int(sum(active)),
+            has_same_numbers=len({digest for digest, is_active in zip(digests, active, strict=True) if is_active}) <= 1,
+            source=next((rank for rank, has_written in enumerate(written) if has_written), None),
+        )
 
 
 def _has_group(rank: int, size: int) -> bool:

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from ps_protocol.errors import Ended, GradpostError
-from ps_protocol.messages import TrainerJoined, heartbeat_period
+from ps_protocol.messages import TrainerJoined
+from ps_protocol.retry import heartbeat_period
 
 from ..client import RunClient
 from ..collectives import Collectives, make_group, run_aside

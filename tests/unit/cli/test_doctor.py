@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from gradpost import doctor, status
 from gradpost.doctor import (
     Finding,
+    Level,
     Reached,
     check_addresses,
     check_clocks,
@@ -46,21 +46,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------- the command
 
 
-def fixed(finding: Finding) -> Callable[..., Finding]:
-    return lambda *_: finding
-
-
-def run_doctor(
-    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, *findings: Finding, option: str = ""
-) -> tuple[int | str | None, str]:
-    names = ("check_settings", "check_disk", "check_tokens", "check_cluster")
-    for name, finding in zip(names, findings, strict=True):
-        monkeypatch.setattr(doctor, name, fixed(finding))
-    outcome = run_command("doctor", *option.split())
-    assert outcome.stderr == ""
-    return outcome.exit_code, outcome.stdout
-
-
 def test_a_machine_without_faults_passes(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "DEFAULT_COORDINATOR", "http://127.0.0.1:1")
     monkeypatch.setattr(doctor, "MIN_FREE_SHARE", 0.0)
@@ -72,38 +57,41 @@ def test_a_machine_without_faults_passes(run_command: RunCommand, monkeypatch: p
     assert (answer["ok"], outcome.exit_code) == (True, 0)
 
 
-def test_warnings_are_failures_only_if_strict(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = (
-        Finding("a", "ok", "fine"),
-        Finding("longer", "warning", "few\x1b", "do [this]", "or that"),
-        Finding("b", "ok", "fine"),
-        Finding("c", "skipped", "none"),
-    )
-    code, shown = run_doctor(run_command, monkeypatch, *findings)
-    assert code == 0
-    assert shown.splitlines() == [
+@pytest.mark.parametrize(
+    ("level", "options", "exit_code", "verdict"),
+    [
+        ("warning", [], 0, "all is well, with 1 warning"),
+        ("warning", ["--strict"], 1, "all is well, with 1 warning"),
+        ("broken", [], 1, "1 check failed"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_worst_finding(
+    run_command: RunCommand,
+    monkeypatch: pytest.MonkeyPatch,
+    level: Level,
+    options: list[str],
+    exit_code: int,
+    verdict: str,
+) -> None:
+    found = [Finding("a", "ok", "fine"), Finding("longer", level, "few\x1b", "do [this]", "or that")]
+    for name in ("check_settings", "check_disk", "check_tokens"):
+        monkeypatch.setattr(doctor, name, lambda *_: Finding("c", "skipped", "none"))
+    monkeypatch.setattr(doctor, "check_cluster", lambda *_: found)
+    outcome = run_command("doctor", *options)
+    mark = {"warning": "warning", "broken": "BROKEN "}[level]
+    assert (outcome.exit_code, outcome.stderr) == (exit_code, "")
+    assert outcome.stdout.splitlines() == [
+        *["-       c       none"] * 3,
         "ok      a       fine",
-        "warning longer  few\\x1b",
+        f"{mark} longer  few\\x1b",
         "                or that",
         "                -> do [this]",
-        "ok      b       fine",
-        "-       c       none",
         "",
-        "all is well, with 1 warning",
+        verdict,
     ]
-    assert run_doctor(run_command, monkeypatch, *findings, option="--strict")[0] == 1
-
-
-def test_a_broken_check_is_a_failure(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    well = Finding("c", "skipped", "none")
-    code, shown = run_doctor(run_command, monkeypatch, Finding("a", "broken", "gone"), well, well, well)
-    assert (code, shown.splitlines()[-1]) == (1, "1 check failed")
-    code, shown = run_doctor(
-        run_command, monkeypatch, Finding("a", "broken", "gone"), well, well, well, option="--json"
-    )
-    answer = json.loads(shown)
-    assert (code, answer["ok"]) == (1, False)
-    assert answer["checks"][0] == {"check": "a", "level": "broken", "detail": "gone", "advice": "", "why": ""}
+    answer = json.loads(run_command("doctor", *options, "--json").stdout)
+    assert answer["ok"] == (exit_code == 0)
+    assert answer["checks"][3] == {"check": "a", "level": "ok", "detail": "fine", "advice": "", "why": ""}
 
 
 def test_an_error_in_a_check_does_not_hide_other_findings(

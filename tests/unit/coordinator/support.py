@@ -6,12 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 from ps_protocol.consistency import Consistency
+from ps_protocol.membership import RegisterPserver
 from ps_protocol.messages import (
     DeclareModel,
     JoinTrainer,
     Leave,
     PserverHeartbeat,
-    RegisterPserver,
     ShardFile,
     TrainerHeartbeat,
     TrainerJoined,

@@ -428,5 +428,5 @@ def test_a_record_of_an_earlier_version_is_read_unless_it_sets_values(tmp_path):
     rewrite_sealed(path, lambda content: content["run"]["controls"][0].update(replaced={}))
     assert RecordFile(tmp_path).read() == record
     rewrite_sealed(path, lambda content: content["run"]["controls"][0].update(replaced={"w": "5e1f"}))
-    with pytest.raises(DamagedFile, match=r"another version: run\.membership\.controls\.0\.replaced: Extra inputs"):
+    with pytest.raises(DamagedFile, match=r"another version: run\.controls\.0\.replaced: Extra inputs"):
         RecordFile(tmp_path).read()

@@ -25,7 +25,7 @@ from ps_protocol.frames import (
 from ps_protocol.vocabulary import DTYPE_BYTES
 
 from ...raising import raises_code
-from .strategies import few, json_values, names
+from .strategies import few, names
 
 deserialize: Any = safetensors.deserialize  # the reference parser, without any array library
 
@@ -148,15 +148,10 @@ def entry_text(offsets: str, shape: str = "2") -> str:
 
 REFUSED = {
     "no frame": (b"", "starts with the header's length"),
-    "no header": (raw_frame(""), "must begin with {"),
     "a header longer than the body": ((100).to_bytes(8, "little") + b"{}", "ends within its header"),
     "a header shorter than itself": ((30).to_bytes(8, "little") + raw_frame({"t": entry()}, b"ab")[8:], "not JSON"),
-    "a cut header": (raw_frame('{"t":'), "not JSON"),
-    "an array": (raw_frame("[]"), "must begin with {"),
-    "a leading space": (raw_frame(" {}"), "must begin with {"),
     "NUL in a name": (raw_frame('{"a\0":1}'), "not JSON"),
     "a byte order mark": (raw_frame("\ufeff{}"), "must begin with {"),
-    "UTF-16": (raw_frame(json.dumps({"t": entry()}).encode("utf-16-le"), b"ab"), "not JSON"),
     "no UTF-8": (raw_frame(b'{"\xff":1}'), "not JSON"),
     "half a surrogate pair": (raw_frame({"\ud800": entry()}, b"ab"), "not JSON"),
     "half a pair in metadata": (raw_frame({"__metadata__": {"a": "\udfff"}}), "not JSON"),
@@ -164,30 +159,21 @@ REFUSED = {
     "more digits than Python parses": (raw_frame(entry_text("0," + "9" * 5000)), "not JSON"),
     "a name twice": (raw_frame(entry_text("0,2")[:-1] + "," + entry_text("0,2")[1:], b"ab"), "twice"),
     "a member twice": (raw_frame('{"t":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', b"a"), "twice"),
-    "metadata twice": (raw_frame('{"__metadata__":{},"__metadata__":{}}'), "twice"),
     "metadata of numbers": (raw_frame({"__metadata__": {"a": 1}}), "__metadata__ must map"),
     "an entry that is a number": (raw_frame({"t": 1}), "must have dtype, shape and data_offsets"),
-    "an entry that is NaN": (raw_frame('{"t":NaN}'), "must have dtype, shape and data_offsets"),
     "a missing member": (raw_frame({"t": {"dtype": "U8", "shape": []}}), "must have dtype, shape and data_offsets"),
-    "another member": (raw_frame({"t": entry(strides=[1])}, b"ab"), "must have dtype, shape and data_offsets"),
     "an unknown dtype": (raw_frame({"t": entry(dtype="F31")}, b"ab"), "unknown dtype"),
-    "a dtype that is a list": (raw_frame({"t": entry(dtype=["U8"])}, b"ab"), "unknown dtype"),
     "a shape that is a number": (raw_frame({"t": entry(shape=2)}, b"ab"), "shape that is not a list"),
     "a negative size": (raw_frame({"t": entry(shape=[-2])}, b"ab"), "shape that is not a list"),
-    "a fractional size": (raw_frame({"t": entry(shape=[2.0])}, b"ab"), "shape that is not a list"),
-    "a size that is true": (raw_frame({"t": entry(shape=[2, True])}, b"ab"), "shape that is not a list"),
     "a size beyond 63 bits": (raw_frame({"t": entry(shape=[0, 1 << 63], data_offsets=[0, 0])}), "shape that is not"),
     "too many dimensions": (raw_frame({"t": entry(shape=[1] * 64 + [2])}, b"ab"), "shape that is not a list"),
     "one offset": (raw_frame({"t": entry(data_offsets=[2])}, b"ab"), "not two sizes"),
-    "boolean offsets": (raw_frame({"t": entry(shape=[1], data_offsets=[False, True])}, b"a"), "not two sizes"),
-    "fractional offsets": (raw_frame(entry_text("0,2.0"), b"ab"), "not two sizes"),
     "negative offsets": (raw_frame(entry_text("-2,0"), b""), "not two sizes"),
     "offsets beyond 63 bits": (raw_frame({"t": entry(data_offsets=[10**400, 10**400 + 2])}, b"ab"), "not two sizes"),
     "offsets the wrong way": (raw_frame({"t": entry(data_offsets=[2, 0])}, b"ab"), "do not fit dtype and shape"),
     "a product beyond 63 bits": (raw_frame({"t": entry(shape=[1 << 40] * 3)}, b"ab"), "do not fit dtype and shape"),
     "a hole at the start": (raw_frame({"t": entry(data_offsets=[1, 3])}, b"abc"), "hole or overlaps"),
     "an overlap": (raw_frame({"t": entry(), "u": entry(data_offsets=[1, 3])}, b"abc"), "hole or overlaps"),
-    "the same bytes twice": (raw_frame({"t": entry(), "u": entry()}, b"ab"), "hole or overlaps"),
     "data too short": (raw_frame({"t": entry()}, b"a"), "not as long as the header says"),
     "data too long": (raw_frame({"t": entry()}, b"abc"), "not as long as the header says"),
 }  # fmt: skip
@@ -266,11 +252,6 @@ def test_random_offsets_are_refused_or_read_as_by_the_reference(tensors: list[tu
     }
     num_bytes = max((begin + size + error for size, begin, error in tensors), default=0)
     parse_or_refuse(raw_frame(header, bytes(range(num_bytes))))
-
-
-@given(st.dictionaries(names | st.just("__metadata__"), json_values, max_size=3), st.binary(max_size=8))
-def test_random_json_raises_nothing_but_our_errors(header: dict[str, Any], data: bytes) -> None:
-    parse_or_refuse(raw_frame(header, data))
 
 
 mutations = st.lists(

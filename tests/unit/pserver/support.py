@@ -21,8 +21,8 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import GradpostError, StaleRun
 from ps_protocol.fence import Fence
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
-from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, Membership
-from ps_protocol.messages import NormAnswer, PserverRegistered
+from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, Membership, PserverRegistered
+from ps_protocol.messages import NormAnswer
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.routes import (
@@ -255,7 +255,7 @@ class Bench:
     ) -> None:
         changed = Membership(dict(members), **membership)
         await self.pserver.install_members(
-            InstallMembers(run=self.install.run, number=number, membership=changed, failure=failure)
+            InstallMembers(run=self.install.run, number=number, **changed.to_fields(), failure=failure)
         )
 
     async def freeze(self, number: int) -> FrozenRounds:

@@ -251,7 +251,7 @@ async def test_initial_values_of_an_attempt_that_was_given_up_do_not_stay(tmp_pa
         first = asyncio.create_task(b.upload_initial())
         await until(lambda: bool(place.writing))
         members = Membership({1: 1})
-        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "membership": members})
+        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, **members.to_fields()})
 
         async def install() -> None:
             is_asked.set()
@@ -287,9 +287,7 @@ async def test_initial_values_are_not_written_after_their_attempt_was_given_up(t
         monkeypatch.setattr(old, "_encode_initial", encode_slowly)
         uploading = asyncio.create_task(b.upload_initial())
         assert await asyncio.to_thread(is_encoding.wait, 10)
-        other = b.install.model_copy(
-            update={"attempt": 1, "number": 2, "uploader": 1, "membership": Membership({1: 1})}
-        )
+        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "members": {1: 1}})
         installing = asyncio.create_task(b.pserver.install_run(other))
         await until(lambda: old.failure is not None)
         may_go_on.set()

@@ -16,8 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, NotReady, StaleRun, TrainerLost, TryAgain
-from ps_protocol.membership import Freeze, InstallRun
-from ps_protocol.messages import PserverRegistered
+from ps_protocol.membership import Freeze, InstallRun, PserverRegistered
 from services.pserver.durable.disk import Disk
 from services.pserver.durable.storage import Restored, RunStorage
 from services.pserver.metrics import PserverMetrics

@@ -17,8 +17,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import StorageFailed
-from ps_protocol.membership import WantCheckpoint
-from ps_protocol.messages import PserverRegistered, RegisterPserver
+from ps_protocol.membership import PserverRegistered, RegisterPserver, WantCheckpoint
 from services.pserver import registration
 from services.pserver.durable import storage
 from services.pserver.durable.disk import Disk

@@ -17,8 +17,7 @@ from starlette.requests import ClientDisconnect
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, RoundPending, TrainerLost
 from ps_protocol.frames import parse_frame
-from ps_protocol.membership import Controls, InstallMembers
-from ps_protocol.messages import PserverRegistered
+from ps_protocol.membership import Controls, InstallMembers, PserverRegistered
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, MEMBERS, VERDICT_HEADER, WAIT_HEADER
 from services.pserver import endpoints as endpoints_module
@@ -313,7 +312,7 @@ async def test_controls_may_name_as_many_parameters_as_a_plan():
     async with bench() as b:
         frozen = tuple(f"layers.{i}.{'x' * 40}.weight" for i in range(20_000))
         controls = Controls(since=1, frozen=frozen), Controls(since=2, frozen=frozen)
-        message = InstallMembers(run="run1", number=2, membership=replace(b.install.membership, controls=controls))
+        message = InstallMembers(run="run1", number=2, **replace(b.install.membership, controls=controls).to_fields())
         app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:

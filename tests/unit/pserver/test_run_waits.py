@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from ps_protocol.errors import Conflict, NotReady, RoundPending, RoundTimeout, StalePserver, StaleRun, TrainerLost
-from ps_protocol.membership import Membership
 
 from ...raising import raises_code
 from .support import (
@@ -150,7 +149,7 @@ async def test_the_same_installation_again_changes_nothing_but_brings_newer_memb
         digest = await b.digest()
         await b.pserver.install_run(b.install)
         assert await b.digest() == digest
-        await b.pserver.install_run(b.install.model_copy(update={"number": 9, "membership": Membership({0: 1})}))
+        await b.pserver.install_run(b.install.model_copy(update={"number": 9, "members": {0: 1}}))
         assert b.run.rounds.members == {0: 1}
         other = {**b.install.plan, "buffers": [["mean", [2], "F32", 0]]}
         with pytest.raises(Conflict):

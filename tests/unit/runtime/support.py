@@ -1,4 +1,4 @@
-"""A small application of every kind of route, and a way to serve it on a real socket."""
+"""A small application with every kind of route, servers for it, and clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Greeting(BaseModel):
 
 @dataclass
 class Sample:
-    """The application, its metrics, and handles on what it does."""
+    """The application, its metrics, and events of its routes."""
 
     metrics: ServiceMetrics = field(default_factory=lambda: ServiceMetrics("sample"))
     missing: str | None = None
@@ -136,7 +136,7 @@ class Running:
 
 @asynccontextmanager
 async def running(app: FastAPI, *, local: socket.socket | None = None, **settings: Any) -> AsyncIterator[Running]:
-    """Serve for as long as the block lasts; raises what `serve` raises."""
+    """Serve during the block. Raises the exceptions of `serve`."""
     stop = asyncio.Event()
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
@@ -146,7 +146,7 @@ async def running(app: FastAPI, *, local: socket.socket | None = None, **setting
     try:
         address = await started
     except asyncio.CancelledError:
-        await task  # says why
+        await task  # raises the reason
         raise
     try:
         yield Running(address, stop, task)
@@ -156,10 +156,43 @@ async def running(app: FastAPI, *, local: socket.socket | None = None, **setting
 
 
 def http2_client() -> httpx.AsyncClient:
-    """A client of another project that speaks HTTP/2 only, without TLS."""
+    """Return a client of another project that speaks HTTP/2 only, without TLS."""
     return httpx.AsyncClient(http1=False, http2=True)
 
 
 def trainer_client() -> httpx.AsyncClient:
-    """The client with which trainers send tensors over HTTP/2."""
+    """Return the client with which trainers send tensors over HTTP/2."""
     return make_bulk_client(TlsFiles(), None, http2=True)
+
+
+class RawConnection:
+    """A connection to a service, on which a test writes bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.write = writer.write
+
+    async def read_all(self) -> bytes:
+        """Return the bytes until the service closes the connection."""
+        return await asyncio.wait_for(self.reader.read(), 10)
+
+    async def read_line(self) -> bytes:
+        return await asyncio.wait_for(self.reader.readline(), 5)
+
+
+@asynccontextmanager
+async def raw_connection(address: str, request: bytes = b"") -> AsyncIterator[RawConnection]:
+    """Connect to a service, and write the beginning of a request."""
+    host, port = address.rpartition("/")[2].split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    try:
+        yield RawConnection(reader, writer)
+    finally:
+        writer.close()
+
+
+async def ask_raw(address: str, request: bytes) -> bytes:
+    """Return everything that the service sends until it closes the connection."""
+    async with raw_connection(address, request) as connection:
+        return await connection.read_all()

@@ -1,18 +1,26 @@
+"""The common routes, problem documents and metrics of a service."""
+
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 
-from ps_protocol.errors import NotReady, error_from_problem
-from services.runtime import routing
+from ps_http2 import asgi
+from ps_protocol.errors import NotReady, RoundPending, StaleRound, TryAgain, error_from_problem
+from services.runtime.errors import problem_response
+from services.runtime.logs import configure_logs
 
-from .support import Sample, http2_client, running
+from .support import Sample, ask_raw, raw_connection, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MEMBERS = {"type", "title", "status", "detail", "code", "may_be_retried", "instance"}
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +37,13 @@ async def client(sample: Sample) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_health(client: httpx.AsyncClient) -> None:
-    response = await client.get("/healthz")
-    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+# ---------------------------------------------------------------------- common routes
 
 
-async def test_readiness_names_what_is_missing(client: httpx.AsyncClient, sample: Sample) -> None:
-    assert (await client.get("/readyz")).status_code == 200
+async def test_health_and_readiness(client: httpx.AsyncClient, sample: Sample) -> None:
+    for path in ("/healthz", "/readyz"):
+        response = await client.get(path)
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
     sample.missing = "1 of 2 pservers"
     response = await client.get("/readyz")
     sample.missing = None
@@ -44,7 +52,7 @@ async def test_readiness_names_what_is_missing(client: httpx.AsyncClient, sample
     assert error.facts["waiting_for"] == "1 of 2 pservers"
 
 
-async def test_requests_are_measured_by_template() -> None:
+async def test_requests_are_measured_by_route() -> None:
     sample = Sample()
     async with running(sample.make_app()) as server, httpx.AsyncClient(base_url=server.address) as client:
         await client.post("/greet/a/b", json={"name": "c", "times": 1})
@@ -70,41 +78,10 @@ async def test_requests_are_measured_by_template() -> None:
     assert "wp-login" not in response.text
 
 
-async def test_loop_lag_is_measured_while_serving(client: httpx.AsyncClient, sample: Sample) -> None:
-    count = "gradpost_event_loop_lag_seconds_count"
+async def test_the_lag_of_the_loop_is_measured_while_serving(client: httpx.AsyncClient, sample: Sample) -> None:
     async with asyncio.timeout(5):
-        while not sample.metrics.registry.get_sample_value(count):  # noqa: ASYNC110
+        while not sample.metrics.registry.get_sample_value("gradpost_event_loop_lag_seconds_count"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-
-
-async def chunks(num_bytes: int) -> AsyncIterator[bytes]:
-    for _ in range(num_bytes // 10):
-        yield b"x" * 10
-
-
-async def test_too_large_a_message_is_refused(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "MAX_MESSAGE_BYTES", 100)
-    for body in (b"x" * 200, chunks(200)):  # with and without a Content-Length
-        response = await client.post("/greet/a", content=body)
-        assert (response.status_code, response.json()["code"]) == (413, "body_too_large")
-    assert (await client.post("/raw/fine", content=b"x" * 200)).status_code == 200
-
-
-async def test_a_message_of_too_many_items_is_refused(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(routing, "MAX_MESSAGE_ITEMS", 100)
-    response = await client.post("/greet/a", content=b"[" + b"[]," * 100 + b"[]]")
-    assert (response.status_code, response.json()["code"]) == (413, "body_too_large")
-    assert (await client.post("/greet/a", json={"name": "b", "times": 1})).status_code == 200
-
-
-async def test_all_messages_together_are_bounded(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "MAX_MESSAGES_BYTES", 100)
-    for _ in range(3):  # and what was counted is given back
-        response = await client.post("/greet/a", content=b" " * 101)
-        assert (response.status_code, response.json()["code"]) == (503, "overloaded")
-        assert (await client.post("/greet/a", json={"name": "b", "times": 1})).status_code == 200
 
 
 async def test_openapi_describes_raw_routes_and_problems(client: httpx.AsyncClient) -> None:
@@ -121,12 +98,133 @@ async def test_openapi_describes_raw_routes_and_problems(client: httpx.AsyncClie
         assert "code" in document["components"]["schemas"]["Problem"]["required"]
 
 
-async def test_a_method_that_a_raw_route_does_not_have(client: httpx.AsyncClient) -> None:
-    response = await client.head("/raw/fine")
-    assert response.status_code == 405
+async def test_the_page_of_the_api_needs_no_script_and_no_other_site(client: httpx.AsyncClient) -> None:
+    page = await client.get("/docs")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert page.headers["x-frame-options"] == "DENY"
+    assert page.headers["referrer-policy"] == "no-referrer"
+    assert "<script" not in page.text
+    assert "//" not in page.text
+    assert "<code>GET /readyz</code>" in page.text
 
 
-async def test_raw_route_over_http2() -> None:
-    async with running(Sample().make_app()) as server, http2_client() as client:
-        response = await client.post(f"{server.address}/raw/fine", content=b"x" * 3_000_000)
-        assert response.text == "3000000 HTTP/2\n"
+# ---------------------------------------------------------------------- problem documents
+
+
+def check_problem(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """Assert the shape of a problem document and return its further members."""
+    assert response.headers["content-type"] == "application/problem+json"
+    problem: dict[str, Any] = response.json()
+    assert (response.status_code, problem["status"], problem["code"]) == (status, status, code)
+    assert problem["type"] == f"urn:gradpost:error:{code}"
+    assert problem["instance"] == response.url.raw_path.decode()
+    assert problem["detail"]
+    return {key: value for key, value in problem.items() if key not in MEMBERS}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere%20at%20all", 404, "not_found"),
+        ("DELETE", "/healthz", 405, "method_not_allowed"),
+        ("GET", "/raw/fine", 405, "method_not_allowed"),
+        ("GET", "/stale", 409, "stale_round"),
+        ("POST", "/raw/stale", 409, "stale_round"),
+        ("GET", "/pending", 503, "round_pending"),
+        ("GET", "/not-ready", 503, "not_ready"),
+        ("GET", "/bug", 500, "internal_error"),
+        ("POST", "/raw/bug", 500, "internal_error"),
+    ],
+)
+async def test_every_failure_has_one_shape(
+    client: httpx.AsyncClient, method: str, path: str, status: int, code: str
+) -> None:
+    check_problem(await client.request(method, path), status, code)
+
+
+async def test_the_client_rebuilds_the_same_error(client: httpx.AsyncClient) -> None:
+    for response in (await client.get("/stale"), await client.post("/raw/stale", content=b"body")):
+        error = error_from_problem(response.json())
+        assert type(error) is StaleRound
+        assert str(error) == "round 3 is over (expected round 4; actual round 3)"
+        assert error.facts["current"] == 4
+
+
+async def test_method_not_allowed_lists_the_allowed_ones(client: httpx.AsyncClient) -> None:
+    assert (await client.delete("/healthz")).headers["allow"] == "GET, HEAD"
+    assert (await client.delete("/raw/fine")).headers["allow"] == "POST"
+    assert (await client.head("/raw/fine")).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("body", "places"),
+    [(b'{"times": "x"}', ["body.name", "body.times"]), (b"{", ["body.1"]), (b"", ["body"])],
+)
+async def test_invalid_message_names_the_places(client: httpx.AsyncClient, body: bytes, places: list[str]) -> None:
+    response = await client.post("/greet/a", content=body, headers={"content-type": "application/json"})
+    facts = check_problem(response, 422, "invalid_message")
+    assert [error["place"] for error in facts["errors"]] == places
+    assert places[0] in response.json()["detail"]
+
+
+async def test_a_bug_is_logged_once_and_not_revealed(
+    client: httpx.AsyncClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logs("sample", "json")
+    for method, path in (("GET", "/bug"), ("POST", "/raw/bug")):
+        response = await client.request(method, path)
+        assert "secret" not in response.text
+        (line,) = capsys.readouterr().err.splitlines()
+        logged = json.loads(line)
+        assert "ZeroDivisionError: secret" in logged["exception"]
+        assert (logged["method"], logged["path"]) == (method, path)
+
+
+@pytest.mark.parametrize(("path", "events"), [("/raw/cut", ["unexpected error"]), ("/raw/late", [])])
+async def test_a_failure_in_the_middle_of_a_response_aborts_it(
+    client: httpx.AsyncClient, capsys: pytest.CaptureFixture[str], path: str, events: list[str]
+) -> None:
+    """A bug is logged, and a GradpostError is not."""
+    configure_logs("sample", "json")
+    with pytest.raises(httpx.RemoteProtocolError):
+        await client.post(path)
+    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in logged if "exception" in line] == events
+    assert (await client.get("/healthz")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/raw-refusal", "/raw-bug"])
+async def test_the_answer_arrives_although_the_body_was_not_read(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.post(path, content=b"x" * 16_000_000)
+    assert response.headers["content-type"] == "application/problem+json"
+    older = b"POST %b HTTP/1.0\r\nHost: localhost\r\nContent-Length: 16000000\r\n\r\n" % path.encode()
+    answer = await ask_raw(str(client.base_url).rstrip("/"), older + bytes(16_000_000))
+    assert answer.startswith(b"HTTP/1.1 %d " % response.status_code)
+
+
+async def test_a_body_that_does_not_come_delays_a_refusal_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "DISCARD_SECONDS", 0.1)
+    request = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nx"
+    async with running(Sample().make_app()) as server, raw_connection(server.address, request) as connection:
+        assert (await connection.read_all()).startswith(b"HTTP/1.1 404 Not Found\r\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        (RoundPending("wait"), "0"),
+        (TryAgain("wait", code="queue_full"), "0"),
+        (TryAgain("wait", code="overloaded"), "1"),
+        (TryAgain("wait"), "1"),
+        (StaleRound("over"), None),
+    ],
+)
+async def test_retry_after_is_zero_only_if_the_server_has_waited(error: Any, seconds: str | None) -> None:
+    assert problem_response(error).headers.get("retry-after") == seconds
+
+
+async def test_a_fact_that_json_cannot_represent_is_sent_as_text() -> None:
+    assert json.loads(bytes(problem_response(StaleRound("over", current={1})).body))["current"] == "{1}"

@@ -21,7 +21,7 @@ from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
 
 from ..protocol.test_tokens import put
-from .support import Running, Sample, http2_client, running, trainer_client
+from .support import Running, Sample, ask_raw, http2_client, running, trainer_client
 
 TOKENS = {scope: f"token-of-{scope}-xxxxxxxx" for scope in SCOPES}
 LARGE = b"x" * (16 << 20)
@@ -52,7 +52,6 @@ async def refusal(response: httpx.Response) -> tuple[int, str]:
 # ---------------------------------------------------------------------- tokens
 
 
-@pytest.mark.asyncio
 async def test_who_may_do_what(tokens_dir: Path) -> None:
     app = Sample().make_app()
     async with running(app, tokens_dir=tokens_dir) as service, httpx.AsyncClient() as http:
@@ -73,7 +72,6 @@ async def test_who_may_do_what(tokens_dir: Path) -> None:
             assert answers[3] not in (401, 403), path
 
 
-@pytest.mark.asyncio
 async def test_what_a_refusal_says(
     tokens_dir: Path, capsys: pytest.CaptureFixture[str], http: httpx.AsyncClient
 ) -> None:
@@ -95,7 +93,6 @@ async def test_what_a_refusal_says(
     assert "token-of-" not in logged
 
 
-@pytest.mark.asyncio
 async def test_whoever_uploads_gets_to_read_the_refusal(tokens_dir: Path, http: httpx.AsyncClient) -> None:
     async with running(Sample().make_app(), tokens_dir=tokens_dir) as service, trainer_client() as http2:
         for client in (http, http2):
@@ -106,7 +103,6 @@ async def test_whoever_uploads_gets_to_read_the_refusal(tokens_dir: Path, http: 
                 )
 
 
-@pytest.mark.asyncio
 async def test_a_replaced_token_needs_no_restart(tokens_dir: Path, http: httpx.AsyncClient) -> None:
     async with running(Sample().make_app(), tokens_dir=tokens_dir) as service:
 
@@ -121,7 +117,6 @@ async def test_a_replaced_token_needs_no_restart(tokens_dir: Path, http: httpx.A
         assert await statuses("n" * 30, TOKENS["read"]) == [200, 200]
 
 
-@pytest.mark.asyncio
 async def test_a_caller_falls_back_to_the_token_before(tokens_dir: Path, tmp_path: Path) -> None:
     """So that folders may be updated in any order."""
     theirs = tmp_path / "theirs"
@@ -138,7 +133,6 @@ async def test_a_caller_falls_back_to_the_token_before(tokens_dir: Path, tmp_pat
         assert (await peer.post(f"{service.address}/raw/fine", content=b"12345")).status_code == 401
 
 
-@pytest.mark.asyncio
 async def test_the_tokens_may_come_later(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +151,6 @@ async def test_the_tokens_may_come_later(
     await serving
 
 
-@pytest.mark.asyncio
 async def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
     sample, stop = Sample(), asyncio.Event()
     stop.set()
@@ -166,7 +159,6 @@ async def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
     assert sample.lifespan == []
 
 
-@pytest.mark.asyncio
 async def test_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(security, "TOKEN_WAIT_SECONDS", 0.0)
     with pytest.raises(SettingsError, match="there is no token file"):
@@ -177,7 +169,6 @@ async def test_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # ---------------------------------------------------------------------- hosts and origins
 
 
-@pytest.mark.asyncio
 async def test_hosts_that_the_service_goes_by(http: httpx.AsyncClient) -> None:
     settings = {
         "advertise_address": "http://PS-0.example:7071",
@@ -205,17 +196,6 @@ async def test_hosts_that_the_service_goes_by(http: httpx.AsyncClient) -> None:
             assert await refusal(response) == (421, "bad_host")
 
 
-async def ask_raw(address: str, request: bytes) -> bytes:
-    """Everything that the server sends until it closes the connection."""
-    host, port = address.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(request)
-    answer = await asyncio.wait_for(reader.read(), 10)
-    writer.close()
-    return answer
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", [b"/healthz", b"/readyz"])
 async def test_health_checks_of_load_balancers(path: bytes) -> None:
     """HAProxy asks so with `option httpchk GET /healthz` and `option httpchk HEAD /readyz`."""
@@ -227,7 +207,6 @@ async def test_health_checks_of_load_balancers(path: bytes) -> None:
         assert body == b""
 
 
-@pytest.mark.asyncio
 async def test_the_health_check_of_haproxy_without_arguments(tokens_dir: Path) -> None:
     """It is `OPTIONS / HTTP/1.0`, and neither another method nor another path goes without a Host by that."""
     async with running(Sample().make_app(), tokens_dir=tokens_dir) as service:
@@ -239,7 +218,6 @@ async def test_the_health_check_of_haproxy_without_arguments(tokens_dir: Path) -
             assert (await ask_raw(service.address, request + b" HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 421 ")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("headers", "code"),
     [
@@ -254,7 +232,6 @@ async def test_a_request_elsewhere_has_one_host(headers: bytes, code: bytes) -> 
         assert answer.startswith(b"HTTP/1.1 %b " % code)
 
 
-@pytest.mark.asyncio
 async def test_a_body_that_is_encoded_is_refused(http: httpx.AsyncClient) -> None:
     async with running(Sample().make_app()) as service:
         url = f"{service.address}/raw/fine"
@@ -266,7 +243,6 @@ async def test_a_body_that_is_encoded_is_refused(http: httpx.AsyncClient) -> Non
             assert answer.startswith(b"HTTP/1.1 %b " % status)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("make_client", [httpx.AsyncClient, http2_client])
 async def test_head_is_answered_wherever_get_is(make_client: Any, tokens_dir: Path) -> None:
     async with running(Sample().make_app(), tokens_dir=tokens_dir) as service, make_client() as client:
@@ -282,7 +258,6 @@ def test_any_host() -> None:
     assert "" not in KnownHosts(["", "a"])
 
 
-@pytest.mark.asyncio
 async def test_pages_of_other_sites_change_nothing(http: httpx.AsyncClient) -> None:
     async with running(Sample().make_app()) as service:
         url = f"{service.address}/raw/fine"
@@ -305,31 +280,12 @@ async def test_pages_of_other_sites_change_nothing(http: httpx.AsyncClient) -> N
         assert (await http.post(url, headers={"host": "localhost", "origin": "http://localhost:80"})).status_code == 200
 
 
-@pytest.mark.asyncio
 async def test_it_is_never_too_late_in_silence() -> None:
     app = Sample().make_app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://service") as http:
         assert (await http.get("/healthz")).status_code == 200
     with pytest.raises(RuntimeError, match="cannot be guarded"):
         await serve(app, ServiceSettings(), stop=asyncio.Event())
-
-
-# ---------------------------------------------------------------------- the page
-
-
-@pytest.mark.asyncio
-async def test_the_page_runs_nothing(http: httpx.AsyncClient) -> None:
-    async with running(Sample().make_app()) as service:
-        page = await http.get(f"{service.address}/docs")
-    assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
-    assert page.headers["x-content-type-options"] == "nosniff"
-    assert page.headers["x-frame-options"] == "DENY"
-    assert page.headers["referrer-policy"] == "no-referrer"
-    assert "<script" not in page.text
-    assert "//" not in page.text  # nothing from elsewhere
-    assert "<code>GET /readyz</code>" in page.text
 
 
 # ---------------------------------------------------------------------- listening
@@ -343,7 +299,6 @@ def test_beyond_loopback_is_refused(host: str, tmp_path: Path) -> None:
     ServiceSettings(host=host, tokens_dir=tmp_path)
 
 
-@pytest.mark.asyncio
 async def test_what_is_left_unprotected_is_said(tokens_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("sample", "json")
     async with running(Sample().make_app(), host="0.0.0.0", insecure=True):

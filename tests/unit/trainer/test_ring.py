@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from trainer_client.engines.collective_buffers import PIECE, FlatBucket, cut_buckets
-from trainer_client.engines.ring_group import address_towards, join_store, open_store
-from trainer_client.engines.ring_tally import Tally, TallyVector
+from trainer_client.engines.ring_group import Tally, TallyVector, address_towards, join_store, open_store
 
 pytestmark = pytest.mark.ring
 

@@ -15,9 +15,8 @@ from ps_protocol.optimizers import FRESH, RULES, StepState, read_states, split_k
 from ps_protocol.plan import make_plan
 from ps_protocol.routes import STATES_KEY
 from ps_protocol.vocabulary import ParameterSpec
-from trainer_client.optimizer_state.loading import Loading
 from trainer_client.optimizer_state.torch_state import ParameterState, read_state, write_state
-from trainer_client.optimizer_state.transfer import make_state_frames
+from trainer_client.optimizer_state.transfer import Loading, make_state_frames
 from trainer_client.wrapped_optimizer import describe_optimizer
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,259 @@
+"""Limits of concurrent requests, slow bodies, and large messages and replies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, HTTPException, Response
+from starlette.types import Receive, Scope, Send
+
+from ps_protocol.errors import PROBLEM_CONTENT_TYPE, StaleRound
+from services.runtime import large_replies, limits, routing
+from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, send_parts
+from services.runtime.limits import LimitRequests, Upload
+from services.runtime.settings import RequestLimits
+
+from .support import Sample, ask_raw, raw_connection, running
+
+INCOMPLETE = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nx"
+
+
+# ---------------------------------------------------------------------- slow bodies
+
+
+@pytest.mark.parametrize("path", [b"/raw/fine", b"/greet/a"])
+async def test_a_body_that_does_not_come_is_refused(path: bytes) -> None:
+    async with running(Sample().make_app(RequestLimits(body_timeout_seconds=0.1))) as server:
+        answer = await ask_raw(server.address, INCOMPLETE % path)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert PROBLEM_CONTENT_TYPE.encode() in answer
+    assert b'"code": "slow_body"' in answer
+
+
+def upload_of(body: bytes, *, seconds: float = 0.02, timeout_seconds: float = 0.1) -> Upload:
+    """Return an upload that receives this body repeatedly."""
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(seconds)
+        return {"type": "http.request", "body": body, "more_body": True}
+
+    return Upload(receive, timeout_seconds=timeout_seconds)
+
+
+async def test_single_bytes_are_no_progress() -> None:
+    upload = upload_of(b"x")
+    with pytest.raises(HTTPException, match="408"):  # noqa: PT012
+        for _ in range(50):
+            await upload.receive()
+    assert 2 <= upload.num_bytes <= 10
+    assert (await upload.receive())["type"] == "http.disconnect"
+
+
+async def test_a_fast_enough_body_may_take_longer_than_the_time_out() -> None:
+    upload = upload_of(bytes(1000))
+    for _ in range(20):  # four times the time-out
+        await upload.receive()
+
+
+async def test_the_wait_for_a_disconnect_has_no_time_out() -> None:
+    upload = upload_of(b"", seconds=0.05, timeout_seconds=0.01)
+    upload.is_over = True
+    await upload.receive()
+
+
+# ---------------------------------------------------------------------- too many requests
+
+
+async def test_a_request_beyond_the_limit_is_refused() -> None:
+    sample = Sample()
+    async with running(sample.make_app(RequestLimits(max_requests=1))) as server, httpx.AsyncClient() as client:
+        slow = asyncio.create_task(client.get(f"{server.address}/slow"))
+        await sample.slow_begun.wait()
+        response = await client.post(f"{server.address}/raw/fine", content=b"12345")
+        assert (response.status_code, response.json()["code"]) == (503, "overloaded")
+        assert response.headers["retry-after"] == "1"
+        assert response.headers["content-type"] == PROBLEM_CONTENT_TYPE
+        sample.slow_ends.set()
+        assert (await slow).status_code == 200
+        assert (await client.post(f"{server.address}/raw/fine", content=b"12345")).status_code == 200
+
+
+async def test_reading_requests_get_half_of_the_limit() -> None:
+    """A long poll occupies its place for half a minute, and a reader may send as many as there are places."""
+    arrived: asyncio.Queue[str] = asyncio.Queue()
+    ends = asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        arrived.put_nowait(scope["path"])
+        await ends.wait()
+        await Response("well")(scope, receive, send)
+
+    app = LimitRequests(wait, RequestLimits(max_requests=4))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as http:
+        paths = ("/v1/parameters/w?after_version=9", "/dashboard/page.js")
+        reading = [asyncio.create_task(http.get(path)) for path in paths]
+        for _ in reading:
+            await arrived.get()
+        assert (await http.get("/v1/status")).json()["code"] == "overloaded"
+        beats = [asyncio.create_task(http.post(f"/v1/pservers/{index}/heartbeat")) for index in range(2)]
+        for _ in beats:
+            await arrived.get()
+        ends.set()
+        assert [(await one).text for one in (*reading, *beats)] == ["well"] * 4
+        assert (await http.get("/v1/status")).text == "well"
+
+
+async def test_a_slow_body_is_ended_in_favour_of_a_new_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HURRIED_SECONDS", 0.05)
+    async with (
+        running(Sample().make_app(RequestLimits(max_requests=1))) as server,
+        httpx.AsyncClient() as client,
+        raw_connection(server.address, INCOMPLETE % b"/raw/fine") as slow,
+    ):
+        async with asyncio.timeout(5):
+            while (await client.get(f"{server.address}/healthz")).status_code == 503:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert (await slow.read_line()).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_request_that_comes_while_a_slow_one_times_out_is_served() -> None:
+    """The loop handles received bytes before due timers; the slow request is about to end by itself then."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def at_once() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    answers: list[Any] = []
+    good: list[asyncio.Task[None]] = []
+    limit = LimitRequests(app, RequestLimits(max_requests=1, body_timeout_seconds=1.1))
+    scope = {"type": "http", "path": "/v1/trainers", "method": "POST", "http_version": "1.1", "headers": []}
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+    slow = asyncio.create_task(limit(scope, never, send))
+
+    def come_late() -> None:
+        time.sleep(0.2)  # beyond the time-out, which is handled in this iteration of the loop, and felt in the next
+        loop.call_soon(lambda: good.append(asyncio.create_task(limit(scope, at_once, send))))
+
+    loop.call_at(begin + 1.05, come_late)
+    with pytest.raises(HTTPException):
+        await slow
+    await asyncio.gather(*good)
+    assert [answer["status"] for answer in answers] == [200]
+
+
+# ---------------------------------------------------------------------- large messages
+
+
+async def chunks(num_bytes: int) -> AsyncIterator[bytes]:
+    for _ in range(num_bytes // 10):
+        yield b"x" * 10
+
+
+@pytest.mark.parametrize(
+    ("limit", "body", "status", "code"),
+    [
+        ("MAX_MESSAGE_BYTES", lambda: b"x" * 200, 413, "body_too_large"),
+        ("MAX_MESSAGE_BYTES", lambda: chunks(200), 413, "body_too_large"),  # without a Content-Length
+        ("MAX_MESSAGE_ITEMS", lambda: b"[" + b"[]," * 100 + b"[]]", 413, "body_too_large"),
+        ("MAX_MESSAGES_BYTES", lambda: b" " * 101, 503, "overloaded"),
+    ],
+)
+async def test_a_message_beyond_a_limit_is_refused_and_no_longer_counts(
+    limit: str, body: Any, status: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, limit, 100)
+    async with (
+        running(Sample().make_app()) as server,
+        httpx.AsyncClient(base_url=server.address) as client,
+    ):
+        for _ in range(3):
+            response = await client.post("/greet/a", content=body())
+            assert (response.status_code, response.json()["code"]) == (status, code)
+            assert (await client.post("/greet/a", json={"name": "b", "times": 1})).status_code == 200
+        assert (await client.post("/raw/fine", content=b"x" * 200)).status_code == 200
+
+
+# ---------------------------------------------------------------------- large replies
+
+
+class Replies:
+    """An application with a large reply, which waits for `may_end`, and one that fails."""
+
+    def __init__(self, max_at_once: int) -> None:
+        self.may_end = asyncio.Event()
+        self.num_made = 0
+        self.app: FastAPI = Sample().make_app()
+        slots = LargeReplies(max_at_once=max_at_once)
+
+        @self.app.get("/large")
+        async def large() -> Response:
+            return LargeReply(slots, self.make, "application/octet-stream")
+
+        @self.app.get("/fails")
+        async def fails() -> Response:
+            return LargeReply(slots, self.fail, "application/octet-stream")
+
+    async def make(self) -> list[bytes]:
+        self.num_made += 1
+        await self.may_end.wait()
+        return [bytes(PART_BYTES + 1), b"end"]
+
+    async def fail(self) -> list[bytes]:
+        raise StaleRound("round 3 is over")
+
+
+async def test_large_replies_wait_for_a_slot_and_release_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_replies, "PATIENCE_SECONDS", 0.1)
+    replies = Replies(max_at_once=2)
+    async with running(replies.app) as server, httpx.AsyncClient(base_url=server.address) as client:
+        begun = [asyncio.create_task(client.get("/large")) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        refused = await client.get("/large")
+        assert (refused.status_code, refused.json()["code"]) == (503, "overloaded")
+        replies.may_end.set()
+        for task in begun:
+            assert (await task).content == bytes(PART_BYTES + 1) + b"end"
+        for _ in range(3):
+            assert (await client.get("/fails")).json()["code"] == "stale_round"
+        assert len((await client.get("/large")).content) == PART_BYTES + 4
+
+
+async def test_a_large_reply_is_not_made_for_a_client_that_left_meanwhile() -> None:
+    replies = Replies(max_at_once=1)
+    async with running(replies.app) as server, httpx.AsyncClient(base_url=server.address) as client:
+        first = asyncio.create_task(client.get("/large"))
+        await asyncio.sleep(0.1)
+        for _ in range(5):
+            with pytest.raises(httpx.ReadTimeout):
+                await client.get("/large", timeout=httpx.Timeout(5, read=0.05))
+        await asyncio.sleep(0.1)
+        replies.may_end.set()
+        assert [(await each).status_code for each in (first, client.get("/large"))] == [200, 200]
+    assert replies.num_made == 2
+
+
+async def test_a_large_reply_is_sent_in_parts() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await send_parts(send, [bytes(2 * PART_BYTES + 1), b"end", b""], "text/plain")
+    assert dict(sent[0]["headers"])[b"content-length"] == str(2 * PART_BYTES + 4).encode()
+    assert [len(message["body"]) for message in sent[1:]] == [PART_BYTES, PART_BYTES, 1, 3, 0]
+    assert [message.get("more_body", False) for message in sent[1:]] == [True, True, True, True, False]
