@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random  # noqa: F401 - DRAW and SEED use it
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -11,8 +11,6 @@ import pytest
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import configure_logs
 
-pytestmark = pytest.mark.asyncio
-
 
 async def test_jobs_run_one_after_another_in_order() -> None:
     executor = ComputeExecutor()

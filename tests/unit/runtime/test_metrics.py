@@ -1,10 +1,15 @@
+"""The metrics of a process, and the lag of its loop."""
+
 from __future__ import annotations
+
+import asyncio
+import time
 
 import pytest
 from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.runtime.metrics import ServiceMetrics
+from services.runtime.metrics import ServiceMetrics, watch_loop_lag
 
 
 def test_one_request_is_counted_in_all_four_metrics() -> None:
@@ -66,3 +71,16 @@ def test_a_strange_accept_header_is_no_failure(accept: str) -> None:
     body, content_type = ServiceMetrics("pserver").render(accept)
     assert b"gradpost_service_info" in body
     assert "text" in content_type
+
+
+async def test_a_blocked_loop_shows_and_an_idle_one_does_not() -> None:
+    seen: list[float] = []
+    watch = asyncio.create_task(watch_loop_lag(seen.append, interval_seconds=0.02))
+    await asyncio.sleep(0.15)
+    idle = min(seen)
+    seen.clear()
+    time.sleep(0.1)  # noqa: ASYNC251 (that is the fault)
+    await asyncio.sleep(0.05)
+    watch.cancel()
+    assert idle < 0.02
+    assert 0.08 < max(seen) < 5

@@ -1,9 +1,12 @@
-"""TLS of a service: client certificates, handshakes that do not end, certificates that are replaced while it serves."""
+"""TLS of a service: client certificates, handshakes that do not end, renewed certificates, and the probe."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -39,7 +42,6 @@ async def serial_of(address: str, files: TlsFiles) -> int:
     return int(certificate["serialNumber"], 16)
 
 
-@pytest.mark.asyncio
 async def test_callers_must_show_a_certificate(authority: Authority, tmp_path: Path) -> None:
     client = authority.issue("client")
     stranger = Authority(tmp_path / "other").issue("client")
@@ -55,7 +57,6 @@ async def test_callers_must_show_a_certificate(authority: Authority, tmp_path: P
                         await http.get(f"{service.address}/healthz")
 
 
-@pytest.mark.asyncio
 async def test_a_new_certificate_interrupts_nothing(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
     client = authority.issue("client")
     files = authority.issue("service")
@@ -79,7 +80,6 @@ async def test_a_new_certificate_interrupts_nothing(authority: Authority, caplog
         assert (await slow).json() == "slow"  # it began with the old one
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "limits",
     [{"header_timeout_seconds": 0.6}, {"max_connections": 3}],
@@ -107,7 +107,6 @@ async def test_a_handshake_that_does_not_end_is_cut_off(limits: dict[str, float]
                 writer.close()
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_speaks_plain_http_is_closed_soon(authority: Authority) -> None:
     async with running(Sample().make_app(), **serving(authority.issue("service"))) as service, asyncio.timeout(10):
         host, port = service.address.removeprefix("https://").split(":")
@@ -117,7 +116,6 @@ async def test_a_connection_that_speaks_plain_http_is_closed_soon(authority: Aut
         writer.close()
 
 
-@pytest.mark.asyncio
 async def test_one_connection_too_many_is_refused_when_its_handshake_is_complete(authority: Authority) -> None:
     files = authority.issue("service")
     settings = ServiceSettings(tls_ca=files.ca, tls_client_cert=files.cert, tls_client_key=files.key)
@@ -129,3 +127,39 @@ async def test_one_connection_too_many_is_refused_when_its_handshake_is_complete
         assert (await peer.get(f"{service.address}/healthz")).status_code == 200
         assert (await other.get(f"{service.address}/healthz")).json()["code"] == "overloaded"
         assert (await peer.get(f"{service.address}/healthz")).status_code == 200
+
+
+# ---------------------------------------------------------------------- the probe of a kubelet
+
+
+ROOT = Path(__file__).parents[3]
+
+
+async def probe(url: str, environ: Mapping[str, str]) -> tuple[int | None, str]:
+    """Exit code and what it says."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "services.runtime.probe", url),
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await process.communicate()
+    return process.returncode, said.decode()
+
+
+async def test_a_probe_shows_the_certificate_of_the_environment(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    files = authority.issue("service")
+    names = {"CA": files.ca, "CLIENT_CERT": files.cert, "CLIENT_KEY": files.key}
+    environ = {f"GRADPOST_TLS_{name}": str(path) for name, path in names.items()}
+    sample = Sample()
+    serving = {"tls_client_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
+    async with running(sample.make_app(), **serving) as service:
+        url = f"https://localhost:{service.address.rpartition(':')[2]}/readyz"
+        assert await probe(url, environ) == (0, "")
+        code, said = await probe(url, {"GRADPOST_TLS_CA": environ["GRADPOST_TLS_CA"]})
+        assert code == 1, said  # no certificate
+        sample.missing = "reader"
+        assert await probe(url, environ) == (1, f"{url}: HTTP Error 503: Service Unavailable\n")
+    code, said = await probe(url, environ)
+    assert (code, "refused" in said) == (1, True)
