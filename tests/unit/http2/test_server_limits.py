@@ -194,9 +194,10 @@ async def test_a_stream_beyond_the_limit_is_refused(service: Served, caller: Cal
         (get(b"/look"), pack_number(frames.RST_STREAM, 0x11223344, ErrorCode.CANCEL)),
         (get(b"/look"), pack_number(frames.WINDOW_UPDATE, 0x11223344, 0)),
         (get(b"/look"), pack(frames.DATA, 0, 0x11223344, b"x")),
+        (get(b"/look"), headers_frame(get(b"/look"), 0x11223344, end_stream=True)),
         (GET[1:], b""),
     ],
-    ids=["reset", "a window of nothing", "data after the end", "a malformed request"],
+    ids=["reset", "a window of nothing", "data after the end", "headers after the end", "a malformed request"],
 )
 async def test_too_many_unanswered_streams_end_the_connection(
     headers: list[tuple[bytes, bytes]], breach: bytes, service: Served, caller: Caller
