@@ -84,6 +84,11 @@ class Clocks(Generic[Payload]):
         return f"<Clocks [{self.applied} contributions applied | {clocks}]>"
 
     @property
+    def open(self) -> Round:
+        """The number of applied contributions; each trainer has an open step of its own."""
+        return self.applied
+
+    @property
     def clocks(self) -> dict[Rank, Round]:
         """The completed steps of each member."""
         return {rank: self._steps[rank].clock for rank in sorted(self.members)}

@@ -361,7 +361,7 @@ class Run:
         if self.failure is None:
             ranks = failure.facts.get("missing", failure.facts.get("ranks"))
             facts = {} if ranks is None else {"trainer": ranks}
-            log.error("run failed", reason=failure.detail, round=self.round, code=failure.code, **facts)
+            log.error("run failed", reason=failure.detail, round=self.schedule.open, code=failure.code, **facts)
             self.writer.heartbeat_is_due.set()  # the waiting trainers get the failure now, and may exit soon
         await self.end(failure)
 

@@ -38,6 +38,10 @@ class Schedule(Protocol[Payload]):
     applied: Round  # the newest applied round, or the number of applied contributions
 
     @property
+    def open(self) -> Round:
+        """The round that trainers push for; in asynchronous modes the number of applied contributions."""
+
+    @property
     def is_paused(self) -> bool:
         """True if an administrator has paused the run, so that no trainer is late."""
 
