@@ -90,7 +90,8 @@ class Coordinator:
             advice = "delete it to begin a new run, or to resume from the newest checkpoint"
             raise StorageFailed(f"{error}; {advice}") from error
         try:
-            await asyncio.to_thread(restore_state, self.cluster, record, self._settings, self.place, self.now())
+            clock = asyncio.get_running_loop().time
+            await asyncio.to_thread(restore_state, self.cluster, record, self._settings, self.place, clock)
             if self._settings.resume:
                 await self.persist()  # so that another restart resumes the same run
         except (OSError, TryAgain) as error:

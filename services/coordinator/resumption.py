@@ -5,6 +5,7 @@ All functions block, and raise OSError or StorageFailed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -50,13 +51,20 @@ class Resumption:
 
 
 def restore_state(
-    cluster: Cluster, record: ClusterRecord | None, settings: CoordinatorSettings, place: CheckpointStorage, now: float
+    cluster: Cluster,
+    record: ClusterRecord | None,
+    settings: CoordinatorSettings,
+    place: CheckpointStorage,
+    now: Callable[[], float],
 ) -> None:
-    """Restore the cluster from its record and, with the setting `resume`, resume its run or begin with a checkpoint."""
+    """Restore the cluster from its record and, with the setting `resume`, resume its run or begin with a checkpoint.
+
+    `now` is called when leases begin, since a checkpoint storage may take longer than a lease to list.
+    """
     if settings.resume:
         _resume(cluster, record, settings, place, now)
     elif record is not None:
-        restore_cluster(cluster, record, now)
+        restore_cluster(cluster, record, now())
         run, begins = cluster.run, record.beginning
         if begins is not None:
             manifest = read_manifest(place, begins.run, begins.round)
@@ -68,7 +76,11 @@ def restore_state(
 
 
 def _resume(
-    cluster: Cluster, record: ClusterRecord | None, settings: CoordinatorSettings, place: CheckpointStorage, now: float
+    cluster: Cluster,
+    record: ClusterRecord | None,
+    settings: CoordinatorSettings,
+    place: CheckpointStorage,
+    now: Callable[[], float],
 ) -> None:
     """Resume the recorded run with new processes: from the pservers' disks, or from a checkpoint.
 
@@ -79,13 +91,13 @@ def _resume(
         restore_incarnations(cluster, record)
     run = None if record is None else record.run
     if record is not None and run is not None and run.state == "gathering" and run.plan is None:
-        restore_cluster(cluster, record, now)
+        restore_cluster(cluster, record, now())
     elif record is not None and run is not None and _is_on_disks(run, settings):
         beginning = None
         if run.state == "failed":
             with suppress(StorageFailed):
                 beginning = _find_beginning(record, place)
-        resume_run(cluster, record, now, beginning=beginning)
+        resume_run(cluster, record, now(), beginning=beginning)
         log.info("resuming", run=run.name, attempt=run.attempt)
         return
     manifest = _find_beginning(record, place)
