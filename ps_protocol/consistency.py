@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args, get_type_hints
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -115,9 +115,14 @@ def declare_setting(name: str, *, default: Any, description: str | None = None) 
     """Return the pydantic field of a process's setting with the bounds, and the description, that this class gives it.
 
     The types are those of the process: an environment variable is text, where a message is strict.
+
+    >>> declare_setting("max_staleness", default=None).metadata
+    [Ge(ge=0)]
     """
     declared = FieldInfo.from_annotation(get_type_hints(Consistency, include_extras=True)[name])
-    least = next((bound.ge for bound in declared.metadata if hasattr(bound, "ge")), None)
+    members = [FieldInfo.from_annotation(member) for member in get_args(declared.annotation)]  # of `Count | None`
+    bounds = [bound for field in (declared, *members) for bound in field.metadata]
+    least = next((bound.ge for bound in bounds if hasattr(bound, "ge")), None)
     return Field(default=default, ge=least, description=description or declared.description)
 
 
