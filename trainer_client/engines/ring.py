@@ -25,7 +25,7 @@ from ps_protocol.vocabulary import Rank
 from ..model_tensors import TrainedModel
 from ..session import Session
 from ..tensors import check_form
-from .collective_buffers import BroadcastBuffer, FlatBucket, FlatGradients
+from .collective_buffers import FlatBucket, FlatGradients
 from .engine import Contribution, StepProgress
 from .local_steps import step_without_hooks
 from .ring_group import Group, Tally, TallyVector
@@ -64,11 +64,18 @@ class RingEngine:
 
     def _broadcast(self, tensors: Mapping[str, Tensor], source: Rank = 0) -> None:
         """Replace the tensors by those of a rank; a trainer without batches keeps its own. Blocks for all trainers."""
-        buffer = BroadcastBuffer(tensors, self._group.device)
-        buffer.begin(self._group.collectives, source, sends=self._group.rank == source)
+        copies = {name: t.detach().to(self._group.device).contiguous() for name, t in tensors.items() if t.numel()}
+        if self._has_joined:
+            copies = {name: copy.clone() for name, copy in copies.items()}
+        for copy in copies.values():
+            self._group.collectives.broadcast(copy.reshape(-1).view(torch.uint8), source)  # whatever its dtype
         self._wait()
-        if self._group.rank != source and not self._has_joined:
-            buffer.write_back()
+        if self._has_joined:
+            return
+        with torch.no_grad():
+            for name, copy in copies.items():
+                if copy.data_ptr() != tensors[name].data_ptr():
+                    tensors[name].copy_(copy)
 
     def _wait(self) -> None:
         self._group.wait(has_limit=not self._has_joined)
