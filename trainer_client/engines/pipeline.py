@@ -53,6 +53,7 @@ class Pipeline:
         self._memory: list[list[ShardDestination]] = []  # by set and pserver
         self._layouts: list[_Layout | None] = [None] * (self.max_delay + 1)
         self._outgoing: Outgoing | None = None  # of a step that has not begun, and has gradients already
+        self.newest_pushed: Round = 0  # the newest step of which a part may have left
         self._pulls: dict[Round, Future[None]] = {}  # not waited for yet
         self._arrivals: dict[Round, PullProgress] = {}  # of these, as long as they last
         self._pushed = nothing_to_wait_for()  # of the newest step
@@ -165,6 +166,7 @@ class Pipeline:
     def _begin_pushes(self, step: Round) -> Outgoing:
         if self.max_delay:  # the outcome of the step before is not awaited
             self._client.feedback.resolve(is_applied=True)
+        self.newest_pushed = step
         # Gradients stay as they are if no computation runs before the step was pulled.
         borrow = self.max_delay == 0 and not self._is_by_parameter
         return Outgoing(self._client, self._io, step, self._layout(step).shards, self._pushed, borrow=borrow)

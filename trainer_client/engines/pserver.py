@@ -170,7 +170,7 @@ class PserverEngine:
         try:
             self._pipeline.begin(step, pushed, computed_on=self.progress.version, slots=slots)
         except BaseException as error:
-            if not isinstance(error, GradpostError):
+            if not isinstance(error, GradpostError) and self._pipeline.newest_pushed == step:
                 self._keep_contribution()
             raise
         self.progress.begun = step
