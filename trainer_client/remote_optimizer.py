@@ -206,8 +206,8 @@ class RemoteOptimizer(WrappingOptimizer):
                 loss = closure()
         if self._overlap is not None and self._overlap.finish_pull():
             return loss
-        self._guard.check(self._wrapped, follows_schedule=self._batches.schedule is not None)
         self._state.check_reset()
+        self._guard.check(self._wrapped, follows_schedule=self._batches.schedule is not None)
         try:
             self._step()
         finally:
