@@ -400,6 +400,7 @@ class QueueExecutor:
         self._held.is_paused = self.schedule.is_paused
         if was_paused:
             self._pulling.clear()  # their round time-outs begin again
+            self._run.waiting_since = None
 
     async def end_waits(self, reason: GradpostError) -> None:
         """End the run once everything that was committed is applied, so that the last checkpoint contains it."""
