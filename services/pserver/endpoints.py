@@ -5,6 +5,7 @@ Each one parses the fence, checks it before the body is read, and calls the run.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -136,7 +137,9 @@ class TensorEndpoints:
         _count_carried_barrier(run, fence, headers)  # last, since a refused request must not count
         async with self._waiting.place(fence.rank):
             if norm is not None:  # the round is stepped with it
+                deadline = asyncio.get_running_loop().time() + wait_seconds
                 await _require_rounds(run, fence, "global norm").get_norm(fence, wait_seconds, norm)
+                wait_seconds = max(0.0, deadline - asyncio.get_running_loop().time())
             reply = await run.executor.get(fence, wait_seconds, names)
             run.transports.add(scope["http_version"])
             parts = reply.parts_for(base)
