@@ -186,16 +186,18 @@ class Run:
         A restored shard begins with the version that was restored.
         """
         async with self._publishing:
-            if self.is_readable or not self.shard.is_initialised:
-                return
-            self.check_failure()
-            if self.storage is not None and self.shard.version == 0 and 0 not in self.storage.checkpoints:
-                await self._persist_initial(self.storage)
-            self.check_failure()
-            await self.executor.open_reads()
-            self.is_readable = True
-            self.waiting_since = None
-        await self.notify()
+            if self.shard.is_initialised and not self.is_readable:
+                await self._publish()
+        await self.notify()  # even without a version, since the time-out of its readers begins again
+
+    async def _publish(self) -> None:
+        self.check_failure()
+        if self.storage is not None and self.shard.version == 0 and 0 not in self.storage.checkpoints:
+            await self._persist_initial(self.storage)
+        self.check_failure()
+        await self.executor.open_reads()
+        self.is_readable = True
+        self.waiting_since = None
 
     async def _persist_initial(self, storage: RunStorage) -> None:
         """Write the initial values as checkpoint 0, before a trainer can read them."""
@@ -307,9 +309,8 @@ class Run:
             wait = self.executor.note_wait(fence)
         else:
             self.note_waiting()
-            wait = Wait(
-                "version 0", "its values", [self.install.uploader], "upload the initial values", self.waiting_since
-            )
+            missing, facts = [self.install.uploader], {"round": self.schedule.open}
+            wait = Wait("version 0", "its values", missing, "upload the initial values", self.waiting_since, facts)
         limit = self.install.round_timeout_seconds
         timeout_at = float("inf") if wait.since is None or self.schedule.is_paused else wait.since + limit
         now = asyncio.get_running_loop().time()
