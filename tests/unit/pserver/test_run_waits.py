@@ -6,7 +6,10 @@ import asyncio
 
 import pytest
 
+from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, NotReady, RoundPending, RoundTimeout, StalePserver, StaleRun, TrainerLost
+from ps_protocol.membership import Controls
+from ps_protocol.vocabulary import Mode
 
 from ...raising import raises_code
 from .support import (
@@ -70,6 +73,21 @@ async def test_round_timeout_names_the_trainer_that_owes_the_initial_values():
         with pytest.raises(RoundTimeout, match="trainer 0") as caught:
             await b.get(1, 0, wait_seconds=20)
         assert caught.value.facts["missing"] == [0]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_the_round_time_out_begins_again_after_a_pause_before_version_0(mode: Mode) -> None:
+    async with bench(initial=False, round_timeout_seconds=0.2, consistency=Consistency(mode=mode)) as b:
+        with pytest.raises(NotReady):
+            await b.get(1, 0, wait_seconds=0)
+        for number, is_paused in ((2, True), (3, False)):
+            await b.freeze(number)
+            await b.change_members(number, {0: 1, 1: 1}, controls=(Controls(since=1, is_paused=is_paused),))
+            if is_paused:
+                with pytest.raises(NotReady):
+                    await b.get(1, 0, wait_seconds=0.25)
+        with pytest.raises(NotReady):
+            await b.get(1, 0, wait_seconds=0)
 
 
 async def test_the_round_time_out_begins_again_with_every_round_and_change_of_members():
