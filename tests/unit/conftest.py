@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
+import httpx
 import pytest
 
+from ps_http2.client import Http2Transport
 from ps_http2.local_sockets import bind_locally
+
+from .protocol.test_certificates import Authority
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    """Yield a client over HTTP/2."""
+    async with httpx.AsyncClient(transport=Http2Transport(), trust_env=False) as http:
+        yield http
 
 
 @pytest.fixture

@@ -2,22 +2,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from ps_http2.asgi import receive_into, send_from
-from ps_http2.client import Http2Transport
 from ps_http2.local_sockets import bind_locally, connect_locally, local_name
 from ps_http2.server import ServerConnection
 from services.runtime import http1
 from services.runtime.app import add_raw_route
 from services.runtime.settings import RequestLimits
 
-from ..protocol.test_certificates import Authority
 from ..runtime.conftest import clean_environment, configured_logs
 from ..runtime.support import Sample, running
 from .sockets import Caller, connect, until
@@ -26,17 +22,6 @@ __all__ = ["clean_environment", "configured_logs"]
 
 LARGE = 64 * 1024 * 1024
 BUFFER_BYTES = 20_000
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=Http2Transport(), trust_env=False) as http:
-        yield http
-
-
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path / "authority")
 
 
 class Served:

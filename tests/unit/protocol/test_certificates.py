@@ -63,11 +63,6 @@ def serial_of_peer(tls: ssl.SSLSocket) -> int:
     return int(str(certificate["serialNumber"]), 16)
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path / "authority")
-
-
 class Greeter:
     """A TLS server that sends each client the serial number of its certificate."""
 

@@ -21,11 +21,6 @@ from ..protocol.test_certificates import Authority, serial
 from .support import Sample, running
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path / "authority")
-
-
 def serving(files: TlsFiles) -> dict[str, Path | None]:
     return {"tls_client_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
 
