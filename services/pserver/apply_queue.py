@@ -420,5 +420,5 @@ class QueueExecutor:
             self._reader.close(reason)
 
     def release(self) -> None:
-        """Drop the queues: their workers refer to the run, and with it to its shard."""
+        """Drop the queues: their workers refer to this executor, and with it to the shard."""
         self.queues.clear()
