@@ -135,22 +135,6 @@ def test_all_go_back_to_a_checkpoint(run: FaultyRun) -> None:
 
 
 @pytest.mark.extended
-def test_a_trainer_that_is_evicted_is_refused_and_may_come_again() -> None:
-    with FaultyRun(400, local_transport=False, pservers=1, trainers=3) as run:
-        run.wait_for_round(5)
-        admin = Administrator(run)
-        admin.ask("POST", "/v1/trainers/2/evict")
-        assert run.cluster.trainers[2].wait(30) != 0
-        run.wait_for_line("Conflict: trainer 2", of="trainer 2")
-        run.wait_for_round(run.round_of(0) + 10)
-        assert admin.refused("POST", "/v1/trainers/2/evict") == (404, "not_found")
-        admin.ask("POST", "/v1/trainers/1/evict")
-        assert admin.refused("POST", "/v1/trainers/0/evict") == (409, "cannot_evict")
-        run.start_trainer(2)
-        run.wait_for_round(run.round_of(0) + 5, 2)
-
-
-@pytest.mark.extended
 def test_asynchronous_runs_can_be_paused_and_their_rates_set() -> None:
     with FaultyRun(300, local_transport=False, mode="async", durability="log") as run:
         run.wait_for_round(5)

@@ -21,7 +21,7 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
-from .training import run_all, step_with, wrap_weight
+from .training import run_all, step_with, wrap_model, wrap_weight
 from .up_support import wait_until
 
 pytestmark = pytest.mark.cluster
@@ -205,13 +205,7 @@ def test_another_gradient_does_not_leave_early_after_a_failed_step(
 ) -> None:
     with Session(coordinator=alone.address, rank=0, world_size=1) as session:
         model = nn.Linear(8, 1, bias=False)
-        optimizer = RemoteOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            model=model,
-            session=session,
-            overlap=True,
-            overlap_pulls=overlap_pulls,
-        )
+        optimizer = wrap_model(session, model, lr=1.0, overlap=True, overlap_pulls=overlap_pulls)
         pull = session.client.pull
 
         async def fail(*_: object, **__: object) -> None:

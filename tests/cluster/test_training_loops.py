@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -14,15 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
-from .training import assert_close, assert_identical, run_all, seeded, values
-from .training_script import load_images
+from .training import assert_identical, run_all, seeded
 
 pytestmark = pytest.mark.cluster
 
@@ -147,34 +144,6 @@ def test_schedules_change_the_rates_of_the_pservers(alone: LocalCluster, name: s
     assert_identical(actual, train(loop, None))
     assert rates[0] == rates[1]
     assert len(set(rates[0])) > 2
-
-
-def test_an_ordinary_script_trains_as_it_does_alone(own_cluster: StartCluster) -> None:
-    """A model, a DataLoader, a schedule and real images: three trainers end where one process with all images does."""
-    torch.manual_seed(0)
-    begin = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
-    images, labels = (tensor[:900] for tensor in load_images())
-
-    def train(session: Session | None) -> dict[str, Tensor]:
-        rank, world_size = (0, 1) if session is None else (session.rank, session.world_size)
-        sampler = DistributedSampler(TensorDataset(images, labels), world_size, rank, shuffle=False)
-        loader = DataLoader(sampler.dataset, 90 // world_size, sampler=sampler)
-        model = copy.deepcopy(begin)
-        optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True)
-        if session is not None:
-            optimizer = RemoteOptimizer(optimizer, model=model, session=session)
-        schedule = lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
-        for _ in range(2):
-            for inputs, targets in loader:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(inputs), targets).backward()
-                optimizer.step()
-                schedule.step()
-        return values(model)
-
-    expected = train(None)
-    for together in run_all(own_cluster(trainers=3, on_trainer_loss="fail"), train):
-        assert_close(together, expected, rtol=0, atol=2e-5)
 
 
 # ---------------------------------------------------------------------- the wrapped optimizer

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ps_protocol.errors import NonFiniteGradient
-from trainer_client import GradScaler, RemoteOptimizer, Session
+from trainer_client import GradScaler, Session
 from trainer_client.testing import LocalCluster
 
-from .training import run_all, run_trainers, wrap_weight
+from .training import run_all, run_trainers, wrap_model, wrap_weight
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 NUM_BATCHES = [3, 0, 5, 9]
@@ -76,8 +76,7 @@ def expected(kind: Kind) -> list[float]:
 
 def train(session: Session, kind: Kind) -> float:
     model = Model()
-    parameters = [parameter for parameter in model.named_parameters() if parameter[1].requires_grad]
-    optimizer = RemoteOptimizer(torch.optim.SGD(parameters, lr=1.0), model=model, session=session, **kind.settings)
+    optimizer = wrap_model(session, model, lr=1.0, **kind.settings)
     scaler = GradScaler(optimizer, "cpu", enabled=kind.scaled, init_scale=2.0**10, growth_interval=2)
     for step in range(NUM_BATCHES[session.rank]):
         optimizer.zero_grad()
@@ -111,10 +110,7 @@ def test_nothing_counts_that_is_done_after_the_last_batch(
 ) -> None:
     def work(session: Session) -> dict[str, float]:
         model = Layers()
-        optimizer = RemoteOptimizer(
-            torch.optim.SGD([p for p in model.named_parameters() if p[1].requires_grad], lr=1.0),
-            model=model, session=session, overlap=True,
-        )  # fmt: skip
+        optimizer = wrap_model(session, model, lr=1.0, overlap=True)
         for _ in range(num_batches[session.rank]):
             optimizer.zero_grad()
             torch.cat([model.first, model.second, model.third]).sum().backward()
