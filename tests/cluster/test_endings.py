@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
-from signal import SIGINT
 from typing import Any
 
 import pytest
@@ -92,19 +90,6 @@ def test_all_processes_die_before_the_checkpoint_is_installed(tmp_path: Path) ->
         assert "begin 20" in run.wait_for_line("begin 20")
 
 
-def test_the_coordinator_dies_when_the_run_begins_and_a_pserver_later(tmp_path: Path) -> None:
-    begin(tmp_path)
-    with resumed(tmp_path, rounds=200) as run:
-        run.kill(run.cluster.coordinator)
-        again = {"GRADPOST_RESUME": "false"}
-        run.cluster.restart_coordinator(GRADPOST_FAILPOINTS="begin.before=kill", **again)
-        run.cluster.coordinator.wait(60)
-        run.cluster.restart_coordinator(**again)
-        run.wait_for_round(60)
-        run.restart_pserver(0)
-        run.check_results()
-
-
 def start_stranger(run: FaultyRun, rounds: int) -> subprocess.Popen[str]:
     """Start a script without a rank."""
     return subprocess.Popen(
@@ -176,22 +161,6 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
     model = make_model()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
     assert f"{digest_of(model)} {ROUNDS}" == expected_result(ROUNDS)
-
-
-def test_the_newest_round_of_a_run_that_was_interrupted_is_exported(tmp_path: Path) -> None:
-    with RunningUp("--", "python", SCRIPT, 100_000, 0.005, folder=tmp_path) as up:
-        up.wait_for("[trainer 0] round 30", "[trainer 1] round 30")
-        up.signal(SIGINT)
-        code, _, _ = up.finish()
-    assert code == 128 + SIGINT
-    said = ask(tmp_path, "checkpoint", "export", "model.safetensors")
-    found = re.search(r"of round (\d+) of run", said)
-    assert found is not None, said
-    round_ = int(found[1])
-    assert round_ >= 30
-    model = make_model()
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
-    assert f"{digest_of(model)} {round_}" == expected_result(round_)
 
 
 @pytest.mark.parametrize("place", ["", "dir://shared::file://{}"])

@@ -342,21 +342,19 @@ RAISED = "ValueError: no" if sys.version_info < (3, 13) else "SystemExit: 1"
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "reason"),
+    ("how", "method", "code", "reason"),
     [
-        ("raises", 1, RAISED),
-        pytest.param("exits", 4, "SystemExit: 4", marks=pytest.mark.extended),
+        ("raises", "fork", 1, RAISED),
+        pytest.param("exits", "fork", 4, "SystemExit: 4", marks=pytest.mark.extended),
+        pytest.param("raises", "spawn", 1, RAISED, marks=pytest.mark.extended),
     ],
 )
-def test_a_forked_child_leaves_when_it_ends(alone: LocalCluster, how: str, code: int, reason: str | None) -> None:
-    check_end(alone, [sys.executable, "-c", CHILD, how, "fork"], code, reason)
-
-
-@pytest.mark.extended
-def test_so_does_one_with_an_interpreter_of_its_own(alone: LocalCluster, tmp_path: Path) -> None:
+def test_a_child_leaves_when_it_ends(
+    alone: LocalCluster, how: str, method: str, code: int, reason: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(CHILD)
-    check_end(alone, [sys.executable, str(script), "raises", "spawn"], 1, RAISED)
+    check_end(alone, [sys.executable, str(script), how, method], code, reason)
 
 
 def test_the_wrapped_optimizer_does_not_step_alone(session: Session) -> None:

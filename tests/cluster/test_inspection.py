@@ -49,16 +49,24 @@ def metadata_of(body: bytes) -> dict[str, str]:
     return dict(json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"])
 
 
-def test_a_parameter_is_that_of_its_round_bit_for_bit(run: FaultyRun, http: httpx.Client, oracle: Oracle) -> None:
+@pytest.mark.parametrize(("path", "num_tensors"), [(f"parameters/{WEIGHT}", 1), ("model", 4)])
+def test_what_is_read_is_of_one_round_bit_for_bit(
+    run: FaultyRun, http: httpx.Client, oracle: Oracle, path: str, num_tensors: int
+) -> None:
     rounds = set()
-    for i in range(20):
-        if i % 4 == 0:
+    for i in range(12):
+        if i % 3 == 0:
             run.wait_for_round(run.round_of(0) + 1)
-        reply = http.get(f"/v1/parameters/{WEIGHT}")
+        reply = http.get(f"/v1/{path}")
         round_ = int(metadata_of(reply.content)["round"])
         rounds.add(round_)
-        assert reply.headers["gradpost-round"] == str(round_)
-        assert torch.equal(load(reply.content)[WEIGHT], oracle.after(round_)[WEIGHT])
+        if path == "model":
+            assert len(reply.content) == int(reply.headers["content-length"])
+        else:
+            assert reply.headers["gradpost-round"] == str(round_)
+        found, expected = load(reply.content), oracle.after(round_)
+        assert len(found) == num_tensors
+        assert_identical(found, {name: expected[name] for name in found})
     assert len(rounds) > 3
 
 
@@ -138,20 +146,6 @@ def test_slots_are_those_of_torch(http: httpx.Client, oracle: Oracle) -> None:
     assert found.keys() == {"exp_avg", "exp_avg_sq"}
     assert all(torch.equal(found[slot], state[slot]) for slot in found)
     assert int(metadata["steps"]) == int(state["step"])
-
-
-def test_the_whole_model_is_of_one_round(run: FaultyRun, http: httpx.Client, oracle: Oracle) -> None:
-    rounds = set()
-    for i in range(10):
-        if i % 2 == 0:
-            run.wait_for_round(run.round_of(0) + 1)
-        with http.stream("GET", "/v1/model") as reply:
-            body = reply.read()
-        assert len(body) == int(reply.headers["content-length"])
-        round_ = int(metadata_of(body)["round"])
-        rounds.add(round_)
-        assert_identical(load(body), oracle.after(round_))
-    assert len(rounds) > 3
 
 
 @pytest.mark.extended

@@ -202,8 +202,9 @@ def test_a_forward_pass_does_not_wait_for_ever(pair: LocalCluster) -> None:
     run_trainers(pair.address, [wait, fail])
 
 
-@pytest.mark.parametrize("form", [{"memory_format": torch.channels_last}, {"dtype": torch.float32}], ids=str)
-@pytest.mark.parametrize("pull_type", ["float32", "int8"])
+@pytest.mark.parametrize(
+    ("form", "pull_type"), [({"memory_format": torch.channels_last}, "float32"), ({"dtype": torch.float32}, "int8")]
+)
 def test_the_newest_values_are_in_the_model_when_the_session_has_ended(
     alone: LocalCluster, form: dict[str, Any], pull_type: str
 ) -> None:

@@ -18,18 +18,12 @@ from trainer_client.inspection import ClusterView
 from trainer_client.testing import LocalCluster
 from trainer_client.testing.local_cluster import find_our_packages
 
+from .faulty_run import SCRIPT
 from .trainer_processes import free_port
 from .up_support import ROOT, clean_environment, wait_until
 
 pytestmark = pytest.mark.cluster
 GRADPOST = [sys.executable, "-P", "-m", "gradpost"]
-TRAIN = """
-import torch
-from trainer_client import RemoteOptimizer
-optimizer = RemoteOptimizer(torch.optim.SGD(torch.nn.Linear(4, 2).named_parameters(), lr=0.1))
-optimizer.step()
-optimizer.session.report(accuracy=0.5)
-"""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -84,7 +78,7 @@ def test_a_cluster_by_hand(port: int) -> None:
         assert "gathering, mode sync, round 0\nwaiting for trainer 0\n" in shown.stdout
         assert "\n0 of 1   http://127.0.0.1:" in shown.stdout
         script = subprocess.run(
-            [sys.executable, "-c", TRAIN], env=environment(GRADPOST_COORDINATOR=url, RANK="0"), timeout=100, check=False
+            [sys.executable, SCRIPT, "1"], env=environment(GRADPOST_COORDINATOR=url, RANK="0"), timeout=100, check=False
         )
         assert script.returncode == 0
         assert [process.wait(30) for process in (coordinator, pserver)] == [0, 0]
@@ -152,25 +146,12 @@ sys.addaudithook(watch)
 with open(os.path.join(os.environ["WATCHED"], str(os.getpid())), "w") as file:
     file.write(" ".join(sys.orig_argv))
 """
-WATCHED_SCRIPT = """
-import torch
-from trainer_client import RemoteOptimizer, connect
-import gradpost.main, gradpost.status
-
-session = connect()
-model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
-optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=0.1), model=model)
-for _ in range(2):
-    model(torch.randn(5, 4)).sum().backward()
-    optimizer.step()
-"""
 
 
 @pytest.fixture
 def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     (tmp_path / "watched").mkdir()
-    (tmp_path / "train.py").write_text(WATCHED_SCRIPT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("WATCHED", str(tmp_path / "watched"))
     return tmp_path
@@ -179,7 +160,7 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.extended
 def test_nothing_is_unpickled(environ: Path) -> None:
     with LocalCluster(pservers=1, trainers=1, local_transport=False, exit_when_done=True) as cluster:
-        assert cluster.run_trainers([sys.executable, str(environ / "train.py")]) == [0], list(cluster.output)
+        assert cluster.run_trainers([sys.executable, str(SCRIPT), "2"]) == [0], list(cluster.output)
         assert [service.wait(30) for service in cluster.services] == [0, 0], list(cluster.output)
         pids = {str(child.pid) for child in (*cluster.services, *cluster.trainers)}
     assert pids <= {file.name for file in (environ / "watched").iterdir()}

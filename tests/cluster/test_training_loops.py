@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -285,26 +286,18 @@ def test_a_state_that_is_reset_begins_without_slots(ps_or_ring: LocalCluster, ho
     check_like_torch(ps_or_ring, train)
 
 
-def set_slot(optimizer: Optimizer, weight: Tensor) -> None:
-    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+CHANGES: dict[str, Callable[[Any, Tensor], object]] = {
+    "set a slot": lambda state, weight: operator.setitem(state[weight], "momentum_buffer", torch.zeros_like(weight)),
+    "set an entry": lambda state, weight: operator.setitem(state, weight, {}),
+    "delete an entry": lambda state, weight: operator.delitem(state, weight),
+    "pop an entry": lambda state, weight: state.pop(weight, None),
+}
 
 
-def set_entry(optimizer: Optimizer, weight: Tensor) -> None:
-    optimizer.state[weight] = {}
+@pytest.mark.parametrize("name", CHANGES)
+def test_single_entries_of_the_state_count_or_are_refused(ps_or_ring: LocalCluster, name: str) -> None:
+    change = CHANGES[name]
 
-
-def delete_entry(optimizer: Optimizer, weight: Tensor) -> None:
-    del optimizer.state[weight]
-
-
-def pop_entry(optimizer: Optimizer, weight: Tensor) -> None:
-    optimizer.state.pop(weight, None)
-
-
-@pytest.mark.parametrize("change", [set_slot, set_entry, delete_entry, pop_entry])
-def test_single_entries_of_the_state_count_or_are_refused(
-    ps_or_ring: LocalCluster, change: Callable[[Optimizer, Tensor], None]
-) -> None:
     def train(wrap: Wrap) -> list[float]:
         weight = nn.Parameter(torch.zeros(4))
         optimizer = wrap(torch.optim.SGD([("weight", weight)], lr=0.1, momentum=0.9))
@@ -314,10 +307,10 @@ def test_single_entries_of_the_state_count_or_are_refused(
         state_dict = optimizer.state_dict()
         if isinstance(optimizer, RemoteOptimizer) and ps_or_ring.status().pservers:
             with pytest.raises(BadModel, match=r"give it to optimizer\.load_state_dict\(\)"):
-                optimizer.step(lambda: change(optimizer, weight))
+                optimizer.step(lambda: change(optimizer.state, weight))
             optimizer.load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         else:
-            change(optimizer, weight)
+            change(optimizer.state, weight)
         take_steps(optimizer, weight)
         return weight.tolist()
 
