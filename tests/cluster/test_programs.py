@@ -47,7 +47,7 @@ def disk_use(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("flags", "local_steps", "rounds"),
     [
-        ("--mode sync", 0, STEPS),
+        pytest.param("--mode sync", 0, STEPS, marks=pytest.mark.extended),
         pytest.param("--mode async --no-wait-for-apply --read-consistency shard", 0, 2 * STEPS, marks=pytest.mark.soak),
         pytest.param("--mode sync --push-type int8 --pull-type int8", 0, STEPS, marks=pytest.mark.soak),
         pytest.param("--mode ssp --max-staleness 2", 4, 2 * STEPS // 4, marks=pytest.mark.soak),

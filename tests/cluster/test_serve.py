@@ -15,9 +15,10 @@ import pytest
 
 from ps_protocol.errors import Unreachable
 from trainer_client.inspection import ClusterView
-from trainer_client.testing import LocalCluster
+from trainer_client.testing import Child, LocalCluster
 from trainer_client.testing.local_cluster import find_our_packages
 
+from ..unit.cli.conftest import RunCommand, run_command  # noqa: F401 - a fixture
 from .faulty_run import SCRIPT
 from .trainer_processes import free_port
 from .up_support import ROOT, clean_environment, wait_until
@@ -40,12 +41,6 @@ def running(*arguments: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def ask(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*GRADPOST, *arguments], env=environment(**environ), capture_output=True, text=True, timeout=100, check=False
-    )
-
-
 def is_waiting_for(view: ClusterView, *names: str) -> bool:
     try:
         return view.status().waiting_for == names
@@ -64,7 +59,7 @@ def port() -> int:
     return free_port()
 
 
-def test_a_cluster_by_hand(port: int) -> None:
+def test_a_cluster_by_hand(port: int, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """A script finds the cluster by GRADPOST_COORDINATOR, and all services exit when the run is over."""
     url = f"http://127.0.0.1:{port}"
     with (
@@ -73,14 +68,13 @@ def test_a_cluster_by_hand(port: int) -> None:
     ):
         with ClusterView(url) as view:
             assert wait_until(lambda: is_waiting_for(view, "trainer 0"), seconds=60)
-        shown = ask("status", GRADPOST_COORDINATOR=url)
-        assert (shown.returncode, shown.stderr) == (0, "")
+        environ = environment(GRADPOST_COORDINATOR=url, RANK="0")
+        monkeypatch.setenv("GRADPOST_COORDINATOR", url)
+        shown = run_command("status")
         assert "gathering, mode sync, round 0\nwaiting for trainer 0\n" in shown.stdout
         assert "\n0 of 1   http://127.0.0.1:" in shown.stdout
-        script = subprocess.run(
-            [sys.executable, SCRIPT, "1"], env=environment(GRADPOST_COORDINATOR=url, RANK="0"), timeout=100, check=False
-        )
-        assert script.returncode == 0
+        script = Child("trainer 0", [sys.executable, str(SCRIPT), "1"], env=environ, on_line=lambda *_: None)
+        assert script.wait(100) == 0
         assert [process.wait(30) for process in (coordinator, pserver)] == [0, 0]
 
 
@@ -107,7 +101,7 @@ assert len(names) >= 4 and all(routes.read_file(name).body for name in [*names, 
 """
 
 
-def run_command(command: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
+def run_checked(command: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, **kwargs)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
@@ -115,7 +109,7 @@ def run_command(command: list[str], **kwargs: object) -> subprocess.CompletedPro
 
 @pytest.mark.extended
 def test_the_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
-    run_command([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)])
+    run_checked([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)])
     [wheel] = tmp_path.glob("gradpost-*.whl")
     prefix = tmp_path / "env"
     venv.create(prefix, with_pip=False)
@@ -123,13 +117,13 @@ def test_the_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
     site_packages = prefix / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(prefix / "bin" / "python"), "install"]
-    run_command([*pip, "--no-deps", "--no-index", "--quiet", str(wheel)])
+    run_checked([*pip, "--no-deps", "--no-index", "--quiet", str(wheel)])
     script = tmp_path / "train.py"
     script.write_text(INSTALLED)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    run_command([str(prefix / "bin" / "python"), "-P", "-c", PAGE], cwd=tmp_path, env=environment)
+    run_checked([str(prefix / "bin" / "python"), "-P", "-c", PAGE], cwd=tmp_path, env=environment)
     command = [str(prefix / "bin" / "gradpost"), "up", "--pservers", "2", "--trainers", "1", "--", "python", "train.py"]
-    done = run_command(command, cwd=tmp_path, env=environment)
+    done = run_checked(command, cwd=tmp_path, env=environment)
     assert done.stdout.splitlines()[-1].startswith("trained: mode=sync transport=HTTP/2 rounds=3 ")
 
 

@@ -112,16 +112,9 @@ def test_the_bits_are_those_of_one_process(alone: LocalCluster, loop: Loop) -> N
     assert_identical(actual, train(loop, None))
 
 
-def warm_up_then_cosine(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-    warm_up = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=4)
-    cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS - 4)
-    return lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[4])
-
-
 SCHEDULES: dict[str, Callable[[Optimizer], lr_scheduler.LRScheduler]] = {
     "one cycle, momenta too": lambda it: lr_scheduler.OneCycleLR(it, max_lr=0.1, total_steps=STEPS + 1),
     "plateau": lambda it: lr_scheduler.ReduceLROnPlateau(it, factor=0.5, patience=1),
-    "warm-up, then cosine": warm_up_then_cosine,
 }
 
 
