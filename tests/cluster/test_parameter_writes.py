@@ -77,9 +77,9 @@ def resume(session: Session, *, is_early: bool, **arguments: Any) -> dict[str, T
     "arguments",
     [
         {},
-        {"pull_type": "int8"},
+        pytest.param({"pull_type": "int8"}, marks=pytest.mark.extended),
         {"overlap": True, "overlap_pulls": True},
-        {"local_steps": 2, "outer_momentum": 0.5, "outer_lr": 0.7},
+        pytest.param({"local_steps": 2, "outer_momentum": 0.5, "outer_lr": 0.7}, marks=pytest.mark.extended),
         {"bucket_bytes": 100},  # in a ring
     ],
     ids=lambda it: " ".join(it) or "plain",

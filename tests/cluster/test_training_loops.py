@@ -146,7 +146,7 @@ Wrap = Callable[[Optimizer], Optimizer]
 Train = Callable[[Wrap], Any]
 
 
-@pytest.fixture(scope="module", params=["ps", pytest.param("ring", marks=pytest.mark.ring)])
+@pytest.fixture(scope="module", params=["ps", pytest.param("ring", marks=[pytest.mark.ring, pytest.mark.extended])])
 def ps_or_ring(request: pytest.FixtureRequest, shared_cluster: StartCluster) -> LocalCluster:
     return shared_cluster(trainers=1, strategy=request.param)
 
