@@ -91,7 +91,8 @@ def train(session: Session, *, clips: bool = False, num_parts: int = 1, **argume
 
 def train_locally(*, clips: bool = False, num_parts: int = 1) -> Result:
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.param_groups[0]["fused"] = True  # as an argument it would leave the unscaling to the optimizer
     scaler = torch.amp.GradScaler("cpu", **SCALING)
     scales = []
     for step in range(STEPS):
