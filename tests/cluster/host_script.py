@@ -1,4 +1,4 @@
-"""What each process of two hosts does, one run after the other.
+"""Runs of each process of two hosts, one after the other.
 
 Each function checks what it finds. It returns what is the same in all processes, which is saved as FOLDER/NAME-RANK.pt.
 """
