@@ -18,7 +18,6 @@ from safetensors.torch import load
 
 from .faulty_run import FaultyRun
 from .training import Oracle, assert_identical
-from .training_script import make_scored_model, score
 
 pytestmark = pytest.mark.cluster
 ROUNDS = 400
@@ -163,36 +162,6 @@ def test_what_has_not_changed_is_not_sent_again(run: FaultyRun, http: httpx.Clie
     assert time.monotonic() - began < 1
     assert (statistics["version"], statistics["update_ratio"]) == (ROUNDS, None)
     assert math.isclose(statistics["norm"], float(oracle.after(ROUNDS)[WEIGHT].double().norm()))
-
-
-@pytest.mark.extended
-def test_a_model_downloaded_in_the_middle_scores_what_the_trainers_report() -> None:
-    with (
-        FaultyRun(100_000, local_transport=False, kind="scoring") as run,
-        httpx.Client(base_url=run.cluster.address) as http,
-    ):
-        scores: dict[int, float] = {}  # of the models that were downloaded
-        run.wait_for_round(1)
-
-        def download() -> None:
-            body = http.get("/v1/model").content
-            model = make_scored_model()
-            model.load_state_dict(load(body), strict=True)
-            scores[int(metadata_of(body)["round"])] = score(model)
-
-        def reported() -> dict[int, float]:
-            curves = http.get("/v1/curves").json()["curves"]
-            rounds, accuracies = (curves.get(name, {}).get("0", {}).get("value", ()) for name in ("scored", "accuracy"))
-            return dict(zip(map(int, rounds), accuracies, strict=True))
-
-        def is_enough() -> bool:  # heartbeats carry the score of some rounds, and some of those are downloaded
-            download()
-            return len(scores.keys() & reported().keys()) >= 3
-
-        run.wait_for(is_enough, "three rounds that are both downloaded and reported")
-        both = [(scores[round_], accuracy) for round_, accuracy in reported().items() if round_ in scores]
-        assert all(score == accuracy for score, accuracy in both), both
-        assert len({score for score, _ in both}) > 1, both  # it trains
 
 
 @pytest.mark.extended
