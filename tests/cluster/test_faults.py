@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import random  # noqa: F401 - DRAW and SEED use it
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 
-import numpy as np  # noqa: F401 - DRAW and SEED use it
 import pytest
-import torch
 from _pytest.mark import ParameterSet
 
 from ..soaking import parametrize_sampled
@@ -70,39 +67,6 @@ def test_processes_may_die_whatever_the_trainers_use(environment: dict[str, str]
         run.wait_for_round(50)
         run.restart_pserver(0)
         run.check_results()
-
-
-RANDOM = """
-import random, sys, time
-import numpy as np, torch
-from trainer_client import RemoteOptimizer
-
-parameter = torch.nn.Parameter(torch.zeros(3))
-{seed}
-optimizer = RemoteOptimizer(torch.optim.SGD([parameter], lr=1.0))
-for round_ in range(1, int(sys.argv[1]) + 1):
-    parameter.grad = {draw}
-    optimizer.step()
-    print(f"round {{round_}}", flush=True)
-    time.sleep(0.02)
-print(f"result {{parameter.tolist()}}", flush=True)
-"""
-SEED = "random.seed(0); np.random.seed(0); torch.manual_seed(0)"
-DRAW = "torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])"
-
-
-def test_a_scripts_random_numbers_do_not_depend_on_repeated_requests(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(RANDOM.format(seed=SEED, draw=DRAW))
-    with FaultyRun(30, trainers=1, pservers=1, script=script, durability="log") as run:
-        run.wait_for_round(10)
-        run.restart_pserver(0)
-        [result] = run.results()
-    exec(SEED)
-    expected = torch.zeros(3)
-    for _ in range(30):
-        expected -= eval(DRAW)
-    assert result == str(expected.tolist())
 
 
 @pytest.mark.extended

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from signal import SIGCONT, SIGSTOP
+import random
+from signal import SIGCONT, SIGKILL, SIGSTOP
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load
@@ -214,3 +217,24 @@ def test_a_parameter_with_a_slash_in_its_name_is_listed_and_served(session: Sess
     assert described == ["layer/weight.0", [7, 3], "F32", 84]
     body = httpx.get(f"{alone.address}/v1/parameters/layer/weight.0").content
     assert torch.equal(load(body)["layer/weight.0"], weight)
+
+
+def random_states() -> list[Any]:
+    return [
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["key"].tolist(),
+        torch.get_rng_state().tolist(),
+    ]
+
+
+def test_repeated_requests_draw_no_random_numbers_of_the_script(own_cluster: StartCluster) -> None:
+    cluster, before = own_cluster(pservers=1, trainers=1, durability="log"), random_states()
+    with Session(coordinator=cluster.address, rank=0, world_size=1) as session:
+        weight, optimizer = wrap_weight(session, 4)
+        step_with(optimizer, weight)
+        cluster.pservers[0].signal(SIGKILL)
+        cluster.pservers[0].wait(10)
+        cluster.start_pserver(0)
+        step_with(optimizer, weight)
+        assert weight.tolist() == [-2.0] * 4
+    assert random_states() == before
