@@ -128,10 +128,6 @@ class FaultyRun:
         self.kill(self.cluster.coordinator)
         self.cluster.restart_coordinator(**environment)
 
-    def roll_back(self, round_: int) -> None:
-        answer = httpx.post(f"{self.cluster.address}/v1/rollback", json={"round": round_}, timeout=30)
-        assert answer.is_success, answer.text
-
     def restart_gracefully(self, pserver: int) -> None:
         """Send SIGTERM, which the pserver obeys with exit code 0, and start it again."""
         child = self.cluster.pservers[pserver]

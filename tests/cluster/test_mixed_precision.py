@@ -333,7 +333,7 @@ def test_processes_that_come_back_and_a_run_that_goes_back_have_the_same_scales(
         run.wait_for_round(40)
         made = run.make_checkpoint()
         run.wait_for_round(made + 11)
-        run.roll_back(made)
+        run.cluster.view.roll_back(made)
         run.wait_for_line("steps of this trainer are lost", of="trainer 0")
         run.check_results(skipped=set(filter(is_skipped, range(1, 151))))
         check_scales(run.lines, 150)
