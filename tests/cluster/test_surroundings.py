@@ -23,13 +23,14 @@ from trainer_client.testing import LocalCluster
 
 from ..docs.markdown import code_blocks, read, section
 from .faulty_run import FaultyRun
-from .surroundings import HOST, Direction, Namespace, SmallDisk, namespace, serve_gateway, small_disk
+from .surroundings import HOST, Direction, Namespace, SmallDisk, namespace, small_disk
 from .trainer_processes import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(300)]
 
 
 # What a damaged log or checkpoint costs is in tests/unit/pserver/durable and, for a whole cluster, in test_faults.py.
+# Gateways that answer pages for a service are in tests/chaos.
 
 
 @pytest.fixture
@@ -190,34 +191,6 @@ def test_the_others_go_on_without_a_trainer_that_stays_cut_off(apart: Namespace)
         assert run.cluster.trainers[0].wait(30) == 0
         assert run.cluster.trainers[1].wait(30) == 1
         assert "trainer 1 did not reach" in run.wait_for_line("[trainer 1] ps_protocol.errors.Conflict")
-
-
-def test_training_goes_on_while_a_gateway_answers_for_the_coordinator() -> None:
-    with serve_gateway(404) as gateway, FaultyRun(80, environment={"GRADPOST_COORDINATOR": gateway.address}) as run:
-        gateway.target = run.cluster.address
-        run.wait_for_round(10)
-        run.kill(run.cluster.coordinator)
-        gateway.wait_for_pages(5)
-        run.cluster.restart_coordinator()
-        run.check_results()
-        assert "answered 404 without a problem document" in run.wait_for_line("did not answer a heartbeat")
-
-
-@pytest.mark.extended
-def test_a_pserver_is_waited_for_while_a_gateway_answers_for_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with serve_gateway(404) as gateway:
-        gateway.target = f"http://127.0.0.1:{port}"
-        own = {"GRADPOST_PORT": str(port), "GRADPOST_ADVERTISE_ADDRESS": gateway.address}
-        with FaultyRun(80, http2=False, environment={"GRADPOST_LOCAL_TRANSPORT": "false"}) as run:
-            run.wait_for_round(10)
-            run.restart_pserver(1, **own)  # from now on it is reached through the gateway
-            run.wait_for_round(run.round_of(0) + 10)
-            run.kill(run.cluster.pservers[1])
-            gateway.wait_for_pages(5)
-            run.cluster.start_pserver(1, **own)
-            run.check_results()
 
 
 ARGUMENTS = {"nginx": ["-e", "stderr", "-c"], "haproxy": ["-db", "-f"]}
