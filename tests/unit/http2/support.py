@@ -119,23 +119,6 @@ class End(Connection):
         self.num_resets += 1
 
 
-class ClientEnd(End):
-    """A client's end."""
-
-    preface = PREFACE
-
-    def ask(self, *, end_stream: bool = False) -> Stream:
-        stream = self.begin(self.new_stream(self.highest_stream + 2 if self.highest_stream else 1))
-        self.streams[stream.stream_id] = stream
-        stream.send_headers(REQUEST, end_stream=end_stream)
-        self.pump()
-        return stream
-
-    def stream_requested(self, number: int) -> Stream | None:
-        self.check_not_idle(number)
-        return None
-
-
 def feed(connection: Connection, data: bytes, sizes: Iterable[int] = repeat(1 << 20)) -> None:
     """Receive bytes from the socket in portions of these sizes."""
     rest, portions = memoryview(data), iter(sizes)
@@ -165,10 +148,7 @@ class Peer:
 
     def __init__(self, ours: End, transport: FakeTransport, *, settings: dict[int, int] | None = None) -> None:
         self.ours, self.transport = ours, transport
-        is_client = not isinstance(ours, ClientEnd)
-        self.h2 = H2Connection(
-            H2Configuration(client_side=is_client, header_encoding=None, validate_inbound_headers=False)
-        )
+        self.h2 = H2Connection(H2Configuration(header_encoding=None, validate_inbound_headers=False))
         self.events: list[Event] = []
         self.acknowledges = True  # restores windows as soon as they are used
         self.h2.initiate_connection()
@@ -214,11 +194,9 @@ class Peer:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def connect(
-    kind: type[End] = End, *, settings: dict[int, int] | None = None, pauses: bool = False, **own: Any
-) -> tuple[Any, Peer]:
+def connect(*, settings: dict[int, int] | None = None, pauses: bool = False, **own: int) -> tuple[End, Peer]:
     """Return an end of ours, and h2's as its peer."""
-    ours = kind(**own)
+    ours = End(**own)
     return ours, Peer(ours, ours.connect(pauses=pauses), settings=settings)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hpack import Encoder
 from hyperframe.frame import GoAwayFrame, RstStreamFrame
 
 from ps_http2 import connection as connection_module
@@ -12,7 +11,7 @@ from ps_http2.connection import CONNECTION_WINDOW
 from ps_http2.frames import END_HEADERS, END_STREAM, ErrorCode, pack, pack_number, pack_settings
 from ps_http2.reader import MAX_FRAME_BYTES
 
-from .support import ANSWER, REQUEST, ClientEnd, End, FakeTransport, feed, parse
+from .support import ANSWER, End, FakeTransport, feed, parse
 
 COMPRESSION_ERROR = ErrorCode.COMPRESSION_ERROR
 ENHANCE_YOUR_CALM = ErrorCode.ENHANCE_YOUR_CALM
@@ -156,8 +155,8 @@ USELESS = {
 }
 
 
-def accept(kind: type[End] = End) -> tuple[End, FakeTransport]:
-    ours = kind()
+def accept() -> tuple[End, FakeTransport]:
+    ours = End()
     transport = ours.connect()
     transport.take()
     return ours, transport
@@ -270,24 +269,3 @@ async def test_the_connections_window_counts_padding_and_closed_streams() -> Non
     feed(ours, late)
     [update] = parse(transport.take())
     assert (update.stream_id, update.window_increment) == (0, CONNECTION_WINDOW // 2 + MAX_FRAME_BYTES)
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        SETTINGS + pack(frames.HEADERS, END_HEADERS, 2, Encoder().encode(ANSWER)),
-        SETTINGS + pack(frames.HEADERS, END_HEADERS, 3, Encoder().encode(ANSWER)),
-        SETTINGS + pack(frames.DATA, 0, 1, b"x"),
-        SETTINGS + pack(frames.PUSH_PROMISE, END_HEADERS, 1, b"\0\0\0\2" + Encoder().encode(REQUEST)),
-    ],
-    ids=["HTTP/1.1", "HEADERS of an even stream", "HEADERS of an idle stream", "DATA first", "PUSH_PROMISE"],
-)
-async def test_a_client_ends_the_connection_of_a_server_that_breaks_the_protocol(sent: bytes) -> None:
-    ours, transport = accept(ClientEnd)
-    stream = ours.ask()  # type: ignore[attr-defined]
-    transport.take()
-    feed(ours, sent)
-    assert (transport.is_closed, stream.error is not None) == (True, True)
-    code = FRAME_SIZE_ERROR if sent.startswith(b"HTTP") else PROTOCOL_ERROR
-    assert parse(transport.take())[-1].error_code == code

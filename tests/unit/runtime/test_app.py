@@ -145,14 +145,6 @@ async def test_every_failure_has_one_shape(
     check_problem(await client.request(method, path), status, code)
 
 
-async def test_the_client_rebuilds_the_same_error(client: httpx.AsyncClient) -> None:
-    for response in (await client.get("/stale"), await client.post("/raw/stale", content=b"body")):
-        error = error_from_problem(response.json())
-        assert type(error) is StaleRound
-        assert str(error) == "round 3 is over (expected round 4; actual round 3)"
-        assert error.facts["current"] == 4
-
-
 async def test_method_not_allowed_lists_the_allowed_ones(client: httpx.AsyncClient) -> None:
     assert (await client.delete("/healthz")).headers["allow"] == "GET, HEAD"
     assert (await client.delete("/raw/fine")).headers["allow"] == "POST"
