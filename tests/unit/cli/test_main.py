@@ -70,33 +70,30 @@ def test_up_refuses_wrong_settings_before_it_starts(run_command: RunCommand, mon
 
 
 @pytest.mark.parametrize(
-    ("error", "exit_code"),
+    ("kind", "options", "exit_code"),
     [
-        (CommandError("no"), 2),
-        (CommandError("no", exit_code=3), 3),
-        (BadModel("no"), 2),
-        (SettingsError("no"), 2),
-        (Unreachable("no"), 1),
-        (GradpostError("no"), 1),
+        (CommandError, {}, 2),
+        (CommandError, {"exit_code": 3}, 3),
+        (BadModel, {}, 2),
+        (SettingsError, {}, 2),
+        (Unreachable, {}, 1),
+        (GradpostError, {}, 1),
     ],
 )
-def test_an_error_is_one_line_and_a_code(
-    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, error: Exception, exit_code: int
+def test_an_error_is_one_line_whatever_it_quotes_and_a_code(
+    run_command: RunCommand,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
+    options: dict[str, int],
+    exit_code: int,
 ) -> None:
     def fail(**_: object) -> None:
-        raise error
+        raise kind("a\nb\x1b[31m é", **options)
 
     monkeypatch.setattr(main, "app", fail)
     outcome = run_command()
-    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (exit_code, "", "gradpost: error: no\n")
-
-
-def test_an_error_stays_one_line_whatever_it_quotes(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**_: object) -> None:
-        raise CommandError("a\nb\x1b[31m é")
-
-    monkeypatch.setattr(main, "app", fail)
-    assert run_command().stderr == "gradpost: error: a\\nb\\x1b[31m é\n"
+    assert (outcome.exit_code, outcome.stdout) == (exit_code, "")
+    assert outcome.stderr == "gradpost: error: a\\nb\\x1b[31m é\n"
 
 
 def test_ctrl_c_is_130() -> None:

@@ -241,10 +241,22 @@ async def test_an_error_of_the_sink_is_raised_unchanged(client: httpx.AsyncClien
         def feed(self, data: memoryview) -> None:
             raise LookupError("not this")
 
-    async with serving(answering()) as address:
+    codes: list[ErrorCode] = []
+
+    async def serve(talker: Talker) -> None:
+        await talker.until(RequestReceived)
+        talker.writer.write(headers_frame(OK) + data_frame(b"body"))
+        codes.append(await talker.reset_of(1))
+        await talker.until(StreamEnded, 3)
+        talker.h2.send_headers(3, OK, end_stream=True)
+        talker.flush()
+        await talker.hear()
+
+    async with serving(serve) as address:
         with pytest.raises(LookupError, match="not this"):
             await ask(client, address, **{SINK_EXTENSION: Refusing()})
-        assert (await ask(client, address)).content == b"fine"
+        assert (await ask(client, address)).status_code == 200  # over the same connection
+    assert codes == [ErrorCode.CANCEL]
 
 
 # ---------------------------------------------------------------------- the services' server

@@ -18,7 +18,7 @@ from ps_http2 import writer as writer_module
 from ps_http2.frames import ErrorCode
 from ps_http2.stream import MIN_WINDOW_BYTES, BodyReader, Stream, StreamResetError
 
-from .support import ANSWER, REQUEST, End, FakeTransport, Peer, connect, error_of, feed, parse
+from .support import ANSWER, REQUEST, End, FakeTransport, Peer, connect, feed, parse
 
 WIDE = {SettingCodes.INITIAL_WINDOW_SIZE: 1 << 21, SettingCodes.MAX_FRAME_SIZE: 600_000}
 SETTINGS = frames.pack_settings({})
@@ -274,31 +274,3 @@ def test_a_closed_stream_no_longer_writes_to_its_sink(at: int) -> None:
     feed(ours, frames.pack(frames.PING, 0, 0, b"12345678"))
     assert isinstance(parse(transport.take())[-1], PingFrame)
     assert ours._receive_window == connection_module.CONNECTION_WINDOW - 600_000
-
-
-def test_an_exception_of_a_sink_ends_its_stream_only() -> None:
-    def refuse(data: memoryview) -> None:
-        raise ValueError("not this")
-
-    ours, peer = connect()
-    peer.request(1, 3, end_stream=False)
-    ours.sinks[1].feed = refuse
-    for number in (1, 3):
-        peer.send(b"12345", number=number, end_stream=True)
-    error = error_of(ours.all_streams[1])
-    assert (error.code, str(error.__cause__)) == (ErrorCode.CANCEL, "not this")
-    assert [event.stream_id for event in peer.of(StreamReset)] == [1]
-    assert ours.sinks[3].body == b"12345"
-
-
-@pytest.mark.parametrize("code", [ErrorCode.CANCEL, ErrorCode.NO_ERROR])
-def test_the_peer_may_reset_a_stream(code: ErrorCode) -> None:
-    """NO_ERROR is for servers that need no more of a body; from a client it is a reset like others."""
-    ours, peer = connect(pauses=True)
-    [stream] = peer.request(1)
-    stream.send_headers(ANSWER)
-    stream.send_nowait(PATTERN)
-    peer.h2.reset_stream(1, code)
-    feed(ours, peer.h2.data_to_send())
-    assert (error_of(stream).code, ours.num_resets, ours.streams) == (code, 1, {})
-    assert not stream.outgoing

@@ -75,6 +75,7 @@ async def test_requests_are_measured_by_route() -> None:
     raw = {"route": "/raw/{how}", "method": "POST", "code": "2xx"}
     assert value("gradpost_http_request_bytes_total", raw) == 5
     assert value("gradpost_http_response_bytes_total", raw) == len("5 HTTP/1.1\n")
+    assert value("gradpost_http_request_seconds_count", raw) == 1
     assert "wp-login" not in response.text
 
 

@@ -16,10 +16,9 @@ from fastapi import FastAPI
 
 from services.runtime import server as server_module
 from services.runtime.app import make_app
-from services.runtime.listen import ListenError, advertised_address, take_port
 from services.runtime.logs import configure_logs
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.server import serve
+from services.runtime.server import ListenError, advertised_address, serve, take_port
 from services.runtime.settings import ServiceSettings
 
 from .support import Sample, running
