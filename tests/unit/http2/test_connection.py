@@ -90,7 +90,7 @@ def test_received_frames_do_not_depend_on_the_portions_of_reads(portions: list[i
     assert ours.all_streams[3].headers == REQUEST
     assert ours.all_streams[1].send_window == 100_000
     assert ours.all_streams[1].receive_window == (1 << 20) - 50_000 - 256  # padding counts, and its length
-    assert not ours.is_in_frame
+    assert not ours._reader.is_in_frame
     assert [type(frame).__name__ for frame in parse(transport.take())] == ["SettingsFrame", "PingFrame"]
 
 
@@ -138,7 +138,7 @@ def test_bodies_are_sent(lengths: list[int], pauses: bool, window: int, frame_by
         streams[number].send_nowait(memoryview(body)[: len(body) // 3], end_stream=False)
         streams[number].send_nowait(memoryview(body)[len(body) // 3 :])
     peer.run()
-    assert {number: peer.body(number) for number in wanted} == wanted
+    assert {number: peer.body_of(number) for number in wanted} == wanted
     assert {event.stream_id for event in peer.of(StreamEnded)} == set(wanted)
     assert all(stream.is_local_closed for stream in streams.values())
 
@@ -229,17 +229,17 @@ def test_the_initial_window_may_change_in_the_middle_of_a_body() -> None:
     stream.send_headers(ANSWER)
     stream.send_nowait(PATTERN[:100_000])
     peer.run()
-    assert len(peer.body(1)) == 65_535
+    assert len(peer.body_of(1)) == 65_535
     peer.h2.increment_flow_control_window(100_000)
     peer.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 1000})
     peer.run()
-    assert (stream.send_window, len(peer.body(1))) == (1000 - 65_535, 65_535)
+    assert (stream.send_window, len(peer.body_of(1))) == (1000 - 65_535, 65_535)
     peer.h2.increment_flow_control_window(64_535 + 10, 1)
     peer.run()
-    assert len(peer.body(1)) == 65_545
+    assert len(peer.body_of(1)) == 65_545
     peer.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 65_535})
     peer.run()
-    assert peer.body(1) == PATTERN[:100_000]
+    assert peer.body_of(1) == PATTERN[:100_000]
 
 
 def test_a_stream_without_a_window_does_not_hold_up_the_others() -> None:
@@ -252,7 +252,7 @@ def test_a_stream_without_a_window_does_not_hold_up_the_others() -> None:
         stream.send_headers(ANSWER)
         stream.send_nowait(PATTERN[:num_bytes])
     peer.run()
-    assert (len(peer.body(1)), len(peer.body(3))) == (65_535, 1000)
+    assert (len(peer.body_of(1)), len(peer.body_of(3))) == (65_535, 1000)
     assert [event.stream_id for event in peer.of(StreamEnded)] == [3]
     assert ours.is_sending
 

@@ -145,7 +145,7 @@ async def test_sending_returns_when_all_is_taken() -> None:
     body[:] = bytes(len(body))
     await stream.send(b"", end_stream=True)
     peer.run()
-    assert peer.body(1) == BODY
+    assert peer.body_of(1) == BODY
     assert peer.of(StreamEnded)
 
 
@@ -229,7 +229,7 @@ async def test_a_transport_may_keep_views(is_cancelled: bool, monkeypatch: pytes
         transport.write_kept()
         peer.run()
         await asyncio.sleep(0)
-    assert peer.body(1) == BODY
+    assert peer.body_of(1) == BODY
 
 
 # ---------------------------------------------------------------------- ends of streams
@@ -250,12 +250,12 @@ def test_a_closed_stream_no_longer_reads_its_body(num_written: int) -> None:
     body[:] = bytes(len(body))
     assert not stream.outgoing
     peer.run()
-    assert peer.body(1) == PATTERN[:600_000]
+    assert peer.body_of(1) == PATTERN[:600_000]
     assert [(event.stream_id, event.error_code) for event in peer.of(StreamReset)] == [(1, ErrorCode.CANCEL)]
     other.send_headers(ANSWER)
     other.send_nowait(b"12345")
     peer.run()
-    assert peer.body(3) == b"12345"
+    assert peer.body_of(3) == b"12345"
     assert not ours.streams
 
 
