@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -14,8 +18,7 @@ from ps_config.environment import SettingsError
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, GradpostError, Unreachable
 
-from .conftest import RunCommand, run_process
-from .terminal import Terminal
+from .conftest import ROOT, RunCommand, run_process
 
 HEAVY = "torch numpy fastapi uvicorn httpx safetensors prometheus_client structlog services trainer_client"
 
@@ -100,14 +103,19 @@ def test_ctrl_c_is_130() -> None:
     """A coordinator that does not answer is waited for; there is no traceback."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        with Terminal("events", "--coordinator", url) as terminal:
-            accepted, _ = server.accept()
-            with accepted:
-                assert accepted.recv(4) == b"GET "
-                terminal.type("\x03")
-                assert terminal.wait() == 130
-            terminal.wait_for("^C")
-            assert "Traceback" not in terminal.shown
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gradpost", "events", "--coordinator", url],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        accepted, _ = server.accept()
+        with accepted:
+            assert accepted.recv(4) == b"GET "
+            process.send_signal(signal.SIGINT)
+            _, logs = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in logs
 
 
 def test_a_file_is_replaced_when_it_is_complete(tmp_path: Path) -> None:
