@@ -22,7 +22,7 @@ from .stage import environment, needs_curl, run_shell
 
 TEXT = read("cli.md")
 COMMANDS = "\n".join(block.text for block in examples(TEXT[: TEXT.index("## TensorBoard")], "sh"))
-examples(section(TEXT, "TensorBoard"), "sh")  # tests/cluster/test_command_line.py exports
+examples(section(TEXT, "TensorBoard"), "sh")  # tests/cluster/test_administration.py exports
 
 
 @pytest.mark.cluster
