@@ -48,7 +48,6 @@ class Pserver:
         """Applies are done at once, and what follows from them, up to a round that waits for its norm."""
         while order is not None and not isinstance(order, Measure):
             following = self.rounds.applying
-            assert following is not None
             lives = {}
             for rank, contribution in zip(following.ranks, following.contributions, strict=True):
                 assert contribution.is_complete, f"half of trainer {rank} would be applied"
@@ -454,7 +453,6 @@ class Faults:
         return rank in self.trainers and self.trainers[rank].incarnation == life
 
     def _install(self, change: Change, index: int) -> None:
-        assert change.to_install is not None
         message = self._send_installation(change, index)
         if self._installed_at(message, self.membership) or self.pservers[index].changes.ended == change.number:
             change.to_install.discard(index)
