@@ -179,7 +179,7 @@ class ActivityLog:
         return Activity(
             run=run.name,
             attempt=run.attempt,
-            mode=run.mode,
+            mode=run.settings.mode,
             at=wall,
             round=round_,
             participants=participants,

@@ -317,7 +317,7 @@ class Coordinator:
         summary = RunSummary(
             run=run.name,
             state=run.state,
-            mode=run.mode,
+            mode=run.settings.mode,
             transport="+".join(carried) or "none",
             num_trainers=len(run.trainers),
             rounds=rounds,
