@@ -55,7 +55,7 @@ class RollBack(Message):
     round: Round
 
 
-def _name_requester(request: Request) -> str:
+async def _name_requester(request: Request) -> str:
     return name_token(request.scope)
 
 

@@ -1,4 +1,4 @@
-"""Freeze, decide and install as one state machine: all pservers apply the same sets under any faults.
+"""Freeze, decide and install in random walks: all pservers apply the same sets under any faults.
 
 The real `Rounds` of every pserver and the real `decide`, driven by trainers and a coordinator in arbitrary
 interleavings. A pserver that dies keeps what it has applied (the log) and loses what was staged; a trainer that is
