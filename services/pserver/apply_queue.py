@@ -23,6 +23,7 @@ from ps_protocol.errors import GradpostError, RoundPending, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import Membership
 from ps_protocol.optimizers import HyperParameters
+from ps_protocol.requests import Pull
 from ps_protocol.routes import APPLIED_KEY, HISTORY_KEY
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.failpoints import reach_failpoint
@@ -34,7 +35,7 @@ from .contribution import Contribution, Push, Staged
 from .durable.storage import Restored
 from .durable.update_log import Update as LoggedUpdate
 from .optimizer_blocks import LoadedState
-from .pulls import Pull, Pulls, compensate_gradient, divide_rates
+from .pulls import PulledState, Pulls, compensate_gradient, divide_rates
 from .queues import BlockQueue, HeldPushes, Pauses, Update
 from .reading import Reader, make_reader
 from .reply import Reply
@@ -83,10 +84,10 @@ class QueueExecutor:
         self._reader: Reader | None = None
         self._pulling: dict[Rank, _Pulling] = {}
 
-    def _make_restored_pull(self) -> Pull:
+    def _make_restored_pull(self) -> PulledState:
         """Return the pull that the trainers of an earlier incarnation of this pserver are assumed to have made."""
         values = self._shard.values.clone() if self._rules.compensation == "dc" else None
-        return Pull(dict(self._shard.versions), values)
+        return PulledState(dict(self._shard.versions), values)
 
     @property
     def missing(self) -> list[Rank]:
@@ -333,18 +334,18 @@ class QueueExecutor:
 
     # ------------------------------------------------------------------ pulls
 
-    async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
+    async def get(self, fence: Fence, pull: Pull) -> Reply:
         """Return the newest parameters, once the clocks allow it to a trainer that has pushed step `fence.round`.
 
         Raises what `Run.wait_for` raises.
         """
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        await self._run.wait_for(fence, wait_seconds, lambda: self._may_read(fence) or None)
+        await self._run.wait_for(fence, pull.wait_seconds, lambda: self._may_read(fence) or None)
         self._metrics.barrier_wait.observe(loop.time() - begin)
         assert self._reader is not None  # version 0 exists
         metadata = {**self._run.metadata(fence.round), APPLIED_KEY: str(self.schedule.applied)}
-        reading = await self._reader.read(names or None, metadata)
+        reading = await self._reader.read(pull.names or None, metadata)
         self._run.check_fence(fence)
         self._run.check_member(fence)
         self._pulls.record_pull(fence.rank, fence.round, reading.pull)
@@ -418,7 +419,3 @@ class QueueExecutor:
                 queue.close()
         if self._reader is not None:
             self._reader.close(reason)
-
-    def release(self) -> None:
-        """Drop the queues: their workers refer to this executor, and with it to the shard."""
-        self.queues.clear()

@@ -9,9 +9,8 @@ from ps_protocol.fence import HEADER_PATTERNS, Fence
 from ps_protocol.fields import MAX_NAME, MAX_ORDINAL, MAX_TENSORS
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
+from ps_protocol.requests import MAX_WAIT_SECONDS
 from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
-
-from .endpoints import MAX_WAIT_SECONDS
 
 _BINARY = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 _MAX_KEY = MAX_NAME + 100  # a parameter's name, with a slot and a block's number

@@ -12,7 +12,7 @@ from ps_protocol.consistency import ReadConsistency
 from ps_protocol.errors import GradpostError
 from services.runtime.compute import ComputeExecutor
 
-from .pulls import Pull
+from .pulls import PulledState
 from .queues import BlockQueue, Snapshot
 from .reply_chunks import ChunkEncoder
 from .shard import Shard
@@ -23,7 +23,7 @@ class Reading:
     """A frame of some blocks, and the state of the whole shard that it shows."""
 
     chunks: list[bytes]
-    pull: Pull
+    pull: PulledState
 
 
 class Reader(ABC):
@@ -63,7 +63,7 @@ class DirectReader(Reader):
         versions = dict(self._shard.versions)
         values = self._shard.values.clone() if self._keep_values else None
         chunks = self._shard.encode(names, metadata, encoder=self._encoder, pulled=True)
-        return Reading(chunks, Pull(versions, values))
+        return Reading(chunks, PulledState(versions, values))
 
     def close(self, reason: GradpostError) -> None:
         """Close the thread."""
@@ -111,7 +111,7 @@ class SnapshotReader(Reader):
         self, snapshot: Snapshot, names: Collection[str] | None, metadata: Mapping[str, str]
     ) -> Reading:
         chunks = self._shard.encode(names, metadata, encoder=ChunkEncoder(snapshot.values), pulled=True)
-        return Reading(chunks, Pull(snapshot.versions, snapshot.values if self._keep_values else None))
+        return Reading(chunks, PulledState(snapshot.versions, snapshot.values if self._keep_values else None))
 
     def close(self, reason: GradpostError) -> None:
         """End the current snapshot, since the queues are closed, too."""

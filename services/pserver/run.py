@@ -401,7 +401,6 @@ class Run:
             pass
         if self.storage is not None:
             self.storage.close()
-        self.executor.release()
 
     # ------------------------------------------------------------------ checkpoints and inspection
 

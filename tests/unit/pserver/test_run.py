@@ -19,8 +19,8 @@ from ps_protocol.errors import Conflict, RoundPending, TrainerLost
 from ps_protocol.frames import parse_frame
 from ps_protocol.membership import Controls, InstallMembers, PserverRegistered
 from ps_protocol.optimizers import HyperParameters
+from ps_protocol.requests import MAX_WAIT_SECONDS
 from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, MEMBERS, VERDICT_HEADER, WAIT_HEADER
-from services.pserver import endpoints as endpoints_module
 from services.pserver.app import make_pserver_app
 from services.pserver.durable.records import Record
 from services.pserver.durable.update_log import Update
@@ -262,7 +262,7 @@ async def test_a_refused_request_counts_no_barrier():
             error = await unchanged(b, "contribution_missing", request)
             assert error.facts["actual"] == 2
         await unchanged(b, "unknown_block", b.get(0, 1, names=["unknown.block0"], with_barrier=True))
-        for wait_seconds in (-1, float("nan"), endpoints_module.MAX_WAIT_SECONDS + 1):
+        for wait_seconds in (-1, float("nan"), MAX_WAIT_SECONDS + 1):
             await unchanged(b, "bad_header", b.get(0, 1, wait_seconds=wait_seconds, with_barrier=True))
         headers = {"gradpost-barrier": "fetch", WAIT_HEADER: "0"}
         await unchanged(b, "bad_header", b.call("get", b.fence(0, 1), headers=headers))
