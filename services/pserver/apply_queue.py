@@ -31,7 +31,6 @@ from services.runtime.logs import get_logger
 
 from .checkpoint_writer import Destination
 from .clocks import Clocks
-from .contribution import Contribution, Push, Staged
 from .durable.storage import Restored
 from .durable.update_log import Update as LoggedUpdate
 from .optimizer_blocks import LoadedState
@@ -41,6 +40,7 @@ from .reading import Reader, make_reader
 from .reply import Reply
 from .run import FAILURES_OF_TRAINERS, Run
 from .schedule import Read, Wait, name_trainers
+from .staging import Contribution, Push, Staged
 from .tensors import StagedBlock, view_bytes
 
 log = get_logger()

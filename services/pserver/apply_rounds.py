@@ -24,7 +24,6 @@ from ps_protocol.vocabulary import Rank, Round
 from services.runtime.logs import get_logger
 
 from .checkpoint_writer import Destination, Write
-from .contribution import Push, Staged
 from .durable.storage import Restored
 from .history import History
 from .reply import Reply
@@ -32,6 +31,7 @@ from .round_work import Measured, RoundWork
 from .rounds import Apply, Measure, Order, Rounds
 from .run import Run
 from .schedule import Read, Wait, name_trainers
+from .staging import Push, Staged
 from .tensors import StagedBlock
 
 log = get_logger()

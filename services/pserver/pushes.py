@@ -24,9 +24,9 @@ from ps_protocol.vocabulary import BufferSpec, PserverIndex, Round
 from ps_protocol.wire_types import INDICES, SCALES, WireTensor
 
 from .bodies import Body
-from .contribution import Push
 from .layout import ShardLayout
 from .shard import MASTER_BYTES
+from .staging import Push
 from .tensors import StagedBlock
 
 

@@ -23,9 +23,8 @@ from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from .admission import Admission, admit, check_member
-from .contribution import Contribution, Payload, Push, Staged
 from .history import History
+from .staging import Admission, Contribution, Payload, Push, Staged, admit, check_member
 
 
 @dataclass(frozen=True, slots=True)

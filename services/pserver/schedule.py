@@ -17,11 +17,10 @@ from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.requests import Pull
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from .admission import Admission
 from .checkpoint_writer import Destination
-from .contribution import Contribution, Payload, Push, Staged
 from .history import History
 from .reply import Reply
+from .staging import Admission, Contribution, Payload, Push, Staged
 from .tensors import StagedBlock
 
 T = TypeVar("T")

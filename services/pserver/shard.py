@@ -30,7 +30,7 @@ from .captures import Probes
 from .layout import ShardLayout
 from .optimizer_blocks import LoadedState, OptimizerBlocks
 from .published import BorrowedTensor, Published
-from .reply_chunks import ChunkEncoder
+from .reply import ChunkEncoder
 from .shard_state import ShardState
 from .tensors import TORCH_DTYPES, view_bytes
 

@@ -18,7 +18,7 @@ from ps_protocol.vocabulary import Rank, Round
 from ps_protocol.wire_types import GROUP
 
 from .bodies import Body
-from .contribution import Contribution
+from .staging import Contribution
 
 _PIECE_BYTES = 1 << 18  # that are compared at once
 

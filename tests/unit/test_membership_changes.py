@@ -27,10 +27,9 @@ from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
 from services.coordinator.decision import Rollback, decide, newest_common
-from services.pserver.admission import MembershipChanges
-from services.pserver.contribution import Push
 from services.pserver.history import History
 from services.pserver.rounds import Measure, Rounds
+from services.pserver.staging import MembershipChanges, Push
 
 from ..soaking import examples
 

@@ -14,7 +14,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, ContributionConflict, ContributionMissing, FutureRound
 from ps_protocol.membership import Membership
 from services.pserver.clocks import Clocks, Committed
-from services.pserver.contribution import Push
+from services.pserver.staging import Push
 
 from ...raising import raises_code
 from ...soaking import examples

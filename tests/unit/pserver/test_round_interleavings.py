@@ -12,8 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from ps_protocol.errors import GradpostError
 from ps_protocol.membership import Membership
-from services.pserver.contribution import Push as StagedPush
 from services.pserver.rounds import Apply, Measure, Rounds
+from services.pserver.staging import Push as StagedPush
 
 from ...soaking import examples
 

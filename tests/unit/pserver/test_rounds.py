@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ps_protocol.errors import FutureRound
 from ps_protocol.membership import Membership
 from ps_protocol.norms import ShardNorm
-from services.pserver.contribution import Push
 from services.pserver.rounds import Apply, Measure, Rounds
+from services.pserver.staging import Push
 
 from ...raising import raises_code
 from ...soaking import examples

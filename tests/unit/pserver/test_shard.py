@@ -15,7 +15,7 @@ from ps_protocol.vocabulary import PARAMETER_DTYPES, PLACEMENTS, WINDOW, Paramet
 from services.coordinator.settings import RECORD_BYTES
 from services.pserver.aggregation import PIECE, Aggregator
 from services.pserver.layout import ShardLayout
-from services.pserver.reply_chunks import CHUNK_BYTES
+from services.pserver.reply import CHUNK_BYTES
 from services.pserver.shard import Shard
 from services.pserver.tensors import is_finite
 from tests.unit.coordinator.support import defaults
