@@ -398,6 +398,29 @@ def begin_push(b: Bench, rank: int, round_: int, **arguments: Any) -> tuple[asyn
     return asyncio.create_task(push), halfway
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something that has no event, such as a metric."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def hold(
+    patch: pytest.MonkeyPatch, owner: object, method: str, *, after: bool = False
+) -> tuple[threading.Event, threading.Event]:
+    """Hold calls of a method on other threads; the events say that one has begun, or ended, and that it may go on."""
+    real, is_there, may_go_on = getattr(owner, method), threading.Event(), threading.Event()
+
+    def held(*arguments: Any, **options: Any) -> Any:
+        result = real(*arguments, **options) if after else None
+        is_there.set()
+        assert may_go_on.wait(10)
+        return result if after else real(*arguments, **options)
+
+    patch.setattr(owner, method, held)
+    return is_there, may_go_on
+
+
 def failing(error: Exception) -> Callable[..., Any]:
     """Return a function that raises this error."""
 

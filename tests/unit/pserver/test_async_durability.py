@@ -23,8 +23,8 @@ from services.runtime.failpoints import arm_failpoints
 from ...raising import raises_code
 from ...soaking import examples
 from .oracle import make_options
-from .support import Bench, bench
-from .test_async_run import busy, until
+from .support import Bench, bench, until
+from .test_async_run import busy
 
 ADAM = [make_options("Adam", lr=0.01)]
 

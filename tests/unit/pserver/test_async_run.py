@@ -18,7 +18,7 @@ from services.pserver import apply_queue, queues
 
 from ...raising import raises_code
 from .oracle import make_options
-from .support import PARAMETERS, Bench, bench, decode, initial_values
+from .support import PARAMETERS, Bench, bench, decode, initial_values, until
 
 NAMES = [f"{spec.name}.block0" for spec in PARAMETERS]
 SGD = [make_options("SGD", lr=1.0)]
@@ -75,12 +75,6 @@ def before_applies(pserver: Bench, act: Callable[[str, Tensor], None]) -> None:
 def taken(pserver: Bench) -> bool:
     """Return whether each worker has emptied its queue and waits for the compute thread."""
     return all(queue._queue.empty() for queue in pserver.run.executor.queues.values())
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - a metric has no event
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])

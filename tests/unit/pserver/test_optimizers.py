@@ -301,6 +301,16 @@ def test_a_step_without_a_counter_counts_for_every_counter(monkeypatch):
     assert set(recorder.blocks.state.steps.values()) == {StepState(4)}
 
 
+def test_every_counter_begins_with_loaded_steps(monkeypatch):
+    recorder = Recorder(monkeypatch, "NAdam", four(), [make_options("NAdam")])
+    recorder.apply("a", "b", counter=0)
+    recorder.apply("a", "b", counter=1)
+    recorder.blocks.load_blocks({"a.block0": StepState(7, mu_product=0.5)}, {})
+    for counter, before in [(1, 7), (0, 7), (2, 7), (0, 8)]:
+        assert recorder.apply("a", counter=counter) == [(before, [(0, 64)])]
+    assert recorder.apply("b", counter=1) == [(1, [(64, 128)])]
+
+
 def test_counts_of_an_earlier_version_had_begun_with_nothing(monkeypatch):
     recorder = Recorder(monkeypatch, "Adam", four(), [make_options("Adam")])
     states = {f"{name}.block0": StepState(5) for name in "abcd"}

@@ -143,55 +143,38 @@ def measured(rounds: Rounds[str]) -> Apply[str]:
 
 
 @pytest.mark.clip
-def test_a_round_that_is_clipped_is_applied_when_its_norm_is_known():
-    rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
-    apply = measured(rounds)
-    assert repr(rounds) == "<Round 1 [measuring | waiting for: no trainer]>"
-    assert rounds.count_batch_barrier(0, 1, 1) is None
-    assert rounds.accept_norm() is apply
-    assert (rounds.measuring, rounds.applying) == (None, apply)
-    norm = ShardNorm("digest", 2.0)
-    assert rounds.finish_apply(norm) is None
-    assert rounds.history.norms == {1: norm}
-
-
-@pytest.mark.clip
 def test_rounds_that_are_staged_ahead_are_measured_one_after_the_other():
     rounds: Rounds[str] = Rounds({0: 1}, 1, clips=True)
     first = measured(rounds)
+    assert repr(rounds) == "<Round 1 [measuring | waiting for: no trainer]>"
     rounds.stage(0, 2, Push({"a": "2"}, 1, LAMBDAS[0]))
     assert rounds.count_batch_barrier(0, 1, 2) is None
     assert rounds.accept_norm() is first
-    second = rounds.finish_apply()
+    norm = ShardNorm("digest", 2.0)
+    second = rounds.finish_apply(norm)
     assert isinstance(second, Measure)
+    assert rounds.history.norms == {1: norm}
     assert second.apply.round == 2
 
 
 @pytest.mark.clip
-@pytest.mark.parametrize("members", [{0: 1, 1: 1}, {0: 1}, {0: 1, 1: 2}])
-def test_a_freeze_discards_the_measured_norm_and_its_end_measures_again(members):
+@pytest.mark.parametrize(
+    ("members", "sets"), [({0: 1, 1: 1}, {}), ({0: 1}, {}), ({0: 1, 1: 2}, {}), ({0: 1}, {1: (0, 1)})]
+)
+def test_a_freeze_discards_the_measured_norm_and_its_end_measures_again(members, sets):
     rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
     before = measured(rounds)
     rounds.freeze()
     assert rounds.measuring is None
-    order = rounds.install_members(Membership(members))
+    order = rounds.install_members(Membership(members, sets=sets))
     if members == {0: 1, 1: 2}:
         assert order is None
         complete(rounds, 1, 2)
         order = rounds.count_batch_barrier(1, 2, 1)
     assert isinstance(order, Measure)
-    assert (order.apply.identity == before.identity) == (members == {0: 1, 1: 1})
-    assert order.apply.identity[1] == tuple(members.items())
-
-
-@pytest.mark.clip
-def test_a_lost_trainer_that_stays_in_the_round_leaves_its_identity():
-    rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
-    before = measured(rounds)
-    rounds.freeze()
-    order = rounds.install_members(Membership({0: 1}, sets={1: (0, 1)}))
-    assert isinstance(order, Measure)
-    assert order.apply.identity == before.identity
+    is_same = members == {0: 1, 1: 1} or bool(sets)  # a lost trainer that stays in the round leaves its identity
+    assert (order.apply.identity == before.identity) == is_same
+    assert order.apply.identity[1] == (before.identity[1] if is_same else tuple(members.items()))
 
 
 @pytest.mark.clip
