@@ -7,14 +7,14 @@ on without reading their fields, so that a new field needs one line here and one
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from .errors import BadInput
 from .fence import MAX_DIGITS
 from .norms import AgreedNorm
-from .optimizers import HyperParameters
+from .optimizers import HyperParameters, OptimizerSpec, check_hyper_parameters
 from .routes import (
     BARRIER_HEADER,
     COMPUTED_ON_KEY,
@@ -37,11 +37,11 @@ MAX_WAIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
-    """The metadata of the last frame of a contribution to a pserver, which makes the contribution complete."""
+class Completion:
+    """The announcement of a whole contribution to a pserver, which its last frame carries."""
 
     num_blocks: int
-    hyper_parameters: Sequence[HyperParameters]
+    hyper_parameters: list[HyperParameters]
     computed_on: Round | None = None  # asynchronous modes: the step after which the parameters were pulled
     num_slots: int = 0  # slots and step states in other frames of the contribution
 
@@ -56,6 +56,32 @@ class Push:
         if self.num_slots:
             metadata[NUM_SLOTS_KEY] = str(self.num_slots)
         return metadata
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, str], optimizer: OptimizerSpec) -> Completion | None:
+        """Read the metadata of a frame; None if it is not the last one. Raises BadInput."""
+        num_blocks = _read_number(metadata, NUM_BLOCKS_KEY, max_digits=9)
+        if num_blocks is None:
+            return None
+        try:
+            hyper_parameters = json.loads(metadata.get(HYPER_PARAMETERS_KEY, "null"))
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{HYPER_PARAMETERS_KEY} is not JSON: {error}", code="bad_hyper_parameters") from None
+        return cls(
+            num_blocks,
+            check_hyper_parameters(optimizer, hyper_parameters),
+            _read_number(metadata, COMPUTED_ON_KEY, MAX_DIGITS),
+            _read_number(metadata, NUM_SLOTS_KEY, max_digits=9) or 0,
+        )
+
+
+def _read_number(metadata: Mapping[str, str], key: str, max_digits: int) -> int | None:
+    text = metadata.get(key)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= max_digits):
+        raise BadInput(f"{key} is not a number", code="malformed_frame", expected="decimal digits", actual=text[:40])
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from ps_protocol.errors import GradpostError, RoundPending, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import Membership
 from ps_protocol.optimizers import HyperParameters
-from ps_protocol.requests import Pull
+from ps_protocol.requests import Completion, Pull
 from ps_protocol.routes import APPLIED_KEY, HISTORY_KEY
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.failpoints import reach_failpoint
@@ -56,6 +56,13 @@ class _Pulling:
 
     step: Round
     since: float
+
+
+def _computed_on(completion: Completion | None) -> Round:
+    """Return the step after which the parameters of a complete contribution were pulled."""
+    assert completion is not None
+    assert completion.computed_on is not None  # `read_push` refuses others
+    return completion.computed_on
 
 
 class QueueExecutor:
@@ -127,9 +134,10 @@ class QueueExecutor:
     def stage(self, fence: Fence, push: Push[StagedBlock]) -> Staged:
         """Stage an admitted push. Raises the failure of a stopped block, Conflict (`delay_exceeded`) or StaleRound."""
         self._check_blocks_run(push.blocks)
-        if push.computed_on is not None:
-            self.schedule.check_delay(fence.rank, fence.round, push.computed_on)
-            self._pulls.find_pull(fence.rank, push.computed_on)
+        if push.completion is not None:
+            computed_on = _computed_on(push.completion)
+            self.schedule.check_delay(fence.rank, fence.round, computed_on)
+            self._pulls.find_pull(fence.rank, computed_on)
         staged = self.schedule.stage(fence.rank, fence.round, push)
         if staged.num_lost:
             log.error(
@@ -185,22 +193,19 @@ class QueueExecutor:
                 raise copy.copy(failure)
 
     def _commit(self, rank: Rank) -> None:
-        computed_on = self.schedule.contribution(rank).computed_on
-        assert computed_on is not None  # it came with the last push
-        pull = self._pulls.find_pull(rank, computed_on)
+        pull = self._pulls.find_pull(rank, _computed_on(self.schedule.contribution(rank).completion))
         committed = self.schedule.commit(rank)
-        committed.contribution.hyper_parameters = self._get_hyper_parameters(committed.contribution)
+        hyper_parameters = self._get_hyper_parameters(committed.contribution)
         for name, block in committed.contribution.blocks.items():
             if self._is_frozen(name):
                 self.schedule.count_applied_block(committed)
             else:
-                self.queues[name].put_update(Update(committed, block, pull))
+                self.queues[name].put_update(Update(committed, block, pull, hyper_parameters))
         self._shard.version = self.schedule.applied  # if all of its blocks are frozen
         if (destination := self._run.writer.choose_destination(committed.number)) is not None:
             self._pauses.begin_pause(self._drain_and_snapshot(committed.number, destination))
 
     def _get_hyper_parameters(self, contribution: Contribution[StagedBlock]) -> list[HyperParameters]:
-        assert contribution.hyper_parameters is not None  # it is complete
         return self._run.membership.newest_controls.override_rates(contribution.hyper_parameters)
 
     def _is_frozen(self, name: str) -> bool:
@@ -319,8 +324,7 @@ class QueueExecutor:
         staleness = self._shard.versions[name] - update.pull.versions[name]
         self._metrics.staleness.observe(staleness)
         gradient = update.block.tensor()
-        hyper_parameters = update.committed.contribution.hyper_parameters
-        assert hyper_parameters is not None  # it is complete
+        hyper_parameters = update.hyper_parameters
         place = self._shard.layout.place[name]
         if rules.compensation == "dc" and not place.is_mean:
             assert update.pull.values is not None

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ps_protocol.errors import Ended, GradpostError
+from ps_protocol.optimizers import HyperParameters
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
@@ -30,11 +31,12 @@ log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One trainer's gradient for this block, and the pull that it was computed on."""
+    """One trainer's gradient for this block, the pull that it was computed on, and the hyper-parameters of its step."""
 
     committed: Committed[StagedBlock]
     block: StagedBlock
     pull: PulledState
+    hyper_parameters: list[HyperParameters]
 
 
 Apply: TypeAlias = Callable[[str, Update], Awaitable[None]]

@@ -5,12 +5,13 @@ A staged block is an opaque payload.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from ps_protocol.errors import Conflict, ContributionConflict, FutureRound
 from ps_protocol.optimizers import HyperParameters, StepState
+from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 Payload = TypeVar("Payload")
@@ -75,13 +76,10 @@ class MembershipChanges:
 
 @dataclass(frozen=True, slots=True)
 class Push(Generic[Payload]):
-    """One push: blocks of a gradient, or optimizer state. The last push of a contribution announces all of it."""
+    """One push: blocks of a gradient, or optimizer state."""
 
     blocks: Mapping[str, Payload]
-    num_blocks: int | None = None  # of the contribution; None before its last push
-    hyper_parameters: list[HyperParameters] | None = None
-    num_slots: int = 0  # of the contribution, slots and step states
-    computed_on: Round | None = None  # asynchronous modes: the step after which its parameters were pulled
+    completion: Completion | None = None  # of the last push of a contribution
     slots: Mapping[str, Payload | StepState] = field(default_factory=dict)  # optimizer state that a trainer has loaded
 
     @property
@@ -104,16 +102,22 @@ class Contribution(Generic[Payload]):
 
     blocks: dict[str, Payload] = field(default_factory=dict)
     incarnation: Incarnation = 0  # of the trainer
-    num_blocks: int | None = None
-    hyper_parameters: list[HyperParameters] | None = None
-    computed_on: Round | None = None
+    completion: Completion | None = None  # once it has arrived
     slots: dict[str, Payload | StepState] = field(default_factory=dict)
-    num_slots: int = 0
 
     @property
     def is_complete(self) -> bool:
         """True if all of it is staged. Its batch barrier is counted separately."""
-        return self.num_blocks == len(self.blocks) and self.num_slots == len(self.slots)
+        announced = self.completion
+        if announced is None:
+            return False
+        return announced.num_blocks == len(self.blocks) and announced.num_slots == len(self.slots)
+
+    @property
+    def hyper_parameters(self) -> list[HyperParameters]:
+        """The hyper-parameters of a complete contribution."""
+        assert self.completion is not None
+        return self.completion.hyper_parameters
 
     def stage(self, rank: Rank, round_: Round, push: Push[Payload]) -> Staged:
         """Stage one push. `rank` and `round_` are for messages.
@@ -124,17 +128,14 @@ class Contribution(Generic[Payload]):
         where = f"trainer {rank} pushed", f"in round {round_}"
         blocks = _find_new(self.blocks, push.blocks, "other bytes for block", *where)
         slots = _find_new(self.slots, push.slots, "something else for", *where)
-        is_announced, announces = self.num_blocks is not None, push.num_blocks is not None
-        own_slots, pushed_slots = self.num_slots if is_announced else None, push.num_slots if announces else None
-        _check_total("blocks", len(self.blocks) + len(blocks), self.num_blocks, push.num_blocks, *where)
-        _check_total("slots", len(self.slots) + len(slots), own_slots, pushed_slots, *where)
-        if is_announced and announces and push.hyper_parameters != self.hyper_parameters:
+        announced = [one for one in (self.completion, push.completion) if one is not None]
+        _check_total("blocks", len(self.blocks) + len(blocks), [one.num_blocks for one in announced], *where)
+        _check_total("slots", len(self.slots) + len(slots), [one.num_slots for one in announced], *where)
+        if announced and announced[0].hyper_parameters != announced[-1].hyper_parameters:
             raise ContributionConflict(f"{where[0]} two sets of hyper-parameters {where[1]}")
         self.blocks.update(blocks)
         self.slots.update(slots)
-        if announces and not is_announced:
-            self.num_blocks, self.num_slots = push.num_blocks, push.num_slots
-            self.hyper_parameters, self.computed_on = push.hyper_parameters, push.computed_on
+        self.completion = self.completion or push.completion
         return Staged(len(blocks) + len(slots), self.is_complete)
 
 
@@ -150,11 +151,10 @@ def _find_new(
     return new
 
 
-def _check_total(noun: str, staged: int, announced: int | None, pushed: int | None, who: str, when: str) -> None:
-    total = announced if pushed is None else pushed
-    if total is not None and (staged > total or announced not in (None, total)):
+def _check_total(noun: str, staged: int, announced: Sequence[int], who: str, when: str) -> None:
+    if announced and (staged > announced[-1] or announced[0] != announced[-1]):
         raise ContributionConflict(
             f"{who} more {noun} {when} than it announced, or announced two numbers",
-            expected=total if announced is None else announced,
-            actual=max(total, staged),
+            expected=announced[0],
+            actual=max(announced[-1], staged),
         )

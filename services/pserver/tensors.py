@@ -155,8 +155,7 @@ def digest_contribution(
     digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: Contribution[StagedBlock]
 ) -> None:
     """Add everything that a trainer has staged."""
-    announced = contribution.num_blocks, contribution.num_slots, contribution.hyper_parameters
-    digest.update(repr((identity, *announced)).encode())
+    digest.update(repr((identity, contribution.completion)).encode())
     for name, staged in [*sorted(contribution.blocks.items()), *sorted(contribution.slots.items())]:
         digest.update(name.encode())
         for view in staged.bytes() if isinstance(staged, StagedBlock) else [repr(staged).encode()]:

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, ContributionConflict, ContributionMissing, FutureRound
 from ps_protocol.membership import Membership
+from ps_protocol.requests import Completion
 from services.pserver.clocks import Clocks, Committed
 from services.pserver.staging import Push
 
@@ -21,6 +22,10 @@ from ...soaking import examples
 BLOCKS = ("a", "b", "c")
 NUMBERS: list[Any] = [{"lr": 0.1}]
 RANKS = (0, 1, 2)
+
+
+def complete(number: int | None) -> Completion | None:
+    return None if number is None else Completion(number, NUMBERS)
 
 
 class ClocksMachine(RuleBasedStateMachine):
@@ -58,9 +63,9 @@ class ClocksMachine(RuleBasedStateMachine):
         said = self.said[rank]
         if (said is not None and len(together) > said) or (said is not None and number not in (None, said)):
             with pytest.raises(ContributionConflict):
-                self.clocks.stage(rank, step, Push(payload, number, NUMBERS))
+                self.clocks.stage(rank, step, Push(payload, complete(number)))
             return
-        staged = self.clocks.stage(rank, step, Push(payload, number, NUMBERS if last else None))
+        staged = self.clocks.stage(rank, step, Push(payload, complete(number)))
         assert staged.num_new == len(together) - len(self.pushed[rank])
         self.pushed[rank] = together
         self.said[rank] = said if number is None else number
@@ -158,7 +163,7 @@ def test_a_setting_without_effect_is_refused() -> None:
 def test_a_new_incarnation_begins_with_its_start_or_behind_the_steps_that_are_here(start: Any, opens: int) -> None:
     clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async"))
     for step in (1, 2):
-        clocks.stage(0, step, Push({}, 0, NUMBERS))
+        clocks.stage(0, step, Push({}, complete(0)))
         clocks.commit(0)
     clocks.install_members(Membership({0: 2}, starts={} if start is None else {0: start}))
     assert (clocks.open_steps, clocks.clocks) == ({0: opens}, {0: opens - 1})

@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from ps_protocol.errors import GradpostError
 from ps_protocol.membership import Membership
+from ps_protocol.requests import Completion
 from services.pserver.rounds import Apply, Measure, Rounds
 from services.pserver.staging import Push as StagedPush
 
@@ -149,9 +150,7 @@ contents = st.tuples(
 
 def snapshot(rounds: Rounds[str]) -> Any:
     """Everything that it holds, copied."""
-    contributions = {
-        rank: (dict(c.blocks), c.num_blocks, repr(c.hyper_parameters)) for rank, c in rounds.contributions.items()
-    }
+    contributions = {rank: (dict(c.blocks), repr(c.completion)) for rank, c in rounds.contributions.items()}
     sets = set(rounds.batch_barriers), set(rounds.fetch_barriers)
     return dict(rounds.members), rounds.applied, rounds.measuring, rounds.applying, contributions, sets
 
@@ -302,7 +301,7 @@ class Interleavings(RuleBasedStateMachine):
             staged = self.model.staged[rank]
             assert staged.is_complete
             assert contribution.blocks == staged.blocks
-            assert (contribution.num_blocks, contribution.hyper_parameters) == staged.said
+            assert contribution.completion == Completion(*(staged.said or ()))
         lowest = self.model.staged[min(members)]
         assert apply.hyper_parameters == (lowest.said or ())[1]
         assert apply.identity == (apply.round, tuple(sorted(members.items())), ())
@@ -347,8 +346,8 @@ class Interleavings(RuleBasedStateMachine):
         """Do what the shell does after the last byte of a request."""
         if self.rounds.admit(push.rank, push.incarnation, push.round) == "already_applied":
             return "already_applied"
-        number, numbers = push.said or (None, None)
-        return self.rounds.stage(push.rank, push.round, StagedPush(dict(push.blocks), number, numbers)).num_new
+        completion = Completion(*push.said) if push.said else None
+        return self.rounds.stage(push.rank, push.round, StagedPush(dict(push.blocks), completion)).num_new
 
     def _expect(self, expected: Any, act: Callable[[], Any], *, changes: bool = True) -> Any:
         """Compare answers. A refusal, and what must not change anything, leaves everything as it was."""

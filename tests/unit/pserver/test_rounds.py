@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ps_protocol.errors import FutureRound
 from ps_protocol.membership import Membership
 from ps_protocol.norms import ShardNorm
+from ps_protocol.requests import Completion
 from services.pserver.rounds import Apply, Measure, Rounds
 from services.pserver.staging import Push
 
@@ -52,14 +53,14 @@ class RoundsAhead(RuleBasedStateMachine):
         if self.got[rank] < round_ - 1 - self.k:
             return  # the trainer has to get parameters first
         assert self.rounds.admit(rank, 1, round_) == "open"
-        self.rounds.stage(rank, round_, Push({"w": f"round {round_} of {rank}"}, 1, NUMBERS))
+        self.rounds.stage(rank, round_, Push({"w": f"round {round_} of {rank}"}, Completion(1, NUMBERS)))
         self.pushed[rank] = round_
 
     @rule(rank=st.integers(0, NUM_TRAINERS - 1))
     def push_again(self, rank: int) -> None:
         round_ = self.pushed[rank]
         if round_ and self.rounds.admit(rank, 1, round_) == "open":
-            push = Push({"w": f"round {round_} of {rank}"}, 1, NUMBERS)
+            push = Push({"w": f"round {round_} of {rank}"}, Completion(1, NUMBERS))
             assert self.rounds.stage(rank, round_, push).num_new == 0
 
     @rule(rank=st.integers(0, NUM_TRAINERS - 1), again=st.booleans())
@@ -101,7 +102,9 @@ TestRoundsAhead.settings = settings(max_examples=examples(90), stateful_step_cou
 
 def complete(rounds: Rounds[str], rank: int, incarnation: int = 1) -> None:
     assert rounds.admit(rank, incarnation, rounds.open) == "open"
-    rounds.stage(rank, rounds.open, Push({"a": payload(rank, incarnation, rounds.open, "a")}, 1, LAMBDAS[0]))
+    rounds.stage(
+        rank, rounds.open, Push({"a": payload(rank, incarnation, rounds.open, "a")}, Completion(1, LAMBDAS[0]))
+    )
 
 
 def test_a_change_to_no_members_applies_nothing_and_lets_the_running_apply_end():
@@ -147,7 +150,7 @@ def test_rounds_that_are_staged_ahead_are_measured_one_after_the_other():
     rounds: Rounds[str] = Rounds({0: 1}, 1, clips=True)
     first = measured(rounds)
     assert repr(rounds) == "<Round 1 [measuring | waiting for: no trainer]>"
-    rounds.stage(0, 2, Push({"a": "2"}, 1, LAMBDAS[0]))
+    rounds.stage(0, 2, Push({"a": "2"}, Completion(1, LAMBDAS[0])))
     assert rounds.count_batch_barrier(0, 1, 2) is None
     assert rounds.accept_norm() is first
     norm = ShardNorm("digest", 2.0)
