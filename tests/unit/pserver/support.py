@@ -292,6 +292,7 @@ async def bench(
     state_dir: Path | None = None,
     incarnation: int = 1,
     wire: WireTypes = UNCHANGED,
+    buffers: Sequence[tuple[str, tuple[int, ...], str]] = (),
     **install: Any,
 ) -> AsyncIterator[Bench]:
     """A pserver with a run. At the end nothing may be left: no task, no job.
@@ -304,7 +305,7 @@ async def bench(
     pserver = Pserver(compute, PserverMetrics(registry, compute), LIMITS, disk=disk)
     held = await pserver.open_folder(0)
     await pserver.adopt_identity(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
-    plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups), wire=wire)
+    plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups), wire=wire, buffers=buffers)
     message = InstallRun(
         **{
             "run": "run1",

@@ -342,13 +342,6 @@ def test_slots_are_allocated_once_when_first_needed(monkeypatch):
     assert {name: slot.data_ptr() for name, slot in slots.items()} == before
 
 
-def test_the_accumulator_of_adagrad_starts_at_its_initial_value_in_a_block_that_comes_late(monkeypatch):
-    recorder = Recorder(monkeypatch, "Adagrad", four(), [make_options("Adagrad", initial_accumulator_value=2.0)])
-    recorder.apply("a")
-    recorder.apply("a", "b")
-    assert recorder.blocks.state.slots["sum"][[0, 64]].tolist() == [4.0, 3.0]
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_the_gradient_is_only_read(monkeypatch, name):
     options = make_options(name, weight_decay=0.1, maximize=True)

@@ -207,6 +207,24 @@ async def test_a_second_upload_of_initial_values_changes_nothing():
         await unchanged(b, "stale_trainer", b.call("initial", b.fence(0, 1), encode({})))
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "dtype", "error"),
+    [
+        ("x.block0", torch.zeros(5), b'"F32"', "unknown_block"),
+        ("p1", torch.zeros(5), b'"F32"', "unknown_block"),
+        ("p1.block0", torch.zeros(1), b'"F32"', "wrong_shape"),
+        ("p1.block0", torch.zeros(1, 5), b'"F32"', "wrong_shape"),
+        ("p1.block0", torch.zeros(5), b'"I32"', "wrong_dtype"),
+        ("mean", torch.zeros(3), b'"F32"', "wrong_shape"),
+        ("mean", torch.zeros(2), b'"I32"', "wrong_shape"),
+    ],
+)
+async def test_initial_values_that_do_not_fit_are_refused(name, values, dtype, error):
+    async with bench(initial=False, buffers=[("mean", (2,), "F32")]) as b:
+        body = encode({name: values}).replace(b'"F32"', dtype)
+        await unchanged(b, error, b.call("initial", b.fence(0, 0), body))
+
+
 async def test_other_bytes_under_one_identity_are_a_conflict():
     async with bench() as b:
         await b.push(0, 1)
