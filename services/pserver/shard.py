@@ -4,7 +4,6 @@ Synchronous and not thread-safe: one thread computes. A round takes these calls:
 
     gradient, present = shard.aggregator.aggregate(contributions)       # in rank order
     shard.apply(gradient, present, hyper_parameters)
-    shard.publish(present)                                              # if trainers pull deltas
     chunks = shard.encode(metadata={"round": "7"})                      # the same bytes for all trainers
 """
 
@@ -81,15 +80,25 @@ class Shard:
 
     # ------------------------------------------------------------------ updates
 
-    def apply(self, gradient: Tensor, present: Collection[str], hyper_parameters: list[HyperParameters]) -> None:
-        """Step the present blocks once with a gradient of the layout.
+    def apply(
+        self,
+        gradient: Tensor,
+        present: Collection[str],
+        hyper_parameters: list[HyperParameters],
+        loaded: LoadedState | None = None,
+    ) -> list[str]:
+        """Step the present blocks once with a gradient of the layout, after loading optimizer state if there is any.
 
-        After an exception the shard is in an unknown state.
+        Returns the blocks whose values have changed. After an exception the shard is in an unknown state.
         """
+        masters = self.load_slots(loaded) if loaded else []
         probed = self.probes.copy_before(present, self.block)
         self._step(gradient, present, hyper_parameters)
         self.version += 1
         self.probes.finish_probes(probed, self.block, self.version)
+        if self.published is not None:
+            self.published.publish_round(present, masters)
+        return [*present, *masters]
 
     def apply_block(
         self, name: str, gradient: Tensor, hyper_parameters: list[HyperParameters], *, counter: Rank | None = None
@@ -122,14 +131,6 @@ class Shard:
         for name, values in masters.items():
             self.block(name).copy_(values)
         return list(masters)
-
-    def publish(self, stepped: Collection[str], loaded: Collection[str] = ()) -> None:
-        """After a round, bring the published values, if there are any, close to the values of these blocks.
-
-        Blocks whose values were `loaded` in the round are published whole.
-        """
-        if self.published is not None:
-            self.published.publish_round(stepped, loaded)
 
     # ------------------------------------------------------------------ the whole state
 

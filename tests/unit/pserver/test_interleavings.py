@@ -62,12 +62,12 @@ class Witness:
         self.applied: list[int] = []
         apply = bench.run.shard.apply
 
-        def watched(gradient: Tensor, *rest: Any) -> None:
+        def watched(gradient: Tensor, *rest: Any) -> list[str]:
             round_ = len(self.applied) + 1
             assert self.barriers[round_] == self.trainers, "applied before all batch barriers"
             assert self.read[round_ - 1] == self.trainers, "applied before all fetch barriers of the round before"
             self.applied.append(round_)
-            apply(gradient, *rest)
+            return apply(gradient, *rest)
 
         bench.run.shard.apply = watched
 
