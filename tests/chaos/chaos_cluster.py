@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from trainer_client.testing import Child, LocalCluster
 
@@ -101,10 +104,10 @@ class ChaosCluster(LocalCluster):
 
     def name_client(self, port: int) -> str:
         """Return the trainer with a connection from this port, or "another"."""
-        inode = _inode_of(port)
         for child in self.trainers:
-            if inode and inode in _sockets_of(child.pid):
-                return child.name
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if any(one.laddr.port == port for one in psutil.Process(child.pid).net_connections("tcp")):
+                    return child.name
         return "another"
 
     def lost_its_port(self, child: Child) -> bool:
@@ -151,24 +154,3 @@ def _free_port() -> int:
             except OSError:
                 continue
             return port
-
-
-def _inode_of(port: int) -> str:
-    """Return the inode of the connected socket on loopback with this port."""
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[1].endswith(f":{port:04X}") and fields[3] == "01":
-            return fields[9]
-    return ""
-
-
-def _sockets_of(pid: int) -> set[str]:
-    found = set()
-    try:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(link)
-            if target.startswith("socket:["):
-                found.add(target[8:-1])
-    except OSError:
-        pass  # it has just ended
-    return found

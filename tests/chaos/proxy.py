@@ -7,7 +7,6 @@ import contextlib
 import socket
 import struct
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +17,6 @@ Direction = Literal["up", "down"]  # to the service, and from it
 
 ALL_CLIENTS = ""
 UPLOAD_BYTES = 400  # a chunk of at least so much is the body of a push
-SETTLING_TURNS = 5
 CHECK_SECONDS = 0.02
 CHUNK_BYTES = 64 * 1024
 
@@ -28,13 +26,14 @@ class _Connection:
     """A client's connection and that to the service, or the client's alone if it gets pages."""
 
     client: str
-    ends: tuple[asyncio.StreamWriter, ...]
+    ends: list[asyncio.StreamWriter]
     is_deaf: bool = False  # responses are discarded
 
     def reset(self) -> None:
         for writer in self.ends:
             linger = struct.pack("ii", 1, 0)  # closing sends a reset and discards unsent bytes
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            with contextlib.suppress(OSError):  # it is closed already
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
 
 
@@ -53,13 +52,18 @@ class Proxy:
         self.page: int | None = None  # the status of the page that answers every request on a new connection
         self._name_client = name_client
         self._connections: set[_Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: weakref.WeakSet[asyncio.StreamWriter] = weakref.WeakSet()
-        self._loop = asyncio.new_event_loop()
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
-        self.port: int = self._server.sockets[0].getsockname()[1]
-        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self.port = 0
+        self._is_ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="proxy", daemon=True)
         self._thread.start()
+        self._is_ready.wait()
+
+    async def _run(self) -> None:
+        self._loop, self._is_over = asyncio.get_running_loop(), asyncio.Event()
+        async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
+            self.port = server.sockets[0].getsockname()[1]
+            self._is_ready.set()
+            await self._is_over.wait()
 
     @property
     def address(self) -> str:
@@ -75,66 +79,34 @@ class Proxy:
             connection.reset()
 
     def close(self) -> None:
-        """Reset all connections and end the thread."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Close all connections and end the thread."""
+        self._loop.call_soon_threadsafe(self._is_over.set)
         self._thread.join()
-        self._loop.close()
-
-    async def _end(self) -> None:
-        for listening in self._server.sockets:
-            self._loop.remove_reader(listening.fileno())
-        for _ in range(SETTLING_TURNS):  # accepted connections start, which needs an open server
-            await asyncio.sleep(0)
-        self._server.close()
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for writer in tuple(self._writers):
-            writer.transport.abort()  # with unsent bytes
-        for _ in range(SETTLING_TURNS):  # they are closed in the next iteration of the loop
-            await asyncio.sleep(0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._own(asyncio.current_task())
-        self._writers.add(writer)
         client = self._name_client(writer.get_extra_info("peername")[1])
+        connection = _Connection(client, [writer])
         try:
             await self._pass("up", client)  # a partition holds back the first packet, too
+            self._connections.add(connection)
             if self.page is not None:
-                self._connections.add(connection := _Connection(client, (writer,)))
-                try:
-                    await answer_pages(reader, writer, self.page)
-                finally:
-                    self._connections.discard(connection)
-                writer.close()
+                await answer_pages(reader, writer, self.page)
                 return
             there, back = await asyncio.open_connection("127.0.0.1", self.target)
-        except (OSError, asyncio.CancelledError):
-            writer.transport.abort()
-            return
-        self._writers.add(back)
-        connection = _Connection(client, (writer, back))
-        self._connections.add(connection)
-        pumps = [
-            self._own(asyncio.ensure_future(self._pump("up", connection, reader, back))),
-            self._own(asyncio.ensure_future(self._pump("down", connection, there, writer))),
-        ]
-        try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for pump in pumps:
+            connection.ends.append(back)
+            pumps = {
+                asyncio.ensure_future(self._pump("up", connection, reader, back)),
+                asyncio.ensure_future(self._pump("down", connection, there, writer)),
+            }
+            _, running = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            for pump in running:
                 pump.cancel()
+        except OSError:
+            writer.transport.abort()  # as the service does not listen
+        finally:
             self._connections.discard(connection)
             for end in connection.ends:
                 end.close()
-
-    def _own(self, task: asyncio.Task[None] | None) -> asyncio.Task[None]:
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _pump(
         self, direction: Direction, connection: _Connection, source: asyncio.StreamReader, sink: asyncio.StreamWriter

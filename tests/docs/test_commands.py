@@ -6,8 +6,10 @@ many minutes.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -72,37 +74,29 @@ def check_make(words: list[str]) -> None:
         check(last)
 
 
-# Run a program until it has parsed its arguments.
-PARSE = """
-import argparse, runpy, sys
-parse_args = argparse.ArgumentParser.parse_args
-def parse_and_stop(parser):
-    parse_args(parser)
-    sys.exit()
-argparse.ArgumentParser.parse_args = parse_and_stop
-_, kind, *sys.argv = sys.argv
-(runpy.run_module if kind == "-m" else runpy.run_path)(sys.argv[0], run_name="__main__")
-sys.exit("it did not parse its arguments")
-"""
-
-
 def check_python(words: list[str]) -> None:
     words = words[words[0] == "-P" :]
-    kind = "-m" if words[0] == "-m" else "a file"
-    name, *arguments = words[1:] if kind == "-m" else words
+    is_module = words[0] == "-m"
+    name, *arguments = words[is_module:]
     if name == "train.py":  # the reader's
         return
-    if kind == "-m":
-        spec = importlib.util.find_spec(name)
-        assert spec, name
-        path = Path(spec.origin or "")
-    else:
-        path = ROOT / name
-        assert path.is_file(), name
+    spec = importlib.util.find_spec(name) if is_module else None
+    path = Path(spec.origin or "") if spec else ROOT / name
+    assert path.is_file(), name
     if arguments and arguments[0].startswith("-") and path.is_relative_to(ROOT):
-        command = [sys.executable, "-c", PARSE, kind, name, *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        parse_args = argparse.ArgumentParser.parse_args
+        run: Callable[..., Any] = runpy.run_module if is_module else runpy.run_path
+
+        def parse_and_stop(parser: argparse.ArgumentParser) -> None:
+            parse_args(parser, arguments)
+            sys.exit(0)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+            patch.syspath_prepend(path.parent)
+            with pytest.raises(SystemExit) as ended:
+                run(name if is_module else str(path), run_name="__main__")
+        assert ended.value.code == 0, arguments
 
 
 PROGRAMS: dict[str, Callable[[list[str]], None]] = {
