@@ -71,8 +71,7 @@ class Episode:
         self._over = threading.Event()
         self._claimed: set[tuple[str, str]] = set()  # role and victim of the faults that are under way
         self._condemned: set[int] = set()  # processes that are to die
-        self._lost: dict[str, list[float]] = {}
-        self._damaged: list[float] = []
+        self.history = History(setup, self.reader.records)
         self._spoiled: set[Path] = set()
         self.may_damage = True  # once; two damages may lose more than is promised
         self._serving: set[int] = set()  # processes
@@ -88,21 +87,20 @@ class Episode:
                 for rank in range(self.setup.num_trainers):
                     self.cluster.start_rank(rank)
                 watch = Watch(self.setup, self.state, self.cluster.address, self.complain, self._spoiled)
-                watch.start()
+                watching = threading.Thread(target=watch.run, args=[self._over], name="watch")
+                watching.start()
                 try:
                     self._live()
                 finally:
                     self._over.set()
-                    watch.stop()
-                    self.num_restorable = watch.num_restorable
-                    for thread in self._threads:
+                    for thread in (watching, *self._threads):
                         thread.join()
+                    self.num_restorable = watch.num_restorable
         finally:
             self.reader.read()
             self._log.close()
-        losses, records = self._lost, self.reader.records
-        self.violations += find_violations(History(self.setup, records, self._damaged, losses))
-        self.rounds = max((record["round"] for record in records if "blocks" in record), default=0)
+        self.violations += find_violations(self.history)
+        self.rounds = max((record["round"] for record in self.reader.records if "blocks" in record), default=0)
         (self.folder / "injections.json").write_text(json.dumps([asdict(one) for one in self.injections], indent=1))
 
     def _live(self) -> None:
@@ -187,7 +185,7 @@ class Episode:
         self.cluster.start_rank(rank)
 
     def _check_end(self, child: Child, why: str) -> None:
-        if child.pid not in self._condemned and not self.cluster.lost_its_port(child):
+        if child.pid not in self._condemned:
             self.complain(f"{child.name} has ended by itself, exit code {child.exit_code}{why}")
 
     def newest(self, what: str, rank: int) -> int:
@@ -320,7 +318,7 @@ class Episode:
 
     def expect_rollback(self) -> None:
         """Allow a rollback of the run from now on."""
-        self._damaged.append(time.monotonic())
+        self.history.disk_damaged.append(time.monotonic())
 
     def is_quiet(self, since: float, *roles: str) -> bool:
         """Return whether the cluster has had no other faults since then, and time before to recover from them."""
@@ -346,7 +344,7 @@ class Episode:
 
     def lose(self, name: str) -> None:
         """Record that this process, or one of this role, may be lost with its memory."""
-        self._lost.setdefault(name, []).append(time.monotonic())
+        self.history.lost.setdefault(name, []).append(time.monotonic())
 
     def kill(self, victim: str) -> None:
         """Kill a process, and wait for its end."""

@@ -38,19 +38,20 @@ class _Connection:
 
 
 class Proxy:
-    """A proxy that forwards connections to `target` on loopback in its own thread, until `close`.
+    """A proxy that forwards connections to a port on loopback in its own thread, until `close`.
 
-    Any thread may set its public attributes at any time. `name_client` returns the client of a port.
+    Any thread may set its public attributes at any time. `name_client` returns the client of a port, and `find_target`
+    the port of the service.
     """
 
-    def __init__(self, name_client: Callable[[int], str]) -> None:
-        self.target = 0  # the service's port
+    def __init__(self, name_client: Callable[[int], str], find_target: Callable[[], int]) -> None:
         self.blocked: set[tuple[Direction, str]] = set()  # directions and clients; bytes are held back, none is lost
         self.delay_seconds = 0.0  # of every chunk
         self.num_lost_replies = 0  # of the next uploads
         self.num_cut_replies = 0  # of the next replies, as if the service had closed the connection
         self.page: int | None = None  # the status of the page that answers every request on a new connection
         self._name_client = name_client
+        self._find_target = find_target
         self._connections: set[_Connection] = set()
         self.port = 0
         self._is_ready = threading.Event()
@@ -92,7 +93,7 @@ class Proxy:
             if self.page is not None:
                 await answer_pages(reader, writer, self.page)
                 return
-            there, back = await asyncio.open_connection("127.0.0.1", self.target)
+            there, back = await asyncio.open_connection("127.0.0.1", self._find_target())
             connection.ends.append(back)
             pumps = {
                 asyncio.ensure_future(self._pump("up", connection, reader, back)),

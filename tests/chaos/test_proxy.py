@@ -46,8 +46,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def proxy(server: Server) -> Iterator[Proxy]:
-    proxy = Proxy(lambda port: "trainer 0")
-    proxy.target = server.server_address[1]
+    proxy = Proxy(lambda port: "trainer 0", lambda: server.server_address[1])
     yield proxy
     proxy.close()
 
