@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import httpx
 
 from ps_protocol import routes
 
-from .administration import CHECKPOINT_SECONDS, ask, ask_until, list_checkpoints
 from .chaos_cluster import find_libfaketime
 from .proxy import ALL_CLIENTS, Direction
 from .setup import FREEZABLE, LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, Setup, write_whole
@@ -32,6 +34,13 @@ STANDSTILL_SECONDS = 3.0  # without any step, while only a checkpoint store is d
 LATE_SECONDS = 0.5  # that a trainer takes longer for a step than the others
 LOG_ORDER = "slow 0.05"  # to logs, so that several pushes wait for each other
 HURRY_SECONDS = 3.0  # during which trainers compute nothing, and push without a pause
+# Requests of an administrator.
+QUIET_SECONDS = 10.0  # for an answer while nothing else is disturbed
+CHANGE_SECONDS = 45.0  # otherwise: the coordinator's own 30 s, a pause of it, and a busy machine
+CHECKPOINT_SECONDS = 120.0  # for a checkpoint while the coordinator is restarted, or places are disturbed
+PATIENCE_SECONDS = 120.0  # for a request that is sent again
+PAUSE_SECONDS = 0.2
+ALLOWED = (200, 404, 409, 503)
 DISK_ERRORS = ("enospc", "eio", "erofs")
 
 
@@ -312,6 +321,53 @@ def _start_rival(episode: Episode, victim: str) -> bool:
 
 
 # ------------------------------------------------------------------ administrators
+
+
+def ask(episode: Episode, method: str, path: str, message: Any = None, *, seconds: float = CHANGE_SECONDS) -> int:
+    """Send a request to the coordinator, check its answer, and return the status; 0 if the coordinator has died."""
+    began = time.monotonic()
+    try:
+        with httpx.Client(base_url=episode.cluster.address, timeout=seconds, trust_env=False) as client:
+            response = client.request(method, path, json=message)
+    except httpx.TimeoutException:
+        episode.complain(f"{method} {path} was not answered within {seconds:g} s")
+        return 0
+    except httpx.TransportError as error:
+        episode.note(f"{method} {path}: {error!r}")
+        return 0
+    took = time.monotonic() - began
+    episode.note(f"{method} {path} {message or ''}: {response.status_code} after {took:.2f} s: {response.text}")
+    if response.status_code not in ALLOWED:
+        episode.complain(f"{method} {path} was answered {response.status_code}: {response.text}")
+    elif took > QUIET_SECONDS and episode.is_quiet(began, "administrator"):
+        episode.complain(f"{method} {path} was answered after {took:.1f} s, though nothing else was disturbed")
+    return response.status_code
+
+
+def ask_until(
+    episode: Episode, wanted: Collection[int], method: str, path: str, message: Any = None, **bound: float
+) -> int:
+    """Repeat a request until the answer is a wanted one, and return its status; 0 if there was none in time."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < until and not episode.violations:
+        if (status := ask(episode, method, path, message, **bound)) in wanted:
+            return status
+        time.sleep(PAUSE_SECONDS)
+    return 0
+
+
+def list_checkpoints(episode: Episode) -> list[int]:
+    """Return the rounds of the checkpoints that the coordinator lists, once it knows of any; none if it is too long."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < until and not episode.violations:
+        with suppress(httpx.TransportError):
+            response = httpx.get(
+                f"{episode.cluster.address}{routes.CHECKPOINTS}", timeout=CHANGE_SECONDS, trust_env=False
+            )
+            if response.is_success and (found := response.json()):
+                return [one["round"] for one in found]
+        time.sleep(PAUSE_SECONDS)
+    return []
 
 
 @_fault("administrative changes under load", "administrator")

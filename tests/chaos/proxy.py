@@ -9,9 +9,13 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Literal
 
-from .pages import answer_pages
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import DataReceived, RequestReceived
+from h2.exceptions import ProtocolError
 
 Direction = Literal["up", "down"]  # to the service, and from it
 
@@ -19,6 +23,7 @@ ALL_CLIENTS = ""
 UPLOAD_BYTES = 400  # a chunk of at least so much is the body of a push
 CHECK_SECONDS = 0.02
 CHUNK_BYTES = 64 * 1024
+PREFACE = b"PRI * HTTP/2.0"
 
 
 @dataclass(eq=False)
@@ -132,3 +137,34 @@ class Proxy:
     async def _pass(self, direction: Direction, client: str) -> None:
         while {(direction, client), (direction, ALL_CLIENTS)} & self.blocked:  # noqa: ASYNC110 - which other threads set
             await asyncio.sleep(CHECK_SECONDS)
+
+
+async def answer_pages(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: int) -> None:
+    """Answer each request with a page as a gateway does, until the connection ends; over HTTP/1.1 that is at once."""
+    phrase = HTTPStatus(status).phrase
+    page = f"<html><head><title>{status} {phrase}</title></head><body><h1>{phrase}</h1></body></html>".encode()
+    data = await reader.read(CHUNK_BYTES)
+    if not data.startswith(PREFACE):
+        head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: text/html\r\ncontent-length: {len(page)}\r\n"
+        writer.write(f"{head}connection: close\r\n\r\n".encode() + page)
+        await writer.drain()
+        while data:  # closing with unread bytes resets the connection, and the page may be lost
+            data = await reader.read(CHUNK_BYTES)
+        return
+    connection = H2Connection(H2Configuration(client_side=False))
+    connection.initiate_connection()
+    while data:
+        try:
+            events = connection.receive_data(data)
+        except ProtocolError:
+            return
+        for event in events:
+            if isinstance(event, RequestReceived):
+                headers = [(":status", str(status)), ("content-type", "text/html"), ("content-length", str(len(page)))]
+                connection.send_headers(event.stream_id, headers)
+                connection.send_data(event.stream_id, page, end_stream=True)
+            elif isinstance(event, DataReceived):
+                connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+        writer.write(connection.data_to_send())
+        await writer.drain()
+        data = await reader.read(CHUNK_BYTES)

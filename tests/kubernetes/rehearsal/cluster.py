@@ -14,9 +14,8 @@ from trainer_client.testing.guardian import Guardian
 
 from ..network import Place, allowed_one_way
 from ..rendering import Object, pod_of_train_job
-from .container import make_image
+from .container import empty_volume, make_image, make_secrets, secret_volume
 from .pod import NAMESPACE, Pod
-from .volumes import empty_volume, make_secrets, secret_volume
 from .wires import NODE, UNUSED, Wires
 
 WAIT_SECONDS = 180.0
