@@ -17,7 +17,7 @@ from .stage import arguments_of_up, needs_curl, run_shell, status_of
 
 TEXT = read("cli.md")
 COMMANDS = "\n".join(block.text for block in examples(TEXT[: TEXT.index("## TensorBoard")], "sh"))
-examples(section(TEXT, "TensorBoard"), "sh")  # tests/cluster/test_command_line.py exports
+examples(section(TEXT, "TensorBoard"), "sh")  # tests/cluster/test_administration.py exports
 
 
 @pytest.mark.cluster

@@ -74,29 +74,39 @@ def check_make(words: list[str]) -> None:
         check(last)
 
 
+class ParsedArguments(SystemExit):
+    """Ends a program that has parsed its arguments."""
+
+
+PARSE_ARGS = argparse.ArgumentParser.parse_args
+
+
+def parse_and_stop(parser: argparse.ArgumentParser) -> None:
+    PARSE_ARGS(parser)
+    raise ParsedArguments
+
+
 def check_python(words: list[str]) -> None:
     words = words[words[0] == "-P" :]
-    is_module = words[0] == "-m"
-    name, *arguments = words[is_module:]
+    kind = "-m" if words[0] == "-m" else "a file"
+    name, *arguments = words[1:] if kind == "-m" else words
     if name == "train.py":  # the reader's
         return
-    spec = importlib.util.find_spec(name) if is_module else None
-    path = Path(spec.origin or "") if spec else ROOT / name
-    assert path.is_file(), name
+    if kind == "-m":
+        spec = importlib.util.find_spec(name)
+        assert spec, name
+        path = Path(spec.origin or "")
+    else:
+        path = ROOT / name
+        assert path.is_file(), name
     if arguments and arguments[0].startswith("-") and path.is_relative_to(ROOT):
-        parse_args = argparse.ArgumentParser.parse_args
-        run: Callable[..., Any] = runpy.run_module if is_module else runpy.run_path
-
-        def parse_and_stop(parser: argparse.ArgumentParser) -> None:
-            parse_args(parser, arguments)
-            sys.exit(0)
-
+        run = runpy.run_module if kind == "-m" else runpy.run_path
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-            patch.syspath_prepend(path.parent)
-            with pytest.raises(SystemExit) as ended:
-                run(name if is_module else str(path), run_name="__main__")
-        assert ended.value.code == 0, arguments
+            patch.setattr(sys, "argv", [name, *arguments])
+            with pytest.raises(SystemExit) as end:
+                run(name if kind == "-m" else str(path), run_name="__main__")
+        assert isinstance(end.value, ParsedArguments), arguments
 
 
 PROGRAMS: dict[str, Callable[[list[str]], None]] = {

@@ -47,6 +47,10 @@ def test_the_example_of_slicing() -> None:
     ]
 
 
+def test_the_table_of_placements_is_what_its_script_prints() -> None:
+    assert run_shell(ROOT, "python benchmarks/placement.py") in MODES
+
+
 @pytest.mark.cluster
 def test_a_step_costs_the_documented_requests_and_bytes(cluster: LocalCluster) -> None:
     measured = re.search(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import FastAPI, Query, Request, Response
@@ -17,12 +17,11 @@ from ps_protocol.errors import TryAgain
 from ps_protocol.fields import Name, OrdinalText, Round
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import ClusterStatus
-from services.runtime.large_replies import LargeReplies, StreamedReply
+from services.runtime.large_replies import LargeReplies, LargeReply
 from services.runtime.statistics import ParameterStatistics
 
-from ..activity import Activity
+from ..activity import MAX_POINTS, Activity, CurveList
 from ..coordinator import Coordinator
-from ..curves import MAX_POINTS, CurveList
 from ..events import MAX_EVENTS, Event
 from ..status import describe_status
 from .formats import CONTENT_TYPES, Format
@@ -55,7 +54,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     """Add the routes to the application."""
     large = LargeReplies()
     statistics = StatisticsCache(coordinator)
-    streams = EventStreams(coordinator)
+    places = asyncio.Semaphore(MAX_STREAMS)
 
     @app.get(routes.STATUS, tags=["inspection"])
     async def status() -> ClusterStatus:
@@ -67,8 +66,8 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         """Return the rates, the barriers and the work of each member, from heartbeats."""
         return coordinator.activity.describe(coordinator.cluster, coordinator.now(), time.time())
 
-    @app.get(routes.PARAMETERS, tags=["inspection"], response_model=ParameterList)
-    async def parameters() -> dict[str, Any]:
+    @app.get(routes.PARAMETERS, tags=["inspection"])
+    async def parameters() -> ParameterList:
         """Return all parameters with their shapes, blocks and owners."""
         return describe_parameters(coordinator)
 
@@ -96,7 +95,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
             if not has_other and not await wait_for_newer(coordinator, name, after_version, wait_seconds):
                 return Response(status_code=304)
 
-        return StreamedReply(large, lambda: open_parameter(coordinator, name, form), CONTENT_TYPES[form])
+        return LargeReply(large, lambda: open_parameter(coordinator, name, form), CONTENT_TYPES[form])
 
     @app.get(routes.STATISTICS, tags=["inspection"], response_model=ParameterStatistics)
     async def parameter_statistics(name: Name) -> Response:
@@ -109,12 +108,12 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     @app.get(routes.PARAMETER_SLOTS, tags=["inspection"], response_class=Response, responses=_FILE)
     async def slots(name: Name) -> Response:
         """Return the optimizer slots of one parameter, as a safetensors file of float32 tensors of its shape."""
-        return StreamedReply(large, lambda: open_slots(coordinator, name), CONTENT_TYPE)
+        return LargeReply(large, lambda: open_slots(coordinator, name), CONTENT_TYPE)
 
     @app.get(routes.MODEL, tags=["inspection"], response_class=Response, responses=_FILE)
     async def model() -> Response:
         """Return the whole model of one round, with buffers and tied names, for `load_state_dict`."""
-        return StreamedReply(large, lambda: open_model(coordinator), CONTENT_TYPE)
+        return LargeReply(large, lambda: open_model(coordinator), CONTENT_TYPE)
 
     @app.get(routes.CURVES, tags=["inspection"], response_model=CurveList)
     async def curves(max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = MAX_POINTS) -> dict[str, Any]:
@@ -143,7 +142,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         """
         last = request.headers.get("last-event-id", "")
         newest = int(last) if last.isascii() and last.isdecimal() and len(last) < 18 else after
-        return streams.open(newest)
+        return EventStream(coordinator, places, newest)
 
 
 def _is_of_this_attempt(coordinator: Coordinator, tag: str) -> bool:
@@ -161,54 +160,34 @@ SILENT_SECONDS = 15.0  # then a comment keeps the connection open
 RETRY_MILLISECONDS = 1000
 
 
-class EventStreams:
-    """The open streams. Each holds one connection."""
+class EventStream(StreamingResponse):
+    """A reply that lasts until its client leaves or the service stops. It holds one of `places` while it is sent."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
-        self._num_open = 0
-
-    def open(self, after: int) -> Response:
-        """Return a reply that lasts until its client leaves or the service stops. Sending it may raise TryAgain."""
-        return _EventStream(self._stream(after), self.place())
-
-    @contextmanager
-    def place(self) -> Iterator[None]:
-        """Hold one place for the block. Raises TryAgain."""
-        if self._num_open >= MAX_STREAMS:
-            raise TryAgain(f"{MAX_STREAMS} streams of events are open", code="overloaded")
-        self._num_open += 1
-        try:
-            yield
-        finally:
-            self._num_open -= 1
-
-    async def _stream(self, after: int) -> AsyncIterator[bytes]:
-        yield format_sse_event(comment="events of the cluster", retry=RETRY_MILLISECONDS)
-        while not self._coordinator.is_stopping:
-            news = await self._wait_for_news(after)
-            for event in news:
-                after = event.id
-                yield format_sse_event(data_str=event.model_dump_json(), event=event.kind, id=str(event.id))
-            if not news:
-                yield format_sse_event(comment="")
-
-    async def _wait_for_news(self, after: int) -> list[Event]:
-        """Return the next events; an empty list after a silent time."""
-        coordinator = self._coordinator
-        await coordinator.wait_until(
-            lambda: coordinator.events.newest_id > after or coordinator.is_stopping, SILENT_SECONDS
-        )
-        return coordinator.events.after(after)
-
-
-class _EventStream(StreamingResponse):
-    """The reply. It holds its place while it is sent."""
-
-    def __init__(self, content: AsyncIterator[bytes], place: AbstractContextManager[None]) -> None:
-        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._place = place
+    def __init__(self, coordinator: Coordinator, places: asyncio.Semaphore, after: int) -> None:
+        events = _stream_events(coordinator, after)
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._place:
+        """Send the reply. Raises TryAgain without a free place."""
+        if self._places.locked():
+            raise TryAgain(f"{MAX_STREAMS} streams of events are open", code="overloaded")
+        async with self._places:
             await super().__call__(scope, receive, send)
+
+
+async def _stream_events(coordinator: Coordinator, after: int) -> AsyncIterator[bytes]:
+    events = coordinator.events
+
+    def has_news() -> bool:
+        return events.newest_id > after or coordinator.is_stopping
+
+    yield format_sse_event(comment="events of the cluster", retry=RETRY_MILLISECONDS)
+    while not coordinator.is_stopping:
+        await coordinator.wait_until(has_news, SILENT_SECONDS)
+        news = events.after(after)
+        for event in news:
+            after = event.id
+            yield format_sse_event(data_str=event.model_dump_json(), event=event.kind, id=str(event.id))
+        if not news:
+            yield format_sse_event(comment="")
