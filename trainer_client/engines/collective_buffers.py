@@ -10,7 +10,6 @@ from torch import Tensor
 from ps_protocol.errors import BadInput, ContributionConflict
 
 from ..collectives import Collectives
-from ..tensors import check_form
 
 BYTES = 4  # of an element, float32
 PIECE = 1 << 16  # elements that are squared at once, in memory that an allocator keeps
@@ -170,11 +169,6 @@ class BroadcastBuffer:
                 tensor = tensors[name]
                 self._views[name] = part[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 offset += _aligned(tensor.nbytes)
-
-    def check(self) -> None:
-        """Raise BadModel if a tensor has another shape or dtype."""
-        for name, view in self._views.items():
-            check_form(name, self._tensors[name], view.shape, view.dtype)
 
     @torch.no_grad()
     def begin(self, collectives: Collectives, source: int, *, sends: bool) -> None:

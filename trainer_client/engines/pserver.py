@@ -109,11 +109,9 @@ class PserverEngine:
 
     # ------------------------------------------------------------------ the parameters
 
-    def check_parameters(self) -> None:
+    def follow_parameters(self) -> None:
         """See StepEngine."""
-        self._pipeline.check_parameters()
-        if self._local is not None:  # whose optimizer changes them
-            self._pipeline.forget_versions()
+        self._pipeline.follow_parameters()
 
     def replace_values(self, names: Collection[str]) -> None:
         """See StepEngine."""
@@ -162,6 +160,8 @@ class PserverEngine:
         """Begin the next step. Blocks for gradients that are on a device, which are copied."""
         step = self.progress.begun + 1
         self._check_repeated(contribution.gradients, self._parameters)
+        if self._local is not None:  # whose optimizer has changed the parameters
+            self._pipeline.forget_versions()
         if self._pipeline.max_delay == 0 and not self._is_by_parameter:
             self._under_way = contribution
         gradients = {**contribution.gradients, **self._averages.changed_values()}

@@ -33,8 +33,6 @@ from ..protocol.test_certificates import Authority
 from ..protocol.test_tokens import NEW, OLD, put
 from ..runtime.support import Running, Sample, running
 
-pytestmark = pytest.mark.asyncio
-
 
 class Service:
     """A service that accepts one token, and answers when the headers are received, as services do."""

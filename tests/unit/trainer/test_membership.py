@@ -23,8 +23,6 @@ from trainer_client.settings import read_settings
 
 from ...raising import raises_code
 
-pytestmark = pytest.mark.asyncio
-
 JOINED = TrainerJoined(
     run="run1",
     rank=1,

@@ -57,7 +57,6 @@ def test_wrong_tls_files_are_named(authority: Authority) -> None:
         pass
 
 
-@pytest.mark.asyncio
 async def test_a_trainer_that_cannot_join_frees_its_metrics_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -10,8 +10,6 @@ import pytest
 from ps_protocol.messages import PserverInfo, TrainerHeartbeatReply
 from trainer_client.news import MIN_PERIOD_SECONDS, News
 
-pytestmark = pytest.mark.asyncio
-
 
 def report(news: News, *incarnations: int) -> None:
     """Let a heartbeat bring these incarnations of the pservers."""

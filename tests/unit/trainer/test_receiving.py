@@ -170,7 +170,6 @@ INTEGERS, SCALES = ("w", "I8", (3,)), ("w.scales", "F32", (1,))
 DELTA = bytes([2, 0, 256 - 4]) + torch.tensor([0.5]).numpy().tobytes()  # 1, 0, -2
 
 
-@pytest.mark.asyncio
 async def test_a_delta_is_added_to_the_values_once_it_is_whole() -> None:
     values, more = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)
     memory = {"w": writable_bytes(values), "v": writable_bytes(more)}
@@ -187,7 +186,6 @@ async def test_a_delta_is_added_to_the_values_once_it_is_whole() -> None:
         assert more.tolist() == [8.0, 9.0]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("received", [["w"], ["w.scales"], ["v", "v.scales"]])
 async def test_half_of_a_delta_is_refused(received: list[str]) -> None:
     values = torch.ones(3)

@@ -67,7 +67,6 @@ async def client_of(answer: Answer, news: News, **patience: float) -> AsyncItera
     await exchange.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("coordinator_answers", [True, False])
 @pytest.mark.parametrize(
     "refusal",
@@ -90,7 +89,6 @@ async def test_a_restarted_pserver_has_as_long_as_the_coordinator_answers(
                 await client.barrier(1, BATCH)
 
 
-@pytest.mark.asyncio
 async def test_the_time_of_a_pending_round_does_not_count_against_the_deadline() -> None:
     """A pserver may stop after a minute of waiting for a lost trainer."""
     answers = [*[refuse(RoundPending("trainer 1 is missing"))] * 4, refuse(TryAgain("this pserver stops")), DONE]
@@ -104,7 +102,6 @@ async def test_the_time_of_a_pending_round_does_not_count_against_the_deadline()
     assert answers == []
 
 
-@pytest.mark.asyncio
 async def test_a_new_incarnation_has_a_deadline_of_its_own() -> None:
     """The first incarnation stopped for longer than a request may take; the second is busy for a moment."""
     news = News()
@@ -124,7 +121,6 @@ async def test_a_new_incarnation_has_a_deadline_of_its_own() -> None:
     assert answers == []
 
 
-@pytest.mark.asyncio
 async def test_the_page_of_a_gateway_is_handled_as_no_answer() -> None:
     news = News(heard_at=float("inf"))
     answers = [*[httpx.Response(status, text="\n404 page not found") for status in (404, 429, 502)], DONE]
@@ -140,7 +136,6 @@ async def test_the_page_of_a_gateway_is_handled_as_no_answer() -> None:
     assert "answered 502 without a problem document: 404 page not found; is it Gradpost?" in pages[-1][0]
 
 
-@pytest.mark.asyncio
 async def test_the_final_error_names_the_page_of_a_gateway() -> None:
     page = httpx.Response(413, html="<html>\n<h1>413</h1>")
     async with client_of(lambda _: page, News(), retry_seconds=0.1) as client:
@@ -148,7 +143,6 @@ async def test_the_final_error_names_the_page_of_a_gateway() -> None:
             await client.barrier(1, BATCH)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("restarts", [True, False])
 async def test_each_incarnation_gets_the_contribution_and_one_that_loses_it_is_given_up(restarts: bool) -> None:
     news, num_pushes, num_barriers = News(), 0, 0
@@ -175,7 +169,6 @@ async def test_each_incarnation_gets_the_contribution_and_one_that_loses_it_is_g
                 await client.barrier(1, BATCH)
 
 
-@pytest.mark.asyncio
 async def test_the_rounds_that_a_pserver_may_lose_are_kept() -> None:
     """With `max_delay` so many rounds are pushed and not pulled; a restarted pserver may ask for all of them."""
     async with client_of(lambda _: STAGED, News(), max_delay=12) as client:
@@ -185,7 +178,6 @@ async def test_the_rounds_that_a_pserver_may_lose_are_kept() -> None:
         assert len(client._kept) < 20
 
 
-@pytest.mark.asyncio
 async def test_a_pserver_that_stays_behind_is_given_up_after_the_time_of_a_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -241,7 +233,6 @@ def test_the_pause_without_an_answer_is_random_up_to_a_limit_that_doubles(attemp
     assert 0.9 * seconds < max(pauses) <= seconds
 
 
-@pytest.mark.asyncio
 async def test_a_request_is_repeated_after_each_error_of_its_policy() -> None:
     results: list[Exception | str] = [TimeoutError("1"), NotReady("2"), "answer"]
     paused: list[str] = []
@@ -259,7 +250,6 @@ async def test_a_request_is_repeated_after_each_error_of_its_policy() -> None:
     assert paused == ["1", "2"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("errors", [(TimeoutError,), (TryAgain,)], ids=["another error", "the policy gives up"])
 async def test_any_other_error_and_that_of_the_pause_end_the_request(errors: tuple[type[Exception], ...]) -> None:
     async def attempt() -> None:

@@ -79,7 +79,6 @@ def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
         ParameterClient(tls_client_ca=file)
 
 
-@pytest.mark.asyncio
 async def test_settings_that_joining_has_used_cannot_be_changed() -> None:
     client = ParameterClient("http://127.0.0.1:9", metrics_port=None)
     client.configure(bucket_bytes=1000, placement=None)
