@@ -176,7 +176,7 @@ def attach_overlap(
         assert started.pserver is not None  # else the combination is refused
         assert watch is not None
         waits = ForwardWaits(session, model, started.pserver, watch, finish)
-        session.call_at_close(finish_last_step=finish)
+        session.call_at_close(finish)
     if not settings.overlap:
         return None
     return Overlap(session, model.parameters, started.engine, flattening, waits)

@@ -224,20 +224,19 @@ class Host:
         ]
 
     async def _wait(self, work: Coroutine[Any, Any, T], patience: float | None, peers: str, kind: str) -> T:
-        task = asyncio.ensure_future(work)
+        logging = asyncio.get_running_loop().call_later(LOG_SECONDS, self._log_wait, peers, kind)
         try:
-            done, _ = await asyncio.wait({task}, timeout=min(LOG_SECONDS, patience or LOG_SECONDS))
-            if not done and (patience is None or patience > LOG_SECONDS):
-                if self.is_leader:  # the others wait for its waits
-                    self._client.log.info(f"waiting for {peers} ({kind})")
-                await asyncio.wait({task}, timeout=None if patience is None else patience - LOG_SECONDS)
-            if not task.done():
-                raise Ended(
-                    f"{peers} was waited for, for {patience:g} s, and has not come ({kind})", code="host_broken"
-                )
-            return task.result()
+            async with asyncio.timeout(patience):
+                return await work
+        except TimeoutError:
+            text = f"{peers} was waited for, for {patience:g} s, and has not come ({kind})"
+            raise Ended(text, code="host_broken") from None
         finally:
-            task.cancel()
+            logging.cancel()
+
+    def _log_wait(self, peers: str, kind: str) -> None:
+        if self.is_leader:  # the others wait for its waits
+            self._client.log.info(f"waiting for {peers} ({kind})")
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._io.run(self._client.membership.guard(work))

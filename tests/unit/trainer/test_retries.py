@@ -28,11 +28,9 @@ from ps_protocol.requests import Barrier
 from ps_protocol.retry import (
     MAX_PAUSE_SECONDS,
     Patience,
-    RetryPolicy,
     choose_backoff,
     choose_pause,
     read_retry_after,
-    request_with_retry,
 )
 from ps_protocol.routes import SEND
 from trainer_client.metrics import TrainerMetrics
@@ -231,35 +229,6 @@ def test_the_pause_without_an_answer_is_random_up_to_a_limit_that_doubles(attemp
     pauses = [choose_backoff(attempt) for _ in range(1000)]
     assert 0 <= min(pauses) < 0.1 * seconds
     assert 0.9 * seconds < max(pauses) <= seconds
-
-
-async def test_a_request_is_repeated_after_each_error_of_its_policy() -> None:
-    results: list[Exception | str] = [TimeoutError("1"), NotReady("2"), "answer"]
-    paused: list[str] = []
-
-    async def attempt() -> str:
-        result = results.pop(0)
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    async def pause(error: Exception) -> None:
-        paused.append(str(error))
-
-    assert await request_with_retry(attempt, RetryPolicy((TimeoutError, TryAgain), pause)) == "answer"
-    assert paused == ["1", "2"]
-
-
-@pytest.mark.parametrize("errors", [(TimeoutError,), (TryAgain,)], ids=["another error", "the policy gives up"])
-async def test_any_other_error_and_that_of_the_pause_end_the_request(errors: tuple[type[Exception], ...]) -> None:
-    async def attempt() -> None:
-        raise TryAgain("full")
-
-    async def give_up(error: Exception) -> None:
-        raise error
-
-    with pytest.raises(TryAgain, match="full"):
-        await request_with_retry(attempt, RetryPolicy(errors, give_up))
 
 
 def test_patience_counts_from_the_first_failure_after_a_reset() -> None:

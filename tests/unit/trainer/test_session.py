@@ -98,7 +98,7 @@ def session() -> Iterator[Any]:
     """A session without a client or a host."""
     session: Any = Session.__new__(Session)
     session.io, session.host, session._is_open, session._reported = IoThread(), None, True, set()
-    session._finish_last_step = session._join_ring = None
+    session._finish = lambda: None
     yield session
     session.io.close()
 
