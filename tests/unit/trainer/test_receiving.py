@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ps_protocol.errors import GradpostError
-from ps_protocol.frames import DTYPE_BYTES, FrameLimits, encode_header
+from ps_protocol.frames import DTYPE_BYTES, TRUSTED_LIMITS, encode_header
 from ps_protocol.plan import make_plan
 from ps_protocol.routes import SINCE_KEY
 from ps_protocol.vocabulary import ParameterSpec
@@ -128,7 +128,7 @@ def test_another_frame_than_was_asked_for_is_refused_before_anything_is_written(
 
 def test_a_header_longer_than_the_limit_is_refused_at_its_length():
     with raises_code("body_too_large"):
-        FrameSink({}, limits=FrameLimits(max_header_bytes=1000)).feed((1001).to_bytes(8, "little"))
+        FrameSink({}).feed((TRUSTED_LIMITS.max_header_bytes + 1).to_bytes(8, "little"))
 
 
 @given(garbage=st.binary(max_size=60), places=st.lists(st.integers(0, 60), max_size=3))
