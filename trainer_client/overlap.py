@@ -232,7 +232,7 @@ class ForwardWaits:
             return
         trained = pending & self._trained
         self._watch.check(trained)
-        self.is_rolled_back = self._engine.wait_for_parameters(set(pending)) or self.is_rolled_back
+        self.is_rolled_back = self._engine.wait_for_parameters(pending) or self.is_rolled_back
         self._watch.note(self._trained if self.is_rolled_back else trained)
 
     def finish(self) -> bool:

@@ -51,7 +51,6 @@ class Host:
         self._peers: dict[int, Peer] = {}
         self._all_here = asyncio.Event()
         self._joined: TrainerJoined | None = None
-        self._failure: GradpostError | None = None  # the first one
         self._rendezvous: Rendezvous
         self._address = ""
         self._server: asyncio.Server | None = None
@@ -73,8 +72,6 @@ class Host:
                 f"the store of torchrun did not answer: {str(error).partition(chr(10))[0]}", code="host_broken"
             ) from error
         self._joined = joined
-        if self._failure is not None:
-            self._client.membership.fail(self._failure)
         for peer in self._peers.values():
             self._send_joined(peer)
         self._watching = asyncio.create_task(self._watch(joined.lease_seconds), name="host")
@@ -106,7 +103,7 @@ class Host:
         ):
             writer.close()
             return
-        peer = self._peers[process] = Peer(process, reader, writer, self._fail)
+        peer = self._peers[process] = Peer(process, reader, writer, self._client.membership.fail)
         peer.send("welcome")
         if self._joined is not None:
             self._send_joined(peer)
@@ -149,7 +146,7 @@ class Host:
         except BaseException:
             writer.close()
             raise
-        return Peer(0, reader, writer, self._fail)
+        return Peer(0, reader, writer, self._client.membership.fail)
 
     async def _watch(self, lease_seconds: float) -> None:
         """Send signs of life, and fail when a process is silent for a lease. Counts periods of this process only."""
@@ -162,13 +159,9 @@ class Host:
                 peer.silent_periods += 1
                 if peer.silent_periods > limit:
                     text = f"process {peer.process} of this host has said nothing for {lease_seconds:g} s"
-                    self._fail(
+                    self._client.membership.fail(
                         Ended(f"{text}: it is stopped, or so busy that no other thread of it runs", code="host_broken")
                     )
-
-    def _fail(self, error: GradpostError) -> None:
-        self._failure = self._failure or error
-        self._client.membership.fail(error)
 
     async def leave(self, outcome: str, reason: str) -> None:
         """Report the outcome of this process's script to the others, and close the connections.
