@@ -105,8 +105,7 @@ class Host:
             return
         peer = self._peers[process] = Peer(process, reader, writer, self._client.membership.fail)
         peer.send("welcome")
-        if self._joined is not None:
-            self._send_joined(peer)
+        self._send_joined(peer)
         if len(self._peers) == self.place.num_processes - 1:
             self._all_here.set()
 
