@@ -49,7 +49,7 @@ from .settings import TrainerSettings
 
 T = TypeVar("T")
 
-RETRY_SECONDS = 0.25
+RETRY_SECONDS = 0.1
 PLAN_WAIT_SECONDS = 5.0
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from pydantic import Field
 
 from ps_protocol import routes
@@ -18,7 +18,6 @@ from ps_protocol.errors import BadInput, Conflict, GradpostError, NotFound, NotR
 from ps_protocol.fields import Count, Message, Name, OrdinalText, Real, Round
 from ps_protocol.membership import Controls
 from ps_protocol.messages import CheckpointCreated
-from ps_protocol.vocabulary import Rank
 from services.runtime.security import name_token
 
 from .audit import MAX_LISTED, AuditEntry
@@ -39,8 +38,31 @@ class ChangeDone(Message):
     controls: Controls
 
 
+class SetRate(Message):
+    """A learning rate for one parameter group or all of them; null restores the pushed rate."""
+
+    rate: Real | None = Field(ge=0)
+    group: Count | None = None
+
+
+class RollBack(Message):
+    """The round of a complete checkpoint."""
+
+    round: Round
+
+
+def _name_requester(request: Request) -> str:
+    return name_token(request.scope)
+
+
+Requester: TypeAlias = Annotated[str, Depends(_name_requester)]
+
+
 class Administration:
-    """The changes. They raise NotReady unless a run trains, Conflict, and TryAgain if a change takes long."""
+    """The changes, each the endpoint of a route. They raise NotReady unless a run trains.
+
+    A change also raises Conflict, and TryAgain if it takes long. `by` names the token of the request.
+    """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -50,24 +72,31 @@ class Administration:
         self._ending: set[asyncio.Task[ChangeDone]] = set()  # running changes
 
     @property
-    def controls(self) -> Controls:
-        """The newest controls, which may not be installed yet."""
+    def _newest_controls(self) -> Controls:
         run = self._coordinator.cluster.run
         return run.wanted or run.decision.membership.newest_controls  # the decision may be on its way to the disk
 
-    # ------------------------------------------------------------------ changes
+    # ------------------------------------------------------------------ endpoints
 
-    async def pause(self, by: str) -> ChangeDone:
-        """Pause the run: no further round is applied, and no time-out of a barrier runs."""
+    async def controls(self) -> Controls:
+        """Return the controls that override what trainers push."""
+        return self._newest_controls
+
+    async def audit(self, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> list[AuditEntry]:
+        """Return the newest requests of administrators and their outcomes, oldest first."""
+        return self._coordinator.audit.entries()[-limit:]
+
+    async def pause(self, by: Requester) -> ChangeDone:
+        """Pause the run; trainers wait."""
         return await self._control(by, "pause", lambda controls: controls.model_copy(update={"is_paused": True}))
 
-    async def resume(self, by: str) -> ChangeDone:
+    async def resume(self, by: Requester) -> ChangeDone:
         """Resume a paused run."""
         return await self._control(by, "resume", lambda controls: controls.model_copy(update={"is_paused": False}))
 
-    async def set_rate(self, by: str, rate: float | None, group: int | None) -> ChangeDone:
-        """Set the learning rate of one parameter group or all; None restores the pushed rate."""
-        run = self._training()
+    async def set_rate(self, by: Requester, message: SetRate) -> ChangeDone:
+        """Set a learning rate, which overrides the trainers'."""
+        rate, group, run = message.rate, message.group, self._training()
         assert run.plan is not None
         assert run.plan.optimizer is not None
         num_groups = run.plan.optimizer.num_stepped
@@ -85,9 +114,19 @@ class Administration:
 
         return await self._control(by, "set rate", edit, rate=rate, group=group)
 
-    async def freeze(self, by: str, name: str, *, is_frozen: bool) -> ChangeDone:
-        """Freeze a parameter, as if it had no gradient, or unfreeze it."""
-        self._check_parameter(name)
+    async def freeze(self, by: Requester, name: Name) -> ChangeDone:
+        """Freeze a parameter, as if it had no gradient."""
+        return await self._set_frozen(by, name, is_frozen=True)
+
+    async def unfreeze(self, by: Requester, name: Name) -> ChangeDone:
+        """Unfreeze a parameter."""
+        return await self._set_frozen(by, name, is_frozen=False)
+
+    async def _set_frozen(self, by: str, name: str, *, is_frozen: bool) -> ChangeDone:
+        plan = self._training().plan
+        assert plan is not None
+        if name not in plan.parameter:
+            raise NotFound(f"there is no parameter {name!r} in this run")
 
         def edit(controls: Controls) -> Controls:
             others = {frozen for frozen in controls.frozen if frozen != name}
@@ -95,19 +134,15 @@ class Administration:
 
         return await self._control(by, "freeze" if is_frozen else "unfreeze", edit, parameter=name)
 
-    async def evict(self, by: str, rank: Rank) -> ChangeDone:
+    async def evict(self, by: Requester, rank: OrdinalText) -> ChangeDone:
         """Continue without a trainer. Another incarnation may join."""
         coordinator = self._coordinator
         run = self._training()
         return await self._do(by, "evict", {"trainer": rank}, run, lambda: run.evict(rank, coordinator.now()))
 
-    async def roll_back(self, by: str, round_: Round) -> ChangeDone:
-        """Roll back to a checkpoint.
-
-        Raises NotFound without a complete checkpoint of this round. Raises Conflict if trainers that left would have to
-        repeat rounds, or if a pserver cannot restore the round.
-        """
-        run = self._training()
+    async def roll_back(self, by: Requester, message: RollBack) -> ChangeDone:
+        """Roll back to a checkpoint."""
+        round_, run = message.round, self._training()
         if run.settings.consistency.is_async:
             raise Conflict(
                 "an asynchronous run cannot be rolled back; resume it from a checkpoint instead",
@@ -130,28 +165,28 @@ class Administration:
 
         return await self._do(by, "roll back", {"round": round_}, run, go_back, check)
 
-    async def checkpoint(self, by: str) -> CheckpointCreated:
-        """Make a checkpoint now, and wait until it is complete."""
+    async def make_checkpoint(self, by: Requester) -> CheckpointCreated:
+        """Make a checkpoint of the whole model, and wait until it is complete."""
         self._coordinator.cluster.require_pservers()
         run = self._coordinator.cluster.run
         async with self._checkpoint_lock:
             number = await self._write(run, by=by, action="checkpoint", outcome="requested")
             try:
-                done = await self._make_checkpoint(run)
+                done = await self._await_checkpoint(run)
             except GradpostError as error:
                 await self._write(run, number=number, by=by, action="checkpoint", outcome="failed", detail=str(error))
                 raise
             await self._write(run, number=number, by=by, action="checkpoint", outcome="done", round=done.round)
             return done
 
-    async def _make_checkpoint(self, run: Run) -> CheckpointCreated:
+    async def _await_checkpoint(self, run: Run) -> CheckpointCreated:
         coordinator, cluster, attempt = self._coordinator, self._coordinator.cluster, run.attempt
         cluster.require_training()
         if not cluster.registry.is_complete:
             raise NotReady("a checkpoint needs every pserver", waiting_for=cluster.waiting_for)
         schedule = coordinator.schedule
         await schedule.refresh_rounds()
-        if self.controls.is_paused and run.settings.consistency.is_async and len(set(cluster.rounds)) > 1:
+        if self._newest_controls.is_paused and run.settings.consistency.is_async and len(set(cluster.rounds)) > 1:
             text = f"the run is paused, and its pservers have taken {sorted(cluster.rounds)} contributions"
             raise TryAgain(f"{text}: a checkpoint of one number can be made once it goes on")
         round_ = schedule.request()
@@ -190,7 +225,7 @@ class Administration:
         run = self._training()
 
         def want() -> None:
-            run.wanted = edit(self.controls)
+            run.wanted = edit(self._newest_controls)
             run.number += 1
 
         return await self._do(by, action, arguments, run, want)
@@ -260,7 +295,7 @@ class Administration:
             round_ = (run.resume or 0) + 1
         elif action != "evict" and run.membership.controls:
             round_ = run.membership.newest_controls.since
-        return ChangeDone(run=run.name, attempt=run.attempt, round=round_, controls=self.controls)
+        return ChangeDone(run=run.name, attempt=run.attempt, round=round_, controls=self._newest_controls)
 
     def _training(self) -> Run:
         cluster = self._coordinator.cluster
@@ -273,12 +308,6 @@ class Administration:
             there = ", ".join(map(str, complete)) or "none"
             raise NotFound(f"there is no complete checkpoint of round {round_}; complete are: {there}")
 
-    def _check_parameter(self, name: str) -> None:
-        plan = self._training().plan
-        assert plan is not None
-        if name not in plan.parameter:
-            raise NotFound(f"there is no parameter {name!r} in this run")
-
     async def _write(self, run: Run, **members: Any) -> int:
         audit = self._coordinator.audit
         try:
@@ -289,69 +318,16 @@ class Administration:
         return entry.number
 
 
-class SetRate(Message):
-    """A learning rate for one parameter group or all of them; null restores the pushed rate."""
-
-    rate: Real | None = Field(ge=0)
-    group: Count | None = None
-
-
-class RollBack(Message):
-    """The round of a complete checkpoint."""
-
-    round: Round
-
-
 def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:
     """Add the routes to the application."""
     administration = Administration(coordinator)
-
-    @app.get(routes.CONTROLS, tags=["control"])
-    async def controls() -> Controls:
-        """Return the controls that override what trainers push."""
-        return administration.controls
-
-    @app.post(routes.PAUSE, tags=["control"])
-    async def pause(request: Request) -> ChangeDone:
-        """Pause the run; trainers wait."""
-        return await administration.pause(name_token(request.scope))
-
-    @app.post(routes.RESUME, tags=["control"])
-    async def resume(request: Request) -> ChangeDone:
-        """Resume a paused run."""
-        return await administration.resume(name_token(request.scope))
-
-    @app.put(routes.RATE, tags=["control"])
-    async def set_rate(request: Request, message: SetRate) -> ChangeDone:
-        """Set a learning rate, which overrides the trainers'."""
-        return await administration.set_rate(name_token(request.scope), message.rate, message.group)
-
-    @app.put(routes.FROZEN, tags=["control"])
-    async def freeze(request: Request, name: Name) -> ChangeDone:
-        """Freeze a parameter, as if it had no gradient."""
-        return await administration.freeze(name_token(request.scope), name, is_frozen=True)
-
-    @app.delete(routes.FROZEN, tags=["control"])
-    async def unfreeze(request: Request, name: Name) -> ChangeDone:
-        """Unfreeze a parameter."""
-        return await administration.freeze(name_token(request.scope), name, is_frozen=False)
-
-    @app.post(routes.EVICT, tags=["control"])
-    async def evict(request: Request, rank: OrdinalText) -> ChangeDone:
-        """Continue without a trainer. Another incarnation may join."""
-        return await administration.evict(name_token(request.scope), rank)
-
-    @app.post(routes.ROLL_BACK, tags=["control"])
-    async def roll_back(request: Request, message: RollBack) -> ChangeDone:
-        """Roll back to a checkpoint."""
-        return await administration.roll_back(name_token(request.scope), message.round)
-
-    @app.post(routes.CHECKPOINTS, tags=["control"])
-    async def make_checkpoint(request: Request) -> CheckpointCreated:
-        """Make a checkpoint of the whole model, and wait until it is complete."""
-        return await administration.checkpoint(name_token(request.scope))
-
-    @app.get(routes.AUDIT, tags=["inspection"])
-    async def audit(limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> list[AuditEntry]:
-        """Return the newest requests of administrators and their outcomes, oldest first."""
-        return coordinator.audit.entries()[-limit:]
+    app.get(routes.CONTROLS, tags=["control"])(administration.controls)
+    app.post(routes.PAUSE, tags=["control"])(administration.pause)
+    app.post(routes.RESUME, tags=["control"])(administration.resume)
+    app.put(routes.RATE, tags=["control"])(administration.set_rate)
+    app.put(routes.FROZEN, tags=["control"])(administration.freeze)
+    app.delete(routes.FROZEN, tags=["control"])(administration.unfreeze)
+    app.post(routes.EVICT, tags=["control"])(administration.evict)
+    app.post(routes.ROLL_BACK, tags=["control"])(administration.roll_back)
+    app.post(routes.CHECKPOINTS, tags=["control"])(administration.make_checkpoint)
+    app.get(routes.AUDIT, tags=["inspection"])(administration.audit)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FILE = "coordinator.json"
 
-RecordT = TypeVar("RecordT", bound=Message)
+MessageT = TypeVar("MessageT", bound=Message)
 
 
 class TrainerRecord(Message):
@@ -106,8 +106,8 @@ def describe_cluster(cluster: Cluster) -> ClusterRecord:
         trainer_incarnations=cluster.trainer_incarnations,
         pserver_incarnations=cluster.registry.incarnations,
         run_incarnations=cluster.run_incarnations,
-        pservers=tuple(_record(PserverRecord, member) for _, member in sorted(members.items())),
-        beginning=begins and _record(Beginning, begins),
+        pservers=tuple(copy_fields(PserverRecord, member) for _, member in sorted(members.items())),
+        beginning=begins and copy_fields(Beginning, begins),
         run=_describe_run(cluster.run) if cluster.run.trainers else None,
     )
 
@@ -116,7 +116,7 @@ def _describe_run(run: Run) -> RunRecord:
     decision = run.decision
     # The lowest rank declares the rendezvous.
     declared = (t.declaration for _, t in sorted(run.trainers.items()) if t.declaration is not None)
-    return _record(
+    return copy_fields(
         RunRecord,
         run,
         failure=run.failure.to_problem() if run.failure else None,
@@ -128,14 +128,14 @@ def _describe_run(run: Run) -> RunRecord:
         began={**run.began, decision.attempt: decision.resume} if decision.attempt else {},
         **decision.membership.to_fields(),
         trainers=tuple(
-            _record(TrainerRecord, t, declared=t.declaration is not None, round=t.round if t.state == "done" else 0)
+            copy_fields(TrainerRecord, t, declared=t.declaration is not None, round=t.round if t.state == "done" else 0)
             for _, t in sorted(run.trainers.items())
         ),
     )
 
 
-def _record(kind: type[RecordT], source: object, **changed: Any) -> RecordT:
-    """Return a record with the attributes of the same names, except for those in `changed`."""
+def copy_fields(kind: type[MessageT], source: object, **changed: Any) -> MessageT:
+    """Return a message with the attributes of the same names, except for those in `changed`."""
     same = {name: getattr(source, name) for name in kind.model_fields if name not in changed}
     return kind(**same, **changed)
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from ps_config.versions import installed_versions
 from ps_protocol.messages import ClusterStatus, PserverStatus, Software, TrainerStatus
 
+from .record import copy_fields
+
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .run import Run
@@ -65,34 +67,19 @@ def describe_status(cluster: Cluster, now: float) -> ClusterStatus:
         parameter_bytes=plan.num_bytes if plan else 0,
         round=min(cluster.rounds, default=0),
         pservers=tuple(
-            PserverStatus(
+            copy_fields(
+                PserverStatus,
+                member,
                 index=member.info.index,
                 address=member.info.address,
                 http2=member.info.http2,
                 incarnation=member.info.incarnation,
-                round=member.round,
-                missing=member.missing,
-                waiting_seconds=member.waiting_seconds,
                 heartbeat_age_seconds=now - member.seen_at,
-                software=member.software,
             )
             for member in pservers
         ),
         trainers=tuple(
-            TrainerStatus(
-                rank=trainer.rank,
-                incarnation=trainer.incarnation,
-                round=trainer.round,
-                state=trainer.state,
-                heartbeat_age_seconds=now - trainer.seen_at,
-                metrics_address=trainer.metrics_address,
-                results=trainer.results,
-                software=trainer.software,
-                links=dict(trainer.links),
-                unreachable=dict(trainer.unreachable),
-                waiting_seconds=trainer.waiting_seconds,
-                is_done=trainer.is_done,
-            )
+            copy_fields(TrainerStatus, trainer, heartbeat_age_seconds=now - trainer.seen_at)
             for _, trainer in sorted(run.trainers.items())
         ),
         software=Software(**installed_versions()),

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.cluster
 CUTS = (1, 100, 8192)  # min_block_size, in elements
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (3, 1)], ids=str)
+@pytest.fixture(scope="module", params=[pytest.param((1, 1), marks=pytest.mark.extended), (3, 1)], ids=str)
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """Pservers and their torch threads; serves all runs of the matrix, one after another."""
     pservers, threads = request.param

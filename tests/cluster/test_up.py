@@ -100,6 +100,7 @@ def test_the_first_failure_gives_the_code_and_the_others_name_it(tmp_path: Path)
     assert stderr.endswith("gradpost: trainer 1 failed with exit code 7\n")
 
 
+@pytest.mark.extended
 def test_a_script_that_trains_to_the_end_and_exits_with_a_code_has_failed(tmp_path: Path) -> None:
     script = train_script(tmp_path, in_each_round="if step == 4: sys.exit(3)")
     arguments = ("--pservers", 1, "--trainers", 1, "--max-restarts", 1)  # there is nothing to go on with
@@ -125,6 +126,7 @@ LOST = "trainer 1 was lost: its process was ended by SIGKILL (out of memory?)"
 KILL = "if step == 2 and {who}: os.kill(os.getpid(), 9)"
 
 
+@pytest.mark.extended
 def test_the_others_go_on_without_a_lost_trainer(tmp_path: Path) -> None:
     script = train_script(tmp_path, in_each_round=KILL.format(who="session.rank == 1"))
     arguments = ("--on-trainer-loss", "continue", "--pservers", 1)
@@ -199,6 +201,7 @@ def test_kill_9_leaves_nothing_either(tmp_path: Path) -> None:
         assert up.has_left_nothing(seconds=10), up.left()
 
 
+@pytest.mark.extended
 def test_it_ends_when_its_output_is_not_read(tmp_path: Path) -> None:
     chatty = "import time\nwhile True: print('line'); time.sleep(0.05)"
     with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", chatty, folder=tmp_path, cold=True) as up:

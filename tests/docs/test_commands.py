@@ -6,8 +6,10 @@ many minutes.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -72,18 +74,16 @@ def check_make(words: list[str]) -> None:
         check(last)
 
 
-# Run a program until it has parsed its arguments.
-PARSE = """
-import argparse, runpy, sys
-parse_args = argparse.ArgumentParser.parse_args
-def parse_and_stop(parser):
-    parse_args(parser)
-    sys.exit()
-argparse.ArgumentParser.parse_args = parse_and_stop
-_, kind, *sys.argv = sys.argv
-(runpy.run_module if kind == "-m" else runpy.run_path)(sys.argv[0], run_name="__main__")
-sys.exit("it did not parse its arguments")
-"""
+class ParsedArguments(SystemExit):
+    """Ends a program that has parsed its arguments."""
+
+
+PARSE_ARGS = argparse.ArgumentParser.parse_args
+
+
+def parse_and_stop(parser: argparse.ArgumentParser) -> None:
+    PARSE_ARGS(parser)
+    raise ParsedArguments
 
 
 def check_python(words: list[str]) -> None:
@@ -100,9 +100,13 @@ def check_python(words: list[str]) -> None:
         path = ROOT / name
         assert path.is_file(), name
     if arguments and arguments[0].startswith("-") and path.is_relative_to(ROOT):
-        command = [sys.executable, "-c", PARSE, kind, name, *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        run = runpy.run_module if kind == "-m" else runpy.run_path
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+            patch.setattr(sys, "argv", [name, *arguments])
+            with pytest.raises(SystemExit) as end:
+                run(name if kind == "-m" else str(path), run_name="__main__")
+        assert isinstance(end.value, ParsedArguments), arguments
 
 
 PROGRAMS: dict[str, Callable[[list[str]], None]] = {

@@ -229,11 +229,13 @@ def find_fragments(source: str) -> Iterator[tuple[int, str]]:
 
 def find_archaisms(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each comment and string that contains such a word outside quotations."""
+    if not ARCHAISM.search(source):
+        return
     strings = (node for node in ast.walk(parse(source)) if isinstance(node, ast.Constant))
     texts = [(node.lineno, node.value) for node in strings if isinstance(node.value, str)]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     texts += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
-    return ((line, text) for line, text in texts if ARCHAISM.search(QUOTATION.sub("", text)))
+    yield from ((line, text) for line, text in texts if ARCHAISM.search(QUOTATION.sub("", text)))
 
 
 @pytest.mark.parametrize("folder", SOURCES)

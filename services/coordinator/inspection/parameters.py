@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -51,28 +50,28 @@ class ParameterList(BaseModel):
     parameters: list[ParameterEntry]
 
 
-def describe_parameters(coordinator: Coordinator) -> dict[str, Any]:
+def describe_parameters(coordinator: Coordinator) -> ParameterList:
     """Return all parameters with their blocks, in the model's order."""
     plan = current_plan(coordinator)
-    return {
-        "run": coordinator.cluster.run.name,
-        "digest": plan.digest,
-        "version": round_everywhere(coordinator),
-        "parameters": [
-            {
-                "name": spec.name,
-                "shape": list(spec.shape),
-                "dtype": spec.dtype,
-                "group": spec.group,
-                "bytes": spec.num_elements * DTYPE_BYTES[spec.dtype],
-                "blocks": [
-                    {"name": b.name, "begin": b.begin, "end": b.end, "pserver": b.pserver}
-                    for b in plan.blocks_of[spec.name]
+    return ParameterList(
+        run=coordinator.cluster.run.name,
+        digest=plan.digest,
+        version=round_everywhere(coordinator),
+        parameters=[
+            ParameterEntry(
+                name=spec.name,
+                shape=list(spec.shape),
+                dtype=spec.dtype,
+                group=spec.group,
+                bytes=spec.num_elements * DTYPE_BYTES[spec.dtype],
+                blocks=[
+                    BlockEntry(name=block.name, begin=block.begin, end=block.end, pserver=block.pserver)
+                    for block in plan.blocks_of[spec.name]
                 ],
-            }
+            )
             for spec in plan.parameters
         ],
-    }
+    )
 
 
 def find_parameter(plan: SlicePlan, name: str) -> tuple[ParameterSpec, Sequence[Block]]:

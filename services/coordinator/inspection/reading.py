@@ -7,7 +7,7 @@ when it has applied it. Tensors are streamed: a frame is never held as a whole.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
@@ -50,35 +50,6 @@ def find_member(coordinator: Coordinator, index: PserverIndex) -> PserverMember:
 def round_everywhere(coordinator: Coordinator) -> Round:
     """Return the newest round that every pserver has reported."""
     return min((member.round for member in coordinator.cluster.registry.members.values()), default=0)
-
-
-async def read_same_version(
-    coordinator: Coordinator,
-    pservers: Sequence[PserverIndex],
-    ask: Callable[[PserverMember, Round | None], Awaitable[IncomingFrame]],
-) -> list[IncomingFrame]:
-    """Return the answers of these pservers in their order, of one version except in asynchronous modes.
-
-    `ask` gets a named round, or None for the newest. Raises TryAgain if the versions never agree, and the errors of
-    `ask`.
-    """
-    named: Round | None = None
-    ahead = 1
-    for _ in range(TRIES):
-        members = [find_member(coordinator, index) for index in pservers]
-        answers = await asyncio.gather(*(ask(member, named) for member in members), return_exceptions=True)
-        late = [error for error in answers if isinstance(error, StaleRound)]
-        for error in answers:
-            if isinstance(error, BaseException) and not isinstance(error, StaleRound):
-                raise error
-        found = [answer for answer in answers if not isinstance(answer, BaseException)]
-        versions = {(answer.run, answer.attempt, answer.version) for answer in found}
-        if not late and (len(versions) <= 1 or not coordinator.cluster.run.settings.consistency.has_common_versions):
-            return found
-        rounds = [version for _, _, version in versions]
-        newest = max([*rounds, *(int(error.facts.get("current") or 0) for error in late)])
-        named, ahead = newest + ahead, 2 * ahead
-    raise TryAgain(f"the pservers moved on {TRIES} times while they were being read")
 
 
 async def get_from(coordinator: Coordinator, member: PserverMember, route: str, parameters: dict[str, Any]) -> bytes:
@@ -161,31 +132,49 @@ class IncomingFrame:
 async def open_frames(
     coordinator: Coordinator, route: str, names: Mapping[PserverIndex, Sequence[str]]
 ) -> AsyncIterator[dict[PserverIndex, IncomingFrame]]:
-    """Open the frames of these pservers with these blocks (none: all of them), of one version.
+    """Open the frames of these pservers with these blocks (none: all of them).
 
-    Raises NotReady, TryAgain, RoundPending.
+    They are of one version, except in asynchronous modes. Raises NotReady, RoundPending, and TryAgain if the versions
+    never agree.
     """
-    async with AsyncExitStack() as stack:
-        opened: dict[PserverIndex, AsyncExitStack] = {}
+    has_common_versions = coordinator.cluster.run.settings.consistency.has_common_versions
+    named: dict[str, Any] = {}
+    ahead = 1
+    for _ in range(TRIES):
+        async with AsyncExitStack() as stack:
+            opening = [
+                _open_frame(
+                    coordinator, stack, find_member(coordinator, index), route, {**named, "name": list(of_pserver)}
+                )
+                for index, of_pserver in names.items()
+            ]
+            answers = await asyncio.gather(*opening, return_exceptions=True)
+            late = [error for error in answers if isinstance(error, StaleRound)]
+            for error in answers:
+                if isinstance(error, BaseException) and not isinstance(error, StaleRound):
+                    raise error
+            frames = [answer for answer in answers if not isinstance(answer, BaseException)]
+            versions = {(frame.run, frame.attempt, frame.version) for frame in frames}
+            if not late and (len(versions) <= 1 or not has_common_versions):
+                async with _draining(frames):
+                    yield dict(zip(names, frames, strict=True))
+                return
+        rounds = [version for _, _, version in versions]
+        newest = max([*rounds, *(int(error.facts.get("current") or 0) for error in late)])
+        named, ahead = {"round": newest + ahead, "wait_seconds": WAIT_SECONDS}, 2 * ahead
+    raise TryAgain(f"the pservers moved on {TRIES} times while they were being read")
 
-        async def ask(member: PserverMember, named: Round | None) -> IncomingFrame:
-            index = member.info.index
-            if (before := opened.pop(index, None)) is not None:
-                await before.aclose()  # its round differed from the others'
-            own = opened[index] = await stack.enter_async_context(AsyncExitStack())
-            parameters: dict[str, Any] = {"name": list(names[index])} if names[index] else {}
-            if named is not None:
-                parameters |= {"round": named, "wait_seconds": WAIT_SECONDS}
-            return await _open_frame(coordinator, own, member, route, parameters)
 
-        frames = dict(zip(names, await read_same_version(coordinator, list(names), ask), strict=True))
-        moving = [asyncio.create_task(frame.drain_slowly(), name="keep moving") for frame in frames.values()]
-        try:
-            yield frames
-        finally:
-            for task in moving:
-                task.cancel()
-            await asyncio.gather(*moving, return_exceptions=True)
+@asynccontextmanager
+async def _draining(frames: Sequence[IncomingFrame]) -> AsyncIterator[None]:
+    """Drain the frames slowly during the block."""
+    moving = [asyncio.create_task(frame.drain_slowly(), name="keep moving") for frame in frames]
+    try:
+        yield
+    finally:
+        for task in moving:
+            task.cancel()
+        await asyncio.gather(*moving, return_exceptions=True)
 
 
 async def _open_frame(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import FastAPI, Query, Request, Response
@@ -55,7 +55,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     """Add the routes to the application."""
     large = LargeReplies()
     statistics = StatisticsCache(coordinator)
-    streams = EventStreams(coordinator)
+    places = asyncio.Semaphore(MAX_STREAMS)
 
     @app.get(routes.STATUS, tags=["inspection"])
     async def status() -> ClusterStatus:
@@ -67,8 +67,8 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         """Return the rates, the barriers and the work of each member, from heartbeats."""
         return coordinator.activity.describe(coordinator.cluster, coordinator.now(), time.time())
 
-    @app.get(routes.PARAMETERS, tags=["inspection"], response_model=ParameterList)
-    async def parameters() -> dict[str, Any]:
+    @app.get(routes.PARAMETERS, tags=["inspection"])
+    async def parameters() -> ParameterList:
         """Return all parameters with their shapes, blocks and owners."""
         return describe_parameters(coordinator)
 
@@ -143,7 +143,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         """
         last = request.headers.get("last-event-id", "")
         newest = int(last) if last.isascii() and last.isdecimal() and len(last) < 18 else after
-        return streams.open(newest)
+        return EventStream(coordinator, places, newest)
 
 
 def _is_of_this_attempt(coordinator: Coordinator, tag: str) -> bool:
@@ -161,54 +161,34 @@ SILENT_SECONDS = 15.0  # then a comment keeps the connection open
 RETRY_MILLISECONDS = 1000
 
 
-class EventStreams:
-    """The open streams. Each holds one connection."""
+class EventStream(StreamingResponse):
+    """A reply that lasts until its client leaves or the service stops. It holds one of `places` while it is sent."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
-        self._num_open = 0
-
-    def open(self, after: int) -> Response:
-        """Return a reply that lasts until its client leaves or the service stops. Sending it may raise TryAgain."""
-        return _EventStream(self._stream(after), self.place())
-
-    @contextmanager
-    def place(self) -> Iterator[None]:
-        """Hold one place for the block. Raises TryAgain."""
-        if self._num_open >= MAX_STREAMS:
-            raise TryAgain(f"{MAX_STREAMS} streams of events are open", code="overloaded")
-        self._num_open += 1
-        try:
-            yield
-        finally:
-            self._num_open -= 1
-
-    async def _stream(self, after: int) -> AsyncIterator[bytes]:
-        yield format_sse_event(comment="events of the cluster", retry=RETRY_MILLISECONDS)
-        while not self._coordinator.is_stopping:
-            news = await self._wait_for_news(after)
-            for event in news:
-                after = event.id
-                yield format_sse_event(data_str=event.model_dump_json(), event=event.kind, id=str(event.id))
-            if not news:
-                yield format_sse_event(comment="")
-
-    async def _wait_for_news(self, after: int) -> list[Event]:
-        """Return the next events; an empty list after a silent time."""
-        coordinator = self._coordinator
-        await coordinator.wait_until(
-            lambda: coordinator.events.newest_id > after or coordinator.is_stopping, SILENT_SECONDS
-        )
-        return coordinator.events.after(after)
-
-
-class _EventStream(StreamingResponse):
-    """The reply. It holds its place while it is sent."""
-
-    def __init__(self, content: AsyncIterator[bytes], place: AbstractContextManager[None]) -> None:
-        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._place = place
+    def __init__(self, coordinator: Coordinator, places: asyncio.Semaphore, after: int) -> None:
+        events = _stream_events(coordinator, after)
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._place:
+        """Send the reply. Raises TryAgain without a free place."""
+        if self._places.locked():
+            raise TryAgain(f"{MAX_STREAMS} streams of events are open", code="overloaded")
+        async with self._places:
             await super().__call__(scope, receive, send)
+
+
+async def _stream_events(coordinator: Coordinator, after: int) -> AsyncIterator[bytes]:
+    events = coordinator.events
+
+    def has_news() -> bool:
+        return events.newest_id > after or coordinator.is_stopping
+
+    yield format_sse_event(comment="events of the cluster", retry=RETRY_MILLISECONDS)
+    while not coordinator.is_stopping:
+        await coordinator.wait_until(has_news, SILENT_SECONDS)
+        news = events.after(after)
+        for event in news:
+            after = event.id
+            yield format_sse_event(data_str=event.model_dump_json(), event=event.kind, id=str(event.id))
+        if not news:
+            yield format_sse_event(comment="")

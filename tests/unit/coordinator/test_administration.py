@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from ps_protocol.errors import Conflict, NotFound, TryAgain
 from ps_protocol.membership import FrozenRounds, HeldRun
 from services.coordinator import administration
-from services.coordinator.administration import Administration
+from services.coordinator.administration import Administration, RollBack, SetRate
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.metrics import measure_cluster
 
@@ -34,7 +34,7 @@ async def test_a_rollback_behind_the_rounds_of_a_trainer_that_is_done_is_refused
         leave(coordinator, 1, round=4)
         coordinator.cluster.complete_checkpoints[:] = [2]
         with pytest.raises(Conflict, match="trainer 1"):
-            await Administration(coordinator).roll_back("me", 2)
+            await Administration(coordinator).roll_back("me", RollBack(round=2))
         assert (run.state, run.rollback_to, outcomes(coordinator)) == ("training", None, ["requested", "failed"])
 
 
@@ -46,7 +46,7 @@ async def test_a_rollback_is_refused_if_its_checkpoint_is_deleted_during_another
         may_go_on = pservers.hold("0")
         pausing = asyncio.create_task(administrator.pause("me"))
         await asyncio.sleep(0)
-        rolling_back = asyncio.create_task(administrator.roll_back("me", 2))
+        rolling_back = asyncio.create_task(administrator.roll_back("me", RollBack(round=2)))
         await eventually(lambda: coordinator.cluster.run.is_changing)
         coordinator.cluster.complete_checkpoints[:] = [4]
         may_go_on.set()
@@ -78,7 +78,7 @@ async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on()
     pservers = FakePservers()
     async with training(pservers) as coordinator:
         administrator, run = Administration(coordinator), coordinator.cluster.run
-        await administrator.set_rate("me", 0.5, None)
+        await administrator.set_rate("me", SetRate(rate=0.5))
         pservers.short.add("0")
         done = await administrator.pause("me")
         assert (run.attempt, run.wanted) == (1, None)
@@ -95,11 +95,11 @@ async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() 
         coordinator.cluster.complete_checkpoints[:] = [3]
         pservers.ranges = [[0, 2]]
         with pytest.raises(Conflict, match="not every pserver can restore round 3"):
-            await administrator.roll_back("me", 3)
+            await administrator.roll_back("me", RollBack(round=3))
         assert outcomes(coordinator) == ["requested", "failed"]
         assert (run.state, run.attempt, run.rollback_to) == ("training", 0, None)
         pservers.ranges = [[3, 3], [0, 2]]
-        assert (await administrator.roll_back("me", 3)).round == 4
+        assert (await administrator.roll_back("me", RollBack(round=3))).round == 4
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ async def test_a_rollback_that_becomes_impossible_meanwhile_is_refused(does_a_tr
         else:
             pservers.pages.append(httpx.Response(500, text="a shard cannot be read"))
         with pytest.raises(Conflict, match=expected):
-            await Administration(coordinator).roll_back("me", 2)
+            await Administration(coordinator).roll_back("me", RollBack(round=2))
         assert (cluster.run.state, cluster.run.attempt) == ("training", 0)
         assert outcomes(coordinator) == ["requested", "failed"]
 
@@ -132,7 +132,7 @@ async def test_a_trainer_that_leaves_with_rounds_of_the_attempt_before_a_rollbac
     async with training() as coordinator:
         run = coordinator.cluster.run
         coordinator.cluster.complete_checkpoints[:] = [2]
-        await Administration(coordinator).roll_back("me", 2)
+        await Administration(coordinator).roll_back("me", RollBack(round=2))
         leave(coordinator, 1, round=4, attempt=attempt)
         if attempt == 0:
             assert run.failure is not None
@@ -146,7 +146,7 @@ async def test_a_paused_run_is_resumed_while_a_checkpoint_is_being_made() -> Non
     async with training() as coordinator:
         administrator = Administration(coordinator)
         await administrator.pause("me")
-        made = asyncio.create_task(administrator.checkpoint("me"))
+        made = asyncio.create_task(administrator.make_checkpoint("me"))
         await eventually(lambda: coordinator.audit.entries()[-1].action == "checkpoint")
         async with asyncio.timeout(10):
             await administrator.resume("me")

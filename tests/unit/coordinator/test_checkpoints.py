@@ -163,12 +163,12 @@ async def test_a_checkpoint_needs_every_pserver():
     async with training() as coordinator:
         coordinator.cluster.registry.members.clear()
         with pytest.raises(NotReady, match="needs every pserver"):
-            await Administration(coordinator).checkpoint("me")
+            await Administration(coordinator).make_checkpoint("me")
 
 
 async def test_a_request_for_a_checkpoint_ends_when_the_run_fails():
     async with training(on_trainer_loss="fail") as coordinator:
-        made = asyncio.create_task(Administration(coordinator).checkpoint("me"))
+        made = asyncio.create_task(Administration(coordinator).make_checkpoint("me"))
         await asyncio.sleep(0.05)
         leave(coordinator, 1, "failed")
         with pytest.raises(NotReady, match="no run is training"):
@@ -179,7 +179,7 @@ async def test_a_requested_checkpoint_that_fails_repeatedly_is_given_up(monkeypa
     monkeypatch.setattr(checkpoints_module, "RETRY_SECONDS", 0.0)
     writers = Writers()
     async with training(writers, durability="none", on_trainer_loss="fail") as coordinator:
-        made = asyncio.create_task(Administration(coordinator).checkpoint("me"))
+        made = asyncio.create_task(Administration(coordinator).make_checkpoint("me"))
         while not made.done():
             writers.report(coordinator.cluster, written=[[], []])
             coordinator.changed()
@@ -196,7 +196,7 @@ async def test_a_paused_asynchronous_run_with_unequal_pservers_has_no_checkpoint
         writers.rounds = [94, 93]
         writers.report(coordinator.cluster, written=[[], []])
         with pytest.raises(TryAgain, match=r"is paused, and its pservers have taken \[93, 94\] contributions"):
-            await asyncio.wait_for(Administration(coordinator).checkpoint("me"), 5)
+            await asyncio.wait_for(Administration(coordinator).make_checkpoint("me"), 5)
         assert writers.named == []
 
 

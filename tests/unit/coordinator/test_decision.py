@@ -77,3 +77,20 @@ def test_a_waiting_trainer_keeps_its_first_round_when_the_change_is_repeated():
     open_ = FrozenRounds(applied=25, participants={25: (0, 1)})
     waits = Membership({0: 1, 1: 2}, {1: 26}, {26: (0, 1)})
     assert decide(waits, {0: 1, 1: 2}, [open_, open_]) == Membership({0: 1, 1: 2}, {1: 26}, {26: (0, 1)})
+
+
+def test_a_counted_contribution_of_a_trainer_that_left_is_in_its_open_round_unless_it_was_left_out():
+    staged = FrozenRounds(applied=6, complete={7: (0, 1)})
+    counted = FrozenRounds(applied=6, complete={7: (0, 1)}, counted={7: (1,)})
+    left_out = Membership({0: 1, 1: 1}, sets={7: (0,)})
+    cases = (TWO, [staged] * 2, (0,)), (TWO, [staged, counted], (0, 1)), (left_out, [counted], (0,))
+    for before, answers, ranks in cases:
+        decided = decide(before, {0: 1}, answers)
+        assert isinstance(decided, Membership)
+        assert decided.sets == {7: ranks}
+
+
+def test_with_max_delay_later_rounds_are_open_too():
+    decided = decide(TWO, {0: 1}, [FrozenRounds(applied=6)] * 2, max_delay=1)
+    assert isinstance(decided, Membership)
+    assert decided.sets == {7: (0,), 8: (0,)}
