@@ -151,24 +151,13 @@ class BroadcastBuffer:
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._tensors = tensors
-        groups: list[list[str]] = [[]]
-        size = 0
-        for name, tensor in tensors.items():
-            if groups[-1] and size + tensor.nbytes > PART_BYTES:
-                groups.append([])
-                size = 0
-            groups[-1].append(name)
-            size += _aligned(tensor.nbytes)
-        self._parts: list[Tensor] = []  # bytes
-        self._views: dict[str, Tensor] = {}
-        for group in groups:
-            part = torch.zeros(sum(_aligned(tensors[name].nbytes) for name in group), dtype=torch.uint8, device=device)
-            self._parts.append(part)
-            offset = 0
-            for name in group:
-                tensor = tensors[name]
-                self._views[name] = part[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                offset += _aligned(tensor.nbytes)
+        sizes = [-(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for tensor in tensors.values()]
+        flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._parts = torch.split(flat, PART_BYTES)
+        self._views = {
+            name: memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), memory in zip(tensors.items(), torch.split(flat, sizes), strict=True)
+        }
 
     @torch.no_grad()
     def begin(self, collectives: Collectives, source: int, *, sends: bool) -> None:
@@ -186,7 +175,3 @@ class BroadcastBuffer:
         """Copy the received values to the tensors."""
         for name, view in self._views.items():
             self._tensors[name].copy_(view)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
