@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ps_config.control_client import BearerAuth, make_control_client, raise_for_problem
-from ps_config.environment import PREFIX, SettingsError, check_environment, find_setting, read_settings_file
+from ps_config.environment import PREFIX, SettingsError, check_environment, find_path, find_setting, read_settings_file
 from ps_config.hosts import is_loopback
 from ps_config.tokens import TokenFile, TokenPair
 from ps_config.versions import installed_versions
@@ -124,7 +124,10 @@ def check_settings() -> Finding:
 
 def check_disk() -> Finding:
     """Check that services on this machine have room for their state."""
-    path = Path(os.environ.get(f"{PREFIX}STATE_DIR") or ".").absolute()
+    try:
+        path = (find_path("state_dir") or Path()).absolute()
+    except SettingsError:
+        return Finding("disk", "skipped", "the settings cannot be read")
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     usage = shutil.disk_usage(folder)
     detail = f"{usage.free / 1e9:.1f} GB of {usage.total / 1e9:.0f} GB are free in {folder}"

@@ -59,16 +59,6 @@ class Connection(asyncio.BufferedProtocol):
         return f"<{type(self).__name__} [{len(self.streams)} streams | {self.received_bytes} bytes received]>"
 
     @property
-    def is_in_frame(self) -> bool:
-        """True while a frame other than DATA, or a header block, is incomplete."""
-        return self._reader.is_in_frame
-
-    @property
-    def num_frames(self) -> int:
-        """The number of frames received, without DATA."""
-        return self._reader.num_frames
-
-    @property
     def is_sending(self) -> bool:
         """True while the peer has not taken everything that is to be sent."""
         return (

@@ -184,8 +184,8 @@ class ServerConnection(Connection):
         self._observe_streams(now, elapsed)
         if self.received_bytes != self._seen_bytes:
             self._seen_bytes, self._received_at, self._pinged_at = self.received_bytes, now, None
-        if not self.is_in_frame or self.num_frames != self._partial[0]:
-            self._partial = (self.num_frames, now)
+        if not self._reader.is_in_frame or self._reader.num_frames != self._partial[0]:
+            self._partial = (self._reader.num_frames, now)
         if self.highest_stream == 0 and now - self._started_at >= header_seconds:
             self._transport.abort()  # without any request
         elif now - self._partial[1] >= header_seconds:

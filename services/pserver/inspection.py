@@ -16,7 +16,7 @@ from ps_protocol.fields import MAX_TENSORS, Name, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.vocabulary import Round
 from services.runtime.compute import ComputeExecutor
-from services.runtime.large_replies import LargeReplies, LargeReply
+from services.runtime.large_replies import LargeReplies, LargeReply, stream_chunks
 from services.runtime.statistics import Statistics
 
 from .limits import Copies
@@ -103,17 +103,17 @@ def add_inspection_routes(app: FastAPI, pserver: Pserver, large: LargeReplies) -
     @app.get(routes.BLOCKS, tags=["inspection"], response_class=Response, responses=BINARY)
     async def blocks(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
         """Return blocks, all of one version, which the metadata names."""
-        return LargeReply(large, lambda: read_blocks(pserver.run, name, at, wait_seconds), CONTENT_TYPE)
+        return LargeReply(large, lambda: stream_chunks(read_blocks(pserver.run, name, at, wait_seconds)), CONTENT_TYPE)
 
     @app.get(routes.SLOTS, tags=["inspection"], response_class=Response, responses=BINARY)
     async def slots(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
         """Return the slots `{slot}/{block}` of these blocks; the metadata contains the steps of each block."""
-        return LargeReply(large, lambda: read_slots(pserver.run, name, at, wait_seconds), CONTENT_TYPE)
+        return LargeReply(large, lambda: stream_chunks(read_slots(pserver.run, name, at, wait_seconds)), CONTENT_TYPE)
 
     @app.get(routes.SHARD, tags=["inspection"], response_class=Response, responses=BINARY)
     async def shard(at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
         """Return all blocks and buffers of this shard, of one version."""
-        return LargeReply(large, lambda: read_shard(pserver.run, at, wait_seconds), CONTENT_TYPE)
+        return LargeReply(large, lambda: stream_chunks(read_shard(pserver.run, at, wait_seconds)), CONTENT_TYPE)
 
     @app.get(routes.BLOCK_STATISTICS, tags=["inspection"])
     async def statistics(name: Names, wait_seconds: Seconds = 0.0) -> Sequence[Statistics]:

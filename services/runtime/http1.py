@@ -25,17 +25,6 @@ MAX_HEAD_BYTES = 64 * 1024  # of the request line and all headers
 PART_BYTES = 64 * 1024  # of a reply, for one write; asyncio copies what the kernel does not take
 
 
-def guard_protocol(settings: ServiceSettings, connections: int) -> type[HttpToolsProtocol]:
-    """Return a protocol class with these settings; uvicorn creates an object of it for each connection."""
-
-    class Guarded(GuardedProtocol):
-        limits = settings
-        max_connections = connections
-        handshakes = Handshakes(seconds=settings.header_timeout_seconds, max_connections=connections)
-
-    return Guarded
-
-
 def send_in_parts(app: ASGIApp) -> ASGIApp:
     """Wrap `app` so that a large body is sent in parts, each after the client has taken the one before."""
 
@@ -62,12 +51,13 @@ class GuardedProtocol(HttpToolsProtocol):
     written within the time-out for bodies is aborted.
     """
 
-    limits: ServiceSettings
-    max_connections: int
-    handshakes: Handshakes
-
-    def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Config, *args: Any, limits: ServiceSettings, handshakes: Handshakes, **kwargs: Any
+    ) -> None:
+        """uvicorn creates an object for each connection; `handshakes` are those of all of them."""
         super().__init__(config, *args, **kwargs)
+        self.limits = limits
+        self.max_connections = handshakes.max_connections
         self.app = send_in_parts(config.loaded_app)
         self._head_bytes = 0  # received since the request began, or since the last part of its body
         self._in_head = False
@@ -76,7 +66,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refusal: GradpostError | None = None  # of data after a request that is not answered yet
         self._first: bytes | None = b""  # received bytes, while they may be the preface of HTTP/2
         if config.ssl is not None:
-            self.handshakes.watch(len(self.connections))
+            handshakes.watch(len(self.connections))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time-out for headers, or refuse if there are too many connections."""
@@ -241,7 +231,7 @@ class Handshakes:
 
     def __init__(self, *, seconds: float, max_connections: int) -> None:
         self._seconds = seconds
-        self._max_connections = max_connections
+        self.max_connections = max_connections
         # asyncio accepts each connection in a task, which ends with the handshake. The oldest is the first.
         self._timers: dict[asyncio.Task[Any], asyncio.TimerHandle] = {}
 
@@ -253,7 +243,7 @@ class Handshakes:
         self._timers[accepting] = accepting.get_loop().call_later(self._seconds, accepting.cancel)
         accepting.add_done_callback(self._forget)
         # The newest one continues: after its handshake it is refused with an answer.
-        while len(self._timers) > 1 and num_complete + len(self._timers) > self._max_connections:
+        while len(self._timers) > 1 and num_complete + len(self._timers) > self.max_connections:
             oldest = next(iter(self._timers))
             self._forget(oldest)
             oldest.cancel()  # asyncio closes the connection

@@ -1,11 +1,11 @@
-"""Large replies that are created for each request: few at once, and sent in parts."""
+"""Large replies that are created for each request: few at once, and sent part by part."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import Response
 from starlette.requests import ClientDisconnect
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from ps_protocol.errors import TryAgain
 
-PART_BYTES = 1024 * 1024
+PART_BYTES = 1024 * 1024  # of a stream
 MAX_AT_ONCE = 4
 PATIENCE_SECONDS = 10.0  # for which a request waits for a slot
 
@@ -24,7 +24,7 @@ class Stream:
 
     num_bytes: int
     parts: AsyncIterator[bytes]
-    headers: Mapping[str, str]
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class LargeReplies:
@@ -47,16 +47,30 @@ class LargeReplies:
             self._slots.release()
 
 
-class LargeReply(Response):
-    """A reply that `make` creates once a slot is free, and that holds the slot until the client has received it.
+@asynccontextmanager
+async def stream_chunks(chunks: Awaitable[Sequence[bytes]]) -> AsyncIterator[Stream]:
+    """Open a stream of chunks that are in the memory of this process."""
+    made = await chunks
 
-    An exception of `make` becomes a problem document.
+    async def parts() -> AsyncIterator[bytes]:
+        for chunk in made:
+            yield chunk
+
+    yield Stream(sum(map(len, made)), parts())
+
+
+class LargeReply(Response):
+    """A reply that is created once a slot is free, and that holds the slot until the client has received it.
+
+    `open_it` opens the stream of its parts. An exception that it raises becomes a problem document.
     """
 
-    def __init__(self, replies: LargeReplies, make: Callable[[], Awaitable[Sequence[bytes]]], media_type: str) -> None:
+    def __init__(
+        self, replies: LargeReplies, open_it: Callable[[], AbstractAsyncContextManager[Stream]], media_type: str
+    ) -> None:
         super().__init__(media_type=media_type)
         self._replies = replies
-        self._make = make
+        self._open = open_it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Create and send the reply."""
@@ -68,51 +82,22 @@ class LargeReply(Response):
                 await asyncio.sleep(0)  # so that a disconnect meanwhile is noticed
                 if left.done():
                     raise ClientDisconnect
-                await self._send(send, left)
+                async with self._open() as stream:
+                    await self._send(stream, send, left)
         finally:
             left.cancel()
 
-    async def _send(self, send: Send, left: asyncio.Task[None]) -> None:
-        await send_parts(send, await self._make(), str(self.media_type))
-
-
-class StreamedReply(LargeReply):
-    """A large reply that is not in the memory of this process; `open_it` opens a stream of its parts."""
-
-    def __init__(
-        self, replies: LargeReplies, open_it: Callable[[], AbstractAsyncContextManager[Stream]], media_type: str
-    ) -> None:
-        Response.__init__(self, media_type=media_type)
-        self._replies = replies
-        self._open = open_it
-
-    async def _send(self, send: Send, left: asyncio.Task[None]) -> None:
-        async with self._open() as stream:
-            await send_start(send, stream.num_bytes, str(self.media_type), stream.headers)
-            async for part in stream.parts:
-                if left.done():  # servers accept any number of parts after a disconnect
-                    return
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+    async def _send(self, stream: Stream, send: Send, left: asyncio.Task[None]) -> None:
+        headers = {"content-type": str(self.media_type), "content-length": str(stream.num_bytes), **stream.headers}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        async for part in stream.parts:
+            if left.done():  # servers accept any number of parts after a disconnect
+                return
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def _wait_until_left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def send_parts(send: Send, chunks: Sequence[bytes], content_type: str) -> None:
-    """Send a complete 200 reply in parts of `PART_BYTES` at most, each after the one before has been taken."""
-    await send_start(send, sum(map(len, chunks)), content_type)
-    for chunk in chunks:
-        for begin in range(0, len(chunk), PART_BYTES):
-            part = chunk if len(chunk) <= PART_BYTES else chunk[begin : begin + PART_BYTES]
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def send_start(send: Send, num_bytes: int, content_type: str, more: Mapping[str, str] | None = None) -> None:
-    """Send the headers of a 200 reply."""
-    headers = {"content-type": content_type, "content-length": str(num_bytes), **(more or {})}
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": raw})

@@ -84,7 +84,7 @@ class KnownHosts:
 
     def lists(self, host: str) -> bool:
         """Return True if the host is one of the configured names; an address must be listed, too."""
-        return self._any or host in self._exact or host.endswith(self._suffixes or ("\0",))
+        return self._any or host in self._exact or host.endswith(self._suffixes)
 
 
 class CheckAccess:

@@ -1,9 +1,10 @@
-"""The HTTP server of a service, and the main function of its process."""
+"""The HTTP server of a service: its address, its life, and the main function of its process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import ssl
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from inspect import isawaitable
 from typing import Any, NoReturn
 
@@ -21,11 +23,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ps_config.certificates import server_context
 from ps_config.environment import SettingsError
+from ps_config.hosts import authority, reachable_host
 from ps_protocol.errors import GradpostError, TryAgain
 
 from .errors import problem_response
-from .http1 import guard_protocol
-from .listen import ListenError, advertised_address, announce, take_port, wait_until_listening
+from .http1 import GuardedProtocol, Handshakes
 from .logs import get_logger
 from .process import allow_many_files, bound_connections, keep_large_buffers
 from .security import guard, wait_for_token
@@ -36,6 +38,10 @@ KEEP_ALIVE_SECONDS = 75  # longer than most rounds: a connection closed between 
 GRACE_SECONDS = 5.0  # for requests in flight when the service stops
 
 log = get_logger()
+
+
+class ListenError(OSError):
+    """The host and port cannot be bound; the message has the reason and a remedy."""
 
 
 async def serve(
@@ -120,6 +126,70 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
     asyncio.run(run_and_exit())
 
 
+# ---------------------------------------------------------------------- the address
+
+
+def take_port(host: str, port: int) -> socket.socket:
+    """Bind `host` and `port` (0: a free one) for this process alone, without listening yet. Raises ListenError."""
+    try:
+        [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return _bind(family, address)
+    except OSError as error:  # gaierror included
+        if error.errno == errno.EADDRINUSE:
+            reason = (
+                "another process listens there; stop it or choose another port (--port or GRADPOST_PORT, 0 for any)"
+            )
+        else:
+            reason = f"{error.strerror}; choose another address (--host or GRADPOST_HOST, --port or GRADPOST_PORT)"
+        raise ListenError(f"cannot listen on {authority(host, port)}: {reason}") from error
+
+
+def _bind(family: int, address: Any) -> socket.socket:
+    # asyncio disables Nagle's algorithm, which can delay a request by 40 ms, only if the protocol is named.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        # Ignores connections in TIME_WAIT of an earlier process, but no listening socket.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+async def wait_until_listening(bound: socket.socket) -> None:
+    """Wait until connections to the address of `bound` are accepted."""
+    while True:
+        with socket.socket(bound.family, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            with suppress(ConnectionRefusedError):
+                await asyncio.get_running_loop().sock_connect(probe, bound.getsockname())
+                return
+        await asyncio.sleep(0.005)
+
+
+def advertised_address(settings: ServiceSettings, port: int) -> str:
+    """Return the base URL under which others reach a service that listens on `port`, without a trailing slash.
+
+    It is `advertise_address`, else made from `host`. If that is every interface, it is the address from which this
+    machine reaches other networks, or its name if it reaches none. With TLS the certificate must be valid for it.
+    """
+    if settings.advertise_address is not None:
+        return settings.advertise_address
+    scheme = "https" if settings.tls_cert else "http"
+    return f"{scheme}://{authority(reachable_host(settings.host), port)}"
+
+
+def announce(settings: ServiceSettings, address: str) -> None:
+    """Write the address to `ready_fd`, for the process that started this one, and close it."""
+    if settings.ready_fd is not None:
+        os.write(settings.ready_fd, f"{address}\n".encode())
+        os.close(settings.ready_fd)
+
+
+# ---------------------------------------------------------------------- the HTTP server
+
+
 class _RequestsInFlight:
     """The application as uvicorn calls it, with its unanswered requests."""
 
@@ -188,9 +258,13 @@ class UvicornServer(uvicorn.Server):
         self, app: ASGIApp, settings: ServiceSettings, bound: socket.socket, local: socket.socket | None = None
     ) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # or it logs each request that is not HTTP
+        handshakes = Handshakes(
+            seconds=settings.header_timeout_seconds, max_connections=bound_connections(settings.max_connections)
+        )
+        protocol: Any = partial(GuardedProtocol, limits=settings, handshakes=handshakes)
         config = uvicorn.Config(
             app,
-            http=guard_protocol(settings, bound_connections(settings.max_connections)),
+            http=protocol,
             ws="none",
             loop="none",
             lifespan="off",

@@ -1,4 +1,4 @@
-"""A cluster of real processes on loopback: one coordinator, M pservers, and as many trainers as one likes."""
+"""A cluster of real processes on loopback: one coordinator, M pservers, and any number of trainers."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ MAX_KEPT_LINES = 10_000
 
 
 class LocalCluster:
-    """Starts services with `python -P -m services.…`, so that a user's own `services` folder cannot shadow ours.
+    """A cluster whose services run as `python -P -m services.…`, so that no folder called `services` shadows them.
 
         with LocalCluster(pservers=2, trainers=2, lease_seconds=1) as cluster:
             codes = cluster.run_trainers([sys.executable, "train.py"])
 
-    With `strategy="ring"` there are no pservers: say `pservers=0`.
+    With `strategy="ring"` there are no pservers, and `pservers` is 0.
 
     `settings` are those of the services (`mode="async"`, `round_timeout_seconds=2`, …); trainers get those of TLS
-    and the `tokens_dir` as well. Without `state_dir` what the services write to disk is deleted in the end. `environ`
-    is what all processes inherit; by default it is this process's environment without the settings of another
-    cluster. Output goes to `on_line`, and its end is kept in `output` for the message of a failing test. No process
-    outlives this one, not even one that a script has started, not even after `kill -9`.
+    and the `tokens_dir` as well. Without `state_dir` the state of the services is deleted in the end. All processes
+    inherit `environ`, by default this process's environment without the settings of another cluster. Their output goes
+    to `on_line`, and the newest lines stay in `output`. No process outlives this one, even after `kill -9`, nor does
+    any process that a script has started.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class LocalCluster:
         """The coordinator and the pservers, as far as they have been started."""
         return [*([] if self._coordinator is None else [self._coordinator]), *self.pservers]
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ services
 
     def start(self, *, give_up: Callable[[], bool] = lambda: False) -> LocalCluster:
-        """Start the services; returns once the coordinator serves. The pservers register when they are ready.
+        """Start the services, and return once the coordinator serves. The pservers register when they are ready.
 
-        Raises RuntimeError with the coordinator's output if it does not come up, or if `give_up` says so meanwhile.
+        Raises RuntimeError with the coordinator's output if it does not start, or if `give_up` returns True meanwhile.
         """
         self._guardian = Guardian()
         self._start_coordinator(self._settings.get("GRADPOST_PORT", "0"), give_up)
@@ -103,14 +103,14 @@ class LocalCluster:
         return self
 
     def restart_coordinator(self, **env: Any) -> Child:
-        """Start the coordinator again, once it has ended, with the state and under the address that it had."""
+        """Start the coordinator again, once it has ended, with its state and its address."""
         self.coordinator.wait()
-        # What is resumed is so once: its own next life goes on with the processes that there are.
+        # Only the first process resumes an earlier run; the next one continues with the processes of this run.
         self._start_coordinator(self.address.rpartition(":")[2], lambda: False, **{"GRADPOST_RESUME": "false", **env})
         return self.coordinator
 
     def restart(self, service: Child) -> Child:
-        """Start a service again that has ended. Raises RuntimeError if it is the coordinator and does not come up."""
+        """Start a service again that has ended. Raises RuntimeError if it is the coordinator and does not start."""
         if service is self._coordinator:
             return self.restart_coordinator()
         return self.start_pserver(self.pservers.index(service))
@@ -140,7 +140,7 @@ class LocalCluster:
                 os.close(write_fd)
 
     def start_pserver(self, index: int, **env: Any) -> Child:
-        """Start the pserver with this index, again if it has ended; `env` is its alone."""
+        """Start the pserver with this index, again if it has ended, with variables of its own."""
         own = {"GRADPOST_PORT": "0", "GRADPOST_PSERVER_INDEX": str(index), **env}
         child = self._spawn_service(f"pserver {index}", "services.pserver", **own)
         if index < len(self.pservers):
@@ -152,7 +152,7 @@ class LocalCluster:
     def _spawn_service(self, name: str, module: str, *, pass_fds: Sequence[int] = (), **env: Any) -> Child:
         env = {**self.environment(), "GRADPOST_HOST": "127.0.0.1", **self._settings, **env}
         if "GRADPOST_TOKENS_DIR" in env and "GRADPOST_TOKEN_FILE" not in self._settings:
-            env.pop("GRADPOST_TOKEN_FILE", None)  # one that trainers inherit would not do for a service
+            env.pop("GRADPOST_TOKEN_FILE", None)  # the token of trainers is not sufficient for a service
         return Child(
             name,
             [sys.executable, "-P", "-m", module],
@@ -163,7 +163,7 @@ class LocalCluster:
         )
 
     def stop(self, grace_seconds: float = 10.0) -> dict[str, int]:
-        """End everything that still runs; returns the exit code of every child by name."""
+        """End all running processes, and return the exit code of every child by name."""
         children = [*self.trainers, *reversed(self.services)]
         for child in children:
             child.signal(signal.SIGTERM)
@@ -188,7 +188,7 @@ class LocalCluster:
     # ------------------------------------------------------------------ trainers
 
     def environment(self) -> dict[str, str]:
-        """The environment of a process that belongs to this cluster; `python` is the one that runs this."""
+        """Return the environment of a process of this cluster, in which `python` is this process's interpreter."""
         env = use_this_python(self._environ)
         for name in ("RANK", "WORLD_SIZE", "GRADPOST_COORDINATOR"):
             env.pop(name, None)
@@ -197,7 +197,7 @@ class LocalCluster:
         return env | {name: self._settings[name] for name in _SHARED if name in self._settings}
 
     def start_trainer(self, rank: Rank, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
-        """Start one trainer process with this rank, again if it has ended. First in the order of ranks."""
+        """Start the trainer with this rank, again if it has ended. The first starts are in the order of ranks."""
         own = {"RANK": str(rank), "WORLD_SIZE": str(self.num_trainers), **(env or {})}
         child = Child(
             f"trainer {rank}",
@@ -215,11 +215,11 @@ class LocalCluster:
     def run_trainers(
         self, command: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None
     ) -> list[int]:
-        """Run all trainers with the same command to their end; returns their exit codes in the order of ranks."""
+        """Run all trainers with the same command to their end, and return their exit codes in the order of ranks."""
         started = [self.start_trainer(rank, command, env) for rank in range(self.num_trainers)]
         return [child.wait(timeout) for child in started]
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ inspection
 
     def _line(self, name: str, line: str) -> None:
         with self._lock:
@@ -234,7 +234,9 @@ class LocalCluster:
             if self._view is None:
                 environ = {**self._environ, **self._settings}
                 folder = find_path("tokens_dir", environ)
-                token = None if folder is None else folder / "train"  # it also leaves for trainers that are gone
+                token = (
+                    None if folder is None else folder / "train"
+                )  # for `leave_for`, after a trainer's process has ended
                 self._view = ClusterView(self.address, tls=client_files(environ), token_file=token)
             return self._view
 
@@ -243,7 +245,7 @@ class LocalCluster:
         return self.view.status()
 
     def summary(self) -> RunSummary:
-        """The run in a few numbers."""
+        """Return the summary of the run."""
         return self.view.summary()
 
     def pserver_state(self, index: int, *, digest: bool = False) -> PserverState:
@@ -252,7 +254,7 @@ class LocalCluster:
 
 
 def _read_address(fd: int, give_up: Callable[[], bool]) -> str:
-    """Read what the coordinator announces; nothing if it ends before that, or takes too long."""
+    """Return the address that the coordinator announces; an empty string if it ends before that, or takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and not give_up():
         ready, _, _ = select.select([fd], [], [], 0.05)
@@ -265,15 +267,15 @@ _ROOT = str(Path(__file__).parents[2])  # the folder that holds our packages
 
 
 def use_this_python(environ: Mapping[str, str]) -> dict[str, str]:
-    """A copy in which `python` is the one that runs this process."""
+    """Return a copy of the environment in which `python` is this process's interpreter."""
     folder = os.path.dirname(sys.executable)
     return {**environ, "PATH": folder + os.pathsep + environ.get("PATH", os.defpath)}
 
 
 def find_our_packages(environ: Mapping[str, str], *, first: bool) -> dict[str, str]:
-    """A copy in which Python finds our packages, also from a checkout that is not installed.
+    """Return a copy of the environment in which Python finds our packages, also in a checkout that is not installed.
 
-    A service looks there `first`: nothing on the user's PYTHONPATH may shadow `services`. A script looks there last.
+    They come `first` for a service, so that nothing on the PYTHONPATH shadows `services`, and last for a script.
     """
     given = environ.get("PYTHONPATH")
     if not given and _ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

@@ -1,4 +1,4 @@
-"""Child processes with everything they start, and their output line by line."""
+"""Child processes with all processes that they start, and their output line by line."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .guardian import Guardian
 
 OnLine = Callable[[str, str], None]  # (name of the child, one line of its output without the newline)
 
-LINGER_SECONDS = 0.5  # what a child has started may still write for so long once the child itself has ended
+LINGER_SECONDS = 0.5  # for output of other processes of the group, once the child itself has ended
 MAX_LINE_BYTES = 64 * 1024
 
-start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # our own tests have a quicker one
+start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # replaced by a faster one in tests
 
 
 class Child:
-    """One process in a session and process group of its own; when it has ended, so does the rest of its group.
+    """A process in a session and process group of its own. The rest of its group is killed when it has ended.
 
-    stdout and stderr go to `on_line` from a thread; of a line that was overwritten with carriage returns (a progress
-    bar) only what would stay visible. A `guardian` ends the group if this process is killed.
+    A thread passes the lines of stdout and stderr to `on_line`. Of a line that was overwritten with carriage returns
+    (a progress bar) it passes only the visible part. A `guardian` ends the group if this process is killed.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, also of the group."""
+        """The id of the process, which is also that of its group."""
         return self._process.pid
 
     @property
@@ -73,11 +73,11 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative for a signal."""
+        """The exit code: None while the process runs, negative for a signal."""
         return self._exit_code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, its output included, and return the exit code; negative for a signal.
+        """Wait for the end of the process and of its output, and return the exit code, which is negative for a signal.
 
         Raises subprocess.TimeoutExpired.
         """
@@ -88,18 +88,18 @@ class Child:
         return self._exit_code
 
     def signal(self, number: Signals) -> None:
-        """Send a signal to the whole group; nothing if it has ended."""
+        """Send a signal to the whole group, unless the process has ended."""
         with self._lock:
             if self._exit_code is None:
                 self._signal_group(number)
 
     def stop(self, grace_seconds: float = 10.0) -> int:
-        """SIGTERM, then SIGKILL after the grace; returns the exit code."""
+        """Send SIGTERM, and SIGKILL after `grace_seconds`; return the exit code."""
         self.signal(SIGTERM)
         return self.wait_or_kill(grace_seconds)
 
     def wait_or_kill(self, grace_seconds: float) -> int:
-        """Wait for the end, which SIGKILL brings after the grace; returns the exit code."""
+        """Wait for the end, send SIGKILL after `grace_seconds`, and return the exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(grace_seconds)
         self.signal(SIGKILL)
@@ -111,7 +111,7 @@ class Child:
 
     def _await_end(self) -> None:
         if hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
-            # Not reaped yet: as long as it is a zombie, the number of its group cannot become another's.
+            # Not reaped yet: as long as it is a zombie, the number of its group cannot be used again.
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._process.wait()
@@ -119,7 +119,7 @@ class Child:
         with self._lock:
             self._signal_group(SIGKILL)
             self._exit_code = self._process.wait()
-        self._pump.join(LINGER_SECONDS)  # a process that left the group may hold the pipe open for ever
+        self._pump.join(LINGER_SECONDS)  # a process that left the group may keep the pipe open
         if self._guardian is not None:
             self._guardian.forget(self.pid)
         self._ended.set()

@@ -17,12 +17,11 @@ from ps_protocol.errors import TryAgain
 from ps_protocol.fields import Name, OrdinalText, Round
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import ClusterStatus
-from services.runtime.large_replies import LargeReplies, StreamedReply
+from services.runtime.large_replies import LargeReplies, LargeReply
 from services.runtime.statistics import ParameterStatistics
 
-from ..activity import Activity
+from ..activity import MAX_POINTS, Activity, CurveList
 from ..coordinator import Coordinator
-from ..curves import MAX_POINTS, CurveList
 from ..events import MAX_EVENTS, Event
 from ..status import describe_status
 from .formats import CONTENT_TYPES, Format
@@ -96,7 +95,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
             if not has_other and not await wait_for_newer(coordinator, name, after_version, wait_seconds):
                 return Response(status_code=304)
 
-        return StreamedReply(large, lambda: open_parameter(coordinator, name, form), CONTENT_TYPES[form])
+        return LargeReply(large, lambda: open_parameter(coordinator, name, form), CONTENT_TYPES[form])
 
     @app.get(routes.STATISTICS, tags=["inspection"], response_model=ParameterStatistics)
     async def parameter_statistics(name: Name) -> Response:
@@ -109,12 +108,12 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     @app.get(routes.PARAMETER_SLOTS, tags=["inspection"], response_class=Response, responses=_FILE)
     async def slots(name: Name) -> Response:
         """Return the optimizer slots of one parameter, as a safetensors file of float32 tensors of its shape."""
-        return StreamedReply(large, lambda: open_slots(coordinator, name), CONTENT_TYPE)
+        return LargeReply(large, lambda: open_slots(coordinator, name), CONTENT_TYPE)
 
     @app.get(routes.MODEL, tags=["inspection"], response_class=Response, responses=_FILE)
     async def model() -> Response:
         """Return the whole model of one round, with buffers and tied names, for `load_state_dict`."""
-        return StreamedReply(large, lambda: open_model(coordinator), CONTENT_TYPE)
+        return LargeReply(large, lambda: open_model(coordinator), CONTENT_TYPE)
 
     @app.get(routes.CURVES, tags=["inspection"], response_model=CurveList)
     async def curves(max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = MAX_POINTS) -> dict[str, Any]:

@@ -52,7 +52,6 @@ def test_commands_and_options(tmp_path: Path) -> None:
 
 def test_settings_of_a_role(tmp_path: Path) -> None:
     assert complete(tmp_path, "gradpost serve coordinator", "--dur") == ["--durability"]
-    assert complete(tmp_path, "gradpost serve pserver", "--pserver-i") == ["--pserver-index"]
 
 
 def test_parameters_of_the_run(tmp_path: Path) -> None:

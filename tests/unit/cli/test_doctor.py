@@ -125,10 +125,14 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("GRADPOST_STATE_DIR", str(tmp_path / "not" / "yet"))
+    file = tmp_path / "gradpost.toml"
+    file.write_text(f'state_dir = "{tmp_path / "not" / "yet"}"')
+    monkeypatch.setenv("GRADPOST_SETTINGS_FILE", str(file))
     assert f" are free in {tmp_path}" in check_disk().detail
     monkeypatch.setattr(doctor, "MIN_FREE_SHARE", 1.1)
     assert check_disk().level == "warning"
+    file.write_text("=")
+    assert check_disk().level == "skipped"
 
 
 def test_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

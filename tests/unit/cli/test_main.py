@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -14,8 +18,7 @@ from ps_config.environment import SettingsError
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, GradpostError, Unreachable
 
-from .conftest import RunCommand, run_process
-from .terminal import Terminal
+from .conftest import ROOT, RunCommand, run_process
 
 HEAVY = "torch numpy fastapi uvicorn httpx safetensors prometheus_client structlog services trainer_client"
 
@@ -70,47 +73,49 @@ def test_up_refuses_wrong_settings_before_it_starts(run_command: RunCommand, mon
 
 
 @pytest.mark.parametrize(
-    ("error", "exit_code"),
+    ("kind", "options", "exit_code"),
     [
-        (CommandError("no"), 2),
-        (CommandError("no", exit_code=3), 3),
-        (BadModel("no"), 2),
-        (SettingsError("no"), 2),
-        (Unreachable("no"), 1),
-        (GradpostError("no"), 1),
+        (CommandError, {}, 2),
+        (CommandError, {"exit_code": 3}, 3),
+        (BadModel, {}, 2),
+        (SettingsError, {}, 2),
+        (Unreachable, {}, 1),
+        (GradpostError, {}, 1),
     ],
 )
-def test_an_error_is_one_line_and_a_code(
-    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, error: Exception, exit_code: int
+def test_an_error_is_one_line_whatever_it_quotes_and_a_code(
+    run_command: RunCommand,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
+    options: dict[str, int],
+    exit_code: int,
 ) -> None:
     def fail(**_: object) -> None:
-        raise error
+        raise kind("a\nb\x1b[31m é", **options)
 
     monkeypatch.setattr(main, "app", fail)
     outcome = run_command()
-    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (exit_code, "", "gradpost: error: no\n")
-
-
-def test_an_error_stays_one_line_whatever_it_quotes(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**_: object) -> None:
-        raise CommandError("a\nb\x1b[31m é")
-
-    monkeypatch.setattr(main, "app", fail)
-    assert run_command().stderr == "gradpost: error: a\\nb\\x1b[31m é\n"
+    assert (outcome.exit_code, outcome.stdout) == (exit_code, "")
+    assert outcome.stderr == "gradpost: error: a\\nb\\x1b[31m é\n"
 
 
 def test_ctrl_c_is_130() -> None:
     """A coordinator that does not answer is waited for; there is no traceback."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        with Terminal("events", "--coordinator", url) as terminal:
-            accepted, _ = server.accept()
-            with accepted:
-                assert accepted.recv(4) == b"GET "
-                terminal.type("\x03")
-                assert terminal.wait() == 130
-            terminal.wait_for("^C")
-            assert "Traceback" not in terminal.shown
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gradpost", "events", "--coordinator", url],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        accepted, _ = server.accept()
+        with accepted:
+            assert accepted.recv(4) == b"GET "
+            process.send_signal(signal.SIGINT)
+            _, logs = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in logs
 
 
 def test_a_file_is_replaced_when_it_is_complete(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
 from ps_protocol.routes import STATUS
 
 from .conftest import RunCommand, serving
-from .terminal import Terminal
 
 STATE = ClusterStatus(
     run="5f0c", state="failed", mode="sync", num_pservers=2, num_trainers=2, waiting_for=("pserver 1", "trainer 0"),
@@ -56,13 +55,6 @@ def test_status_as_tables(run_command: RunCommand) -> None:
         "1 of 2   declared  1,233  accuracy 0.9833, loss nan  0.2 s ago\n"
         "\n"
     )
-
-
-def test_status_on_a_terminal() -> None:
-    with serving(ANSWERS) as url, Terminal("status", "--coordinator", url) as terminal:
-        terminal.wait_for("\u2500")  # the rule below a table's titles
-        terminal.wait_for("trainer 0, trainer 1 (3.2 s)")
-        assert terminal.wait() == 0
 
 
 def test_status_of_a_ring(run_command: RunCommand) -> None:

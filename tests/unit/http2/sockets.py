@@ -7,21 +7,11 @@ import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import httpx
-from h2.config import H2Configuration
-from h2.connection import H2Connection
-from h2.events import (
-    ConnectionTerminated,
-    DataReceived,
-    Event,
-    RequestReceived,
-    ResponseReceived,
-    StreamEnded,
-    StreamReset,
-)
+from h2.events import ConnectionTerminated, RequestReceived, ResponseReceived, StreamEnded, StreamReset
 from hpack import Encoder
 
 from ps_config.certificates import TlsFiles, server_context
@@ -29,7 +19,7 @@ from ps_http2 import frames
 from ps_http2.frames import ErrorCode, pack
 from ps_http2.stream import Headers
 
-E = TypeVar("E", bound=Event)
+from .support import E, H2Peer
 
 GET = [(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"localhost"), (b":path", b"/healthz")]
 OK = [(b":status", b"200")]
@@ -55,21 +45,12 @@ def data_frame(body: bytes, stream_id: int = 1, *, end_stream: bool = False) -> 
     return pack(frames.DATA, frames.END_STREAM if end_stream else 0, stream_id, body)
 
 
-class Talker:
+class Talker(H2Peer):
     """An h2 peer on a socket. It collects `events`, and sends window updates at once unless asked not to."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_client: bool) -> None:
+        super().__init__(client_side=is_client, validate_outbound_headers=False, normalize_outbound_headers=False)
         self.reader, self.writer = reader, writer
-        self.h2 = H2Connection(
-            H2Configuration(
-                client_side=is_client,
-                header_encoding=None,
-                validate_outbound_headers=False,
-                normalize_outbound_headers=False,
-            )
-        )
-        self.events: list[Event] = []
-        self.acknowledges = True
 
     def flush(self) -> None:
         self.writer.write(self.h2.data_to_send())
@@ -85,10 +66,7 @@ class Talker:
             data = await self.reader.read(1 << 20)
         except ConnectionError:
             data = b""
-        for event in self.h2.receive_data(data):
-            self.events.append(event)
-            if self.acknowledges and isinstance(event, DataReceived) and event.flow_controlled_length:
-                self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+        self.receive(data)
         self.flush()
         return bool(data)
 
@@ -122,15 +100,12 @@ class Talker:
             at += frames.FRAME_HEADER_BYTES + length
         return None
 
-    def of(self, kind: type[E], number: int | None = None) -> list[E]:
-        return [e for e in self.events if isinstance(e, kind) and number in (None, getattr(e, "stream_id", None))]
-
     async def reset_of(self, number: int) -> ErrorCode:
         return ErrorCode((await self.until(StreamReset, number)).error_code)
 
     async def body(self, number: int) -> bytes:
         await self.until(StreamEnded, number)
-        return b"".join(event.data for event in self.of(DataReceived, number))
+        return self.body_of(number)
 
     async def __aenter__(self) -> Self:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator
 from itertools import repeat
-from typing import Any
+from typing import Any, TypeVar
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -16,6 +16,8 @@ from ps_http2 import frames
 from ps_http2.connection import Connection
 from ps_http2.frames import PREFACE, ErrorCode
 from ps_http2.stream import Headers, Stream, StreamResetError, content_length
+
+E = TypeVar("E", bound=Event)
 
 REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/"), (b":authority", b"here")]
 ANSWER = [(b":status", b"200")]
@@ -119,23 +121,6 @@ class End(Connection):
         self.num_resets += 1
 
 
-class ClientEnd(End):
-    """A client's end."""
-
-    preface = PREFACE
-
-    def ask(self, *, end_stream: bool = False) -> Stream:
-        stream = self.begin(self.new_stream(self.highest_stream + 2 if self.highest_stream else 1))
-        self.streams[stream.stream_id] = stream
-        stream.send_headers(REQUEST, end_stream=end_stream)
-        self.pump()
-        return stream
-
-    def stream_requested(self, number: int) -> Stream | None:
-        self.check_not_idle(number)
-        return None
-
-
 def feed(connection: Connection, data: bytes, sizes: Iterable[int] = repeat(1 << 20)) -> None:
     """Receive bytes from the socket in portions of these sizes."""
     rest, portions = memoryview(data), iter(sizes)
@@ -160,17 +145,35 @@ def parse(data: bytes) -> list[Frame]:
     return found
 
 
-class Peer:
-    """An h2 peer of one of our connections. It raises if we violate the protocol."""
+class H2Peer:
+    """A connection of the h2 library with its events. It raises if the other end violates the protocol."""
 
-    def __init__(self, ours: End, transport: FakeTransport, *, settings: dict[int, int] | None = None) -> None:
-        self.ours, self.transport = ours, transport
-        is_client = not isinstance(ours, ClientEnd)
-        self.h2 = H2Connection(
-            H2Configuration(client_side=is_client, header_encoding=None, validate_inbound_headers=False)
-        )
+    def __init__(self, **options: bool) -> None:
+        self.h2 = H2Connection(H2Configuration(header_encoding=None, **options))
         self.events: list[Event] = []
         self.acknowledges = True  # restores windows as soon as they are used
+
+    def receive(self, data: bytes) -> None:
+        for event in self.h2.receive_data(data):
+            self.events.append(event)
+            if self.acknowledges and isinstance(event, DataReceived) and event.flow_controlled_length:
+                self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+
+    def of(self, kind: type[E], number: int | None = None) -> list[E]:
+        """Return the received events of one kind, and of one stream."""
+        return [e for e in self.events if isinstance(e, kind) and number in (None, getattr(e, "stream_id", None))]
+
+    def body_of(self, number: int) -> bytes:
+        """Return the received body of a stream."""
+        return b"".join(event.data for event in self.of(DataReceived, number))
+
+
+class Peer(H2Peer):
+    """An h2 peer of one of our connections, without a socket."""
+
+    def __init__(self, ours: End, transport: FakeTransport, *, settings: dict[int, int] | None = None) -> None:
+        super().__init__(validate_inbound_headers=False)
+        self.ours, self.transport = ours, transport
         self.h2.initiate_connection()
         if settings:
             self.h2.update_settings(settings)
@@ -199,26 +202,13 @@ class Peer:
         if self.transport.pauses and not self.transport.is_closed:
             self.ours.resume_writing()
         from_us = self.transport.take()
-        for event in self.h2.receive_data(from_us) if from_us else ():
-            self.events.append(event)
-            if self.acknowledges and isinstance(event, DataReceived) and event.flow_controlled_length:
-                self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+        self.receive(from_us)
         return bool(to_us or from_us)
 
-    def body(self, number: int) -> bytes:
-        """Return the received body of a stream."""
-        return b"".join(event.data for event in self.of(DataReceived) if event.stream_id == number)
 
-    def of(self, kind: type[Event]) -> list[Any]:
-        """Return the received events of one kind."""
-        return [event for event in self.events if isinstance(event, kind)]
-
-
-def connect(
-    kind: type[End] = End, *, settings: dict[int, int] | None = None, pauses: bool = False, **own: Any
-) -> tuple[Any, Peer]:
+def connect(*, settings: dict[int, int] | None = None, pauses: bool = False, **own: int) -> tuple[End, Peer]:
     """Return an end of ours, and h2's as its peer."""
-    ours = kind(**own)
+    ours = End(**own)
     return ours, Peer(ours, ours.connect(pauses=pauses), settings=settings)
 
 

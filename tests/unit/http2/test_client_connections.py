@@ -198,7 +198,8 @@ async def test_renewed_files_are_used_by_a_new_connection(authority: Authority) 
             assert origin._connection is not None
             origin._connection.must_check_files = True
         assert len(connections) == 3
-        await connections[0].until(ConnectionTerminated)
+        goaway = await connections[0].until(ConnectionTerminated)
+        assert (goaway.error_code, goaway.last_stream_id) == (ErrorCode.NO_ERROR, 0)  # servers open no streams
 
 
 # ---------------------------------------------------------------------- Unix sockets

@@ -28,9 +28,15 @@ CLOSED = {SettingCodes.INITIAL_WINDOW_SIZE: 0}  # no response has a window
 
 
 @short_headers
-@pytest.mark.parametrize("is_local", [False, True])
 @pytest.mark.parametrize(
-    "sent", [b"", PREFACE[:8], PREFACE, PREFACE + pack_settings({}) + pack(frames.PING, 0, 0, bytes(8))]
+    ("sent", "is_local"),
+    [
+        (b"", False),
+        (b"", True),
+        (PREFACE[:8], False),
+        (PREFACE, False),
+        (PREFACE + pack_settings({}) + pack(frames.PING, 0, 0, bytes(8)), True),
+    ],
 )
 async def test_a_connection_without_a_request_is_closed(sent: bytes, is_local: bool, service: Served) -> None:
     async with await service.connect(is_local=is_local, greets=False) as caller:

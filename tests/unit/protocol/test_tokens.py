@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 
@@ -138,26 +137,6 @@ def test_the_widest_scope_counts(tmp_path: Path) -> None:
     for scope in scopes:
         put(tmp_path / scope, OLD)
     assert TokenFolder(tmp_path).scope_of(OLD) == "admin"
-
-
-@pytest.mark.asyncio
-async def test_a_missing_token_is_waited_for(tmp_path: Path) -> None:
-    messages: list[str] = []
-    waiting = asyncio.create_task(TokenPair(tmp_path / "admin").wait(30, messages.append))
-    await asyncio.sleep(0)
-    [line] = messages
-    assert line.startswith("waiting for a token, 30 s at most: there is no token file")
-    put(tmp_path / "admin", OLD)
-    assert await waiting
-    assert messages == [line]
-
-
-@pytest.mark.asyncio
-async def test_a_wait_for_a_token_ends(tmp_path: Path) -> None:
-    pair = TokenPair(tmp_path / "admin")
-    with pytest.raises(SettingsError, match="there is no token file"):
-        await pair.wait(0, lambda _: None)
-    assert not await pair.wait(30, lambda _: None, give_up=lambda: True)
 
 
 # ---------------------------------------------------------------- hosts

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from ps_config.certificates import TlsFiles
-from ps_protocol.errors import NotReady, RoundPending, StaleRound
+from ps_protocol.errors import StaleRound
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
@@ -67,14 +67,6 @@ class Sample:
         @app.get("/stale")
         async def stale() -> None:
             raise StaleRound("round 3 is over", expected="round 4", actual="round 3", current=4)
-
-        @app.get("/pending")
-        async def pending() -> None:
-            raise RoundPending("round 4 is open", missing=[1])
-
-        @app.get("/not-ready")
-        async def not_ready() -> None:
-            raise NotReady("no run", waiting_for="trainers")
 
         @app.get("/slow")
         async def slow() -> str:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Iterator
 from contextvars import ContextVar
 
 import pytest
@@ -12,8 +13,14 @@ from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import configure_logs
 
 
-async def test_jobs_run_one_after_another_in_order() -> None:
+@pytest.fixture
+def executor() -> Iterator[ComputeExecutor]:
     executor = ComputeExecutor()
+    yield executor
+    executor.close()
+
+
+async def test_jobs_run_one_after_another_in_order(executor: ComputeExecutor) -> None:
     order: list[str] = []
 
     def job(name: str) -> str:
@@ -24,52 +31,41 @@ async def test_jobs_run_one_after_another_in_order() -> None:
 
     assert await asyncio.gather(*(executor.run(job, name) for name in "abc")) == ["a", "b", "c"]
     assert order == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
-    executor.close()
 
 
-async def test_a_result_does_not_wait_for_the_jobs_behind_it() -> None:
+async def test_a_result_does_not_wait_for_the_jobs_behind_it(executor: ComputeExecutor) -> None:
     """Though all of them went to the thread together."""
-    executor = ComputeExecutor()
     gate = threading.Event()
     first, second, third = (asyncio.create_task(executor.run(job, 5)) for job in (abs, abs, gate.wait))
     assert await asyncio.wait_for(asyncio.gather(first, second), 2) == [5, 5]
     assert not third.done()
     gate.set()
     assert await third
-    executor.close()
 
 
-async def test_an_exception_that_no_future_takes_hides_nobody_elses_result() -> None:
-    executor = ComputeExecutor()
+async def test_an_exception_that_no_future_takes_hides_nobody_elses_result(executor: ComputeExecutor) -> None:
     first, second = asyncio.create_task(executor.run(next, iter(()))), asyncio.create_task(executor.run(abs, -5))
     assert await asyncio.wait_for(second, 2) == 5
     with pytest.raises(RuntimeError, match="StopIteration"):
         await first
-    executor.close()
 
 
-async def test_what_was_submitted_in_the_turn_of_the_loop_that_closes_it_is_done() -> None:
-    executor = ComputeExecutor()
+async def test_what_was_submitted_in_the_turn_of_the_loop_that_closes_it_is_done(executor: ComputeExecutor) -> None:
     request = asyncio.create_task(executor.run(abs, -5))
     asyncio.get_running_loop().call_soon(executor.close)
     assert await asyncio.wait_for(request, 2) == 5
 
 
-async def test_jobs_do_not_run_on_the_event_loop() -> None:
-    executor = ComputeExecutor()
+async def test_jobs_do_not_run_on_the_event_loop(executor: ComputeExecutor) -> None:
     assert await executor.run(threading.get_ident) != threading.get_ident()
-    executor.close()
 
 
-async def test_exception_reaches_the_caller() -> None:
-    executor = ComputeExecutor()
+async def test_exception_reaches_the_caller(executor: ComputeExecutor) -> None:
     with pytest.raises(ZeroDivisionError):
         await executor.run(lambda: 1 / 0)
-    executor.close()
 
 
-async def test_job_outlives_its_cancelled_request_even_if_it_still_queues() -> None:
-    executor = ComputeExecutor()
+async def test_job_outlives_its_cancelled_request_even_if_it_still_queues(executor: ComputeExecutor) -> None:
     gate = threading.Event()
     done: list[str] = []
     running = asyncio.create_task(executor.run(gate.wait, 5))
@@ -83,12 +79,12 @@ async def test_job_outlives_its_cancelled_request_even_if_it_still_queues() -> N
     gate.set()
     await executor.run(lambda: None)
     assert (done, executor.num_jobs) == (["queued"], 0)
-    executor.close()
 
 
-async def test_failure_that_nobody_waits_for_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_failure_that_nobody_waits_for_is_logged(
+    executor: ComputeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     configure_logs("test", "json")
-    executor = ComputeExecutor()
     gate = threading.Event()
 
     def fail() -> None:
@@ -103,19 +99,15 @@ async def test_failure_that_nobody_waits_for_is_logged(capsys: pytest.CaptureFix
     await executor.run(lambda: None)
     (line,) = capsys.readouterr().err.splitlines()
     assert "ZeroDivisionError: in a job" in json.loads(line)["exception"]
-    executor.close()
 
 
-async def test_job_sees_the_requests_context() -> None:
-    executor = ComputeExecutor()
+async def test_job_sees_the_requests_context(executor: ComputeExecutor) -> None:
     variable: ContextVar[str] = ContextVar("variable")
     variable.set("request")
     assert await executor.run(variable.get) == "request"
-    executor.close()
 
 
-async def test_close_waits_for_jobs_and_refuses_more() -> None:
-    executor = ComputeExecutor()
+async def test_close_waits_for_jobs_and_refuses_more(executor: ComputeExecutor) -> None:
     done: list[str] = []
 
     def job() -> None:

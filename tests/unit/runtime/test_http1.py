@@ -180,7 +180,7 @@ async def test_a_response_in_one_part_waits_for_its_client_and_ends_with_it(monk
             super().connection_lost(exc)
             ended.set()
 
-    monkeypatch.setattr(http1, "GuardedProtocol", Remembered)
+    monkeypatch.setattr("services.runtime.server.GuardedProtocol", Remembered)
     async with running(Large().app) as server:
         async with httpx.AsyncClient() as client:
             assert len((await client.get(f"{server.address}/whole")).content) == NUM_PARTS * MIB

@@ -66,7 +66,7 @@ def service(*arguments: str, **settings: str) -> Iterator[tuple[subprocess.Popen
     os.close(writer)
     try:
         with os.fdopen(reader) as lines:
-            yield process, lines.readline().strip()
+            yield process, lines.read().strip()  # to the end of file: it was closed
     finally:
         process.kill()
         process.communicate()

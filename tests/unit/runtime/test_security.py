@@ -103,20 +103,6 @@ async def test_whoever_uploads_gets_to_read_the_refusal(tokens_dir: Path, http: 
                 )
 
 
-async def test_a_replaced_token_needs_no_restart(tokens_dir: Path, http: httpx.AsyncClient) -> None:
-    async with running(Sample().make_app(), tokens_dir=tokens_dir) as service:
-
-        async def statuses(*tokens: str) -> list[int]:
-            return [
-                (await http.get(f"{service.address}/metrics", headers=bearer(token))).status_code for token in tokens
-            ]
-
-        assert await statuses(TOKENS["read"], "n" * 30) == [200, 401]
-        put(tokens_dir / "read.previous", TOKENS["read"])
-        put(tokens_dir / "read", "n" * 30)
-        assert await statuses("n" * 30, TOKENS["read"]) == [200, 200]
-
-
 async def test_a_caller_falls_back_to_the_token_before(tokens_dir: Path, tmp_path: Path) -> None:
     """So that folders may be updated in any order."""
     theirs = tmp_path / "theirs"
@@ -133,18 +119,16 @@ async def test_a_caller_falls_back_to_the_token_before(tokens_dir: Path, tmp_pat
         assert (await peer.post(f"{service.address}/raw/fine", content=b"12345")).status_code == 401
 
 
-async def test_the_tokens_may_come_later(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = asyncio.Event()
-    monkeypatch.setattr(security.log, "info", lambda *_: begun.set())  # the only line until then
+async def test_the_tokens_may_come_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(security.log, "info", lambda line, **_: lines.put_nowait(line))
 
     async def begin() -> Running:
         async with running(Sample().make_app(), tokens_dir=tmp_path / "later") as service:
             return service
 
     serving = asyncio.create_task(begin())
-    await begun.wait()
+    assert (await lines.get()).startswith("waiting for a token, 60 s at most: there is no token file")
     assert not serving.done()
     (tmp_path / "later").mkdir()
     put(tmp_path / "later" / "admin", TOKENS["admin"])
@@ -291,14 +275,6 @@ async def test_it_is_never_too_late_in_silence() -> None:
 # ---------------------------------------------------------------------- listening
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5"])
-def test_beyond_loopback_is_refused(host: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="gradpost token create"):
-        ServiceSettings(host=host)
-    ServiceSettings(host=host, insecure=True)
-    ServiceSettings(host=host, tokens_dir=tmp_path)
-
-
 async def test_what_is_left_unprotected_is_said(tokens_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("sample", "json")
     async with running(Sample().make_app(), host="0.0.0.0", insecure=True):
@@ -316,3 +292,6 @@ def test_what_goes_together(tmp_path: Path) -> None:
         ServiceSettings(tls_client_cert=file)
     with pytest.raises(ValueError, match="tls_client_ca needs tls_cert"):
         ServiceSettings(tls_client_ca=file)
+    with pytest.raises(ValueError, match="gradpost token create"):
+        ServiceSettings(host="0.0.0.0")
+    ServiceSettings(host="0.0.0.0", tokens_dir=tmp_path)

@@ -20,24 +20,9 @@ def settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_flag_over_environment_over_file_over_default(settings_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings_file.write_text('port = 1\nhost = "file"\nlease_seconds = 1.5\n')
-    monkeypatch.setenv("GRADPOST_PORT", "2")
-    monkeypatch.setenv("GRADPOST_HOST", "127.0.0.2")
-    settings = ServiceSettings(port=3)
-    assert (settings.port, settings.host, settings.lease_seconds) == (3, "127.0.0.2", 1.5)
-    assert settings.coordinator == "http://127.0.0.1:7070"
-
-
 def test_limits_are_those_of_the_protocol() -> None:
     assert ServiceSettings().frame_limits == FrameLimits()
     assert ServiceSettings(max_tensors=7).frame_limits == FrameLimits(max_tensors=7)
-
-
-def test_unknown_variable_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADPOST_COORDINATR", "http://c:7070")
-    with pytest.raises(SettingsError, match=r"GRADPOST_COORDINATR; did you mean GRADPOST_COORDINATOR\?"):
-        ServiceSettings()
 
 
 def test_unknown_variable_of_kubernetes_says_the_way_out() -> None:
@@ -87,18 +72,6 @@ def test_unknown_flag_is_refused() -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         ServiceSettings().port = 1  # type: ignore[misc]
-
-
-def test_certificate_and_key_go_together(tmp_path: Path) -> None:
-    (tmp_path / "cert.pem").touch()
-    with pytest.raises(ValidationError, match="go together"):
-        ServiceSettings(tls_cert=tmp_path / "cert.pem")
-
-
-def test_addresses_are_base_urls() -> None:
-    assert ServiceSettings(coordinator="http://c:7070/").coordinator == "http://c:7070"
-    with pytest.raises(ValidationError, match="base URL"):
-        ServiceSettings(coordinator="c:7070")
 
 
 @pytest.mark.parametrize("rules", [{"mode": "async"}, {"mode": "ssp"}, {"max_delay": 1}], ids=str)

@@ -142,14 +142,12 @@ async def probe(url: str, environ: Mapping[str, str]) -> tuple[int | None, str]:
     return process.returncode, said.decode()
 
 
-async def test_a_probe_shows_the_certificate_of_the_environment(tmp_path: Path) -> None:
-    authority = Authority(tmp_path / "authority")
+async def test_a_probe_shows_the_certificate_of_the_environment(authority: Authority) -> None:
     files = authority.issue("service")
     names = {"CA": files.ca, "CLIENT_CERT": files.cert, "CLIENT_KEY": files.key}
     environ = {f"GRADPOST_TLS_{name}": str(path) for name, path in names.items()}
     sample = Sample()
-    serving = {"tls_client_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
-    async with running(sample.make_app(), **serving) as service:
+    async with running(sample.make_app(), **serving(files)) as service:
         url = f"https://localhost:{service.address.rpartition(':')[2]}/readyz"
         assert await probe(url, environ) == (0, "")
         code, said = await probe(url, {"GRADPOST_TLS_CA": environ["GRADPOST_TLS_CA"]})

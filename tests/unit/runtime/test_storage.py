@@ -1,4 +1,4 @@
-"""Files of a place are whole or missing, and sealed files contain what was written; on a local disk and with fsspec."""
+"""Files of a place are whole or missing, sealed files contain what was written, and damaged checkpoints are none."""
 
 from __future__ import annotations
 
@@ -11,11 +11,25 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ps_protocol.consistency import Consistency
 from ps_protocol.fields import Message
+from ps_protocol.messages import ShardFile
+from ps_protocol.plan import make_plan
+from ps_protocol.vocabulary import ParameterSpec
 from services.runtime import storage
+from services.runtime.checkpoints import (
+    Manifest,
+    complete_checkpoints,
+    list_rounds,
+    read_manifest,
+    read_shard_file,
+    round_folder,
+    write_manifest,
+)
 from services.runtime.storage import (
     CheckpointStorage,
     DamagedFile,
@@ -205,3 +219,67 @@ def test_nothing_shorter_is_read(size):
 def test_what_another_version_has_written_is_refused_as_such():
     with pytest.raises(DamagedFile, match="written by another version"):
         unseal(memoryview(seal(NUMBERS)), Others, "numbers.json")
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+PLAN = make_plan([ParameterSpec("w", (4,))], 1)
+SHARD = b"0123456789"
+
+
+def shard_file(round_: int) -> ShardFile:
+    return ShardFile(
+        pserver=0, name="pserver-0-of-1.safetensors", num_bytes=len(SHARD), digest=xxhash.xxh3_128_hexdigest(SHARD),
+        round=round_, attempt=0, torch="2", cpu="AVX2",
+    )  # fmt: skip
+
+
+def manifest(round_: int, run: str = "run1") -> Manifest:
+    return Manifest(
+        run=run, attempt=0, round=round_, consistency=Consistency(), plan=PLAN.to_json(), aliases={"tied": "w"},
+        shards=(shard_file(round_),), created="2026-11-21T10:00:00+00:00",
+    )  # fmt: skip
+
+
+def test_a_manifest_says_what_was_written_into_it(place):
+    write_manifest(place, manifest(128))
+    found = read_manifest(place, "run1", 128)
+    assert found == manifest(128)
+    assert found.slice_plan().digest == PLAN.digest
+    assert read_manifest(place, "run1", 129) is None
+
+
+def test_complete_checkpoints_have_a_manifest_and_come_newest_first(place):
+    for round_ in (5, 10, 1000):
+        write_manifest(place, manifest(round_))
+    place.write(f"{round_folder('run1', 2000)}/pserver-0-of-1.safetensors", [SHARD])  # not complete yet
+    place.write("run1/notes.txt", [b"of somebody else"])
+    assert list_rounds(place, "run1") == [2000, 1000, 10, 5]
+    assert [found.round for found in complete_checkpoints(place, "run1")] == [1000, 10, 5]
+    assert complete_checkpoints(place, "run2") == []
+
+
+def test_one_with_a_damaged_manifest_is_none(tmp_path):
+    place = LocalStorage(tmp_path)
+    for round_ in (5, 10):
+        write_manifest(place, manifest(round_))
+    path = tmp_path / round_folder("run1", 10) / "manifest.json"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedFile, match=r"run1/000000000010/manifest\.json in .* is damaged"):
+        read_manifest(place, "run1", 10)
+    assert [found.round for found in complete_checkpoints(place, "run1")] == [5]
+
+
+def test_a_shard_is_read_whole_or_not_at_all(place):
+    name = f"{round_folder('run1', 5)}/pserver-0-of-1.safetensors"
+    with pytest.raises(DamagedFile, match="is missing"):
+        read_shard_file(place, "run1", shard_file(5))
+    place.write(name, [SHARD])
+    assert bytes(read_shard_file(place, "run1", shard_file(5))) == SHARD
+    for damaged in (SHARD[:-1], b"1" + SHARD[1:]):
+        place.write(name, [damaged])
+        with pytest.raises(DamagedFile, match="is damaged"):
+            read_shard_file(place, "run1", shard_file(5))
