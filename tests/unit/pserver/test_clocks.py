@@ -159,6 +159,18 @@ def test_a_setting_without_effect_is_refused() -> None:
     assert [Consistency(mode="ssp").max_staleness, Consistency(mode="ssp", max_staleness=0).max_staleness] == [4, 0]
 
 
+def test_a_clock_waits_for_the_oldest_step() -> None:
+    clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async"))
+    committed = []
+    for step, name in ((1, "slow"), (2, "quick")):
+        clocks.stage(0, step, Push({name: "g"}, complete(1)))
+        committed.append(clocks.commit(0))
+    assert not clocks.count_applied_block(committed[1])
+    assert (clocks.clocks, clocks.applied) == ({0: 0}, 0)
+    assert clocks.count_applied_block(committed[0])
+    assert (clocks.clocks, clocks.applied) == ({0: 2}, 2)
+
+
 @pytest.mark.parametrize(("start", "opens"), [(1, 3), (3, 3), (4, 4), (None, 1)])
 def test_a_new_incarnation_begins_with_its_start_or_behind_the_steps_that_are_here(start: Any, opens: int) -> None:
     clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async"))
