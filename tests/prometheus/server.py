@@ -81,8 +81,9 @@ class Prometheus:
 
 
 def _configure(coordinator: str, tokens: Path, folder: Path) -> None:
-    text = CONFIGURATION.read_text().replace(COORDINATOR, urlsplit(coordinator).netloc).replace(TOKENS, str(tokens))
-    configuration = yaml.safe_load(text)
+    configuration = yaml.safe_load(CONFIGURATION.read_text())
+    configuration = _replace(configuration, COORDINATOR, urlsplit(coordinator).netloc)
+    configuration = _replace(configuration, TOKENS, str(tokens))
     interval = f"{SCRAPE_SECONDS:g}s"
     configuration["global"]["scrape_interval"] = interval
     for job in configuration["scrape_configs"]:
@@ -93,3 +94,12 @@ def _configure(coordinator: str, tokens: Path, folder: Path) -> None:
     for group in rules["groups"]:
         group["interval"] = interval
     (folder / RULES.name).write_text(yaml.safe_dump(rules))
+
+
+def _replace(value: Any, old: str, new: str) -> Any:
+    """Return the value with the text replaced in all nested strings: an IPv6 address is no plain YAML."""
+    if isinstance(value, dict):
+        return {key: _replace(one, old, new) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_replace(one, old, new) for one in value]
+    return value.replace(old, new) if isinstance(value, str) else value
