@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -149,9 +150,11 @@ async def test_without_a_log_trainers_go_on_with_their_own_steps(tmp_path: Path)
             await pserver.get(0, 3)
         await pserver.push(0, 3)
         await pserver.get(0, 3)
-        await pserver.push(1, 4)
+        with structlog.testing.capture_logs() as logs:
+            await pserver.push(1, 4)
         await pserver.get(1, 4)
         assert pserver.run.schedule.clocks == {0: 3, 1: 4}  # step 3 of trainer 1 is lost
+        assert [line["lost"] for line in logs if line["event"].endswith("acknowledged are lost")] == [1]
         with pytest.raises(FutureRound):  # from now on its steps come one after another
             await pserver.push(1, 6)
         assert pserver.run.round == 6
