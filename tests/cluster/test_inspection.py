@@ -53,8 +53,8 @@ def test_what_is_read_is_of_one_round_bit_for_bit(
     run: FaultyRun, http: httpx.Client, oracle: Oracle, path: str, num_tensors: int
 ) -> None:
     rounds = set()
-    for i in range(12):
-        if i % 3 == 0:
+    for i in range(20):
+        if i % 4 == 0:
             run.wait_for_round(run.round_of(0) + 1)
         reply = http.get(f"/v1/{path}")
         round_ = int(metadata_of(reply.content)["round"])

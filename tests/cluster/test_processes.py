@@ -227,6 +227,7 @@ def test_a_cluster_by_hand(port: int, run_command: RunCommand, monkeypatch: pyte
         environ = environment(GRADPOST_COORDINATOR=url, RANK="0")
         monkeypatch.setenv("GRADPOST_COORDINATOR", url)
         shown = run_command("status")
+        assert (shown.exit_code or 0, shown.stderr) == (0, "")
         assert "gathering, mode sync, round 0\nwaiting for trainer 0\n" in shown.stdout
         assert "\n0 of 1   http://127.0.0.1:" in shown.stdout
         script = Child("trainer 0", [sys.executable, str(SCRIPT), "1"], env=environ, on_line=lambda *_: None)

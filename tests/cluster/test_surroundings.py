@@ -155,7 +155,6 @@ def port_of(run: FaultyRun, pserver: int) -> int:
 
 
 @pytest.mark.alone
-@pytest.mark.extended
 def test_a_partition_that_heals_within_the_lease_costs_nothing_but_time(apart: Namespace) -> None:
     directions: tuple[Direction, ...] = ("out", "in", "both")
     with start_apart(100, apart) as run:
@@ -171,7 +170,6 @@ def test_a_partition_that_heals_within_the_lease_costs_nothing_but_time(apart: N
 
 
 @pytest.mark.alone
-@pytest.mark.extended
 def test_a_trainer_that_stays_cut_off_is_named_and_waited_for(apart: Namespace) -> None:
     with start_apart(60, apart) as run:
         run.wait_for_round(10)
@@ -180,17 +178,6 @@ def test_a_trainer_that_stays_cut_off_is_named_and_waited_for(apart: Namespace) 
         run.wait_for(lambda: run.cluster.status().waiting_for == ("trainer 1",), "the status to name trainer 1")
         apart.heal()
         run.check_results()
-
-
-@pytest.mark.alone
-@pytest.mark.extended
-def test_the_others_go_on_without_a_trainer_that_stays_cut_off(apart: Namespace) -> None:
-    with start_apart(60, apart, on_trainer_loss="continue") as run:
-        run.wait_for_round(10)
-        apart.cut(port_of(run, 0), "in")
-        assert run.cluster.trainers[0].wait(30) == 0
-        assert run.cluster.trainers[1].wait(30) == 1
-        assert "trainer 1 did not reach" in run.wait_for_line("[trainer 1] ps_protocol.errors.Conflict")
 
 
 ARGUMENTS = {"nginx": ["-e", "stderr", "-c"], "haproxy": ["-db", "-f"]}
@@ -231,7 +218,6 @@ def running_proxy(name: str, port: int, text: str, folder: Path) -> Iterator[str
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.extended
 def test_a_pserver_is_trained_with_through_a_proxy_as_documented(name: str, tmp_path: Path) -> None:
     [shown] = code_blocks(DOCUMENTED, name)
     port, own = free_port(), free_port()
@@ -268,7 +254,6 @@ def days_ahead(run: FaultyRun, checkpoints: Path) -> int:
     return round((datetime.fromisoformat(newest.created) - datetime.now(UTC)) / timedelta(days=1))
 
 
-@pytest.mark.extended
 def test_the_date_does_not_matter(tmp_path: Path) -> None:
     offset, checkpoints = tmp_path / "offset", tmp_path / "checkpoints"
     offset.write_text("+0d\n")

@@ -23,11 +23,11 @@ from ps_protocol.errors import Conflict
 from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
+from ps_protocol.requests import Completion
 from services.coordinator.decision import Rollback, decide, newest_common
-from services.pserver.admission import MembershipChanges
-from services.pserver.contribution import Push
 from services.pserver.history import History
 from services.pserver.rounds import Measure, Rounds
+from services.pserver.staging import MembershipChanges, Push
 
 NUMBERS: list[HyperParameters] = [{"lr": 0.1}]
 MAX_TRAINERS = 3
@@ -183,7 +183,7 @@ class Faults:
         except Conflict:
             return False
         if admission == "open":
-            pserver.rounds.stage(trainer.rank, trainer.round, Push({"b": trainer.incarnation}, 1, NUMBERS))
+            pserver.rounds.stage(trainer.rank, trainer.round, Push({"b": trainer.incarnation}, Completion(1, NUMBERS)))
         trainer.pushed.add(index)
         return True
 

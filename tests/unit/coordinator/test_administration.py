@@ -16,6 +16,7 @@ from services.coordinator.administration import Administration, RollBack, SetRat
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.metrics import measure_cluster
 
+from ...raising import raises_code
 from .coordinating import FakePservers, eventually, heartbeat, leave, training
 from .support import beat, leaving, registration
 
@@ -154,11 +155,13 @@ async def test_a_paused_run_is_resumed_while_a_checkpoint_is_being_made() -> Non
         assert sorted(done) == [(1, "pause"), (2, "checkpoint"), (3, "resume")]
 
 
-async def test_an_evicted_trainer_is_not_counted_as_lost() -> None:
+async def test_an_evicted_trainer_is_not_counted_as_lost_and_the_last_one_stays() -> None:
     registry = CollectorRegistry()
     async with training() as coordinator:
         measure_cluster(coordinator.cluster, registry)
         await Administration(coordinator).evict("me", 1)
+        with raises_code("cannot_evict"):
+            await Administration(coordinator).evict("me", 0)
         evicted = coordinator.cluster.run.trainers[1]
         assert (evicted.state, registry.get_sample_value("gradpost_trainers_gone")) == ("lost", 0)
         evicted.why = "no heartbeat for 30 s"
