@@ -15,19 +15,14 @@ from ps_protocol.vocabulary import Round
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.large_replies import LargeReplies
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.settings import RequestLimits
 
 from .endpoints import TensorEndpoints
 from .inspection import add_inspection_routes
 from .openapi import BARRIER_OPENAPI, BUFFERS_OPENAPI, GET_OPENAPI, NORM_OPENAPI, SEND_OPENAPI, SLOTS_OPENAPI
 from .pserver import Pserver
 
-_LIMITS = RequestLimits()
 
-
-def make_pserver_app(
-    pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None, *, limits: RequestLimits = _LIMITS
-) -> FastAPI:
+def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
     """Return the application, which runs on the event loop that serves it."""
     app = make_app(
         title="Gradpost pserver",
@@ -35,7 +30,6 @@ def make_pserver_app(
         metrics=metrics,
         is_ready=pserver.readiness,
         lifespan=lifespan,
-        limits=limits,
     )
     tensors = TensorEndpoints(pserver)
     large = LargeReplies()

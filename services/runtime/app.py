@@ -20,15 +20,12 @@ from ps_protocol.routes import HEALTH, METRICS, READY
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 
 from .errors import allowed_methods, install_error_handlers
-from .limits import LimitRequests
 from .metrics import MeasureRequests, ServiceMetrics, watch_loop_lag
 from .routing import AnswerHead, MessageRoute, RawEndpoint, RawRoute
 from .scopes import DASHBOARD, DOCS, OPENAPI, needed_scope
-from .settings import RequestLimits
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
-_DEFAULT_LIMITS = RequestLimits()
 _PROBLEM_SCHEMA = {
     "type": "object",
     "description": "RFC 9457 problem document; further members depend on the code",
@@ -91,12 +88,11 @@ def make_app(
     metrics: ServiceMetrics,
     is_ready: Callable[[], str | None],
     lifespan: Lifespan | None = None,
-    limits: RequestLimits = _DEFAULT_LIMITS,
 ) -> FastAPI:
     """Return an application with problem documents for errors, request metrics, and the common routes.
 
     `is_ready` returns None, or the missing condition as text; it is called for every probe and must be quick.
-    `lifespan` is entered before serving.
+    `lifespan` is entered before serving. `serve` adds limits and access control by its settings.
     """
 
     @asynccontextmanager
@@ -120,7 +116,6 @@ def make_app(
     )
     app.router.route_class = MessageRoute
     install_error_handlers(app)
-    app.add_middleware(LimitRequests, limits=limits)
     app.add_middleware(MeasureRequests, metrics=metrics)  # outside the others, to see what the client gets
     app.add_middleware(AnswerHead)  # added last, so outermost
 

@@ -15,7 +15,6 @@ from ps_http2 import server as http2_server
 from ps_http2.connection import MAX_UNPRODUCTIVE_FRAMES
 from ps_http2.frames import PREFACE, ErrorCode, pack, pack_number, pack_settings
 from ps_http2.server import MAX_RESETS, MAX_STREAMS
-from services.runtime.settings import RequestLimits
 
 from .conftest import LARGE, Served
 from .sockets import GET, Caller, get, headers_frame, post, until
@@ -139,7 +138,7 @@ async def test_streams_with_tiny_windows_are_reset_although_an_earlier_one_takes
         await until(lambda: len(service.ended) == 5)
 
 
-@pytest.mark.parametrize("limits", [RequestLimits(max_requests=4)])
+@pytest.mark.parametrize("settings", [{"max_requests": 4}])
 async def test_a_small_response_that_is_not_taken_does_not_count_as_a_request(service: Served, caller: Caller) -> None:
     async with await service.connect(settings=CLOSED) as slow:
         numbers = [slow.ask(get(b"/nothing")) for _ in range(4)]
