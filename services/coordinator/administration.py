@@ -196,7 +196,7 @@ class Administration:
             return is_gone or round_ <= newest() or schedule.num_failures >= MAX_FAILURES
 
         def newest() -> Round:
-            return max(cluster.complete_checkpoints, default=-1)
+            return max(run.complete_checkpoints, default=-1)
 
         coordinator.changed()
         try:
@@ -210,7 +210,7 @@ class Administration:
             raise TryAgain(f"the run was rolled back to round {run.resume or 0} meanwhile")
         if newest() < round_:
             text = f"no checkpoint of round {round_} or later is complete; see the pservers' logs"
-            raise TryAgain(text, complete=list(cluster.complete_checkpoints))
+            raise TryAgain(text, complete=list(run.complete_checkpoints))
         return CheckpointCreated(run=run.name, round=newest(), place=coordinator.place.url)
 
     # ------------------------------------------------------------------ execution
@@ -303,7 +303,7 @@ class Administration:
         return cluster.run
 
     def _find_checkpoint(self, round_: Round) -> None:
-        complete = self._coordinator.cluster.complete_checkpoints
+        complete = self._coordinator.cluster.run.complete_checkpoints
         if round_ not in complete:
             there = ", ".join(map(str, complete)) or "none"
             raise NotFound(f"there is no complete checkpoint of round {round_}; complete are: {there}")

@@ -119,8 +119,8 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.get(routes.CHECKPOINTS, tags=["inspection"])
     async def checkpoints() -> list[CheckpointCreated]:
         """Return the complete checkpoints of the run, newest first."""
-        run = cluster.run.name
-        return [CheckpointCreated(run=run, round=r, place=coordinator.place.url) for r in cluster.complete_checkpoints]
+        run, place = cluster.run, coordinator.place.url
+        return [CheckpointCreated(run=run.name, round=round_, place=place) for round_ in run.complete_checkpoints]
 
     @app.get(routes.SUMMARY, tags=["inspection"])
     async def summary() -> RunSummary:

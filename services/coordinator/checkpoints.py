@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 
 import httpx
 
 from ps_protocol.errors import GradpostError, StaleRound
-from ps_protocol.messages import PserverState, ShardFile
-from ps_protocol.routes import STATE
+from ps_protocol.messages import ShardFile
 from ps_protocol.vocabulary import Round
 from services.runtime.checkpoints import (
     MANIFEST,
@@ -33,8 +31,9 @@ from services.runtime.logs import get_logger
 from services.runtime.storage import CheckpointStorage
 
 from .cluster import Cluster
-from .control import call_pserver, want_checkpoint
 from .pservers import PserverMember
+from .reconcile import read_state, want_checkpoint
+from .run import Run
 
 log = get_logger()
 
@@ -58,14 +57,13 @@ class CheckpointSchedule:
         """Fetch the rounds of the pservers, whose newest heartbeats may be old."""
         self._reset_if_new_attempt()
         before, members = self._of, self._find_members()
-        asked = (call_pserver(self._http, member, "GET", STATE) for member in members)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*(read_state(self._http, member) for member in members), return_exceptions=True)
         self._reset_if_new_attempt()
         for member, answer in zip(members, answers, strict=True):
-            if isinstance(answer, bytes) and self._of == before:
-                with suppress(ValueError):  # the page of a proxy
-                    member.round = max(member.round, PserverState.model_validate_json(answer).round)
-            elif isinstance(answer, BaseException) and not isinstance(answer, GradpostError | httpx.HTTPError):
+            if not isinstance(answer, BaseException):
+                if self._of == before:
+                    member.round = max(member.round, answer.round)
+            elif not isinstance(answer, GradpostError | httpx.HTTPError | ValueError):  # a proxy's page
                 raise answer
 
     def request(self) -> Round:
@@ -90,9 +88,9 @@ class CheckpointSchedule:
         """Name the next round, if it is time. Takes as long as the pservers take to answer."""
         self._reset_if_new_attempt()
         cluster, members = self._cluster, self._find_members()
-        if not members or not cluster.knows_checkpoints:
+        if not members or not cluster.run.knows_checkpoints:
             return
-        newest = max(cluster.complete_checkpoints, default=-1)
+        newest = max(cluster.run.complete_checkpoints, default=-1)
         round_ = max(member.round for member in members)
         if self._named is not None and self._named[0] <= newest:
             self._named, self.num_failures = None, 0
@@ -158,33 +156,35 @@ class Manifests:
 
         One call at a time. It takes as long as the place does, so that run and attempt may change meanwhile.
         """
-        cluster, before = self._cluster, list(self._cluster.complete_checkpoints)
-        if not cluster.knows_checkpoints and cluster.run.plan is not None and cluster.registry.num_pservers:
-            await self._list_checkpoints()
-        while cluster.knows_checkpoints and (shards := self._written_shards()) is not None:
-            newest = max(cluster.complete_checkpoints, default=-1)
+        cluster, run = self._cluster, self._cluster.run
+        before = list(run.complete_checkpoints)
+        if not run.knows_checkpoints and run.plan is not None and cluster.registry.num_pservers:
+            await self._list_checkpoints(run)
+        while run.knows_checkpoints and (shards := self._written_shards(run)) is not None:
+            newest = max(run.complete_checkpoints, default=-1)
             ready = max(set(shards[0]).intersection(*shards[1:]), default=-1)
             # A pserver that has written later shards may delete this one: see `RunStorage.prune_place`.
             is_given_up = newest >= 0 and any(max(one, default=-1) > ready for one in shards)
-            if ready <= newest or is_given_up or not await self._complete([one[ready] for one in shards]):
+            if ready <= newest or is_given_up or not await self._complete(run, [one[ready] for one in shards]):
                 break
         # A checkpoint may be the target of a rollback that is under way.
-        while len(cluster.complete_checkpoints) > self._max_complete and not cluster.run.is_changing:
-            await self._delete(round_folder(cluster.run.name, cluster.complete_checkpoints.pop()))
-        return cluster.complete_checkpoints != before
+        while len(run.complete_checkpoints) > self._max_complete and not run.is_changing:
+            await self._delete(round_folder(run.name, run.complete_checkpoints.pop()))
+        return run.complete_checkpoints != before
 
-    def _written_shards(self) -> list[dict[Round, ShardFile]] | None:
-        """Return the shards of each pserver; None unless all of them serve the newest attempt."""
-        run, members = self._cluster.run, self._cluster.registry.members.values()
-        if run.plan is None or run.state == "gathering" or not members or len(members) < run.plan.num_pservers:
+    def _written_shards(self, run: Run) -> list[dict[Round, ShardFile]] | None:
+        """Return the shards of each pserver; None unless all of them serve its newest attempt."""
+        members = self._cluster.registry.members.values()
+        if self._cluster.run is not run or run.plan is None or run.state == "gathering":
+            return None
+        if not members or len(members) < run.plan.num_pservers:
             return None
         if any((member.run, member.attempt) != (run.name, run.attempt) for member in members):
             return None
         return [member.checkpoints for member in members]
 
-    async def _list_checkpoints(self) -> None:
+    async def _list_checkpoints(self, run: Run) -> None:
         """List the checkpoints of the run, and delete those of undone rounds."""
-        cluster, run = self._cluster, self._cluster.run
         attempt = run.attempt
         try:
             found = await asyncio.to_thread(_delete_undone, self._place, run.name, dict(run.began))
@@ -192,9 +192,9 @@ class Manifests:
             self._log_once(log.warning, "the place of the checkpoints cannot be used", error, place=self._place.url)
             return
         self._trouble = ""
-        if cluster.run is run and run.attempt == attempt:
-            cluster.complete_checkpoints[:] = found
-            cluster.checkpoints_known_for = run.name, attempt
+        if run.attempt == attempt:
+            run.complete_checkpoints[:] = found
+            run.listed_attempt = attempt
 
     def _log_once(self, write: Callable[..., object], text: str, error: OSError, **facts: object) -> None:
         """Log a problem with the place once. It is tried again with each heartbeat."""
@@ -212,9 +212,9 @@ class Manifests:
         except OSError as error:
             log.warning("an old checkpoint could not be deleted", folder=folder, error=str(error))
 
-    async def _complete(self, files: Iterable[ShardFile]) -> bool:
+    async def _complete(self, run: Run, files: Iterable[ShardFile]) -> bool:
         """Write the manifest of these shards. Returns whether the place accepted it."""
-        cluster, run = self._cluster, self._cluster.run
+        cluster = self._cluster
         assert run.plan is not None
         shards = tuple(sorted(files, key=lambda file: file.pserver))
         manifest = Manifest(
@@ -239,8 +239,8 @@ class Manifests:
             cluster.is_completing = False
         self._trouble = ""
         reach_failpoint("checkpoint.manifest.after")
-        if cluster.run is run and run.attempt == manifest.attempt:  # else the round may be undone
-            cluster.complete_checkpoints.insert(0, manifest.round)
+        if run.attempt == manifest.attempt:  # else the round may be undone
+            run.complete_checkpoints.insert(0, manifest.round)
         return True
 
 

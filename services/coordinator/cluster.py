@@ -50,13 +50,10 @@ class Cluster:
         self._name_run = name_run
         self.trainer_incarnations: dict[Rank, Incarnation] = {}
         self.run_incarnations: dict[PserverIndex, Incarnation] = {}  # the pservers that hold the run
-        self.complete_checkpoints: list[Round] = []  # of the run, newest first
-        self.checkpoints_known_for: tuple[str, int] | None = None  # the run and attempt that they belong to
         self.is_completing = False  # while a manifest is written
         self.installed_members: dict[Rank, Incarnation] = {}  # the members that every pserver has installed
         self.beginning: Manifest | None = None  # of the next run, instead of initial values
         self.resumption: Resumption | None = None  # until processes of the run before have reported or expired
-        self.recorded_run = ""  # the run whose summary has been taken, so that its pservers may exit
         self._incomplete_at = -math.inf  # when a pserver last did not serve the run
         self._asked_to_stop: set[PserverIndex] = set()
         self._stopped_pservers: set[PserverIndex] = set()
@@ -120,11 +117,12 @@ class Cluster:
                 self.run.applied = max(self.run.applied, message.round)
             self.run.revive_stuck({rank for member in self.registry.members.values() for rank in member.missing})
             self._time_out(message.round + 1, message.missing, message.waiting_seconds, now)
-        stop = self.exit_when_done and self.run.is_deserted and self.recorded_run == self.run.name
+        run = self.run
+        stop = self.exit_when_done and run.is_deserted and run.is_recorded
         if stop:
             self._stop_pserver(index, message)
         return PserverHeartbeatReply(
-            complete=tuple(self.complete_checkpoints) if self.knows_checkpoints and not self.is_completing else None,
+            complete=tuple(run.complete_checkpoints) if run.knows_checkpoints and not self.is_completing else None,
             notice=describe_notice(self),
             stop=stop,
             exit_code=self.exit_code,
@@ -161,11 +159,6 @@ class Cluster:
             text = f"{names} did not {owed} within the round time-out of {limit:g} s, though alive"
             self.run.mark_stuck(late, RoundTimeout(text, missing=late), now)
 
-    @property
-    def knows_checkpoints(self) -> bool:
-        """True if the checkpoints of this attempt have been listed; until then `complete_checkpoints` is unknown."""
-        return self.checkpoints_known_for == (self.run.name, self.run.attempt)
-
     # ------------------------------------------------------------------ trainers
 
     def join_trainer(self, request: JoinTrainer, now: float) -> TrainerJoined:
@@ -187,7 +180,6 @@ class Cluster:
                 text = f"run {self.run.name} is over, and its last checkpoint is being written"
                 raise NotReady(text, waiting_for="its checkpoint")
             self.run = self._new_run()
-            self.complete_checkpoints.clear()
         if request.instance in {trainer.instance for trainer in self.run.trainers.values()}:
             self._undo_resumption(now)
         self._check_resumption(now)
@@ -427,7 +419,7 @@ class Cluster:
     def is_saving_result(self) -> bool:
         """True if the pservers are still writing the result, which another run would end."""
         run = self.run
-        return run.state == "finished" and run.checkpoint_interval > 0 and self.recorded_run != run.name
+        return run.state == "finished" and run.checkpoint_interval > 0 and not run.is_recorded
 
     @property
     def may_exit(self) -> bool:

@@ -12,20 +12,16 @@ import httpx
 
 from ps_protocol.errors import GradpostError, NotReady, StaleRound, StorageFailed, TryAgain
 from ps_protocol.messages import PlanReady, PserverState, RunSummary, ShardSummary
-from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import open_checkpoint_storage
 
-from .activity import ActivityLog
+from .activity import ActivityLog, Curves
 from .audit import AuditLog
 from .checkpoints import CheckpointSchedule, Manifests
 from .cluster import Cluster
-from .control import RESULT_SECONDS, call_pserver, want_checkpoint
-from .curves import Curves
 from .events import Events
-from .pservers import PserverMember
-from .reconcile import Reconciler
+from .reconcile import RESULT_SECONDS, Reconciler, read_state, want_checkpoint
 from .record import RecordFile, describe_cluster
 from .resumption import restore_state
 from .run import Run
@@ -177,7 +173,7 @@ class Coordinator:
             await self._notify_waiters()
             logged = self._log_news(logged)
             run = self.cluster.run
-            if run.is_deserted and self.cluster.recorded_run != run.name and self._recording is None:
+            if run.is_deserted and not run.is_recorded and self._recording is None:
                 self._recording = asyncio.create_task(self._record_run(), name="record the run")
             if self.cluster.may_exit:
                 stop.set()
@@ -214,8 +210,7 @@ class Coordinator:
         if run.state == "finished" and run.checkpoint_interval:
             await self._save_result(run)
             await self._take_summary()  # again, in case the result lacks rounds and the run has failed
-        if self.cluster.run is run:  # else the next run has begun
-            self.cluster.recorded_run = run.name
+        run.is_recorded = True
 
     # ------------------------------------------------------------------ waiting
 
@@ -252,7 +247,7 @@ class Coordinator:
         """Write the run's last checkpoint. A pserver that dies meanwhile may return within the rejoin time-out."""
         deadline = self.now() + run.settings.rejoin_timeout_seconds
         logged = ""
-        while (problem := await self._try_to_save_result(run.name)) is not None:
+        while (problem := await self._try_to_save_result(run)) is not None:
             if self.now() > deadline:
                 log.error("the run's last round has no checkpoint", error=problem)
                 return
@@ -261,26 +256,25 @@ class Coordinator:
             logged = problem
             await asyncio.sleep(RESULT_RETRY_SECONDS)
 
-    async def _try_to_save_result(self, run: str) -> str | None:
+    async def _try_to_save_result(self, run: Run) -> str | None:
         """Try to write the run's last checkpoint. Returns the problem, or None."""
         try:
             async with asyncio.timeout(RESULT_SECONDS):
-                rounds = [state.round for state in await self.read_states() if state.run == run]
+                rounds = [state.round for state in await self.read_states() if state.run == run.name]
                 if len(rounds) < self.cluster.registry.num_pservers:
                     return f"{len(rounds)} of {self.cluster.registry.num_pservers} pservers have the run"
                 round_ = max(rounds)
                 try:
-                    while (newer := await self._write_result(run, round_)) is not None:
+                    while (newer := await self._write_result(run.name, round_)) is not None:
                         round_ = newer
                 except NotReady:
                     if round_ == 0:
                         return None  # the run ended without initial values
                     raise
                 async with self._condition:  # heartbeats report it
-                    await self._condition.wait_for(lambda: round_ in self.cluster.complete_checkpoints)
-                finished = self.cluster.run
-                if finished.name == run and (gone := finished.find_departed_after(round_)):
-                    finished.fail_for_lost_rounds(gone, round_, finished.newest_round, self.now())
+                    await self._condition.wait_for(lambda: round_ in run.complete_checkpoints)
+                if gone := run.find_departed_after(round_):
+                    run.fail_for_lost_rounds(gone, round_, run.newest_round, self.now())
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:
             return repr(error)
         return None
@@ -300,8 +294,7 @@ class Coordinator:
         """Return the summary of the run. Once it is over, its result is on the disk when this returns."""
         run = self.cluster.run
         if run.is_deserted:
-            cluster = self.cluster
-            await self.wait_until(lambda: cluster.recorded_run == run.name or cluster.run is not run, RESULT_SECONDS)
+            await self.wait_until(lambda: run.is_recorded or self.cluster.run is not run, RESULT_SECONDS)
         return await self._take_summary()
 
     async def _take_summary(self) -> RunSummary:
@@ -347,11 +340,8 @@ class Coordinator:
     async def read_states(self) -> list[PserverState]:
         """Return the states of all living pservers in order of their indices, without those that do not answer."""
         members = [member for _, member in sorted(self.cluster.registry.members.items())]
-        answers = await asyncio.gather(*map(self._read_state, members), return_exceptions=True)
+        answers = await asyncio.gather(*(read_state(self.http, member) for member in members), return_exceptions=True)
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, BaseException):
                 log.warning("a pserver did not answer", pserver=member.info.index, error=repr(answer))
         return [answer for answer in answers if not isinstance(answer, BaseException)]
-
-    async def _read_state(self, member: PserverMember) -> PserverState:
-        return PserverState.model_validate_json(await call_pserver(self.http, member, "GET", STATE))

@@ -81,7 +81,7 @@ class Events:
         run, before = cluster.run, self._run
         self._run = run.name, run.state
         if before is None or before[0] != run.name:
-            self._attempt, self._trainers, self._checkpoints = run.attempt, {}, set(cluster.complete_checkpoints)
+            self._attempt, self._trainers, self._checkpoints = run.attempt, {}, set(run.complete_checkpoints)
         yield from self._changed_pservers(cluster)
         yield from self._changed_trainers(cluster)
         if self._run != before and (before is not None or run.state != "gathering"):
@@ -93,7 +93,7 @@ class Events:
             why = f": {run.rollback_reason}" if run.rollback_reason else ""
             text = f"the run is rolled back and continues {where} (attempt {run.attempt}){why}"
             yield "rollback", text, {"resume": run.resume, "attempt": run.attempt, "reason": run.rollback_reason}
-        checkpoints = set(cluster.complete_checkpoints)
+        checkpoints = set(run.complete_checkpoints)
         for round_ in sorted(checkpoints - self._checkpoints):
             yield "checkpoint", f"checkpoint of round {round_} is complete", {"round": round_}
         self._checkpoints = checkpoints

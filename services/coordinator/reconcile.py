@@ -15,22 +15,25 @@ from collections.abc import Awaitable, Callable
 import httpx
 from pydantic import TypeAdapter
 
+from ps_config.control_client import raise_for_problem
 from ps_protocol.errors import ERRORS, Conflict, Ended, GradpostError, NotReady, StaleRun, StorageFailed, TryAgain
 from ps_protocol.fields import Message
-from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun
-from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
+from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, WantCheckpoint
+from ps_protocol.messages import PserverState
+from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN, STATE, WANT_CHECKPOINT
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
 from .cluster import Cluster
-from .control import TIMEOUT_SECONDS, call_pserver
 from .decision import Ranges, Refusal, Rollback, decide_change, decide_rollback, newest_common
 from .pservers import PserverMember
 from .run import Decision, Run
 
 log = get_logger()
 
+TIMEOUT_SECONDS = 5.0
+RESULT_SECONDS = 60.0  # for the checkpoint of a finished run
 RESTORE_TIMEOUT_SECONDS = 60.0  # to read a shard and its log
 
 _RANGES = TypeAdapter(Ranges)
@@ -172,7 +175,7 @@ class Reconciler:
             return FrozenRounds(applied=run.resume or 0, is_readable=run.resume is not None)
         except NotReady:
             # Its answer lists all complete checkpoints, so that undone ones must be deleted first.
-            if not self._cluster.knows_checkpoints:
+            if not run.knows_checkpoints:
                 raise
             if not run.settings.consistency.is_async:
                 return None
@@ -214,8 +217,7 @@ class Reconciler:
         if gone := run.find_departed_after(back):  # trainers that left while the decision was written
             run.fail_for_lost_rounds(gone, back, applied, self._now())
         run.rollback_reason = wanted.reason
-        complete = self._cluster.complete_checkpoints
-        complete[:] = [checkpoint for checkpoint in complete if checkpoint <= back]
+        run.complete_checkpoints[:] = [checkpoint for checkpoint in run.complete_checkpoints if checkpoint <= back]
         log.warning(
             "the run is rolled back",
             reason=wanted.reason, round=back, applied=applied, attempt=run.attempt, lost=applied - back,
@@ -315,3 +317,37 @@ def make_members_message(run: Run, number: int) -> InstallMembers:
         **run.membership.to_fields(),
         failure=run.failure.to_problem() if run.failure else None,
     )
+
+
+async def call_pserver(
+    http: httpx.AsyncClient,
+    member: PserverMember,
+    method: str,
+    route: str,
+    message: Message | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> bytes:
+    """Return the body of an answer. Raises the GradpostError that it contains, or httpx.TransportError."""
+    response = await http.request(
+        method, member.info.address + route, timeout=timeout, headers={"content-type": "application/json"},
+        content=None if message is None else message.model_dump_json(),
+    )  # fmt: skip
+    raise_for_problem(response)
+    return response.content
+
+
+async def want_checkpoint(
+    http: httpx.AsyncClient, member: PserverMember, run: str, round_: Round, *, is_over: bool = False
+) -> None:
+    """Request a pserver's shard of a checkpoint after a round. Raises StaleRound if the pserver has passed it.
+
+    If the run is over, the shard is written when this returns.
+    """
+    message = WantCheckpoint(run=run, round=round_, is_over=is_over)
+    timeout = RESULT_SECONDS if is_over else TIMEOUT_SECONDS
+    await call_pserver(http, member, "PUT", WANT_CHECKPOINT, message, timeout)
+
+
+async def read_state(http: httpx.AsyncClient, member: PserverMember) -> PserverState:
+    """Return the state of a pserver. Raises what `call_pserver` raises, and ValueError for a proxy's page."""
+    return PserverState.model_validate_json(await call_pserver(http, member, "GET", STATE))

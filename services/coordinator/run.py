@@ -78,6 +78,9 @@ class Run:
         self.has_begun = False  # every pserver has installed it once
         self.has_trained = False  # a trainer has completed a round, so that initial values cannot replace it
         self.source: str | None = None  # the run whose checkpoint this one began with
+        self.complete_checkpoints: list[Round] = []  # newest first
+        self.listed_attempt: int | None = None  # the attempt for which they were listed
+        self.is_recorded = False  # its summary has been made, so that its pservers may exit
         self.failure: GradpostError | None = None
         self.wanted: Controls | None = None  # for the next change
         self.number = 0
@@ -155,6 +158,11 @@ class Run:
     def is_changing(self) -> bool:
         """True if a pserver may not have installed the newest decision, which may be a rollback."""
         return self.state == "training" and self.installed_number < self.number
+
+    @property
+    def knows_checkpoints(self) -> bool:
+        """True if the checkpoints of this attempt have been listed; until then `complete_checkpoints` is unknown."""
+        return self.listed_attempt == self.attempt
 
     @property
     def is_over(self) -> bool:

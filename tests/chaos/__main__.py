@@ -7,8 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from .campaign import SABOTAGES, Campaign
+from .campaign import Campaign
 from .faults import FAULTS
+from .sabotaged import SABOTAGES
 
 
 def main() -> int:
@@ -21,8 +22,10 @@ def main() -> int:
     parser.add_argument("--sabotage", choices=sorted(SABOTAGES), help="break the services, which has to be detected")
     parser.add_argument("--folder", type=Path, help="folder for histories (default: that of temporary files)")
     arguments = parser.parse_args()
-    kinds = arguments.only or SABOTAGES.get(arguments.sabotage, tuple(FAULTS))
-    campaign = Campaign(arguments.seed, kinds=kinds, sabotage=arguments.sabotage, folder=arguments.folder)
+    kinds, mode = SABOTAGES[arguments.sabotage][1:] if arguments.sabotage else (tuple(FAULTS), None)
+    campaign = Campaign(
+        arguments.seed, kinds=arguments.only or kinds, sabotage=arguments.sabotage, mode=mode, folder=arguments.folder
+    )
     try:
         if arguments.count is not None:
             campaign.run(count=arguments.count)

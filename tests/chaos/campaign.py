@@ -1,11 +1,11 @@
-"""Campaigns: histories one after another, and their violations, stalls and recovery times."""
+"""Campaigns: histories one after another, and their violations."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +15,8 @@ from ps_protocol.vocabulary import Mode
 from .chaos_cluster import find_libfaketime
 from .episode import Episode
 from .faults import FAULTS
-from .measures import describe, measure
 from .setup import draw_setup
 
-# The faults that reveal each sabotage soon.
-SABOTAGES = {
-    "dedupe": ("duplicate requests", "late requests"),
-    "order": ("trainer hangs while its heartbeats live",),
-    "log": ("pserver killed",),
-    "places": ("place of one pserver hanging",),
-    "pauses": ("administrative changes under load",),
-    "pages": ("proxy answers pages",),
-}
-MODES: dict[str, Mode] = {"pauses": "async"}  # else `sync`
 SHOWN_VIOLATIONS = 10
 
 
@@ -47,20 +36,10 @@ class Campaign:
         self._folder = folder  # of the histories; None: that of temporary files
         self.num_histories = 0
         self.num_violations = 0
+        self.num_faults: Counter[str] = Counter()  # of each kind
         self._kinds = kinds
         self._sabotage = sabotage
-        self._mode = mode or MODES.get(sabotage or "", "sync")
-        self._measured: dict[str, list[tuple[float, float] | None]] = defaultdict(list)
-
-    @property
-    def num_faults(self) -> int:
-        """The number of injected faults."""
-        return sum(map(len, self._measured.values()))
-
-    @property
-    def kinds(self) -> set[str]:
-        """The kinds of injected faults."""
-        return set(self._measured)
+        self._mode = mode
 
     def run(self, *, until: float = float("inf"), count: float = float("inf")) -> None:
         """Run so many histories, or until this monotonic time, or with sabotage until there is a violation."""
@@ -72,9 +51,7 @@ class Campaign:
                 break
 
     def _run_history(self, seed: int) -> None:
-        setup = draw_setup(
-            seed, may_fake_time=find_libfaketime() is not None, mode=self._mode if self._sabotage else None
-        )
+        setup = draw_setup(seed, may_fake_time=find_libfaketime() is not None, mode=self._mode)
         if self._sabotage:
             setup = replace(
                 setup,
@@ -100,9 +77,7 @@ class Campaign:
                 shutil.rmtree(folder)
         self.num_histories += 1
         self.num_violations += len(episode.violations)
-        for injection in episode.injections:
-            ranks = range(setup.num_trainers)
-            self._measured[injection.kind].append(measure(injection, episode.reader.records, ranks))
+        self.num_faults.update(injection.kind for injection in episode.injections)
         print(
             f"history {self.num_histories} (seed {seed}: {setup}): {episode.rounds} rounds, "
             f"{episode.num_restorable} checkpoints read, "
@@ -118,19 +93,11 @@ class Campaign:
             print(f"  kept in {folder}; again with: python -m tests.chaos --seed {seed} --count 1{more}", flush=True)
 
     def report(self) -> None:
-        """Print the cost of each kind of fault, and a summary."""
-        for kind, measured in sorted(self._measured.items(), key=lambda item: -len(item[1])):
-            print(f"{len(measured):5} {kind:45} stall {_describe(measured, 0):30} recovery {_describe(measured, 1)}")
-        everything = [one for measured in self._measured.values() for one in measured]
+        """Print the number of faults of each kind, and a summary."""
+        for kind, number in self.num_faults.most_common():
+            print(f"{number:5} {kind}")
         print(
-            f"{len(everything):5} {'total':45} stall {_describe(everything, 0):30} recovery {_describe(everything, 1)}"
-        )
-        print(
-            f"chaos: seed={self.seed} histories={self.num_histories} faults={self.num_faults} "
-            f"kinds={len(self.kinds)} violations={self.num_violations}",
+            f"chaos: seed={self.seed} histories={self.num_histories} faults={self.num_faults.total()} "
+            f"kinds={len(self.num_faults)} violations={self.num_violations}",
             flush=True,
         )
-
-
-def _describe(measured: Collection[tuple[float, float] | None], which: int) -> str:
-    return describe([one[which] for one in measured if one is not None])

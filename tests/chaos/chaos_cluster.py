@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import random
-import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from trainer_client.testing import Child, LocalCluster
 
@@ -17,7 +19,6 @@ from .setup import Setup
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("trainer.py")
-_PORTS = range(20_000, 32_000)  # below those that the kernel gives to outgoing connections
 _FAKETIME = ("/usr/lib/*/faketime/libfaketimeMT.so.1", "/usr/*/lib/faketime/libfaketimeMT.so.1")
 
 
@@ -45,8 +46,8 @@ class ChaosCluster(LocalCluster):
         )
         self.setup = setup
         self.folder = folder
-        self.proxies = [Proxy(self.name_client) for _ in range(setup.num_pservers)]
-        self.coordinator_proxy = Proxy(self.name_client)
+        self.proxies = [Proxy(self.name_client, partial(self.find_port, i)) for i in range(setup.num_pservers)]
+        self.coordinator_proxy = Proxy(self.name_client, lambda: int(self.address.rpartition(":")[2]))
         self.lives = [0] * setup.num_trainers
         self._faketime = find_libfaketime() if setup.fakes_time else None
 
@@ -61,7 +62,6 @@ class ChaosCluster(LocalCluster):
         """See LocalCluster. Trainers and pservers reach the coordinator through its proxy."""
         env = super().environment()
         if self.address:
-            self.coordinator_proxy.target = int(self.address.rpartition(":")[2])
             env["GRADPOST_COORDINATOR"] = self.coordinator_proxy.address
         return env
 
@@ -101,25 +101,23 @@ class ChaosCluster(LocalCluster):
 
     def name_client(self, port: int) -> str:
         """Return the trainer with a connection from this port, or "another"."""
-        inode = _inode_of(port)
         for child in self.trainers:
-            if inode and inode in _sockets_of(child.pid):
-                return child.name
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if any(one.laddr.port == port for one in psutil.Process(child.pid).net_connections("tcp")):
+                    return child.name
         return "another"
 
-    def lost_its_port(self, child: Child) -> bool:
-        """Return whether another program took the pserver's port while it started. It gets another one then."""
-        role, _, index = child.name.partition(" ")
-        if role != "pserver":
-            return False
-        text = f"cannot listen on 127.0.0.1:{self.proxies[int(index)].target}: another process"
-        return any(text in line for line in self.output)
+    def find_port(self, index: int) -> int:
+        """Return the port at which a pserver listens; 0 while it does not."""
+        with contextlib.suppress(psutil.Error, IndexError):
+            for one in psutil.Process(self.pservers[index].pid).net_connections("tcp"):
+                if one.status == psutil.CONN_LISTEN:
+                    return int(one.laddr.port)
+        return 0
 
     def _spawn_service(self, name: str, module: str, *, pass_fds: Sequence[int] = (), **env: Any) -> Child:
         if name.startswith("pserver"):
-            proxy = self.proxies[int(name.split()[1])]
-            proxy.target = _free_port()
-            env |= {"GRADPOST_PORT": proxy.target, "GRADPOST_ADVERTISE_ADDRESS": proxy.address}
+            env["GRADPOST_ADVERTISE_ADDRESS"] = self.proxies[int(name.split()[1])].address
         place, log = self.place_file(name), self.log_file(name)
         place.touch()
         log.touch()
@@ -140,35 +138,3 @@ class ChaosCluster(LocalCluster):
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "FAKETIME_CACHE_DURATION": "1",
         }
-
-
-def _free_port() -> int:
-    while True:
-        port = random.choice(_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-
-
-def _inode_of(port: int) -> str:
-    """Return the inode of the connected socket on loopback with this port."""
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[1].endswith(f":{port:04X}") and fields[3] == "01":
-            return fields[9]
-    return ""
-
-
-def _sockets_of(pid: int) -> set[str]:
-    found = set()
-    try:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(link)
-            if target.startswith("socket:["):
-                found.add(target[8:-1])
-    except OSError:
-        pass  # it has just ended
-    return found

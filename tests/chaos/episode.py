@@ -7,10 +7,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import httpx
@@ -23,7 +22,7 @@ from .diary import Reader
 from .faults import FAULTS, Fault
 from .model import EXPELLED, History, find_violations
 from .proxy import Proxy
-from .setup import PARAMETERS, Setup
+from .setup import PARAMETERS, Setup, write_whole
 from .watch import Watch
 
 TICK_SECONDS = 0.05
@@ -64,7 +63,6 @@ class Episode:
         self.rounds = 0
         self.num_restorable = 0  # listed checkpoints that were read and complete
         self._sabotage = sabotage
-        self._stop_file = folder / "stop"
         fitting = [fault for fault in FAULTS.values() if fault.kind in kinds and fault.fits(setup)]
         self._kinds = [fault for fault in fitting if not fault.is_last]
         self._last = [fault for fault in fitting if fault.is_last]
@@ -73,10 +71,9 @@ class Episode:
         self._over = threading.Event()
         self._claimed: set[tuple[str, str]] = set()  # role and victim of the faults that are under way
         self._condemned: set[int] = set()  # processes that are to die
-        self._lost: dict[str, list[float]] = {}
-        self._damaged: list[float] = []
+        self.history = History(setup, self.reader.records)
         self._spoiled: set[Path] = set()
-        self._may_damage = True
+        self.may_damage = True  # once; two damages may lose more than is promised
         self._serving: set[int] = set()  # processes
         self._done: set[int] = set()
         self._log = (folder / "services.log").open("w")
@@ -90,21 +87,20 @@ class Episode:
                 for rank in range(self.setup.num_trainers):
                     self.cluster.start_rank(rank)
                 watch = Watch(self.setup, self.state, self.cluster.address, self.complain, self._spoiled)
-                watch.start()
+                watching = threading.Thread(target=watch.run, args=[self._over], name="watch")
+                watching.start()
                 try:
                     self._live()
                 finally:
                     self._over.set()
-                    watch.stop()
-                    self.num_restorable = watch.num_restorable
-                    for thread in self._threads:
+                    for thread in (watching, *self._threads):
                         thread.join()
+                    self.num_restorable = watch.num_restorable
         finally:
             self.reader.read()
             self._log.close()
-        losses, records = self._lost, self.reader.records
-        self.violations += find_violations(History(self.setup, records, self._damaged, losses))
-        self.rounds = max((record["round"] for record in records if "blocks" in record), default=0)
+        self.violations += find_violations(self.history)
+        self.rounds = max((record["round"] for record in self.reader.records if "blocks" in record), default=0)
         (self.folder / "injections.json").write_text(json.dumps([asdict(one) for one in self.injections], indent=1))
 
     def _live(self) -> None:
@@ -118,7 +114,7 @@ class Episode:
             self._inject(next(deck))
             self._wait_until(lambda: False, self.chance.uniform(*PAUSE_SECONDS))
         healed = self._wait_until(self._are_healed, END_SECONDS)
-        begun = {r: self._newest("begin", r) for r in range(self.setup.num_trainers)}
+        begun = {r: self.newest("begin", r) for r in range(self.setup.num_trainers)}
         if not healed or not self._wait_until(lambda: self._have_moved_on(begun), END_SECONDS):
             self.complain(f"a trainer has waited for {END_SECONDS:g} s: {self._where()}")
             return
@@ -136,11 +132,9 @@ class Episode:
 
     def _set_stop(self, ranks: Iterable[int]) -> None:
         """Let these trainers end soon after the newest step that any has begun, unless their end is fixed."""
-        stop = max(self._newest("begin", rank) for rank in range(self.setup.num_trainers)) + LAST_STEPS
+        stop = max(self.newest("begin", rank) for rank in range(self.setup.num_trainers)) + LAST_STEPS
         self._stops = {**dict.fromkeys(ranks, stop), **self._stops}
-        new = self._stop_file.with_suffix(".new")
-        new.write_text(json.dumps(self._stops))
-        new.replace(self._stop_file)
+        write_whole(self.folder / "stop", json.dumps(self._stops))
 
     # ------------------------------------------------------------------ watching
 
@@ -164,9 +158,9 @@ class Episode:
 
     def _restart_the_dead(self) -> None:
         for child in [self.cluster.coordinator, *self.cluster.pservers, *self.cluster.trainers]:
-            if child.is_running or self._is_claimed(child.name):
-                continue
             role = child.name.split()[0]
+            if child.is_running or (role, child.name) in self._claimed:
+                continue
             if role == "trainer":
                 self._trainer_has_ended(child)
             else:
@@ -191,14 +185,15 @@ class Episode:
         self.cluster.start_rank(rank)
 
     def _check_end(self, child: Child, why: str) -> None:
-        if child.pid not in self._condemned and not self.cluster.lost_its_port(child):
+        if child.pid not in self._condemned:
             self.complain(f"{child.name} has ended by itself, exit code {child.exit_code}{why}")
 
-    def _newest(self, what: str, rank: int) -> int:
+    def newest(self, what: str, rank: int) -> int:
+        """Return the last round of which a trainer has recorded this; 0 if there is none."""
         return max((r["round"] for r in self.reader.records if r["what"] == what and r["rank"] == rank), default=0)
 
     def _have_all_stepped(self) -> bool:
-        return all(self._newest("end", rank) >= FIRST_STEPS for rank in range(self.setup.num_trainers))
+        return all(self.newest("end", rank) >= FIRST_STEPS for rank in range(self.setup.num_trainers))
 
     def _have_moved_on(self, begun: dict[int, int]) -> bool:
         ended = {
@@ -211,7 +206,7 @@ class Episode:
             status = self.cluster.status().model_dump_json()
         except Exception as error:  # the coordinator may be what does not answer
             status = repr(error)
-        return f"{[(rank, self._newest('end', rank)) for rank in range(self.setup.num_trainers)]}; {status}"
+        return f"{[(rank, self.newest('end', rank)) for rank in range(self.setup.num_trainers)]}; {status}"
 
     def _read_final(self) -> None:
         """Record the parameters of the services after all trainers have left."""
@@ -259,34 +254,21 @@ class Episode:
 
         def run() -> None:
             self._own.chance = chance
-            with self._claim(fault.role, victim):
-                try:
-                    if fault.inject(self, victim) is False:
-                        self._discard(injection)
-                except Exception as error:
-                    self.complain(f"the fault {fault.kind!r} could not be injected: {error!r}")
+            try:
+                if fault.inject(self, victim) is False:
+                    self.note(f"{fault.kind} had no effect")
+                    self.injections.remove(injection)
+            except Exception as error:
+                self.complain(f"the fault {fault.kind!r} could not be injected: {error!r}")
+            self._claimed.discard((fault.role, victim))
             injection.healed_at = time.monotonic()
 
         thread = threading.Thread(target=run, name=fault.kind)
         self.injections.append(injection)
         self._threads.append(thread)
-        self._line("campaign", f"{fault.kind}: {victim}")
+        self._claimed.add((fault.role, victim))
+        self.note(f"{fault.kind}: {victim}")
         thread.start()
-
-    def _discard(self, injection: Injection) -> None:
-        self._line("campaign", f"{injection.kind} had no effect")
-        self.injections.remove(injection)
-
-    @contextmanager
-    def _claim(self, role: str, victim: str) -> Iterator[None]:
-        self._claimed.add((role, victim))
-        try:
-            yield
-        finally:
-            self._claimed.discard((role, victim))
-
-    def _is_claimed(self, victim: str) -> bool:
-        return (victim.split()[0], victim) in self._claimed
 
     def choose(self, role: str) -> str:
         """Return a process of this role without such a fault. Raises IndexError if there is none."""
@@ -312,7 +294,7 @@ class Episode:
         if self.violations:
             return
         self.violations.append(text)
-        self._line("campaign", f"VIOLATION {text}")
+        self.note(f"VIOLATION {text}")
 
     def note(self, text: str) -> None:
         """Write a choice to the log of the history."""
@@ -334,13 +316,9 @@ class Episode:
             time.sleep(TICK_SECONDS)
         return True
 
-    def done_round(self, rank: int) -> int:
-        """Return the last round of a trainer that is done; 0 if it was evicted before."""
-        return self._newest("done", rank)
-
     def expect_rollback(self) -> None:
         """Allow a rollback of the run from now on."""
-        self._damaged.append(time.monotonic())
+        self.history.disk_damaged.append(time.monotonic())
 
     def is_quiet(self, since: float, *roles: str) -> bool:
         """Return whether the cluster has had no other faults since then, and time before to recover from them."""
@@ -366,7 +344,7 @@ class Episode:
 
     def lose(self, name: str) -> None:
         """Record that this process, or one of this role, may be lost with its memory."""
-        self._lost.setdefault(name, []).append(time.monotonic())
+        self.history.lost.setdefault(name, []).append(time.monotonic())
 
     def kill(self, victim: str) -> None:
         """Kill a process, and wait for its end."""
@@ -403,28 +381,15 @@ class Episode:
         self.lose(victim)
         return time.monotonic() - begin < seconds
 
-    def pause(self, victim: str, least: float, most: float) -> None:
-        """Send SIGSTOP, and SIGCONT after a random time."""
-        child = self.child(victim)
-        self.lose(victim)
-        child.signal(SIGSTOP)
-        self.sleep(least, most)
-        child.signal(SIGCONT)
-        self.lose(victim)
-
     def order(self, victim: str, **order: Any) -> None:
         """Give a trainer an order for its next step."""
         rank = int(victim.split()[1])
         with (self.folder / f"orders-{rank}").open("a") as file:
             file.write(json.dumps(order) + "\n")
 
-    def may_damage(self) -> bool:
-        """Return whether this is the first damage of the history. Two may lose more than is promised."""
-        may, self._may_damage = self._may_damage, False
-        return may
-
     def damage(self, path: Path, content: bytes, *, loses_rounds: bool) -> None:
         """Replace a file's content by a damaged one."""
+        self.may_damage = False
         if loses_rounds:
             self.expect_rollback()
         self.note(f"damaged {path.name}")

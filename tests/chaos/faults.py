@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import httpx
 
 from ps_protocol import routes
 
-from .administration import CHECKPOINT_SECONDS, ask, ask_until, list_checkpoints
 from .chaos_cluster import find_libfaketime
 from .proxy import ALL_CLIENTS, Direction
-from .setup import FREEZABLE, LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, Setup
+from .setup import FREEZABLE, LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, Setup, write_whole
 
 if TYPE_CHECKING:
     from .episode import Episode
@@ -33,6 +34,13 @@ STANDSTILL_SECONDS = 3.0  # without any step, while only a checkpoint store is d
 LATE_SECONDS = 0.5  # that a trainer takes longer for a step than the others
 LOG_ORDER = "slow 0.05"  # to logs, so that several pushes wait for each other
 HURRY_SECONDS = 3.0  # during which trainers compute nothing, and push without a pause
+# Requests of an administrator.
+QUIET_SECONDS = 10.0  # for an answer while nothing else is disturbed
+CHANGE_SECONDS = 45.0  # otherwise: the coordinator's own 30 s, a pause of it, and a busy machine
+CHECKPOINT_SECONDS = 120.0  # for a checkpoint while the coordinator is restarted, or places are disturbed
+PATIENCE_SECONDS = 120.0  # for a request that is sent again
+PAUSE_SECONDS = 0.2
+ALLOWED = (200, 404, 409, 503)
 DISK_ERRORS = ("enospc", "eio", "erofs")
 
 
@@ -53,16 +61,8 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def _always(setup: Setup) -> bool:
-    return True
-
-
-def _with_rollback(setup: Setup) -> bool:
-    return setup.mode == "sync"
-
-
 def _fault(
-    kind: str, role: Role, fits: Callable[[Setup], bool] = _always, *, is_last: bool = False
+    kind: str, role: Role, fits: Callable[[Setup], bool] = lambda setup: True, *, is_last: bool = False
 ) -> Callable[[Inject], Inject]:
     def register(inject: Inject) -> Inject:
         FAULTS[kind] = Fault(kind, role, inject, fits, is_last)
@@ -105,46 +105,39 @@ def _kill_coordinator_too(episode: Episode, victim: str) -> None:
     episode.sleep(0, 1)
 
 
-@_fault("pserver dies while it logs or applies", "pserver")
-def _die_in_a_round(episode: Episode, victim: str) -> bool:
-    name = episode.chance.choice(("log.append.before", "log.append.after", "apply.before", "apply.after"))
-    return _die_at(episode, victim, f"{name}=kill@{episode.chance.randint(1, 20)}")
-
-
-@_fault("pserver dies in a checkpoint", "pserver")
-def _die_in_a_checkpoint(episode: Episode, victim: str) -> bool:
-    return _die_at(episode, victim, f"{episode.chance.choice(('checkpoint.rename', 'checkpoint.shard'))}=kill")
-
-
-@_fault("pserver dies in a change of members", "pserver")
-def _die_in_a_change(episode: Episode, victim: str) -> bool:
-    names = ("freeze.before", "freeze.after", "open.before", "open.after", "install.before", "install.after")
-    name = episode.chance.choice(names)
-    return _die_at(episode, victim, f"{name}=kill")  # its own return is a change
-
-
-@_fault("coordinator dies in a change of members", "coordinator")
-def _die_deciding(episode: Episode, victim: str) -> bool:
-    episode.kill(victim)
-    name = episode.chance.choice(("decide.before", "decide.after"))
-    episode.start(victim, GRADPOST_FAILPOINTS=f"{name}=kill@{episode.chance.randint(1, 2)}")
-    episode.kill(episode.choose("trainer"))
-    return episode.wait_for_death(victim, DYING_SECONDS)
-
-
-@_fault("coordinator dies at a manifest", "coordinator")
-def _die_at_a_manifest(episode: Episode, victim: str) -> bool:
-    episode.kill(victim)
-    name = episode.chance.choice(("checkpoint.manifest", "checkpoint.manifest.after"))
-    episode.start(victim, GRADPOST_FAILPOINTS=f"{name}=kill")
-    return episode.wait_for_death(victim, DYING_SECONDS)
-
-
-def _die_at(episode: Episode, victim: str, failpoint: str) -> bool:
+def _fail_at(
+    episode: Episode, victim: str, *, names: Sequence[str], actions: Sequence[str] = ("kill",), most: int = 1
+) -> bool:
+    """Start a service again that will die, or fail once, at one of these failpoints: at the `most`th time or before."""
+    name, action = episode.chance.choice(names), episode.chance.choice(actions)
+    failpoint = f"{name}={action}@{episode.chance.randint(1, most)}"
     episode.kill(victim)
     episode.note(failpoint)
-    episode.start(victim, GRADPOST_FAILPOINTS=failpoint)
-    return episode.wait_for_death(victim, DYING_SECONDS)
+    # A pserver that cannot persist its identity ends; other errors must not end it.
+    dies = action == "kill"
+    episode.start(victim, may_die=dies or "rename" in name, GRADPOST_FAILPOINTS=failpoint)
+    if name.startswith("decide"):
+        episode.kill(episode.choose("trainer"))  # so that there is a change to decide
+    return not dies or episode.wait_for_death(victim, DYING_SECONDS)
+
+
+_LOG, _APPLY = ("log.append.before", "log.append.after"), ("apply.before", "apply.after")
+_CHANGE = ("freeze.before", "freeze.after", "open.before", "open.after", "install.before", "install.after")
+_CHECKPOINT = ("checkpoint.rename", "checkpoint.shard")
+for _kind, _service, _how in (
+    ("pserver dies while it logs or applies", "pserver", {"names": _LOG + _APPLY, "most": 20}),
+    ("pserver dies in a checkpoint", "pserver", {"names": _CHECKPOINT}),
+    ("pserver dies in a change of members", "pserver", {"names": _CHANGE}),  # its own return is a change
+    ("coordinator dies in a change of members", "coordinator", {"names": ("decide.before", "decide.after"), "most": 2}),
+    ("coordinator dies at a manifest", "coordinator", {"names": ("checkpoint.manifest", "checkpoint.manifest.after")}),
+    (
+        "disk full, failing or read-only while logging",
+        "pserver",
+        {"names": _LOG[:1], "actions": DISK_ERRORS, "most": 20},
+    ),
+    ("disk full, failing or read-only in a checkpoint", "pserver", {"names": _CHECKPOINT, "actions": DISK_ERRORS}),
+):
+    _fault(_kind, _service)(partial(_fail_at, **_how))
 
 
 @_fault("rolling restart", "pserver")
@@ -156,7 +149,12 @@ def _restart(episode: Episode, victim: str) -> None:
 
 
 def _pause(episode: Episode, victim: str) -> None:
-    episode.pause(victim, 0.2, LEASE_SECONDS + 2)
+    child = episode.child(victim)
+    episode.lose(victim)
+    child.signal(signal.SIGSTOP)
+    episode.sleep(0.2, LEASE_SECONDS + 2)
+    child.signal(signal.SIGCONT)
+    episode.lose(victim)
 
 
 for _role in ("trainer", "pserver", "coordinator"):
@@ -261,34 +259,15 @@ def _nan(episode: Episode, victim: str) -> None:
 # ------------------------------------------------------------------ disks and clocks
 
 
-@_fault("disk full, failing or read-only while logging", "pserver")
-def _no_room_for_the_log(episode: Episode, victim: str) -> None:
-    error = episode.chance.choice(DISK_ERRORS)
-    _fail_disk(episode, victim, f"log.append.before={error}@{episode.chance.randint(1, 20)}")
-
-
-@_fault("disk full, failing or read-only in a checkpoint", "pserver")
-def _no_room_for_a_checkpoint(episode: Episode, victim: str) -> None:
-    error = episode.chance.choice(DISK_ERRORS)
-    _fail_disk(episode, victim, f"{episode.chance.choice(('checkpoint.shard', 'checkpoint.rename'))}={error}")
-
-
-def _fail_disk(episode: Episode, victim: str, failpoint: str) -> None:
-    episode.kill(victim)
-    episode.note(failpoint)
-    # A pserver that cannot persist its identity ends; other errors must not end it.
-    episode.start(victim, may_die="rename" in failpoint, GRADPOST_FAILPOINTS=failpoint)
-
-
 def _disturb_place(episode: Episode, victim: str, actions: Sequence[str]) -> None:
     """Disturb the checkpoint store of one pserver, while training must continue."""
     file, action = episode.cluster.place_file(victim), episode.chance.choice(actions)
     episode.note(action)
     began = time.monotonic()
-    _write_whole(file, action)
+    write_whole(file, action)
     episode.sleep(0.5, ROUND_TIMEOUT_SECONDS + 4)
     at = time.monotonic() - STANDSTILL_SECONDS
-    _write_whole(file, "")
+    write_whole(file, "")
     if at > began and episode.is_quiet(began, "place") and not episode.has_stepped_since(at):
         episode.complain(f"training stood still while the place of {victim} did this: {action}")
 
@@ -297,9 +276,9 @@ for _how, _actions in (("slow", ("slow 0.2", "slow 1")), ("failing", DISK_ERRORS
     _fault(f"place of one pserver {_how}", "place")(partial(_disturb_place, actions=_actions))
 
 
-@_fault("log damaged", "pserver", _with_rollback)
+@_fault("log damaged", "pserver", lambda setup: setup.mode == "sync")
 def _damage_log(episode: Episode, victim: str) -> bool:
-    if not episode.may_damage():
+    if not episode.may_damage:
         return False
     episode.kill(victim)
     log = max((episode.state / victim.replace(" ", "-") / "log").glob("*.log"))
@@ -317,7 +296,7 @@ def _damage_log(episode: Episode, victim: str) -> bool:
 
 @_fault("checkpoint damaged", "pserver")
 def _damage_checkpoint(episode: Episode, victim: str) -> bool:
-    if not episode.may_damage():
+    if not episode.may_damage:
         return False
     episode.kill(victim)
     files = sorted(episode.state.glob(f"checkpoints/*/*/{victim.replace(' ', '-')}-of-*.safetensors"))
@@ -344,14 +323,61 @@ def _start_rival(episode: Episode, victim: str) -> bool:
 # ------------------------------------------------------------------ administrators
 
 
+def ask(episode: Episode, method: str, path: str, message: Any = None, *, seconds: float = CHANGE_SECONDS) -> int:
+    """Send a request to the coordinator, check its answer, and return the status; 0 if the coordinator has died."""
+    began = time.monotonic()
+    try:
+        with httpx.Client(base_url=episode.cluster.address, timeout=seconds, trust_env=False) as client:
+            response = client.request(method, path, json=message)
+    except httpx.TimeoutException:
+        episode.complain(f"{method} {path} was not answered within {seconds:g} s")
+        return 0
+    except httpx.TransportError as error:
+        episode.note(f"{method} {path}: {error!r}")
+        return 0
+    took = time.monotonic() - began
+    episode.note(f"{method} {path} {message or ''}: {response.status_code} after {took:.2f} s: {response.text}")
+    if response.status_code not in ALLOWED:
+        episode.complain(f"{method} {path} was answered {response.status_code}: {response.text}")
+    elif took > QUIET_SECONDS and episode.is_quiet(began, "administrator"):
+        episode.complain(f"{method} {path} was answered after {took:.1f} s, though nothing else was disturbed")
+    return response.status_code
+
+
+def ask_until(
+    episode: Episode, wanted: Collection[int], method: str, path: str, message: Any = None, **bound: float
+) -> int:
+    """Repeat a request until the answer is a wanted one, and return its status; 0 if there was none in time."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < until and not episode.violations:
+        if (status := ask(episode, method, path, message, **bound)) in wanted:
+            return status
+        time.sleep(PAUSE_SECONDS)
+    return 0
+
+
+def list_checkpoints(episode: Episode) -> list[int]:
+    """Return the rounds of the checkpoints that the coordinator lists, once it knows of any; none if it is too long."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < until and not episode.violations:
+        with suppress(httpx.TransportError):
+            response = httpx.get(
+                f"{episode.cluster.address}{routes.CHECKPOINTS}", timeout=CHANGE_SECONDS, trust_env=False
+            )
+            if response.is_success and (found := response.json()):
+                return [one["round"] for one in found]
+        time.sleep(PAUSE_SECONDS)
+    return []
+
+
 @_fault("administrative changes under load", "administrator")
 def _administer(episode: Episode, victim: str) -> None:
     logs = [episode.cluster.log_file(f"pserver {index}") for index in range(episode.setup.num_pservers)]
     for log in logs:
-        _write_whole(log, LOG_ORDER)
+        write_whole(log, LOG_ORDER)
     _change(episode)
     for log in logs:
-        _write_whole(log, "")
+        write_whole(log, "")
 
 
 def _change(episode: Episode) -> None:
@@ -383,7 +409,7 @@ def _roll_back_after_done(episode: Episode, victim: str) -> None:
     ranks = range(episode.chance.randint(1, episode.setup.num_trainers - 1))
     place, goes_behind = episode.cluster.place_file("pserver 0"), episode.chance.random() < 0.7
     if goes_behind:
-        _write_whole(place, "eio")  # so that no checkpoint of a later round than theirs becomes complete
+        write_whole(place, "eio")  # so that no checkpoint of a later round than theirs becomes complete
     if not episode.let_end(ranks):
         return
     episode.kill(victim)
@@ -391,11 +417,11 @@ def _roll_back_after_done(episode: Episode, victim: str) -> None:
     if not goes_behind:
         ask_until(episode, (200,), "POST", routes.CHECKPOINTS, seconds=CHECKPOINT_SECONDS)
     listed = list_checkpoints(episode)
-    _write_whole(place, "")
+    write_whole(place, "")
     if not listed:
         episode.complain("no checkpoint is listed after the coordinator was started again")
         return
-    round_, done = episode.chance.choice(listed), max(map(episode.done_round, ranks))
+    round_, done = episode.chance.choice(listed), max(episode.newest("done", rank) for rank in ranks)
     episode.note(f"trainers {[*ranks]} are done with round {done}; there are checkpoints of {listed}")
     episode.expect_rollback()
     status = ask_until(episode, (200, 404, 409), "POST", routes.ROLL_BACK, {"round": round_})
@@ -406,10 +432,4 @@ def _roll_back_after_done(episode: Episode, victim: str) -> None:
 @_fault("clock jumps", "coordinator", lambda setup: setup.fakes_time and find_libfaketime() is not None)
 def _jump(episode: Episode, victim: str) -> None:
     for file in episode.folder.glob("clock of *"):
-        _write_whole(file, f"{episode.chance.choice((-86400, -60, 60, 86400)):+d}")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)
+        write_whole(file, f"{episode.chance.choice((-86400, -60, 60, 86400)):+d}")

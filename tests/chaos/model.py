@@ -7,7 +7,6 @@ steps in `step_model.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .diary import Record, draw, in_order, name_of, seed_draws
@@ -24,14 +23,13 @@ class History:
 
     setup: Setup
     records: list[Record]
-    disk_damaged: Sequence[float] = ()  # times of damage to a disk: a rollback may follow
-    lost: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # by role or name: times at which processes died or were cut off
+    disk_damaged: list[float] = field(default_factory=list)  # times of damage to a disk: a rollback may follow
+    # By role or name: the times at which processes died or were cut off.
+    lost: dict[str, list[float]] = field(default_factory=dict)
 
-    def losses(self, *names: str) -> list[float]:
-        """Return the times at which processes of these names, or of these roles, may have been lost."""
-        return [at for name in names for at in self.lost.get(name, ())]
+    def all_losses(self) -> list[tuple[str, float]]:
+        """Return all names and roles with the times at which their processes may have been lost."""
+        return [(name, at) for name, times in self.lost.items() for at in times]
 
 
 def find_violations(history: History) -> list[str]:
@@ -61,16 +59,15 @@ def _check_order(records: list[Record]) -> list[str]:
 def _check_expulsions(history: History, records: list[Record]) -> list[str]:
     """Check that a trainer is evicted only if it had a fault, and not because others are away."""
     found = []
-    before: dict[
-        int, tuple[int, float, float]
-    ] = {}  # by rank: incarnation, its last record, that of the incarnation before
+    # By rank: the incarnation, the time of its last record, and that of the incarnation before.
+    before: dict[int, tuple[int, float, float]] = {}
     for record in (r for r in records if "rank" in r):
         life, at, since = before.get(record["rank"], (0, 0.0, 0.0))
         before[record["rank"]] = record["life"], record["at"], since if life == record["life"] else at
         if record["what"] == "error" and record["kind"] == EXPELLED:
             since = before[record["rank"]][2]
-            losses = history.losses("trainer", f"trainer {record['rank']}")
-            if not any(since <= loss < record["at"] for loss in losses):
+            own = ("trainer", f"trainer {record['rank']}")
+            if not any(name in own and since <= loss < record["at"] for name, loss in history.all_losses()):
                 found.append(f"{name_of(record)} was evicted without a fault: {record['text']}")
     return found
 
@@ -90,7 +87,7 @@ def _check_draws(setup: Setup, records: list[Record]) -> list[str]:
 def _check_rollbacks(history: History, records: list[Record]) -> list[str]:
     """Check that acknowledged rounds are lost only after damage to a disk or a loss of both a trainer and a pserver."""
     found, newest, at = [], {0: 0}, 0.0
-    begun: dict[tuple[int, int, int], float] = {}
+    begun: dict[tuple[int, int, int], float] = {}  # by rank, incarnation and round
     settled = 0.0  # a step that began then has ended: processes lost before have been replaced
     for record in records:
         if record["what"] == "begin":
@@ -101,16 +98,8 @@ def _check_rollbacks(history: History, records: list[Record]) -> list[str]:
         if attempt not in newest:
             lost = max(newest[max(newest)] - record["round"], 0)
             is_damaged = any(at < damage < record["at"] for damage in history.disk_damaged)
-            are_lost = [
-                any(
-                    settled < loss < record["at"]
-                    for name in history.lost
-                    if name.startswith(role)
-                    for loss in history.lost[name]
-                )
-                for role in ("trainer", "pserver")
-            ]
-            if not is_damaged and not (all(are_lost) and lost <= 1 + history.setup.max_delay):
+            lost_now = {name.split()[0] for name, at in history.all_losses() if settled < at < record["at"]}
+            if not is_damaged and not ({"trainer", "pserver"} <= lost_now and lost <= 1 + history.setup.max_delay):
                 found.append(f"the run was rolled back by {lost} rounds to {record['round']} without damage")
             at = record["at"]
         if record["what"] == "end":

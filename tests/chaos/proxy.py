@@ -7,20 +7,23 @@ import contextlib
 import socket
 import struct
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Literal
 
-from .pages import answer_pages
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import DataReceived, RequestReceived
+from h2.exceptions import ProtocolError
 
 Direction = Literal["up", "down"]  # to the service, and from it
 
 ALL_CLIENTS = ""
 UPLOAD_BYTES = 400  # a chunk of at least so much is the body of a push
-SETTLING_TURNS = 5
 CHECK_SECONDS = 0.02
 CHUNK_BYTES = 64 * 1024
+PREFACE = b"PRI * HTTP/2.0"
 
 
 @dataclass(eq=False)
@@ -28,38 +31,45 @@ class _Connection:
     """A client's connection and that to the service, or the client's alone if it gets pages."""
 
     client: str
-    ends: tuple[asyncio.StreamWriter, ...]
+    ends: list[asyncio.StreamWriter]
     is_deaf: bool = False  # responses are discarded
 
     def reset(self) -> None:
         for writer in self.ends:
             linger = struct.pack("ii", 1, 0)  # closing sends a reset and discards unsent bytes
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            with contextlib.suppress(OSError):  # it is closed already
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
 
 
 class Proxy:
-    """A proxy that forwards connections to `target` on loopback in its own thread, until `close`.
+    """A proxy that forwards connections to a port on loopback in its own thread, until `close`.
 
-    Any thread may set its public attributes at any time. `name_client` returns the client of a port.
+    Any thread may set its public attributes at any time. `name_client` returns the client of a port, and `find_target`
+    the port of the service.
     """
 
-    def __init__(self, name_client: Callable[[int], str]) -> None:
-        self.target = 0  # the service's port
+    def __init__(self, name_client: Callable[[int], str], find_target: Callable[[], int]) -> None:
         self.blocked: set[tuple[Direction, str]] = set()  # directions and clients; bytes are held back, none is lost
         self.delay_seconds = 0.0  # of every chunk
         self.num_lost_replies = 0  # of the next uploads
         self.num_cut_replies = 0  # of the next replies, as if the service had closed the connection
         self.page: int | None = None  # the status of the page that answers every request on a new connection
         self._name_client = name_client
+        self._find_target = find_target
         self._connections: set[_Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: weakref.WeakSet[asyncio.StreamWriter] = weakref.WeakSet()
-        self._loop = asyncio.new_event_loop()
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
-        self.port: int = self._server.sockets[0].getsockname()[1]
-        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self.port = 0
+        self._is_ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="proxy", daemon=True)
         self._thread.start()
+        self._is_ready.wait()
+
+    async def _run(self) -> None:
+        self._loop, self._is_over = asyncio.get_running_loop(), asyncio.Event()
+        async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
+            self.port = server.sockets[0].getsockname()[1]
+            self._is_ready.set()
+            await self._is_over.wait()
 
     @property
     def address(self) -> str:
@@ -75,66 +85,34 @@ class Proxy:
             connection.reset()
 
     def close(self) -> None:
-        """Reset all connections and end the thread."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Close all connections and end the thread."""
+        self._loop.call_soon_threadsafe(self._is_over.set)
         self._thread.join()
-        self._loop.close()
-
-    async def _end(self) -> None:
-        for listening in self._server.sockets:
-            self._loop.remove_reader(listening.fileno())
-        for _ in range(SETTLING_TURNS):  # accepted connections start, which needs an open server
-            await asyncio.sleep(0)
-        self._server.close()
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for writer in tuple(self._writers):
-            writer.transport.abort()  # with unsent bytes
-        for _ in range(SETTLING_TURNS):  # they are closed in the next iteration of the loop
-            await asyncio.sleep(0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._own(asyncio.current_task())
-        self._writers.add(writer)
         client = self._name_client(writer.get_extra_info("peername")[1])
+        connection = _Connection(client, [writer])
         try:
             await self._pass("up", client)  # a partition holds back the first packet, too
+            self._connections.add(connection)
             if self.page is not None:
-                self._connections.add(connection := _Connection(client, (writer,)))
-                try:
-                    await answer_pages(reader, writer, self.page)
-                finally:
-                    self._connections.discard(connection)
-                writer.close()
+                await answer_pages(reader, writer, self.page)
                 return
-            there, back = await asyncio.open_connection("127.0.0.1", self.target)
-        except (OSError, asyncio.CancelledError):
-            writer.transport.abort()
-            return
-        self._writers.add(back)
-        connection = _Connection(client, (writer, back))
-        self._connections.add(connection)
-        pumps = [
-            self._own(asyncio.ensure_future(self._pump("up", connection, reader, back))),
-            self._own(asyncio.ensure_future(self._pump("down", connection, there, writer))),
-        ]
-        try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for pump in pumps:
+            there, back = await asyncio.open_connection("127.0.0.1", self._find_target())
+            connection.ends.append(back)
+            pumps = {
+                asyncio.ensure_future(self._pump("up", connection, reader, back)),
+                asyncio.ensure_future(self._pump("down", connection, there, writer)),
+            }
+            _, running = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            for pump in running:
                 pump.cancel()
+        except OSError:
+            writer.transport.abort()  # as the service does not listen
+        finally:
             self._connections.discard(connection)
             for end in connection.ends:
                 end.close()
-
-    def _own(self, task: asyncio.Task[None] | None) -> asyncio.Task[None]:
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _pump(
         self, direction: Direction, connection: _Connection, source: asyncio.StreamReader, sink: asyncio.StreamWriter
@@ -159,3 +137,34 @@ class Proxy:
     async def _pass(self, direction: Direction, client: str) -> None:
         while {(direction, client), (direction, ALL_CLIENTS)} & self.blocked:  # noqa: ASYNC110 - which other threads set
             await asyncio.sleep(CHECK_SECONDS)
+
+
+async def answer_pages(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: int) -> None:
+    """Answer each request with a page as a gateway does, until the connection ends; over HTTP/1.1 that is at once."""
+    phrase = HTTPStatus(status).phrase
+    page = f"<html><head><title>{status} {phrase}</title></head><body><h1>{phrase}</h1></body></html>".encode()
+    data = await reader.read(CHUNK_BYTES)
+    if not data.startswith(PREFACE):
+        head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: text/html\r\ncontent-length: {len(page)}\r\n"
+        writer.write(f"{head}connection: close\r\n\r\n".encode() + page)
+        await writer.drain()
+        while data:  # closing with unread bytes resets the connection, and the page may be lost
+            data = await reader.read(CHUNK_BYTES)
+        return
+    connection = H2Connection(H2Configuration(client_side=False))
+    connection.initiate_connection()
+    while data:
+        try:
+            events = connection.receive_data(data)
+        except ProtocolError:
+            return
+        for event in events:
+            if isinstance(event, RequestReceived):
+                headers = [(":status", str(status)), ("content-type", "text/html"), ("content-length", str(len(page)))]
+                connection.send_headers(event.stream_id, headers)
+                connection.send_data(event.stream_id, page, end_stream=True)
+            elif isinstance(event, DataReceived):
+                connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+        writer.write(connection.data_to_send())
+        await writer.drain()
+        data = await reader.read(CHUNK_BYTES)

@@ -135,11 +135,7 @@ def _decode(
 
 @lru_cache(maxsize=10_000)
 def explain(change: Values, first: int, last: int) -> frozenset[tuple[Ranks, ...]]:
-    """Return the possible sets of ranks in the rounds after `first` up to `last` that change a block so.
-
-    >>> [sorted(ranks) for ranks in next(iter(explain((6.0, 0.0, 6.0, 18.0, 0.0, 18.0), 2, 3)))]
-    [[0, 2]]
-    """
+    """Return the possible sets of ranks in the rounds after `first` up to `last` that change a block so."""
     num_ranks = len(change) // 2
     subsets = [frozenset(ranks) for n in range(num_ranks + 1) for ranks in itertools.combinations(range(num_ranks), n)]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ps_config import control_client
 from ps_protocol.errors import Ended
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PushAnswer
-from ps_protocol.vocabulary import Incarnation, Rank, Round
+from ps_protocol.vocabulary import Incarnation, Mode, Rank, Round
 from services.pserver.admission import Admission
 from services.pserver.bodies import Body
 from services.pserver.clocks import Clocks
@@ -94,11 +94,12 @@ def break_pages() -> None:
     control_client.GatewayPage = lambda text, **_: Ended(text)  # type: ignore[misc, assignment]
 
 
-SABOTAGES = {
-    "dedupe": break_dedupe,
-    "order": break_order,
-    "log": break_log,
-    "places": break_places,
-    "pauses": break_pauses,
-    "pages": break_pages,
+# For each sabotage the faults that reveal it soon, and the mode in which they do.
+SABOTAGES: dict[str, tuple[Callable[[], None], tuple[str, ...], Mode]] = {
+    "dedupe": (break_dedupe, ("duplicate requests", "late requests"), "sync"),
+    "order": (break_order, ("trainer hangs while its heartbeats live",), "sync"),
+    "log": (break_log, ("pserver killed",), "sync"),
+    "places": (break_places, ("place of one pserver hanging",), "sync"),
+    "pauses": (break_pauses, ("administrative changes under load",), "async"),
+    "pages": (break_pages, ("proxy answers pages",), "sync"),
 }

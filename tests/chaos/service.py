@@ -53,5 +53,5 @@ if __name__ == "__main__":
     if sabotage := os.environ.get("CHAOS_SABOTAGE"):
         from tests.chaos.sabotaged import SABOTAGES
 
-        SABOTAGES[sabotage]()
+        SABOTAGES[sabotage][0]()
     runpy.run_module(os.environ["CHAOS_SERVICE"], run_name="__main__", alter_sys=True)

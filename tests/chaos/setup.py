@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ps_protocol.vocabulary import LossPolicy, Mode, NonfinitePolicy
@@ -39,30 +40,16 @@ class Setup:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the services."""
+        own = ("mode", "max_delay", "on_trainer_loss", "nonfinite", "http2", "durability", "checkpoint_rounds")
         staleness = {} if self.max_staleness is None else {"max_staleness": self.max_staleness}
         return {
-            "mode": self.mode,
-            "max_delay": self.max_delay,
-            "on_trainer_loss": self.on_trainer_loss,
-            "nonfinite": self.nonfinite,
-            "http2": self.http2,
-            "durability": self.durability,
-            "checkpoint_rounds": self.checkpoint_rounds,
-            "max_log_bytes": self.max_log_bytes,
+            **{name: getattr(self, name) for name in (*own, "max_log_bytes")},
             "keep_checkpoints": KEEP_CHECKPOINTS,
             "lease_seconds": LEASE_SECONDS,
             "round_timeout_seconds": ROUND_TIMEOUT_SECONDS,
             "min_block_size": 2 * self.num_trainers,  # so that each parameter has a block on every pserver
             **staleness,
         }
-
-    def __str__(self) -> str:
-        shown = {**asdict(self), "max_staleness": self.max_staleness if self.mode == "ssp" else ""}
-        names = ("mode", "max_delay", "max_staleness", "on_trainer_loss", "nonfinite", "num_pservers", "num_trainers")
-        parts = [f"{name.removeprefix('num_')} {shown[name]}" for name in names if shown[name] != ""]
-        optional = {"HTTP/1.1": not self.http2, "clipped": self.clips, "libfaketime": self.fakes_time}
-        rest = [name for name, is_shown in optional.items() if is_shown]
-        return ", ".join([*parts, self.durability, *rest])
 
 
 def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> Setup:
@@ -91,3 +78,10 @@ def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> S
         clips=chance.random() < 0.5 and mode == "sync",
         max_log_bytes=chance.choice((16, 1024)) * 1024,
     )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the content of a file that other processes read."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)

@@ -4,55 +4,49 @@ from __future__ import annotations
 
 import os
 import socket
+import socketserver
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from .chaos_cluster import _inode_of, _sockets_of
+from .chaos_cluster import ChaosCluster
 from .proxy import UPLOAD_BYTES, Proxy
 
 
-class Server:
-    """A server that answers each chunk with its length, one connection at a time, and records it."""
+class Handler(socketserver.BaseRequestHandler):
+    """Answers each chunk with its length."""
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):
+            while chunk := self.request.recv(100_000):
+                self.server.received.append(chunk)  # type: ignore[attr-defined]
+                self.request.sendall(str(len(chunk)).encode())
+
+
+class Server(socketserver.ThreadingTCPServer):
+    """A server that records what it receives."""
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
         self.received: list[bytes] = []
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-                with connection:
-                    while chunk := connection.recv(100_000):
-                        self.received.append(chunk)
-                        connection.sendall(str(len(chunk)).encode())
-            except ConnectionError:
-                continue
-            except OSError:
-                return
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, args=[0.01]).start()
+        yield server
+        server.shutdown()
 
 
 @pytest.fixture
 def proxy(server: Server) -> Iterator[Proxy]:
-    proxy = Proxy(lambda port: "trainer 0")
-    proxy.target = server.port
+    proxy = Proxy(lambda port: "trainer 0", lambda: server.server_address[1])
     yield proxy
     proxy.close()
 
@@ -61,17 +55,12 @@ def proxy(server: Server) -> Iterator[Proxy]:
 def client(proxy: Proxy) -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", proxy.port)) as client:
         client.settimeout(5)
+        client.sendall(b"abc")
+        assert client.recv(100) == b"3"
         yield client
 
 
-def test_bytes_pass_both_ways(client: socket.socket) -> None:
-    client.sendall(b"abc")
-    assert client.recv(100) == b"3"
-
-
 def test_an_answer_is_lost_after_the_upload(client: socket.socket, proxy: Proxy, server: Server) -> None:
-    client.sendall(b"abc")
-    assert client.recv(100) == b"3"
     proxy.num_lost_replies = 1
     client.sendall(b"x" * UPLOAD_BYTES)
     with pytest.raises(ConnectionResetError):
@@ -83,8 +72,6 @@ def test_an_answer_is_lost_after_the_upload(client: socket.socket, proxy: Proxy,
 @pytest.mark.parametrize("direction", ["up", "down"])
 @pytest.mark.parametrize("blocked", ["", "trainer 0"])
 def test_blocked_bytes_arrive_later(client: socket.socket, proxy: Proxy, direction: str, blocked: str) -> None:
-    client.sendall(b"abc")
-    assert client.recv(100) == b"3"
     proxy.blocked = {(direction, blocked)}  # type: ignore[arg-type]
     client.settimeout(0.3)
     client.sendall(b"defg")
@@ -102,8 +89,6 @@ def test_another_client_is_not_blocked(client: socket.socket, proxy: Proxy) -> N
 
 
 def test_connections_break(client: socket.socket, proxy: Proxy) -> None:
-    client.sendall(b"abc")
-    assert client.recv(100) == b"3"
     proxy.reset()
     with pytest.raises(ConnectionResetError):
         client.recv(100)
@@ -121,7 +106,7 @@ def test_a_reply_is_cut_off(client: socket.socket, proxy: Proxy) -> None:
 @pytest.mark.parametrize("http2", [True, False])
 def test_a_page_is_the_answer_to_every_request(proxy: Proxy, server: Server, http2: bool) -> None:
     proxy.page = 502
-    with httpx.Client(http1=not http2, http2=http2, trust_env=False) as client:
+    with httpx.Client(http1=not http2, http2=http2, timeout=1, trust_env=False) as client:
         for body in (b"", b"x" * 200_000):
             response = client.post(f"{proxy.address}/v1/send", content=body)
             assert (response.status_code, response.headers["content-type"]) == (502, "text/html")
@@ -137,8 +122,9 @@ def test_a_page_is_the_answer_to_every_request(proxy: Proxy, server: Server, htt
         assert server.received
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="the campaign runs on Linux")
 def test_the_process_of_a_connection_is_found(client: socket.socket) -> None:
-    inode = _inode_of(client.getsockname()[1])
-    assert inode in _sockets_of(os.getpid())
-    assert inode not in _sockets_of(os.getppid())
+    port = client.getsockname()[1]
+    for pid, name in ((os.getpid(), "trainer 0"), (os.getppid(), "another")):
+        cluster = SimpleNamespace(trainers=[SimpleNamespace(pid=pid, name="trainer 0")])
+        assert ChaosCluster.name_client(cluster, port) == name  # type: ignore[arg-type]

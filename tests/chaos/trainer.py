@@ -15,7 +15,6 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,18 +26,6 @@ from trainer_client import RemoteOptimizer, connect
 
 COMPUTE_SECONDS = 0.02
 NEVER_REACHED = 1e9
-
-
-class Orders:
-    """The orders that the campaign appends to a file for one rank, from the start of this incarnation on."""
-
-    def __init__(self, path: Path) -> None:
-        path.touch()
-        self._file = path.open("rb")
-        self._file.seek(0, 2)
-
-    def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._file]
 
 
 class ChaosTrainer:
@@ -53,7 +40,10 @@ class ChaosTrainer:
         self.session = connect()  # last, as the other trainers wait for this one from now on
         self.rank = self.session.rank
         self.diary = Diary(folder / f"trainer-{self.rank}-{life}.jsonl", rank=self.rank, life=life)
-        self.orders = Orders(folder / f"orders-{self.rank}")
+        orders = folder / f"orders-{self.rank}"  # the campaign appends to it
+        orders.touch()
+        self.orders = orders.open("rb")
+        self.orders.seek(0, os.SEEK_END)
         self.is_nan_ordered = False
         self.hurries_until = 0.0
         chance = random.Random(f"{self.setup.seed} {self.rank} {life}")
@@ -89,7 +79,7 @@ class ChaosTrainer:
         return float(stops.get(str(self.rank), "inf"))
 
     def obey(self) -> None:
-        for order in self.orders.read():
+        for order in map(json.loads, self.orders):
             if order["do"] == "hang":
                 time.sleep(order["seconds"])  # heartbeats have a thread of their own
             elif order["do"] == "hurry":
@@ -147,7 +137,7 @@ def main() -> None:
     if sabotage := os.environ.get("CHAOS_SABOTAGE"):
         from tests.chaos.sabotaged import SABOTAGES
 
-        SABOTAGES[sabotage]()
+        SABOTAGES[sabotage][0]()
     trainer = ChaosTrainer(Path(sys.argv[1]), int(sys.argv[2]))
     try:
         trainer.train()

@@ -20,7 +20,7 @@ ANSWER_SECONDS = 10.0
 
 
 class Watch:
-    """A thread that checks the disks from `start` to `stop`, and calls `complain` with each violation.
+    """The checks of the disks, which call `complain` with each violation.
 
     `spoiled` are files that were damaged on purpose.
     """
@@ -35,24 +35,14 @@ class Watch:
         self._http = httpx.Client(base_url=address, timeout=ANSWER_SECONDS, trust_env=False)
         self._complain = complain
         self._spoiled = spoiled
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch")
 
-    def start(self) -> None:
-        """Start the checks."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Check once more, and end."""
-        self._is_over.set()
-        self._thread.join()
-        self._http.close()
-
-    def _run(self) -> None:
+    def run(self, is_over: threading.Event) -> None:
+        """Check everything until the event is set, and once more."""
         try:
-            while not self._is_over.wait(LOOK_SECONDS):
+            with self._http:
+                while not is_over.wait(LOOK_SECONDS):
+                    self.look()
                 self.look()
-            self.look()
         except Exception as error:
             self._complain(f"the disks could not be looked at: {error!r}")
 

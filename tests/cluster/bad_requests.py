@@ -232,15 +232,21 @@ for name, message, error in (
     bad(f"installation: {name}", error, control(routes.RUN, message, method="PUT", to=0))
 bad("members: malformed", "invalid_message", control(routes.MEMBERS, {"run": "x"}, method="PUT", to=0))
 
-bad("pserver: unknown path", "not_found", lambda w: Request("/v1/nothing"))
-bad("coordinator: unknown path", "not_found", lambda w: Request("/v1/nothing", to=None))
-bad("coordinator: wrong method", "method_not_allowed", lambda w: Request(routes.STATUS, "DELETE", to=None))
 bad("tensor endpoint: wrong method", "method_not_allowed", lambda w: Request(routes.SEND, "PUT", w.trainer.fence(2)))
-bad("blocks: unknown", "unknown_block", lambda w: Request(routes.BLOCKS + "?name=absent.block0", "GET"))
-bad(
-    "blocks: a large round", "invalid_message", lambda w: Request(f"{routes.BLOCKS}?name=w.block0&round={LARGE}", "GET")
-)
-bad("restorable: a long run", "invalid_message", lambda w: Request(f"{routes.RESTORABLE}?run={'r' * 129}", "GET"))
+for name, error, request in (
+    ("pserver: unknown path", "not_found", Request("/v1/nothing")),
+    ("coordinator: unknown path", "not_found", Request("/v1/nothing", to=None)),
+    ("coordinator: wrong method", "method_not_allowed", Request(routes.STATUS, "DELETE", to=None)),
+    ("blocks: unknown", "unknown_block", Request(routes.BLOCKS + "?name=absent.block0", "GET")),
+    ("blocks: a large round", "invalid_message", Request(f"{routes.BLOCKS}?name=w.block0&round={LARGE}", "GET")),
+    ("restorable: a long run", "invalid_message", Request(f"{routes.RESTORABLE}?run={'r' * 129}", "GET")),
+    ("parameter: unknown", "not_found", Request(routes.PARAMETERS + "/absent", "GET", to=None)),
+    *(
+        (f"parameter: {query}", "invalid_message", Request(f"{routes.PARAMETERS}/w?{query}", "GET", to=None))
+        for query in ("format=pickle", "after_version=x", "after_version=0&wait_seconds=31")
+    ),
+):
+    bad(name, error, lambda w, request=request: request)
 
 REGISTRATION = {
     "protocol": PROTOCOL_VERSION, "instance": "a new pserver", "address": "http://127.0.0.1:9", "http2": True,
@@ -283,25 +289,21 @@ def leave_message(w: World, **changes: Any) -> dict[str, Any]:
     return identity(w, outcome="failed", **changes)
 
 
-message = partial(identity, round=1, results={"\x1b[2Aloss": 1})
-bad(
-    "heartbeat: a name that moves the cursor",
-    "invalid_message",
-    control(routes.TRAINER_HEARTBEAT.format(rank=0), message),
-)
 bad("plan: a large incarnation", "invalid_message", lambda w: plan_request(w, incarnation=LARGE))
-bad(
-    "leave: a long reason",
-    "invalid_message",
-    control(routes.LEAVE.format(rank=0), lambda w: leave_message(w, reason="x" * 2001)),
-)
-bad("evict: a large rank", "invalid_message", control(routes.EVICT.format(rank=LARGE), {}))
-bad("evict: no such trainer", "not_found", control(routes.EVICT.format(rank=9), {}))
+for name, error, path, message in (
+    ("heartbeat: a name that moves the cursor", "invalid_message", routes.TRAINER_HEARTBEAT.format(rank=0),
+     partial(identity, round=1, results={"\x1b[2Aloss": 1})),
+    ("leave: a long reason", "invalid_message", routes.LEAVE.format(rank=0), partial(leave_message, reason="x" * 2001)),
+    ("leave: no outcome", "invalid_message", routes.LEAVE.format(rank=0), partial(identity, outcome="gone")),
+    ("evict: a large rank", "invalid_message", routes.EVICT.format(rank=LARGE), {}),
+    ("evict: no such trainer", "not_found", routes.EVICT.format(rank=9), {}),
+    ("rollback: a large round", "invalid_message", routes.ROLL_BACK, {"round": LARGE}),
+    ("rollback: no such checkpoint", "not_found", routes.ROLL_BACK, {"round": 1}),
+):  # fmt: skip
+    bad(name, error, control(path, message))
 bad("freeze: no such parameter", "not_found", control("/v1/controls/frozen/absent", {}, method="PUT"))
 for message in ({"rate": "0.5"}, {"rate": -1}, {"rate": 0.1, "group": 7}, b'{"rate": NaN}'):
     bad(f"rate: {message!r}", "invalid_message", control(routes.RATE, message, method="PUT"))
-bad("rollback: a large round", "invalid_message", control(routes.ROLL_BACK, {"round": LARGE}))
-bad("rollback: no such checkpoint", "not_found", control(routes.ROLL_BACK, {"round": 1}))
 
 
 for path, more in ((routes.TRAINER_HEARTBEAT, {"round": 1}), (routes.LEAVE, {"outcome": "failed"})):
@@ -310,17 +312,8 @@ for path, more in ((routes.TRAINER_HEARTBEAT, {"round": 1}), (routes.LEAVE, {"ou
     bad(f"{at0}: other life", "stale_trainer", control(at0, lambda w, m=more: identity(w, incarnation=99, **m)))
     bad(f"{at7}: unknown", "stale_trainer", control(at7, lambda w, m=more: identity(w, **m)))
     bad(f"{at0}: malformed", "invalid_message", control(at0, {}))
-bad("leave: no outcome", "invalid_message", control(routes.LEAVE.format(rank=0), lambda w: identity(w, outcome="gone")))
 bad("plan: another run", "stale_run", lambda w: plan_request(w, run="another"))
 bad("plan: too long a wait", "invalid_message", lambda w: plan_request(w, wait_seconds=1e9))
-bad("parameter: unknown", "not_found", lambda w: Request(routes.PARAMETERS + "/absent", "GET", to=None))
-
-for query in ("format=pickle", "after_version=x", "after_version=0&wait_seconds=31"):
-    bad(
-        f"parameter: {query}",
-        "invalid_message",
-        lambda w, q=query: Request(f"{routes.PARAMETERS}/w?{q}", "GET", to=None),
-    )
 bad("parameters before the run", "not_ready", lambda w: Request(routes.PARAMETERS, "GET", to=None), phase="gathering")
 
 

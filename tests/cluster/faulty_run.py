@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import httpx
 
-from ps_protocol.messages import PserverState
 from trainer_client.testing import Child, LocalCluster
+
+from .training import expected_result
 
 SCRIPT = Path(__file__).with_name("training_script.py")
 ROOT = SCRIPT.parents[2]
@@ -128,26 +128,12 @@ class FaultyRun:
         self.kill(self.cluster.coordinator)
         self.cluster.restart_coordinator(**environment)
 
-    def roll_back(self, round_: int) -> None:
-        answer = httpx.post(f"{self.cluster.address}/v1/rollback", json={"round": round_}, timeout=30)
-        assert answer.is_success, answer.text
-
     def restart_gracefully(self, pserver: int) -> None:
         """Send SIGTERM, which the pserver obeys with exit code 0, and start it again."""
         child = self.cluster.pservers[pserver]
         child.signal(SIGTERM)
         assert child.wait(20) == 0
         self.cluster.start_pserver(pserver)
-
-    def keep_pserver_away(self, seconds: float) -> None:
-        """Restart pserver 1 after trainer 0 has waited for so long at pserver 0 for trainer 1, which cannot push."""
-        trainer = self.cluster.trainers[1]
-        trainer.signal(SIGSTOP)
-        wait_for_state(self.cluster, lambda state: state.missing == (1,))
-        self.kill(self.cluster.pservers[1])
-        trainer.signal(SIGCONT)
-        wait_for_state(self.cluster, lambda state: state.waiting_seconds > seconds)
-        self.cluster.start_pserver(1)
 
     def results(self, seconds: float = 60) -> list[str]:
         """Return the result of each trainer: `DIGEST ROUND`."""
@@ -159,10 +145,14 @@ class FaultyRun:
                 found[int(match[1])] = match[2]
         return [found[rank] for rank in range(self.cluster.num_trainers)]
 
-
-def wait_for_state(cluster: LocalCluster, condition: Callable[[PserverState], bool], seconds: float = 60) -> None:
-    """Wait until the state of pserver 0 meets a condition."""
-    deadline = time.monotonic() + seconds
-    while not condition(state := cluster.pserver_state(0)):
-        assert time.monotonic() < deadline, state
-        time.sleep(0.05)
+    def check_results(self, *, skipped: Collection[int] = ()) -> None:
+        """Check that each contribution was applied once, by the bits of the parameters or the numbers of `counting`."""
+        results = self.results(90)
+        if self.kind == "counting":
+            seen, steps = zip(*(result.split() for result in results), strict=True)
+            assert min(map(int, steps)) >= self.rounds
+            assert ",".join(steps) in seen  # the last trainer has seen all steps, the first a part of the others'
+            for rank, counts in enumerate(seen):
+                assert counts.split(",")[rank] == steps[rank]
+        else:
+            assert results == [expected_result(self.rounds, len(results), skipped=skipped)] * len(results)

@@ -1,15 +1,12 @@
-"""The program of each process of two hosts under torchrun: one run after the other.
+"""Runs of each process of two hosts, one after the other.
 
-    torchrun … host_script.py FOLDER NAME…
-
-Each NAME is in `WORK` below. What it returns is saved as FOLDER/NAME-RANK.pt.
+Each function checks what it finds. It returns what is the same in all processes, which is saved as FOLDER/NAME-RANK.pt.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ps_protocol.errors import BadModel, GradpostError, ModelMismatch, NonFiniteGradient
-from tests.cluster.test_engines import follow_contract
+from ps_protocol.errors import GradpostError, ModelMismatch, NonFiniteGradient
+from tests.cluster.trainer_processes import NUM_HOSTS, PROCESSES, WORLD
 from tests.cluster.training import (
     NET_STEPS,
     Parameters,
     Wait,
+    assert_close,
+    average,
+    change_rates,
+    follow_contract,
     make_optimizer,
     make_parameters,
     set_gradients,
@@ -31,9 +32,14 @@ from tests.cluster.training import (
     step_with,
     train_net,
     train_remotely,
+    values,
+    wrap_model,
+    wrap_weight,
 )
 from trainer_client import GradScaler, RemoteOptimizer, Session, connect
 from trainer_client.engines.host import HostLeader
+
+ROUNDING = 1e-5
 
 
 def late(session: Session, **arguments: Any) -> dict[str, Tensor]:
@@ -48,7 +54,7 @@ def late(session: Session, **arguments: Any) -> dict[str, Tensor]:
 def streaming(session: Session) -> dict[str, Tensor]:
     """Wait in the first layer's backward for a bucket of the others, which goes on to the pservers at once."""
     model = nn.ModuleList([nn.Linear(30, 30) for _ in range(4)])
-    optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, overlap=True)
+    optimizer = wrap_model(session, model, overlap=True)
     assert session.host
     collectives = session.host.collectives
     hidden = torch.ones(2, 30)
@@ -63,23 +69,46 @@ def streaming(session: Session) -> dict[str, Tensor]:
     return {}
 
 
+def mean_gradients(
+    parameters: Parameters, step: int, drop: Callable[..., None] = lambda *_, **__: None
+) -> list[Tensor | None]:
+    """Return the aggregated gradients of all processes, each of which drops some."""
+    gradients = []
+    for rank in range(WORLD):
+        set_gradients(parameters, step, rank)
+        drop(step, parameters, rank=rank)
+        gradients.append([parameter.grad for parameter in parameters.values()])
+    return average(gradients)
+
+
 def clipped(session: Session) -> dict[str, Tensor]:
-    """Return the norm of the aggregated gradient, which every process knows."""
+    """Compare the norm of the aggregated gradient, which every process knows."""
     parameters = make_parameters()
     optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), max_grad_norm=1e9)
-    norms = []
     for step in range(3):
         set_gradients(parameters, step, session.rank)
         optimizer.step()
-        norms.append(optimizer.grad_norm)
-    return {"norms": torch.tensor(norms)}
+        means = [mean.reshape(-1) for mean in mean_gradients(make_parameters(), step) if mean is not None]
+        torch.testing.assert_close(optimizer.grad_norm, float(torch.cat(means).norm()), rtol=ROUNDING, atol=ROUNDING)
+    return values(parameters)
 
 
 def unequal(session: Session) -> dict[str, Tensor]:
     """Train with sets of gradients of its own in each process; `bias` has none anywhere in some steps."""
-    return train_remotely(
+    found = train_remotely(
         "AdamW", session, contributor=session.rank, before_step=partial(drop_gradients, rank=session.rank), steps=6
     )
+    parameters = make_parameters()
+    optimizer = make_optimizer("AdamW", parameters, local=True)
+    for step in range(6):
+        means = mean_gradients(parameters, step, drop_gradients)
+        for parameter, mean in zip(parameters.values(), means, strict=True):
+            parameter.grad = mean
+        assert (parameters["bias"].grad is not None) == (step % 4 != 1)
+        optimizer.step()
+        change_rates(optimizer, step)
+    assert_close(found, values(parameters), ROUNDING, ROUNDING)
+    return found
 
 
 def drop_gradients(step: int, parameters: Parameters, rank: int) -> None:
@@ -89,12 +118,16 @@ def drop_gradients(step: int, parameters: Parameters, rank: int) -> None:
         parameters["scale"].grad = None
 
 
-def scaled(session: Session, **arguments: Any) -> dict[str, Tensor]:
+def start(session: Session) -> dict[str, Tensor]:
+    found = start_everywhere(session)
+    assert {tensor.double().mean().item() for tensor in found.values()} == {5.0, 1.0}
+    return found
+
+
+def scaled(session: Session, *, delay: int = 0, **arguments: Any) -> dict[str, Tensor]:
     """Train with our GradScaler, whose scale is that of all processes."""
     model = nn.Linear(4, 2)
-    optimizer = RemoteOptimizer(
-        torch.optim.SGD(model.named_parameters(), lr=0.5), nonfinite="skip_round", bucket_bytes=4, **arguments
-    )
+    optimizer = wrap_model(session, model, lr=0.5, nonfinite="skip_round", bucket_bytes=4, **arguments)
     scaler = GradScaler(optimizer, "cpu", init_scale=1024.0, growth_interval=2)
     biases, scales = [], []
     for step in range(6):
@@ -104,14 +137,17 @@ def scaled(session: Session, **arguments: Any) -> dict[str, Tensor]:
         scaler.scale((model(torch.ones(1, 4)) * factor).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        biases.append(model.bias.detach().clone())
-    return {"biases": torch.stack(biases), "scales": torch.tensor(scales)}
+        biases.append(model.bias[0].item())
+    # With a delay, what becomes of a round counts so many steps later.
+    assert scales == [1024.0] * delay + [1024.0, 1024.0, 2048.0, 2048.0, 1024.0, 1024.0][: 6 - delay]
+    if delay == 0:
+        torch.testing.assert_close(torch.tensor(biases).diff(), torch.tensor([-0.5, -0.5, 0.0, -0.5, -0.5]))
+    return {"biases": torch.tensor(biases)}
 
 
 def kept(session: Session) -> dict[str, Tensor]:
     """Save and load in every process, as libraries do; only one of a host has slots."""
-    weight = nn.Parameter(torch.zeros(3))
-    optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.5))
+    weight, optimizer = wrap_weight(session, 3, momentum=0.5)
     optimizer.load_state_dict(optimizer.state_dict())
     for _ in range(2):
         step_with(optimizer, weight)
@@ -121,27 +157,28 @@ def kept(session: Session) -> dict[str, Tensor]:
         saved["state"][0]["momentum_buffer"].zero_()
     optimizer.load_state_dict(saved)
     step_with(optimizer, weight)
-    return {"weight": weight.detach()}
+    assert weight.tolist() == [-1.0 - 1.5 - 1.0] * 3  # the momentum was set to 0
+    return {}
 
 
 def sharing(session: Session) -> dict[str, Tensor]:
     """Train beside a process group of the script, of all processes."""
     dist.init_process_group("gloo")
-    weight = nn.Parameter(torch.zeros(3))
-    optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
+    weight, optimizer = wrap_weight(session, 3)
     total = torch.ones(1)
     for _ in range(3):
         step_with(optimizer, weight, value=float(session.rank))
         dist.all_reduce(total)
     dist.destroy_process_group()
-    return {"weight": weight.detach(), "total": total}
+    assert weight.tolist() == [-4.5] * 3
+    assert total.item() == WORLD**3
+    return {}
 
 
 def refused(session: Session) -> dict[str, Tensor]:
     """Push a NaN, which is refused for all processes of the host; corrected, it may be tried again."""
-    weight = nn.Parameter(torch.zeros(4))
-    optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
-    told = 0
+    weight, optimizer = wrap_weight(session, 4)
+    num_refused = 0
     for round_ in (1, 2, 3):
         weight.grad = torch.full((4,), float(round_))
         if session.rank == 3 and round_ == 2:
@@ -150,17 +187,18 @@ def refused(session: Session) -> dict[str, Tensor]:
             optimizer.step()
         except NonFiniteGradient as error:
             assert "trainer 1" in str(error)  # noqa: PT017
-            told += 1
+            num_refused += 1
             weight.grad.fill_(float(round_))
             optimizer.step()
         assert optimizer.round == round_
-    return {"weight": weight.detach(), "told": torch.tensor(told)}
+    assert num_refused == (session.rank >= 2)
+    assert weight.tolist() == [-6.0] * 4
+    return {}
 
 
 def broken_off(session: Session) -> dict[str, Tensor]:
     """Fail a step of the second host after its push; then another gradient is refused, and the same one is not."""
-    weight = nn.Parameter(torch.zeros(4))
-    optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
+    weight, optimizer = wrap_weight(session, 4)
     pull, errors = session.client.pull, []
 
     async def fail(*_: Any, **__: Any) -> Any:
@@ -178,33 +216,26 @@ def broken_off(session: Session) -> dict[str, Tensor]:
     if session.rank >= 2:
         assert errors[0] == "an unexpected error"
         assert errors[1].endswith("this one is another. The script has to end, and may be started again")
-    return {"weight": weight.detach()}
-
-
-def pulling(session: Session) -> dict[str, Tensor]:
-    model = nn.Linear(4, 2)
-    try:
-        RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, overlap=True, overlap_pulls=True)
-    except BadModel as error:
-        assert "overlap_pulls is for trainers that are one process" in str(error)  # noqa: PT017
-        return {}
-    raise AssertionError("it was not refused")
+    assert weight.tolist() == [-1.0] * 4
+    return {}
 
 
 def averaging(session: Session) -> dict[str, Tensor]:
     model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
-    optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model)
+    optimizer = wrap_model(session, model, lr=0.0)
     with torch.no_grad():
         model[1].running_mean.fill_(session.rank)
     (sum(p.sum() for p in model.parameters()) * 0).backward()
     optimizer.step()
-    return dict(model.named_buffers())
+    # The mean of the first processes' buffers.
+    assert model[1].running_mean.tolist() == [PROCESSES * (NUM_HOSTS - 1) / 2] * 2
+    return {}
 
 
 def different(session: Session) -> dict[str, Tensor]:
     model = nn.Linear(4, 2 + session.rank % 2)
     try:
-        RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        wrap_model(session, model)
     except ModelMismatch as error:
         assert "process 1 of this host is about to train something else than process 0: parameters" in str(error)  # noqa: PT017
         return {}
@@ -215,14 +246,24 @@ def delayed(session: Session) -> dict[str, Tensor]:
     return train_remotely("AdamW", session, contributor=session.rank, steps=6)
 
 
-FUNCTIONS = (late, streaming, clipped, unequal, scaled, kept, sharing, refused, broken_off, pulling)
-WORK = {
-    **{function.__name__: function for function in (*FUNCTIONS, averaging, different, delayed)},
-    "early": partial(late, overlap=True),
-    "scaled_early": partial(scaled, overlap=True),
-    "start": start_everywhere,
-    "contract": follow_contract,
+IN_SYNC: dict[str, Callable[[Session], dict[str, Tensor]]] = {
+    "the results are those of one process": late,
+    "overlap changes no bit": partial(late, overlap=True),
+    "buckets go on while backward runs": streaming,
+    "every process knows the norm of the aggregated gradient": clipped,
+    "processes may have different gradients": unequal,
+    "all start from the same buffers": start,
+    "the scale is the same in all processes": scaled,
+    "the scale is the same with overlap": partial(scaled, overlap=True),
+    "checkpoints of scripts have slots in one process": kept,
+    "a script's own process group stays its own": sharing,
+    "a gradient that is refused is refused for the host": refused,
+    "another gradient after a step that failed is refused for the host": broken_off,
+    "different models are refused in all processes": different,
+    "all processes get the mean of the first processes' buffers": averaging,
+    "the engines follow the contract": follow_contract,
 }
+WORK = {**IN_SYNC, "delayed": delayed, "scaled with delay": partial(scaled, delay=1)}
 
 
 def play(environment: Mapping[str, str], folder: Path, names: Sequence[str]) -> None:
@@ -232,7 +273,3 @@ def play(environment: Mapping[str, str], folder: Path, names: Sequence[str]) -> 
     for name in names:
         with connect(bucket_bytes=2000) as session:
             torch.save(WORK[name](session), folder / f"{name}-{session.rank}.pt")
-
-
-if __name__ == "__main__":
-    play({}, Path(sys.argv[1]), sys.argv[2:])

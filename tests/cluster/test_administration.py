@@ -135,22 +135,6 @@ def test_all_go_back_to_a_checkpoint(run: FaultyRun) -> None:
 
 
 @pytest.mark.extended
-def test_a_trainer_that_is_evicted_is_refused_and_may_come_again() -> None:
-    with FaultyRun(400, local_transport=False, pservers=1, trainers=3) as run:
-        run.wait_for_round(5)
-        admin = Administrator(run)
-        admin.ask("POST", "/v1/trainers/2/evict")
-        assert run.cluster.trainers[2].wait(30) != 0
-        run.wait_for_line("Conflict: trainer 2", of="trainer 2")
-        run.wait_for_round(run.round_of(0) + 10)
-        assert admin.refused("POST", "/v1/trainers/2/evict") == (404, "not_found")
-        admin.ask("POST", "/v1/trainers/1/evict")
-        assert admin.refused("POST", "/v1/trainers/0/evict") == (409, "cannot_evict")
-        run.start_trainer(2)
-        run.wait_for_round(run.round_of(0) + 5, 2)
-
-
-@pytest.mark.extended
 def test_asynchronous_runs_can_be_paused_and_their_rates_set() -> None:
     with FaultyRun(300, local_transport=False, mode="async", durability="log") as run:
         run.wait_for_round(5)
@@ -308,22 +292,6 @@ def read(folder: Path) -> Any:
     return found
 
 
-def scalars(folder: Path, tag: str) -> list[tuple[float, int, float]]:
-    return [(event.wall_time, event.step, event.value) for event in read(folder).Scalars(tag)]
-
-
-def exporting(cluster: LocalCluster, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-P", "-m", "gradpost", "tensorboard", "--logdir", str(folder)),
-            *("--every-seconds", "0.1", "--coordinator", cluster.address),
-        ],
-        env=cluster.environment() | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 def train(session: Session, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> None:
     for step in range(NUM_STEPS):
         parameter.grad = torch.linspace(-1, step, len(parameter))
@@ -334,12 +302,16 @@ def train(session: Session, optimizer: torch.optim.Optimizer, parameter: torch.n
 
 @pytest.mark.extended
 def test_the_files_hold_what_the_api_says(tmp_path: Path) -> None:
+    command = ["-m", "gradpost", "tensorboard", "--logdir", str(tmp_path), "--every-seconds", "0.1", "--coordinator"]
     with LocalCluster(trainers=1, min_block_size=300) as cluster, httpx.Client(base_url=cluster.address) as http:
         with Session(coordinator=cluster.address) as session:
             parameter = torch.nn.Parameter(torch.zeros(1000))
             optimizer = RemoteOptimizer(torch.optim.SGD([("w.x", parameter)], lr=0.1), session=session)
             train(session, optimizer, parameter)
-            with exporting(cluster, tmp_path) as export:
+            with subprocess.Popen(
+                [sys.executable, "-P", *command, cluster.address],
+                env=cluster.environment() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
+            ) as export:  # fmt: skip
                 assert export.stdout is not None
                 first = export.stdout.readline()
                 assert first == f"run {session.run} goes to {tmp_path}; to see it: tensorboard --logdir {tmp_path}\n"
@@ -350,15 +322,14 @@ def test_the_files_hold_what_the_api_says(tmp_path: Path) -> None:
         curves = http.get("/v1/curves").json()["curves"]
         statistics = http.get("/v1/statistics/w.x").json()
         long_run = tmp_path / session.run
-        again = run_process(
-            "-m", "gradpost", "tensorboard", "--logdir", str(tmp_path), "--coordinator", cluster.address
-        )
+        again = run_process(*command, cluster.address)
     assert again.exit_code == 0, again.stderr  # and nothing is there twice
     assert sorted(curves) == ["accuracy", "loss"]
     for name, by_rank in curves.items():
         curve = by_rank["0"]
         values = [float(np.float32(value)) for value in curve["value"]]
-        assert scalars(long_run / "trainer-0", name) == list(zip(curve["at"], curve["round"], values, strict=True))
+        exported = [(event.wall_time, event.step, event.value) for event in read(long_run / "trainer-0").Scalars(name)]
+        assert exported == list(zip(curve["at"], curve["round"], values, strict=True))
     assert len(curves["loss"]["0"]["round"]) == 2 * NUM_STEPS
     assert f"{4 * NUM_STEPS} points of curves" in last
 

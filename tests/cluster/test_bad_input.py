@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import pytest_asyncio
-import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from ps_config.certificates import TlsFiles
 from ps_protocol.errors import ERRORS, PROBLEM_CONTENT_TYPE, PROBLEM_TYPE_PREFIX, error_from_problem
-from ps_protocol.routes import BARRIER, BARRIER_HEADER, METRICS, SEND
-from ps_protocol.vocabulary import ParameterSpec
+from ps_protocol.routes import SEND
 from services.pserver.bodies import PAGE_BYTES
-from trainer_client import ParameterClient
 from trainer_client.testing import LocalCluster
 from trainer_client.transport.exchange import make_bulk_transport
 
 from .bad_requests import CASES, LIMITS, MIB, Bad
-from .training import NUMBERS, SGD
 from .wire import World, completion, encode_blocks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
@@ -104,34 +97,6 @@ async def test_a_body_that_breaks_off_changes_nothing_and_returns_its_buffer(wor
     assert await world.look() == world.before
 
 
-async def test_a_body_longer_than_its_content_length_changes_nothing(world: World) -> None:
-    await world.enter("training")
-    body = encode_blocks(world.trainer.plan, world.own_blocks(), completion(len(world.own_blocks())))
-    reader, writer = await open_socket(world.addresses[0])
-    writer.write(head(world, len(body) - 1) + body + b"\r\n\r\n")
-    answer = await asyncio.wait_for(reader.read(200), 10)
-    assert b" 400 " in answer.splitlines()[0]
-    writer.close()
-    assert await world.look() == world.before
-
-
-async def test_a_late_push_of_an_applied_round_is_answered_and_changes_nothing(world: World) -> None:
-    await world.enter("training")
-    headers = world.trainers[1].fence(1)
-    body = encode_blocks(world.trainer.plan, world.own_blocks(), completion(len(world.own_blocks())), value=5.0)
-    for client in (world.http, world.bulk):
-        response = await client.post(world.addresses[0] + SEND, headers=headers, content=body)
-        assert (response.status_code, response.json()["status"]) == (200, "already_applied")
-        response = await client.post(world.addresses[0] + BARRIER, headers={**headers, BARRIER_HEADER: "batch"})
-        assert (response.status_code, response.json()["missing"]) == (200, [0, 1])
-    assert remove_counters(await world.look()) == remove_counters(world.before)
-
-
-def remove_counters(look: Any) -> Any:
-    status, states = look
-    return status, [{k: v for k, v in s.items() if k not in ("pushed_bytes", "pulled_bytes")} for s in states]
-
-
 async def test_announcements_of_large_bodies_take_no_memory(world: World) -> None:
     await world.enter("training")
     address, num_bytes = world.addresses[0], LIMITS["max_header_bytes"]
@@ -154,17 +119,6 @@ async def test_announcements_of_large_bodies_take_no_memory(world: World) -> Non
     assert await world.look() == world.before
 
 
-async def test_non_finite_gradients_are_applied_if_that_is_the_policy(world: World) -> None:
-    await world.enter("training with NaN", nonfinite="allow")
-    await world.trainers[1].push(2, value=float("nan"))
-    for trainer in world.trainers:
-        await trainer.barrier(2)
-    for body in await world.trainers[0].get(2):
-        assert b'"round":"2"' in body
-        assert struct.pack("<f", float("nan"))[-2:] in body
-    assert [state["round"] for state in (await world.look())[1]] == [2, 2]
-
-
 async def test_an_honest_request_is_let_in(world: World) -> None:
     """The other tests would pass on a pserver that refuses everything."""
     await world.enter("training, once more")
@@ -172,64 +126,3 @@ async def test_an_honest_request_is_let_in(world: World) -> None:
     for trainer in world.trainers:
         await trainer.barrier(2)
     assert await world.trainers[0].get(2) == await world.trainers[1].get(2)
-
-
-SPECS = [ParameterSpec("w", (1000,))]
-
-
-async def count_refused(address: str) -> float:
-    async with httpx.AsyncClient() as http:
-        text = (await http.get(address + METRICS)).text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return sum(
-        sample.value
-        for sample in samples
-        if sample.name == "gradpost_http_requests_total" and sample.labels["route"] == SEND
-        and sample.labels["code"] == "5xx"
-    )  # fmt: skip
-
-
-async def crawl(begun: asyncio.Event, may_end: asyncio.Event, body: bytes) -> AsyncIterator[bytes]:
-    """Yield all but the last byte of a body, and that one when it may come."""
-    yield body[:-1]
-    begun.set()
-    await may_end.wait()
-    yield body[-1:]
-
-
-async def train(address: str, rank: int, share_is_taken: bool) -> dict[str, torch.Tensor]:
-    async with ParameterClient(coordinator=address, rank=rank) as client, httpx.AsyncClient() as other:
-        await client.declare(SPECS, SGD)
-        if client.joined.rank == client.uploader:
-            await client.send_initial({spec.name: torch.zeros(spec.shape) for spec in SPECS})
-        await client.get(0)
-        pserver = client.pservers[0]
-        begun, may_end = asyncio.Event(), asyncio.Event()
-        if share_is_taken:
-            headers = {**pserver.connection.fence.at_round(1).to_headers(), "content-length": "100"}
-            body = crawl(begun, may_end, bytes(100))
-            taking = asyncio.create_task(
-                other.post(pserver.connection.info.address + SEND, headers=headers, content=body)
-            )
-            await begun.wait()
-        gradients = {spec.name: torch.full(spec.shape, rank + 1.0) for spec in SPECS}
-        sending = asyncio.create_task(client.send(1, gradients, NUMBERS))
-        if share_is_taken:
-            while not await count_refused(pserver.connection.info.address):
-                assert not sending.done()
-                await asyncio.sleep(0.01)
-            may_end.set()
-            assert (await taking).status_code == 400
-        await sending
-        await client.batch_barrier(1)
-        return {name: value.clone() for name, value in (await client.get(1)).items()}
-
-
-@pytest.mark.extended
-async def test_a_refused_push_comes_again_and_the_round_is_completed() -> None:
-    """One body of a trainer fits, and another request sends one; the other trainer does not notice."""
-    with LocalCluster(pservers=1, trainers=2, local_transport=False, max_inflight_bytes=1) as cluster:
-        async with asyncio.timeout(60):
-            results = await asyncio.gather(*(train(cluster.address, rank, rank == 0) for rank in range(2)))
-    for result in results:
-        assert all(torch.equal(value, torch.full_like(value, -1.5)) for value in result.values())

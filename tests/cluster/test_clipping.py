@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,24 +19,21 @@ from trainer_client.testing import LocalCluster
 from .conftest import StartCluster
 from .training import (
     SMALL,
+    Net,
     assert_close,
     assert_identical,
+    net_loss,
     run_all,
-    seeded,
-    set_average,
     step_with,
-    values,
+    train_net,
+    train_net_locally,
     wrap_weight,
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.clip]
-STEPS = 20
 MAX_NORM = 0.5
 BUCKETS = {"bucket_bytes": 2000}
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "AdamW": partial(torch.optim.AdamW, lr=0.01),
-}
+Found = tuple[dict[str, Tensor], list[float]]  # the values, and the norm of each step
 
 
 @pytest.fixture(scope="module")
@@ -44,37 +41,27 @@ def cluster(shared_cluster: StartCluster) -> LocalCluster:
     return shared_cluster(pservers=3, on_trainer_loss="fail")
 
 
-def make_model() -> nn.Module:
-    return seeded(nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 20)))
+def loss_of(model: Net, step: int, rank: int, part: int = 0) -> Tensor:
+    """Return a loss whose gradient is clipped in some steps only."""
+    return (1e-2, 1.0, 30.0)[step % 3] * net_loss(model, step, rank)
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    inputs = torch.randn(8, 20, generator=generator)
-    scale = (1e-3, 1.0, 30.0)[step % 3]  # steps that are not clipped, and such that are
-    loss: Tensor = scale * (model(inputs) - inputs.flip(1)).square().mean()
-    return loss
+def train(session: Session, **arguments: Any) -> Found:
+    norms: list[float] = []
 
-
-def train(session: Session, *, kind: str = "AdamW", **arguments: Any) -> tuple[dict[str, Tensor], list[float]]:
-    model, norms = make_model(), []
-    optimizer = RemoteOptimizer(OPTIMIZERS[kind](model.named_parameters()), model=model, session=session, **arguments)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, step, session.rank).backward()
-        optimizer.step()
+    def after_step(optimizer: RemoteOptimizer) -> None:
         norms.append(optimizer.grad_norm)
-    return values(model), norms
+
+    return train_net(session, loss_of=loss_of, after_step=after_step, **arguments), norms
 
 
-def train_locally(kind: str) -> tuple[dict[str, Tensor], list[float]]:
-    model, norms = make_model(), []
-    optimizer = OPTIMIZERS[kind](model.named_parameters())
-    for step in range(STEPS):
-        set_average(optimizer, [partial(loss_of, model, step, rank) for rank in range(2)])
+def train_locally(kind: str) -> Found:
+    norms: list[float] = []
+
+    def clip(model: Net) -> None:
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        optimizer.step()
-    return values(model), norms
+
+    return train_net_locally(kind, loss_of=loss_of, before_step=clip), norms
 
 
 def check_parity(cluster: LocalCluster, kind: str, *, overlap: bool, **arguments: Any) -> None:
@@ -99,32 +86,17 @@ def test_a_ring_clips_the_same(ring: LocalCluster) -> None:
 
 
 @pytest.mark.ring
-def test_all_of_a_ring_clip_by_one_number(ring: LocalCluster) -> None:
+def test_all_of_a_ring_clip_by_one_number(ring: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines may add squares up in another order, and parameters that differ in a bit stay different."""
-
-    def work(session: Session) -> tuple[dict[str, Tensor], list[float]]:
-        error = 1e-3 * session.rank
-        model, norms = make_model(), []
-        local = OPTIMIZERS["momentum"](model.named_parameters())
-        optimizer = RemoteOptimizer(local, session=session, max_grad_norm=MAX_NORM)
-        for bucket in optimizer._engine._gradients.buckets:
-            bucket.sum_of_squares = lambda bucket=bucket: FlatBucket.sum_of_squares(bucket) * (1 + error)
-        for step in range(6):
-            optimizer.zero_grad()
-            loss_of(model, step, session.rank).backward()
-            optimizer.step()
-            norms.append(optimizer.grad_norm)
-        return values(model), norms
-
-    (one, norms), (other, same) = run_all(ring, work, **BUCKETS)
+    square, calls = FlatBucket.sum_of_squares, itertools.count()
+    monkeypatch.setattr(FlatBucket, "sum_of_squares", lambda bucket: square(bucket) * (1 + 1e-3 * next(calls)))
+    (one, norms), (other, same) = run_all(ring, partial(train, kind="momentum", max_grad_norm=MAX_NORM), **BUCKETS)
     assert_identical(one, other)
     assert norms == same
 
 
 def skip_one(session: Session) -> list[float]:
-    weight = nn.Parameter(torch.zeros(4))
-    sgd = torch.optim.SGD([("weight", weight)], lr=1.0)
-    optimizer = RemoteOptimizer(sgd, session=session, max_grad_norm=1.0, nonfinite="skip_round")
+    weight, optimizer = wrap_weight(session, 4, max_grad_norm=1.0, nonfinite="skip_round")
     norms = []
     for step in range(3):
         step_with(optimizer, weight, value=math.nan if (session.rank, step) == (1, 1) else 3.0)
@@ -135,9 +107,8 @@ def skip_one(session: Session) -> list[float]:
 
 @pytest.mark.ring
 def test_a_skipped_round_has_no_norm(ring: LocalCluster, cluster: LocalCluster) -> None:
-    for one in (ring, cluster):
-        for norms in run_all(one, skip_one):
-            assert norms == [6.0, pytest.approx(math.nan, nan_ok=True), 6.0]
+    for norms in run_all(ring, skip_one) + run_all(cluster, skip_one):
+        assert norms == [6.0, pytest.approx(math.nan, nan_ok=True), 6.0]
 
 
 def test_a_limit_that_is_never_reached_changes_no_bit(cluster: LocalCluster) -> None:

@@ -21,7 +21,7 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
-from .training import run_all, step_with, wrap_weight
+from .training import run_all, step_with, wrap_model, wrap_weight
 from .up_support import wait_until
 
 pytestmark = pytest.mark.cluster
@@ -205,13 +205,7 @@ def test_another_gradient_does_not_leave_early_after_a_failed_step(
 ) -> None:
     with Session(coordinator=alone.address, rank=0, world_size=1) as session:
         model = nn.Linear(8, 1, bias=False)
-        optimizer = RemoteOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            model=model,
-            session=session,
-            overlap=True,
-            overlap_pulls=overlap_pulls,
-        )
+        optimizer = wrap_model(session, model, lr=1.0, overlap=True, overlap_pulls=overlap_pulls)
         pull = session.client.pull
 
         async def fail(*_: object, **__: object) -> None:
@@ -348,21 +342,19 @@ RAISED = "ValueError: no" if sys.version_info < (3, 13) else "SystemExit: 1"
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "reason"),
+    ("how", "method", "code", "reason"),
     [
-        ("raises", 1, RAISED),
-        pytest.param("exits", 4, "SystemExit: 4", marks=pytest.mark.extended),
+        ("raises", "fork", 1, RAISED),
+        pytest.param("exits", "fork", 4, "SystemExit: 4", marks=pytest.mark.extended),
+        pytest.param("raises", "spawn", 1, RAISED, marks=pytest.mark.extended),
     ],
 )
-def test_a_forked_child_leaves_when_it_ends(alone: LocalCluster, how: str, code: int, reason: str | None) -> None:
-    check_end(alone, [sys.executable, "-c", CHILD, how, "fork"], code, reason)
-
-
-@pytest.mark.extended
-def test_so_does_one_with_an_interpreter_of_its_own(alone: LocalCluster, tmp_path: Path) -> None:
+def test_a_child_leaves_when_it_ends(
+    alone: LocalCluster, how: str, method: str, code: int, reason: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(CHILD)
-    check_end(alone, [sys.executable, str(script), "raises", "spawn"], 1, RAISED)
+    check_end(alone, [sys.executable, str(script), how, method], code, reason)
 
 
 def test_the_wrapped_optimizer_does_not_step_alone(session: Session) -> None:

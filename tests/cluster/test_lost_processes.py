@@ -2,61 +2,65 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGSTOP
+from signal import SIGCONT, SIGINT, SIGKILL, SIGSTOP, Signals
+from typing import Any
 
 import pytest
 
-from ps_protocol.errors import TrainerLost, Unreachable
-from trainer_client import Session, connect
+from ps_protocol.errors import Unreachable
+from trainer_client import connect
 from trainer_client.testing import LocalCluster
 
+from .conftest import StartCluster
 from .faulty_run import SCRIPT
 from .trainer_processes import Plot, Trainer
-from .training_script import train
 from .up_support import ROOT, wait_until
 
 pytestmark = pytest.mark.cluster
 
 LEASE_SECONDS = 1.0
+LONG_LEASE = 20.0
 ROUND_TIMEOUT_SECONDS = 2.0
-SLACK_SECONDS = 1.5  # heartbeats, the coordinator's tick, a request or two
+SLACK_SECONDS = 2.5  # heartbeats, the coordinator's tick, a request or two, the processors' other work
+SETTINGS: dict[str, Any] = {
+    "trainers": 3,
+    "lease_seconds": LEASE_SECONDS,
+    "round_timeout_seconds": ROUND_TIMEOUT_SECONDS,
+}
+FOREVER = Plot()
+OF_PSERVERS = {"on_trainer_loss": "fail", "durability": "none"}
 Play = Callable[..., list[Trainer]]
+in_a_ring = pytest.param("ring", marks=pytest.mark.ring)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    settings = {"on_trainer_loss": "fail", "durability": "none"}
-    with LocalCluster(
-        pservers=2,
-        trainers=2,
-        lease_seconds=LEASE_SECONDS,
-        round_timeout_seconds=ROUND_TIMEOUT_SECONDS,
-        local_transport=False,
-        **settings,
-    ) as cluster:
-        wait_for_pservers(cluster)
-        yield cluster
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest, shared_cluster: StartCluster) -> LocalCluster:
+    """Return the cluster with the strategy of the test, which is "ps" if it has no such parameter."""
+    params = getattr(request.node, "callspec", None)
+    strategy = params.params.get("strategy", "ps") if params is not None else "ps"
+    cluster = shared_cluster(**SETTINGS, strategy=strategy, **(OF_PSERVERS if strategy == "ps" else {}))
+    wait_for_pservers(cluster)
+    return cluster
 
 
 def wait_for_pservers(cluster: LocalCluster) -> None:
-    assert wait_until(lambda: len(cluster.status().pservers) == 2, 60), cluster.output
+    assert wait_until(lambda: len(cluster.status().pservers) == cluster.num_pservers, 60), cluster.output
 
 
 @pytest.fixture
 def play(cluster: LocalCluster) -> Iterator[Play]:
-    """Start trainers; after the test the cluster must be able to serve an ordinary run."""
+    """Start three trainers; after the test the cluster must be able to serve an ordinary run."""
     trainers: list[Trainer] = []
 
-    def play(*plots: Plot) -> list[Trainer]:
-        trainers.extend(Trainer(cluster.address, rank, plot) for rank, plot in enumerate(plots))
-        return trainers[-len(plots) :]
+    def play(plots: dict[int, Plot] | None = None, usual: Plot = FOREVER) -> list[Trainer]:
+        trainers.extend(Trainer(cluster.address, rank, (plots or {}).get(rank, usual)) for rank in range(3))
+        return trainers[-3:]
 
     def end() -> None:
         while trainers:
@@ -65,96 +69,111 @@ def play(cluster: LocalCluster) -> Iterator[Play]:
     try:
         yield play
         end()
-        for trainer in play(Plot(steps=3), Plot(steps=3)):
+        for trainer in play(usual=Plot(steps=3)):
             assert trainer.wait_for_end().what == "done", trainer.events
     finally:
         end()
 
 
-def test_a_trainer_that_is_killed_at_the_barrier(cluster: LocalCluster, play: Play) -> None:
-    survivor, victim = play(Plot(), Plot(hangs_after=3))
-    victim.wait_for("hanging")
-    survivor.wait_for("round", 3)
-    killed_at = victim.signal(signal.SIGKILL)
-    error = survivor.wait_for_end()
-    assert error.what == "trainer_lost", error
-    assert "trainer 1 was lost: no heartbeat for" in error.text
-    assert error.facts["ranks"] == [1]
-    assert error.at - killed_at < LEASE_SECONDS + SLACK_SECONDS
+@pytest.mark.parametrize(
+    ("strategy", "number"),
+    [
+        ("ps", SIGKILL),
+        pytest.param("ps", SIGSTOP, marks=pytest.mark.extended),
+        pytest.param("ring", SIGSTOP, marks=pytest.mark.ring),
+    ],
+)
+def test_a_killed_or_stopped_trainer_is_named(
+    cluster: LocalCluster, play: Play, strategy: str, number: Signals
+) -> None:
+    trainers = play({1: Plot(hangs_after=3)} if number == SIGKILL else {})  # killed while the others are at the barrier
+    for trainer in trainers:
+        trainer.wait_for("round", 3)
+    at = trainers[1].signal(number)
+    survivors = trainers[0], trainers[2]
+    for trainer in survivors:
+        end = trainer.wait_for_end()
+        assert (end.what, end.facts["ranks"]) == ("trainer_lost", [1])
+        assert "trainer 1 was lost: no heartbeat for" in end.text
+        assert end.at - at < LEASE_SECONDS + SLACK_SECONDS
     failure = cluster.status().failure
     assert failure is not None
-    assert failure["detail"] in error.text
+    assert failure["detail"] in end.text
+    if number == SIGSTOP:
+        trainers[1].signal(SIGCONT)
+        end = trainers[1].wait_for_end()  # it gets the same error when it continues
+        assert (end.what, end.facts["ranks"]) == ("trainer_lost", [1])
+    newest = max(event.round for trainer in survivors for event in trainer.events)
+    rounds = [cluster.pserver_state(index).round for index in range(cluster.num_pservers)]
+    assert rounds in ([newest] * len(rounds), [newest + 1] * len(rounds))
 
 
-@pytest.mark.extended
-def test_a_trainer_that_is_stopped_and_comes_back(cluster: LocalCluster, play: Play) -> None:
-    victim, survivor = play(Plot(), Plot())
-    survivor.wait_for("round", 3)
-    stopped_at = victim.signal(signal.SIGSTOP)
-    error = survivor.wait_for_end()
-    assert error.what == "trainer_lost", error
-    assert "trainer 0 was lost" in error.text
-    assert error.at - stopped_at < LEASE_SECONDS + SLACK_SECONDS
-    round_ = max(event.round for event in survivor.events)
-    victim.signal(signal.SIGCONT)
-    error = victim.wait_for_end()  # it is told that it is lost, and that its time is over
-    assert error.what == "trainer_lost", error
-    assert "trainer 0 was lost" in error.text
-    assert [cluster.pserver_state(i).round for i in (0, 1)] in ([round_] * 2, [round_ + 1] * 2)
-
-
-@pytest.mark.extended
-def test_a_trainer_that_hangs_while_its_heartbeats_live(cluster: LocalCluster, play: Play) -> None:
-    survivor, victim = play(Plot(), Plot(hangs_after=3))
-    hung = victim.wait_for("hanging")
-    error = survivor.wait_for_end()
-    assert error.what == "round_timeout", error
-    assert "trainer 1 did not reach the batch barrier of round 4 within the round time-out of 2 s" in error.text
-    assert error.facts["missing"] == [1]
-    assert ROUND_TIMEOUT_SECONDS - 0.5 < error.at - hung.at < ROUND_TIMEOUT_SECONDS + SLACK_SECONDS
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        pytest.param(
+            "ps",
+            "trainer 2 did not reach the batch barrier of round 4 within the round time-out of 2 s",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param("ring", "trainer 2 did not bring gradients into the ring for round 4", marks=pytest.mark.ring),
+    ],
+)
+def test_a_trainer_that_hangs_while_its_heartbeats_live_is_named(
+    cluster: LocalCluster, play: Play, strategy: str, said: str
+) -> None:
+    trainers = play({2: Plot(hangs_after=3)})
+    at = trainers[2].wait_for("hanging").at
+    for trainer in trainers[:2]:
+        end = trainer.wait_for_end()
+        assert (end.what, end.facts["missing"]) == ("round_timeout", [2])
+        assert said in end.text
+        assert ROUND_TIMEOUT_SECONDS - 0.5 < end.at - at < ROUND_TIMEOUT_SECONDS + SLACK_SECONDS
     failure = cluster.status().failure
     assert failure is not None
-    assert (failure["code"], failure["missing"]) == ("round_timeout", [1])  # not the one who gave up waiting
-    victim.wake()
-    error = victim.wait_for_end()
-    assert error.what == "round_timeout", error
-    assert "trainer 1 did not reach" in error.text
+    assert (failure["code"], failure["missing"]) == ("round_timeout", [2])  # not a trainer that stopped waiting
+    trainers[2].wake()
+    end = trainers[2].wait_for_end()
+    assert end.what == "round_timeout"
+    assert said in end.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("strategy", [in_a_ring])
+@pytest.mark.parametrize("dies", [0, 2])
+def test_a_death_ends_the_run_of_trainers_with_batches_left(
+    cluster: LocalCluster, play: Play, strategy: str, dies: int
+) -> None:
+    trainers = play({0: Plot(steps=4)})
+    trainers[1].wait_for("round", 8)
+    at = trainers[dies].signal(SIGKILL)
+    for trainer in (t for t in trainers if t.rank != dies):
+        end = trainer.wait_for_end()
+        assert end.at - at < LEASE_SECONDS + SLACK_SECONDS
+        assert end.what == ("done" if trainer.rank == 0 else "trainer_lost")  # it is nothing to one that is done
+    assert cluster.status().state == "failed"
+
+
+@pytest.mark.parametrize("number", [SIGKILL, SIGSTOP])
 @pytest.mark.extended
-def test_a_pserver_that_is_killed_or_stopped(cluster: LocalCluster, play: Play, number: signal.Signals) -> None:
-    trainers = play(Plot(), Plot())
+def test_a_pserver_that_is_killed_or_stopped(cluster: LocalCluster, play: Play, number: Signals) -> None:
+    trainers = play()
     for trainer in trainers:
         trainer.wait_for("round", 3)
     victim = cluster.pservers[-1]
+    index = int(victim.name.split()[-1])
     victim.signal(number)
     at = time.monotonic()
     for trainer in trainers:
         error = trainer.wait_for_end()
         assert error.what in ("pserver_lost", "unreachable"), error
-        assert f"pserver {victim.name.split()[-1]}" in error.text
+        assert f"pserver {index}" in error.text
         assert error.at - at < LEASE_SECONDS + SLACK_SECONDS
-    if number == signal.SIGKILL:
+    if number == SIGKILL:
         victim.wait(10)
-        cluster.start_pserver(int(victim.name.split()[-1]))
+        cluster.start_pserver(index)
     else:
-        victim.signal(signal.SIGCONT)
+        victim.signal(SIGCONT)
     wait_for_pservers(cluster)
-
-
-@pytest.mark.extended
-def test_a_script_that_raises_leaves_as_failed_with_its_reason(cluster: LocalCluster) -> None:
-    command = [sys.executable, str(SCRIPT), "9", "0", "1:3:raise"]
-    script = cluster.start_trainer(1, command, {"PYTHONPATH": str(ROOT)})
-    said = pytest.raises(TrainerLost, match="trainer 1 failed: ValueError: no data")
-    with Session(coordinator=cluster.address, rank=0, world_size=2) as session, said as error:
-        train(session, rounds=9, pause=0, trouble="", kind="regression")
-    assert error.value.facts["ranks"] == [1]
-    assert script.wait(30) == 1
-    assert any("ValueError: no data" in line for line in cluster.output)
-    assert cluster.status().state == "failed"
-    assert cluster.summary().line().startswith("failed: mode=sync")
 
 
 def test_a_coordinator_that_was_never_started() -> None:
@@ -167,66 +186,30 @@ def test_a_coordinator_that_was_never_started() -> None:
         assert 0.5 < time.monotonic() - begun < 0.5 + SLACK_SECONDS
 
 
-# ---------------------------------------------------------------------- a ring
+# ---------------------------------------------------------------------- scripts
 
-LONG_LEASE = 20.0
-RING_SLACK_SECONDS = 2.5  # heartbeats, the coordinator's tick, the processors' other work
+
+def assert_all_name(cluster: LocalCluster, ranks: tuple[int, ...], reason: str) -> None:
+    for rank in ranks:
+        said = f"[trainer {rank}] ps_protocol.errors.TrainerLost: {reason}"
+        assert any(line.startswith(said) for line in cluster.output), "\n".join(cluster.output)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("strategy", ["ps", in_a_ring])
+def test_a_script_that_raises_is_named_with_its_reason(cluster: LocalCluster, strategy: str) -> None:
+    command = [sys.executable, str(SCRIPT), "9", "0", "1:3:raise"]
+    assert cluster.run_trainers(command, {"PYTHONPATH": str(ROOT)}, timeout=60) == [1, 1, 1], cluster.output
+    assert_all_name(cluster, (0, 2), "trainer 1 failed: ValueError: no data")
+    assert cluster.summary().line().startswith("failed: mode=sync")
 
 
 @pytest.fixture
 def ring_cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """Start a ring of three trainers for one test."""
     lease: float = getattr(request, "param", LEASE_SECONDS)
-    with LocalCluster(
-        pservers=0, trainers=3, strategy="ring", lease_seconds=lease, round_timeout_seconds=ROUND_TIMEOUT_SECONDS
-    ) as ring_cluster:
-        yield ring_cluster
-
-
-@pytest.fixture
-def trainers(ring_cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[list[Trainer]]:
-    plots: dict[int, Plot] = getattr(request, "param", {})
-    trainers = [Trainer(ring_cluster.address, rank, plots.get(rank, Plot())) for rank in range(3)]
-    yield trainers
-    for trainer in trainers:
-        trainer.end()
-
-
-@pytest.mark.ring
-def test_a_stopped_trainer_is_named(trainers: list[Trainer]) -> None:
-    for trainer in trainers:
-        trainer.wait_for("round", 5)
-    at = trainers[1].signal(SIGSTOP)
-    for trainer in (trainers[0], trainers[2]):
-        end = trainer.wait_for_end()
-        assert (end.what, end.facts["ranks"]) == ("trainer_lost", [1])
-        assert "trainer 1 was lost: no heartbeat" in end.text
-        assert end.at - at < LEASE_SECONDS + RING_SLACK_SECONDS
-
-
-@pytest.mark.ring
-@pytest.mark.parametrize("trainers", [{2: Plot(hangs_after=4)}], indirect=True, ids=["in round 5"])
-def test_a_trainer_that_hangs_is_named(trainers: list[Trainer]) -> None:
-    at = trainers[2].wait_for("hanging").at
-    for trainer in trainers[:2]:
-        end = trainer.wait_for_end()
-        assert (end.what, end.facts["missing"]) == ("round_timeout", [2])
-        assert "trainer 2 did not bring gradients into the ring for round 5" in end.text
-        assert end.at - at < ROUND_TIMEOUT_SECONDS + RING_SLACK_SECONDS
-
-
-@pytest.mark.ring
-@pytest.mark.parametrize("trainers", [{0: Plot(steps=4)}], indirect=True, ids=["trainer 0 is done"])
-@pytest.mark.parametrize("dies", [0, 2])
-def test_a_death_ends_the_run_of_trainers_with_batches_left(
-    ring_cluster: LocalCluster, trainers: list[Trainer], dies: int
-) -> None:
-    trainers[1].wait_for("round", 8)
-    at = trainers[dies].signal(SIGKILL)
-    for trainer in (t for t in trainers if t.rank != dies):
-        end = trainer.wait_for_end()
-        assert end.at - at < LEASE_SECONDS + RING_SLACK_SECONDS
-        assert end.what == ("done" if trainer.rank == 0 else "trainer_lost")  # it is nothing to one that is done
-    assert ring_cluster.status().state == "failed"
+    with LocalCluster(pservers=0, strategy="ring", **{**SETTINGS, "lease_seconds": lease}) as cluster:
+        yield cluster
 
 
 UNEQUAL = "(4 if session.rank == 0 else 1_000_000)"
@@ -261,26 +244,17 @@ def is_waiting(ring_cluster: LocalCluster, rank: int, round_: int) -> bool:
     return any(trainer.round == round_ and trainer.waiting_seconds > 0 for trainer in found)
 
 
-def wait_for_line(ring_cluster: LocalCluster, text: str) -> None:
-    deadline = time.monotonic() + 60
-    while not any(text in line for line in ring_cluster.output):
-        assert time.monotonic() < deadline, ring_cluster.output
-        time.sleep(0.05)
-
-
 @pytest.mark.ring
 @pytest.mark.extended
 @pytest.mark.parametrize("ring_cluster", [LONG_LEASE], indirect=True, ids=["long lease"])
 def test_an_interrupt_of_a_trainer_that_is_done_is_reported_at_once(ring_cluster: LocalCluster, tmp_path: Path) -> None:
     command = write_script(tmp_path, rounds=UNEQUAL)
     children = [ring_cluster.start_trainer(rank, command) for rank in range(3)]
-    wait_for_line(ring_cluster, "no batches are left here")
-    wait_for_line(ring_cluster, "[trainer 1] round 30")
+    for text in ("no batches are left here", "[trainer 1] round 30"):
+        assert wait_until(lambda text=text: any(text in line for line in ring_cluster.output), 60), ring_cluster.output
     children[0].signal(SIGINT)
     assert [child.wait(LONG_LEASE / 2) for child in children[1:]] == [1, 1]  # it is not its lease that ends
-    said = "ps_protocol.errors.TrainerLost: trainer 0 failed: KeyboardInterrupt"
-    for rank in (1, 2):
-        assert any(line.startswith(f"[trainer {rank}] {said}") for line in ring_cluster.output), ring_cluster.output
+    assert_all_name(ring_cluster, (1, 2), "trainer 0 failed: KeyboardInterrupt")
 
 
 @pytest.mark.ring
@@ -327,9 +301,7 @@ def test_a_trainer_that_catches_the_error_of_a_round_has_left_it(
         assert wait_until(lambda: is_waiting(ring_cluster, rank=0, round_=6), 30)
         children[0].signal(SIGINT)
     assert [child.wait(30) for child in children] == [0, 1, 1], "\n".join(ring_cluster.output)
-    said = "ps_protocol.errors.TrainerLost: trainer 0 failed: it left in the middle of round 7"
-    for rank in (1, 2):
-        assert f"[trainer {rank}] {said}" in ring_cluster.output
+    assert_all_name(ring_cluster, (1, 2), "trainer 0 failed: it left in the middle of round 7")
 
 
 @pytest.mark.ring
@@ -345,18 +317,6 @@ def test_a_trainer_that_is_done_waits_for_longer_than_the_others(ring_cluster: L
     assert ring_cluster.run_trainers(command, timeout=60) == [0, 0, 0], ring_cluster.output
     assert not [line for line in ring_cluster.output if "does not take part any more" in line]
     assert ring_cluster.status().state == "finished"
-
-
-@pytest.mark.ring
-@pytest.mark.extended
-def test_a_script_that_fails_is_named_with_its_reason(ring_cluster: LocalCluster, tmp_path: Path) -> None:
-    command = write_script(
-        tmp_path, rounds=9, in_each_round="if optimizer.round == 3 and session.rank == 1: raise ValueError('no data')"
-    )
-    assert ring_cluster.run_trainers(command, timeout=60) == [1, 1, 1], "\n".join(ring_cluster.output)
-    for rank in (0, 2):
-        said = f"[trainer {rank}] ps_protocol.errors.TrainerLost: trainer 1 failed: ValueError: no data"
-        assert said in ring_cluster.output
 
 
 @pytest.mark.ring

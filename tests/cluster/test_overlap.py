@@ -32,6 +32,8 @@ from .training import (
     train_net,
     train_net_locally,
     values,
+    wrap_model,
+    wrap_net,
     wrap_weight,
 )
 
@@ -103,9 +105,7 @@ def beside_one_pserver(shared_cluster: StartCluster) -> Iterator[Session]:
 def test_every_layer_but_the_first_is_pushed_while_backward_runs(beside_one_pserver: Session) -> None:
     session, num_layers, arrived = beside_one_pserver, 4, set[str]()
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(num_layers)))
-    optimizer = RemoteOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model=model, session=session, overlap=True, bucket_bytes=100
-    )
+    optimizer = wrap_model(session, model, overlap=True, bucket_bytes=100)
     parameter_of = {block.name: block.parameter for block in session.client.plan.blocks}
     push = session.client.push
 
@@ -132,13 +132,8 @@ def test_every_layer_but_the_first_is_pushed_while_backward_runs(beside_one_pser
 def test_accumulated_gradients_leave_once(pair: LocalCluster, by_number: bool) -> None:
     def work(session: Session) -> dict[str, Tensor]:
         model = Net(seed=session.rank)
-        optimizer = RemoteOptimizer(
-            NET_OPTIMIZERS["momentum"](model.parameters()),
-            model=model,
-            session=session,
-            overlap=True,
-            accumulate_steps=3 if by_number else None,
-        )
+        accumulate_steps = 3 if by_number else None
+        optimizer = wrap_net(session, model, kind="momentum", overlap=True, accumulate_steps=accumulate_steps)
         for step in range(NET_STEPS):
             optimizer.zero_grad()
             if by_number:
@@ -199,7 +194,7 @@ def test_a_gradient_that_has_left_may_not_change(
     session: Session, change: Callable[[Net, RemoteOptimizer], None], said: str
 ) -> None:
     model = Net()
-    optimizer = RemoteOptimizer(NET_OPTIMIZERS["AdamW"](model.parameters()), model=model, session=session, overlap=True)
+    optimizer = wrap_net(session, model, overlap=True)
     net_loss(model, 0, 0).backward()
     with raises_code("gradient_changed", match=said):
         change(model, optimizer)
@@ -213,34 +208,10 @@ def test_torch_s_own_gradscaler_is_refused(session: Session) -> None:
         scaler.step(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "with_model", "text"),
-    [
-        ({"overlap": True, "local_steps": 2}, True, "local_steps with overlap"),
-        (BOTH, False, "needs RemoteOptimizer"),
-        ({"overlap_pulls": True}, True, "needs overlap=True"),
-    ],
-    ids=str,
-)
-def test_what_it_cannot_work_with_is_refused(
-    session: Session, arguments: dict[str, Any], with_model: bool, text: str
-) -> None:
-    model = Net()
-    with pytest.raises(BadModel, match=text):
-        RemoteOptimizer(
-            NET_OPTIMIZERS["AdamW"](model.parameters()),
-            model=model if with_model else None,
-            session=session,
-            **arguments,
-        )
-
-
 def test_a_parameter_may_be_unfrozen(alone: LocalCluster) -> None:
     def work(session: Session, *, overlap: bool) -> dict[str, Tensor]:
         model = Net()
-        optimizer = RemoteOptimizer(
-            NET_OPTIMIZERS["AdamW"](model.parameters()), model=model, session=session, overlap=overlap
-        )
+        optimizer = wrap_net(session, model, overlap=overlap)
         for step in range(NET_STEPS):
             model.frozen.requires_grad_(step >= 3)
             optimizer.zero_grad()

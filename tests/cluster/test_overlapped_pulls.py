@@ -16,9 +16,7 @@ from ps_protocol.errors import BadModel, TrainerLost
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from .conftest import StartCluster
 from .training import (
-    NET_OPTIMIZERS,
     NET_STEPS,
     SMALL,
     WIDTH,
@@ -28,6 +26,8 @@ from .training import (
     run_all,
     run_trainers,
     values,
+    wrap_model,
+    wrap_net,
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.overlap]
@@ -35,7 +35,7 @@ BOTH = {"overlap": True, "overlap_pulls": True}
 
 
 def overlapping(model: nn.Module, session: Session) -> RemoteOptimizer:
-    return RemoteOptimizer(NET_OPTIMIZERS["AdamW"](model.parameters()), model=model, session=session, **BOTH)
+    return wrap_net(session, model, **BOTH)
 
 
 def test_replicas_of_data_parallel_are_refused(session: Session) -> None:
@@ -83,7 +83,7 @@ def late(request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]
 def test_gradients_may_be_reused_as_soon_as_the_step_has_ended(session: Session) -> None:
     model = nn.Linear(200, 200, bias=False)
     nn.init.zeros_(model.weight)
-    optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, session=session, **BOTH)
+    optimizer = wrap_model(session, model, lr=1.0, **BOTH)
     session.client.push = late(session.client.push)
     for _ in range(3):
         model(torch.ones(200)).sum().backward()
@@ -148,13 +148,7 @@ def test_modules_that_use_others_parameters_wait_for_them(alone: LocalCluster, c
             model.compile(backend="eager")
         elif compiled == "inside":
             model.layer = torch.compile(model.layer, backend="eager")
-        optimizer = RemoteOptimizer(
-            NET_OPTIMIZERS["momentum"](model.parameters()),
-            model=model,
-            session=session,
-            overlap=overlap,
-            overlap_pulls=overlap,
-        )
+        optimizer = wrap_net(session, model, kind="momentum", overlap=overlap, overlap_pulls=overlap)
         generator = torch.Generator().manual_seed(1)
         for _ in range(NET_STEPS):
             optimizer.zero_grad()
@@ -188,14 +182,6 @@ def test_computing_with_a_parameter_of_a_module_that_is_not_called_is_refused(se
         model(torch.ones(2, 4)).sum().backward()
 
 
-def test_delayed_pulls_are_refused(own_cluster: StartCluster) -> None:
-    def work(session: Session) -> None:
-        with pytest.raises(BadModel, match="overlap_pulls with max_delay"):
-            overlapping(Net(), session)
-
-    run_all(own_cluster(pservers=1, trainers=1, max_delay=1), work)
-
-
 def test_a_forward_pass_does_not_wait_for_ever(pair: LocalCluster) -> None:
     ready = threading.Barrier(2)
 
@@ -216,8 +202,9 @@ def test_a_forward_pass_does_not_wait_for_ever(pair: LocalCluster) -> None:
     run_trainers(pair.address, [wait, fail])
 
 
-@pytest.mark.parametrize("form", [{"memory_format": torch.channels_last}, {"dtype": torch.float32}], ids=str)
-@pytest.mark.parametrize("pull_type", ["float32", "int8"])
+@pytest.mark.parametrize(
+    ("form", "pull_type"), [({"memory_format": torch.channels_last}, "float32"), ({"dtype": torch.float32}, "int8")]
+)
 def test_the_newest_values_are_in_the_model_when_the_session_has_ended(
     alone: LocalCluster, form: dict[str, Any], pull_type: str
 ) -> None:
@@ -225,9 +212,7 @@ def test_the_newest_values_are_in_the_model_when_the_session_has_ended(
     expected: dict[str, tuple[Tensor, Tensor]] = {}  # and by how much the last step has changed it
 
     def work(session: Session) -> None:
-        optimizer = RemoteOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0), model=model, session=session, pull_type=pull_type, **BOTH
-        )
+        optimizer = wrap_model(session, model, lr=1.0, pull_type=pull_type, **BOTH)
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.ones(1, 2, 6, 6)).sum().backward()

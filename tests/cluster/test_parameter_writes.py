@@ -17,7 +17,7 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
-from .training import assert_identical, run_all, seeded, values
+from .training import assert_identical, run_all, seeded, step_with, values, wrap_model
 
 pytestmark = pytest.mark.cluster
 STEPS = 6
@@ -77,9 +77,9 @@ def resume(session: Session, *, is_early: bool, **arguments: Any) -> dict[str, T
     "arguments",
     [
         {},
-        {"pull_type": "int8"},
+        pytest.param({"pull_type": "int8"}, marks=pytest.mark.extended),
         {"overlap": True, "overlap_pulls": True},
-        {"local_steps": 2, "outer_momentum": 0.5, "outer_lr": 0.7},
+        pytest.param({"local_steps": 2, "outer_momentum": 0.5, "outer_lr": 0.7}, marks=pytest.mark.extended),
         {"bucket_bytes": 100},  # in a ring
     ],
     ids=lambda it: " ".join(it) or "plain",
@@ -105,9 +105,8 @@ def test_the_lowest_rank_alone_may_load(pair: LocalCluster, ring: LocalCluster) 
         optimizer.step()  # without any gradient
         return values(model)
 
-    for cluster in (pair, ring):
-        for found in run_all(cluster, train):
-            assert_identical(found, CHECKPOINT["model"])
+    for found in run_all(pair, train) + run_all(ring, train):
+        assert_identical(found, CHECKPOINT["model"])
 
 
 @pytest.mark.parametrize("is_early", [True, False])
@@ -195,22 +194,18 @@ def test_values_that_are_put_back_change_nothing(pair: LocalCluster) -> None:
         assert_identical(found, wanted)
 
 
-@pytest.mark.parametrize("strategy", ["ps", "ring"])
-def test_the_lowest_rank_that_writes_counts(pair: LocalCluster, ring: LocalCluster, strategy: str) -> None:
+def test_the_lowest_rank_that_writes_counts(pair: LocalCluster, ring: LocalCluster) -> None:
     def train(session: Session) -> dict[str, Tensor]:
         model = make_model(seed=1)
-        optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), session=session)
+        optimizer = wrap_model(session, model, lr=1.0)
         optimizer.step()
         with optimizer.write_parameters(), torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(session.rank + 3)
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+        step_with(optimizer, *model.parameters())
         return values(model)
 
-    cluster = ring if strategy == "ring" else pair
-    for found in run_all(cluster, train):
+    for found in run_all(pair, train) + run_all(ring, train):
         assert {value for tensor in found.values() for value in tensor.flatten().tolist()} == {2.0}
 
 
@@ -230,19 +225,10 @@ def test_parameters_stay_those_of_the_wrap(session: Session) -> None:
     optimizer.step()
 
 
-def assign(model: nn.Module) -> None:
-    model.load_state_dict(make_model(seed=2).state_dict(), assign=True, strict=False)
-
-
-def replace_one(model: nn.Module) -> None:
-    model[2].bias = nn.Parameter(torch.zeros(4))
-
-
-@pytest.mark.parametrize("replace", [assign, replace_one])
-def test_the_model_keeps_the_parameters_of_the_wrap(session: Session, replace: Callable[[nn.Module], None]) -> None:
+def test_the_model_keeps_the_parameters_of_the_wrap(session: Session) -> None:
     model = make_model(seed=1)
     optimizer = RemoteOptimizer(momentum(model), model=model, session=session)
-    replace(model)
+    model.load_state_dict(make_model(seed=2).state_dict(), assign=True, strict=False)
     with pytest.raises(BadModel, match="was replaced in the model"):
         take_step(model, optimizer, 0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import cycle, product
 
@@ -12,24 +12,17 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.vocabulary import PLACEMENTS
-from ps_protocol.wire_types import GROUP, WireTypes
+from ps_protocol.wire_types import GROUP
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.pushing.encoding import Remainder, encode_gradient
-from trainer_client.tensors import TORCH_DTYPES
 from trainer_client.testing import LocalCluster
 
 from ..soaking import parametrize_sampled
 from .conftest import StartCluster
 from .training import (
     OPTIMIZERS,
-    STEPS,
     Parameters,
     assert_identical,
-    average,
-    make_optimizer,
-    make_parameters,
     run_all,
-    set_gradients,
     train_locally,
     train_remotely,
     values,
@@ -103,101 +96,11 @@ def test_frozen_parameters_travel_only_when_they_change(own_cluster: StartCluste
 # ---------------------------------------------------------------------- types on the wire
 
 TOPK = 0.05
-WIRE_OPTIMIZER = "Adam"
 
 
 @pytest.fixture(scope="module")
 def pair(shared_cluster: StartCluster) -> LocalCluster:
     return shared_cluster()
-
-
-def round_gradient(push: str, gradient: Tensor, remainder: Remainder) -> Tensor:
-    """Round a gradient as a push of this type does, by the definition of the type."""
-    flat = gradient.reshape(-1)
-    tensors = WireTypes(push=push, topk=TOPK).pushed("w", "F32", len(flat))
-    sent = [torch.empty(count, dtype=TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]
-    encode_gradient(push, flat, remainder if len(sent) > 1 else None, sent)
-    remainder.resolve(is_applied=True)
-    if push == "int8":
-        decoded = sent[0].float() * sent[1].repeat_interleave(GROUP)[: len(flat)]
-    elif push == "topk":
-        decoded = torch.zeros(len(flat)).index_put((sent[1].long(),), sent[0])
-    else:
-        decoded = sent[0].float()
-    return decoded.view(gradient.shape)
-
-
-class OnePublisher:
-    """The parameters of trainers that pull deltas, by the definition of the type: no code of ours."""
-
-    def __init__(self, exact: dict[str, Tensor]) -> None:
-        self.published = values(exact)
-
-    def follow(self, exact: dict[str, Tensor], stepped: Collection[str]) -> dict[str, Tensor]:
-        for name in stepped:
-            flat = (exact[name].detach() - self.published[name]).reshape(-1)
-            groups = nn.functional.pad(flat, (0, -len(flat) % GROUP)).view(-1, GROUP)
-            scales = groups.abs().amax(dim=1, keepdim=True) / 127
-            integers = (groups * torch.where(scales > 0, 1 / scales, 0.0)).round()
-            difference = (integers * scales).view(-1)[: len(flat)]
-            self.published[name] += difference.view(exact[name].shape)
-        return values(self.published)
-
-
-def train_in_one_process(push: str, pull: str) -> list[dict[str, Tensor]]:
-    """Return what trainers have after each step; two trainers' gradients are rounded one by one, then averaged."""
-    parameters = make_parameters()
-    optimizer = make_optimizer(WIRE_OPTIMIZER, parameters, local=True)
-    remainders = [{name: Remainder(p.numel()) for name, p in parameters.items()} for _ in range(2)]
-    publisher = OnePublisher(parameters)
-    history = []
-    for step in range(STEPS):
-        gradients = []
-        for rank in range(2):
-            set_gradients(parameters, step, rank)
-            gradients.append(
-                [
-                    None if p.grad is None else round_gradient(push, p.grad, remainders[rank][name])
-                    for name, p in parameters.items()
-                ]
-            )
-        for parameter, mean in zip(parameters.values(), average(gradients), strict=True):
-            parameter.grad = mean
-        optimizer.step()
-        if pull == "int8":
-            history.append(publisher.follow(parameters, [name for name, p in parameters.items() if p.grad is not None]))
-        else:
-            pulled = TORCH_DTYPES[WireTypes(pull=pull).pulled("F32")]
-            history.append({name: p.detach().to(pulled).float().clone() for name, p in parameters.items()})
-    return history
-
-
-@pytest.mark.parametrize(
-    ("push", "pull"),
-    [
-        ("bfloat16", "bfloat16"),
-        ("float16", "float32"),
-        ("int8", "float32"),
-        ("topk", "float32"),
-        ("int8", "int8"),
-    ],
-)
-def test_training_gives_the_bits_of_one_process_that_rounds_alike(pair: LocalCluster, push: str, pull: str) -> None:
-    def train(session: Session) -> list[dict[str, Tensor]]:
-        parameters = make_parameters()
-        optimizer = RemoteOptimizer(make_optimizer(WIRE_OPTIMIZER, parameters, local=False), session=session)
-        history = []
-        for step in range(STEPS):
-            set_gradients(parameters, step, session.rank)
-            optimizer.step()
-            history.append(values(parameters))
-        return history
-
-    arguments = {"push_type": push, "pull_type": pull, "topk": TOPK, "slice_parameters": False}
-    expected = train_in_one_process(push, pull)
-    for actual in run_all(pair, train, **arguments):
-        for step in range(STEPS):
-            assert_identical(actual[step], expected[step])
 
 
 def train_with_troubles(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import operator
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
-from .training import assert_close, assert_identical, run_all, seeded, values
-from .training_script import load_images
+from .training import assert_identical, run_all, seeded
 
 pytestmark = pytest.mark.cluster
 
@@ -114,16 +112,9 @@ def test_the_bits_are_those_of_one_process(alone: LocalCluster, loop: Loop) -> N
     assert_identical(actual, train(loop, None))
 
 
-def warm_up_then_cosine(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-    warm_up = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=4)
-    cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS - 4)
-    return lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[4])
-
-
 SCHEDULES: dict[str, Callable[[Optimizer], lr_scheduler.LRScheduler]] = {
     "one cycle, momenta too": lambda it: lr_scheduler.OneCycleLR(it, max_lr=0.1, total_steps=STEPS + 1),
     "plateau": lambda it: lr_scheduler.ReduceLROnPlateau(it, factor=0.5, patience=1),
-    "warm-up, then cosine": warm_up_then_cosine,
 }
 
 
@@ -149,41 +140,13 @@ def test_schedules_change_the_rates_of_the_pservers(alone: LocalCluster, name: s
     assert len(set(rates[0])) > 2
 
 
-def test_an_ordinary_script_trains_as_it_does_alone(own_cluster: StartCluster) -> None:
-    """A model, a DataLoader, a schedule and real images: three trainers end where one process with all images does."""
-    torch.manual_seed(0)
-    begin = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
-    images, labels = (tensor[:900] for tensor in load_images())
-
-    def train(session: Session | None) -> dict[str, Tensor]:
-        rank, world_size = (0, 1) if session is None else (session.rank, session.world_size)
-        sampler = DistributedSampler(TensorDataset(images, labels), world_size, rank, shuffle=False)
-        loader = DataLoader(sampler.dataset, 90 // world_size, sampler=sampler)
-        model = copy.deepcopy(begin)
-        optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True)
-        if session is not None:
-            optimizer = RemoteOptimizer(optimizer, model=model, session=session)
-        schedule = lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
-        for _ in range(2):
-            for inputs, targets in loader:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(inputs), targets).backward()
-                optimizer.step()
-                schedule.step()
-        return values(model)
-
-    expected = train(None)
-    for together in run_all(own_cluster(trainers=3, on_trainer_loss="fail"), train):
-        assert_close(together, expected, rtol=0, atol=2e-5)
-
-
 # ---------------------------------------------------------------------- the wrapped optimizer
 
 Wrap = Callable[[Optimizer], Optimizer]
 Train = Callable[[Wrap], Any]
 
 
-@pytest.fixture(scope="module", params=["ps", pytest.param("ring", marks=pytest.mark.ring)])
+@pytest.fixture(scope="module", params=["ps", pytest.param("ring", marks=[pytest.mark.ring, pytest.mark.extended])])
 def ps_or_ring(request: pytest.FixtureRequest, shared_cluster: StartCluster) -> LocalCluster:
     return shared_cluster(trainers=1, strategy=request.param)
 
@@ -316,26 +279,18 @@ def test_a_state_that_is_reset_begins_without_slots(ps_or_ring: LocalCluster, ho
     check_like_torch(ps_or_ring, train)
 
 
-def set_slot(optimizer: Optimizer, weight: Tensor) -> None:
-    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+CHANGES: dict[str, Callable[[Any, Tensor], object]] = {
+    "set a slot": lambda state, weight: operator.setitem(state[weight], "momentum_buffer", torch.zeros_like(weight)),
+    "set an entry": lambda state, weight: operator.setitem(state, weight, {}),
+    "delete an entry": lambda state, weight: operator.delitem(state, weight),
+    "pop an entry": lambda state, weight: state.pop(weight, None),
+}
 
 
-def set_entry(optimizer: Optimizer, weight: Tensor) -> None:
-    optimizer.state[weight] = {}
+@pytest.mark.parametrize("name", CHANGES)
+def test_single_entries_of_the_state_count_or_are_refused(ps_or_ring: LocalCluster, name: str) -> None:
+    change = CHANGES[name]
 
-
-def delete_entry(optimizer: Optimizer, weight: Tensor) -> None:
-    del optimizer.state[weight]
-
-
-def pop_entry(optimizer: Optimizer, weight: Tensor) -> None:
-    optimizer.state.pop(weight, None)
-
-
-@pytest.mark.parametrize("change", [set_slot, set_entry, delete_entry, pop_entry])
-def test_single_entries_of_the_state_count_or_are_refused(
-    ps_or_ring: LocalCluster, change: Callable[[Optimizer, Tensor], None]
-) -> None:
     def train(wrap: Wrap) -> list[float]:
         weight = nn.Parameter(torch.zeros(4))
         optimizer = wrap(torch.optim.SGD([("weight", weight)], lr=0.1, momentum=0.9))
@@ -345,10 +300,10 @@ def test_single_entries_of_the_state_count_or_are_refused(
         state_dict = optimizer.state_dict()
         if isinstance(optimizer, RemoteOptimizer) and ps_or_ring.status().pservers:
             with pytest.raises(BadModel, match=r"give it to optimizer\.load_state_dict\(\)"):
-                optimizer.step(lambda: change(optimizer, weight))
+                optimizer.step(lambda: change(optimizer.state, weight))
             optimizer.load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         else:
-            change(optimizer, weight)
+            change(optimizer.state, weight)
         take_steps(optimizer, weight)
         return weight.tolist()
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ps_protocol.errors import NonFiniteGradient
-from trainer_client import GradScaler, RemoteOptimizer, Session
-from trainer_client.testing import LocalCluster
+from trainer_client import GradScaler, Session
 
-from .training import run_all, run_trainers, wrap_weight
+from .conftest import StartCluster
+from .training import run_all, wrap_model, wrap_weight
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 NUM_BATCHES = [3, 0, 5, 9]
@@ -76,8 +76,7 @@ def expected(kind: Kind) -> list[float]:
 
 def train(session: Session, kind: Kind) -> float:
     model = Model()
-    parameters = [parameter for parameter in model.named_parameters() if parameter[1].requires_grad]
-    optimizer = RemoteOptimizer(torch.optim.SGD(parameters, lr=1.0), model=model, session=session, **kind.settings)
+    optimizer = wrap_model(session, model, lr=1.0, **kind.settings)
     scaler = GradScaler(optimizer, "cpu", enabled=kind.scaled, init_scale=2.0**10, growth_interval=2)
     for step in range(NUM_BATCHES[session.rank]):
         optimizer.zero_grad()
@@ -107,14 +106,15 @@ class Layers(nn.Module):
     ("late", "num_batches"), [(("third",), (2, 5)), (("third", "second", "first"), (5, 2)), ((), (3, 3))], ids=str
 )
 def test_nothing_counts_that_is_done_after_the_last_batch(
-    strategy: str, late: tuple[str, ...], num_batches: tuple[int, int], capsys: pytest.CaptureFixture[str]
+    shared_cluster: StartCluster,
+    strategy: str,
+    late: tuple[str, ...],
+    num_batches: tuple[int, int],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def work(session: Session) -> dict[str, float]:
         model = Layers()
-        optimizer = RemoteOptimizer(
-            torch.optim.SGD([p for p in model.named_parameters() if p[1].requires_grad], lr=1.0),
-            model=model, session=session, overlap=True,
-        )  # fmt: skip
+        optimizer = wrap_model(session, model, lr=1.0, overlap=True)
         for _ in range(num_batches[session.rank]):
             optimizer.zero_grad()
             torch.cat([model.first, model.second, model.third]).sum().backward()
@@ -126,16 +126,16 @@ def test_nothing_counts_that_is_done_after_the_last_batch(
             model.norm.half()
         return values
 
-    with LocalCluster(pservers=int(strategy == "ps"), trainers=2, strategy=strategy, lease_seconds=1) as cluster:
-        found = run_all(cluster, work, bucket_bytes=80)
-        assert cluster.summary().state == "finished"
+    cluster = shared_cluster(pservers=1, strategy=strategy, lease_seconds=1)
+    found = run_all(cluster, work, bucket_bytes=80)
+    assert cluster.summary().state == "finished"
     assert "does not take part any more" not in capsys.readouterr().err
     for values, number in zip(found, num_batches, strict=True):
         assert set(values.values()) == {-float(number)}
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
-def test_a_trainer_that_was_refused_may_be_done(strategy: str) -> None:
+def test_a_trainer_that_was_refused_may_be_done(shared_cluster: StartCluster, strategy: str) -> None:
     def work(session: Session) -> float:
         weight, optimizer = wrap_weight(session, 100)
         for step in range(6):
@@ -149,18 +149,18 @@ def test_a_trainer_that_was_refused_may_be_done(strategy: str) -> None:
             optimizer.step()
         return float(weight.unique().item())
 
-    with LocalCluster(pservers=int(strategy == "ps"), trainers=2, strategy=strategy, lease_seconds=1) as cluster:
-        assert run_all(cluster, work) == [-2.0, -6.0]
-        assert cluster.summary().state == "finished"
+    cluster = shared_cluster(pservers=1, strategy=strategy, lease_seconds=1)
+    assert run_all(cluster, work) == [-2.0, -6.0]
+    assert cluster.summary().state == "finished"
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_trainer_that_is_done_is_not_waited_for(name: str) -> None:
+def test_a_trainer_that_is_done_is_not_waited_for(shared_cluster: StartCluster, name: str) -> None:
     kind = KINDS[name]
-    rules: Any = {"pservers": 0, "strategy": "ring"}
+    rules: dict[str, Any] = {"trainers": len(NUM_BATCHES), "strategy": kind.strategy, "nonfinite": "skip_round"}
     if kind.strategy == "ps":
-        rules = {"pservers": 2, "max_delay": kind.max_delay, "min_block_size": 50}
-    with LocalCluster(trainers=len(NUM_BATCHES), nonfinite="skip_round", **rules) as cluster:
-        found = run_trainers(cluster.address, [partial(train, kind=kind)] * len(NUM_BATCHES), bucket_bytes=400)
-        assert cluster.summary().state == "finished"
+        rules |= {"max_delay": kind.max_delay, "min_block_size": 50}
+    cluster = shared_cluster(**rules)
+    found = run_all(cluster, partial(train, kind=kind), bucket_bytes=400)
+    assert cluster.summary().state == "finished"
     assert found == pytest.approx(expected(kind), rel=1e-5)

@@ -11,12 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ps_protocol.errors import BadModel
 from ps_protocol.optimizers import check_optimizer
 from trainer_client import RemoteOptimizer, Session
+from trainer_client.engines.engine import Contribution, StepProgress
 from trainer_client.testing import LocalCluster
 
 from . import training_script
@@ -56,6 +59,14 @@ def wrap_weight(
     weight = nn.Parameter(torch.zeros(shape))
     local = torch.optim.SGD([("weight", weight)], lr=lr, momentum=momentum)
     return weight, RemoteOptimizer(local, session=session, **arguments)
+
+
+def wrap_model(
+    session: Session, model: nn.Module, *, lr: float = 0.1, momentum: float = 0.0, **arguments: Any
+) -> RemoteOptimizer:
+    """Return an optimizer, SGD, that trains a model."""
+    local = torch.optim.SGD(model.named_parameters(), lr=lr, momentum=momentum)
+    return RemoteOptimizer(local, model=model, session=session, **arguments)
 
 
 def step_with(optimizer: Optimizer, *weights: nn.Parameter, value: float = 1.0) -> None:
@@ -259,7 +270,14 @@ def net_loss(model: Net, step: int, rank: int, part: int = 0) -> Tensor:
     return nn.functional.cross_entropy(model(words, step), (words + 1) % WORDS)
 
 
-def train_net_locally(kind: str, num_trainers: int = 2, num_parts: int = 1) -> dict[str, Tensor]:
+def train_net_locally(
+    kind: str,
+    num_trainers: int = 2,
+    num_parts: int = 1,
+    *,
+    loss_of: Callable[..., Tensor] = net_loss,
+    before_step: Callable[[Net], object] = lambda model: None,
+) -> dict[str, Tensor]:
     model = Net()
     # A group each: fused SGD fails in the step in which some parameters of a group get their first momentum.
     optimizer = NET_OPTIMIZERS[kind]([{"params": [parameter]} for parameter in model.parameters()])
@@ -268,22 +286,34 @@ def train_net_locally(kind: str, num_trainers: int = 2, num_parts: int = 1) -> d
 
     def loss(step: int, rank: int) -> Tensor:
         for part in range(num_parts - 1):
-            net_loss(model, step, rank, part).backward()
-        return net_loss(model, step, rank, num_parts - 1)
+            loss_of(model, step, rank, part).backward()
+        return loss_of(model, step, rank, num_parts - 1)
 
     for step in range(NET_STEPS):
         set_average(optimizer, [partial(loss, step, rank) for rank in range(num_trainers)])
+        before_step(model)
         optimizer.step()
     return values(model)
 
 
-def train_net(session: Session, *, kind: str = "AdamW", **arguments: Any) -> dict[str, Tensor]:
+def wrap_net(session: Session, model: nn.Module, *, kind: str = "AdamW", **arguments: Any) -> RemoteOptimizer:
+    return RemoteOptimizer(NET_OPTIMIZERS[kind](model.parameters()), model=model, session=session, **arguments)
+
+
+def train_net(
+    session: Session,
+    *,
+    loss_of: Callable[..., Tensor] = net_loss,
+    after_step: Callable[[RemoteOptimizer], object] = lambda optimizer: None,
+    **arguments: Any,
+) -> dict[str, Tensor]:
     model = Net(seed=session.rank)
-    optimizer = RemoteOptimizer(NET_OPTIMIZERS[kind](model.parameters()), model=model, session=session, **arguments)
+    optimizer = wrap_net(session, model, **arguments)
     for step in range(NET_STEPS):
         optimizer.zero_grad()
-        net_loss(model, step, session.rank).backward()
+        loss_of(model, step, session.rank).backward()
         optimizer.step()
+        after_step(optimizer)
     optimizer.synchronize()
     return values(model)
 
@@ -301,6 +331,43 @@ def start_everywhere(session: Session) -> dict[str, Tensor]:
                 tensor.fill_(session.rank + 5)
     RemoteOptimizer(torch.optim.SGD(model[:2].parameters(), lr=0.1), model=model, session=session)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+# ---------------------------------------------------------------------- engines
+
+
+def follow_contract(session: Session) -> dict[str, Tensor]:
+    """Call each method of an engine, and check what all of them promise. All processes return the same."""
+    weight, optimizer = wrap_weight(session, 4, 3)
+    engine, mean = optimizer._engine, (session.world_size + 1) / 2
+    gradient = torch.full((12,), session.rank + 1.0)
+    contribution = Contribution({"weight": gradient}, optimizer._work.hyperparameters())
+    assert engine.progress == StepProgress()
+
+    engine.step(contribution)
+    assert engine.progress == StepProgress(begun=1, version=1)
+    assert weight.unique().tolist() == [-mean]
+    assert not engine.synchronize()  # no step is on its way
+
+    engine.add_gradient("weight", gradient)
+    engine.step(contribution)
+    assert weight.unique().tolist() == [-2 * mean]
+
+    weight.data = weight.data.clone()
+    engine.check_parameters()
+    engine.step(contribution)
+    assert weight.unique().tolist() == [-3 * mean]  # the new memory
+
+    values = weight.data
+    weight.data = values.double()
+    with pytest.raises(BadModel, match="'weight' has become another tensor"):
+        engine.check_parameters()
+    weight.data = values.fill_(5.0)
+    engine.replace_values({"weight"})
+    engine.step(contribution)
+    assert weight.unique().tolist() == [5 - mean]
+    assert engine.progress == StepProgress(begun=4, version=4)
+    return {"weight": weight.detach().clone()}
 
 
 # ---------------------------------------------------------------------- training_script.py

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -117,44 +116,7 @@ class Counting(Regression):
         return ",".join("/".join(f"{value:.0f}" for value in sorted(row)) for row in rows)
 
 
-@cache
-def load_images() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits  # which takes long to import
-
-    images, labels = load_digits(return_X_y=True)
-    return torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
-
-
-def make_scored_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
-
-
-@torch.no_grad()
-def score(model: nn.Module) -> float:
-    inputs, labels = load_images()
-    return (model(inputs[-300:]).argmax(1) == labels[-300:]).double().mean().item()
-
-
-class Scoring(Regression):
-    """SGD on images of digits. Reports the `accuracy` on others after every round, and the round as `scored`."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.model = make_scored_model()
-        self.optimizer = RemoteOptimizer(torch.optim.SGD(self.model.named_parameters(), lr=0.05), session=session)
-
-    def take_step(self, *, has_nan: bool) -> None:
-        inputs, labels = (tensor[:-300] for tensor in load_images())
-        generator = torch.Generator().manual_seed(self.optimizer.round)
-        mine = torch.randint(len(labels), (32,), generator=generator)[self.session.rank :: self.session.world_size]
-        self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.model(inputs[mine]), labels[mine]).backward()
-        self.optimizer.step()
-        self.session.report(accuracy=score(self.model), scored=self.optimizer.round)
-
-
-KINDS = {"regression": Regression, "scaling": Scaling, "counting": Counting, "scoring": Scoring}
+KINDS = {"regression": Regression, "scaling": Scaling, "counting": Counting}
 
 
 def train(session: Session, rounds: int, pause: float, trouble: str, kind: str) -> None:

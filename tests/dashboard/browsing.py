@@ -82,6 +82,9 @@ class Visit:
     def wait_until_live(self) -> None:
         self.page.wait_for_selector("#connection[data-state=live]")
 
+    def wait_for_parameters(self) -> None:
+        self.page.wait_for_selector("#parameter-list > :nth-child(4)", state="attached")
+
     def wait_until(self, expression: str, *arguments: Any) -> None:
         """Wait until a JavaScript expression is true."""
         self.page.wait_for_function(expression, arg=arguments[0] if arguments else None)

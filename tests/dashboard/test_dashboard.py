@@ -66,7 +66,7 @@ def test_it_lives_while_the_cluster_trains(browser: Browser, closed: Closed) -> 
 def test_every_panel_shows_what_the_api_says(browser: Browser, closed: Closed) -> None:
     with Visit(browser, closed.address, token=closed.token()) as visit:
         visit.wait_until_live()
-        visit.wait_until("() => document.querySelectorAll('#parameter-list > *').length > 0")
+        visit.wait_for_parameters()
         visit.see("#parameters")
         visit.page.click("[id='option-layers.1.mix.weight']")
         visit.wait_until("() => document.querySelector('#parameter-more').dataset.value")
@@ -96,11 +96,7 @@ def test_every_panel_shows_what_the_api_says(browser: Browser, closed: Closed) -
 
 def check_headline(visit: Visit, status: dict[str, Any], activity: dict[str, Any]) -> None:
     page = visit.page
-    assert (visit.exact("#state"), visit.exact("#mode"), visit.exact("#run-name")) == (
-        "training",
-        "sync",
-        status["run"],
-    )
+    assert [visit.exact(f"#{name}") for name in ("state", "mode", "run-name")] == ["training", "sync", status["run"]]
     assert visit.exact("#rounds-per-second") == activity["rounds_per_second"] > 0
     assert visit.exact("#steps-per-second") == activity["steps_per_second"] > 0
     assert visit.exact("#taking-part") == len(activity["participants"]) == 2
@@ -201,7 +197,7 @@ def test_it_can_be_read(browser: Browser, closed: Closed, theme: Any, width: int
     size = {"width": width, "height": 850}
     with Visit(browser, closed.address, token=closed.token(), color_scheme=theme, viewport=size) as visit:
         visit.wait_until_live()
-        visit.wait_until("() => document.querySelectorAll('#parameter-list > *').length > 0")
+        visit.wait_for_parameters()
         visit.see("#event-list li")
         assert visit.page.evaluate("document.documentElement.scrollWidth") == width
         background = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -220,7 +216,7 @@ def test_it_can_be_used_from_the_keyboard(browser: Browser, closed: Closed) -> N
     with Visit(browser, closed.address, token=closed.token()) as visit:
         page = visit.page
         visit.wait_until_live()
-        visit.wait_until("() => document.querySelectorAll('#parameter-list > *').length > 3")
+        visit.wait_for_parameters()
         reached: list[str] = []
         while "event-list" not in reached and len(reached) < 20:
             page.keyboard.press("Tab")

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from trainer_client.testing import LocalCluster
@@ -20,8 +22,9 @@ from .markdown import ROOT
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl (apt-get install curl)")
 GRADPOST = [sys.executable, "-P", "-m", "gradpost"]
 FUNCTIONS = f"""
-curl() {{ command curl --fail-with-body "$@"; }}
+curl() {{ command curl --fail-with-body "$@" || return; echo; }}
 gradpost() {{ {shlex.join(GRADPOST)} "$@"; }}
+python() {{ {sys.executable} "$@"; }}
 python3() {{ {sys.executable} "$@"; }}
 """
 
@@ -91,3 +94,19 @@ def run_shell(folder: Path, *scripts: str, **more: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def status_of(address: str) -> dict[str, Any]:
+    """Return the status of a cluster; nothing while its coordinator does not answer."""
+    try:
+        status: dict[str, Any] = httpx.get(f"{address}/v1/status", timeout=30).json()
+    except httpx.TransportError:
+        return {}
+    return status
+
+
+def arguments_of_up(line: str) -> list[str]:
+    """Return the arguments of a document's `gradpost up`."""
+    gradpost, up, *arguments = shlex.split(line, comments=True)
+    assert (gradpost, up) == ("gradpost", "up")
+    return arguments

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGINT
@@ -18,16 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from ..cluster.faulty_run import FaultyRun
+from ..cluster.trainer_processes import free_port
 from ..cluster.training_script import make_model
 from ..cluster.up_support import RunningUp, wait_until
 from .markdown import ROOT, examples, read
-from .stage import Stage, needs_curl
+from .stage import Stage, arguments_of_up, needs_curl, run_shell, status_of
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.extended,
-    needs_curl,
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, needs_curl]
 
 TEXT = read("inspection.md")
 FIRST, UP, *SHELL = [block.text for block in examples(TEXT, "sh")]
@@ -41,10 +34,6 @@ def run() -> Iterator[FaultyRun]:
         yield run
 
 
-def environment(run: FaultyRun) -> dict[str, str]:
-    return {**os.environ, "URL": run.cluster.address}
-
-
 def test_with_a_token(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     with stage.cluster:
@@ -53,34 +42,18 @@ def test_with_a_token(tmp_path: Path) -> None:
 
 
 def test_the_dashboard_is_served(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-    command, _, page = UP.replace("7070", port).partition("# then open ")
-    gradpost, up, *arguments = shlex.split(command)
-    assert (gradpost, up) == ("gradpost", "up")
-    with RunningUp(*arguments, folder=ROOT, GRADPOST_STATE_DIR=str(tmp_path)) as running:
-
-        def trains() -> bool:
-            try:
-                return httpx.get(f"{page.strip()}/v1/status").json()["state"] == "training"
-            except httpx.TransportError:
-                return False
-
-        assert wait_until(trains, 90)
-        assert "<title>" in httpx.get(page.strip()).raise_for_status().text
+    command, _, page = UP.strip().replace("7070", str(free_port())).partition("# then open ")
+    with RunningUp(*arguments_of_up(command), folder=ROOT, GRADPOST_STATE_DIR=str(tmp_path)) as running:
+        assert wait_until(lambda: status_of(page).get("state") == "training", 90)
+        assert "<title>" in httpx.get(page).raise_for_status().text
         running.signal(SIGINT)
         running.finish()
 
 
 def test_every_command_works(run: FaultyRun, tmp_path: Path) -> None:
-    script = "\n".join(SHELL)
-    done = subprocess.run(
-        ["bash", "-e"], input=f'curl() {{ command curl --fail-with-body "$@"; echo; }}\n{script}', text=True,
-        cwd=tmp_path, env=environment(run), capture_output=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    printed = run_shell(tmp_path, "\n".join(SHELL), URL=run.cluster.address)
     assert load_file(tmp_path / "weight.safetensors")["0.weight"].shape == (64, 20)
-    documents = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", "["))]
+    documents = [json.loads(line) for line in printed.splitlines() if line.startswith(("{", "["))]
     assert [entry["action"] for entry in documents[-1] if entry["outcome"] == "done"] == [
         "set rate", "freeze", "unfreeze", "pause", "resume", "checkpoint",
     ]  # fmt: skip
@@ -88,5 +61,5 @@ def test_every_command_works(run: FaultyRun, tmp_path: Path) -> None:
 
 def test_the_exported_model_is_loaded(run: FaultyRun, tmp_path: Path) -> None:
     code = f"{PYTHON}\nimport torch\ntorch.save(state, {str(tmp_path / 'state.pt')!r})\n"
-    subprocess.run([sys.executable, "-c", code], env=environment(run), check=True, timeout=60)
+    run_shell(tmp_path, shlex.join(["python", "-c", code]), URL=run.cluster.address)
     make_model().load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), strict=True)

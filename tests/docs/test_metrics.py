@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from ..cluster.training import run_trainers
 from ..unit.protocol.test_certificates import Authority
 from .apps import read_bytes, read_json
+from .conftest import NUM_TRAINERS
 from .markdown import examples, read
 from .stage import run_gradpost
 
@@ -39,37 +39,33 @@ class Page:
         return self._values[name, frozenset(labels.items())]
 
 
-@pytest.fixture(scope="module")
-def pages(cluster: LocalCluster) -> Iterator[dict[str, Page]]:
-    """Yield the pages of the coordinator and, by its targets, of a pserver and a trainer in the middle of a run."""
+def read_pages(cluster: LocalCluster) -> dict[str, Page]:
+    """Return the pages of the coordinator and, by its targets, of a pserver and a trainer."""
+    found = {"coordinator": Page(read_bytes(f"{cluster.address}/metrics").decode())}
+    for group in read_json(f"{cluster.address}/v1/targets"):
+        labels = group["labels"]
+        url = f"{labels['__scheme__']}://{group['targets'][0]}/metrics"
+        found.setdefault(labels["role"], Page(read_bytes(url).decode()))
+    return found
 
-    def train(session: Session, started: threading.Barrier) -> None:
+
+@pytest.mark.cluster
+def test_a_run_is_counted_by_each_role(cluster: LocalCluster) -> None:
+    all_have_trained = threading.Barrier(NUM_TRAINERS)
+
+    def train(session: Session) -> dict[str, Page]:
         parameter = torch.nn.Parameter(torch.zeros(ELEMENTS))
         parameter.grad = torch.ones(ELEMENTS)
         optimizer = RemoteOptimizer(torch.optim.SGD([("w", parameter)], lr=0.1), session=session)
         for _ in range(ROUNDS):
             optimizer.step()
         session.report(loss=0.25)
-        started.wait(60)
+        all_have_trained.wait(60)
+        pages = read_pages(cluster) if session.rank == 0 else {}
+        all_have_trained.wait(60)
+        return pages
 
-    with ExitStack() as sessions:
-        trained = threading.Barrier(3)
-        for rank in range(2):
-            session = sessions.enter_context(Session(coordinator=cluster.address, rank=rank, world_size=2))
-            thread = threading.Thread(target=train, args=(session, trained))
-            sessions.callback(thread.join, 60)
-            thread.start()
-        trained.wait(60)
-        found = {"coordinator": Page(read_bytes(f"{cluster.address}/metrics").decode())}
-        for group in read_json(f"{cluster.address}/v1/targets"):
-            labels = group["labels"]
-            url = f"{labels['__scheme__']}://{group['targets'][0]}/metrics"
-            found.setdefault(labels["role"], Page(read_bytes(url).decode()))
-        yield found
-
-
-@pytest.mark.cluster
-def test_a_run_is_counted_by_each_role(pages: dict[str, Page]) -> None:
+    pages, _ = run_trainers(cluster.address, [train] * NUM_TRAINERS)
     coordinator, pserver, trainer = pages["coordinator"], pages["pserver"], pages["trainer"]
     assert pserver.value("gradpost_service_info", role="pserver") == 1
     assert pserver.value("gradpost_rounds_applied_total") >= ROUNDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,19 @@ def count(session: Session) -> list[float]:
     return [total(metrics.requests) - total(metrics.retries), total(metrics.pushed_bytes), total(metrics.pulled_bytes)]
 
 
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LocalCluster]:
+    """Yield a cluster for one trainer."""
+    with LocalCluster(pservers=1, trainers=1, nonfinite="skip_round") as cluster:
+        yield cluster
+
+
 @pytest.mark.cluster
-def test_local_steps_with_an_outer_optimizer_and_a_schedule() -> None:
+def test_local_steps_with_an_outer_optimizer_and_a_schedule(alone: LocalCluster) -> None:
     model = torch.nn.Linear(4, 2)
     before = model.weight.detach().clone()
     names: dict[str, Any] = {"torch": torch, "gradpost": gradpost, "model": model}
-    with LocalCluster(pservers=1, trainers=1) as cluster, connect(cluster.address):
+    with connect(alone.address):
         exec(DILOCO, names)
         optimizer = names["optimizer"]
         names["schedule"] = torch.optim.lr_scheduler.ExponentialLR(names["inner"], 0.9)
@@ -105,13 +113,10 @@ def test_local_steps_with_an_outer_optimizer_and_a_schedule() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.amp
-def test_the_loop_with_a_scaler() -> None:
+def test_the_loop_with_a_scaler(alone: LocalCluster) -> None:
     model = torch.nn.Linear(4, 2)
     before = model.weight.detach().clone()
-    with (
-        LocalCluster(pservers=1, trainers=1, nonfinite="skip_round") as cluster,
-        Session(coordinator=cluster.address) as session,
-    ):
+    with Session(coordinator=alone.address) as session:
         optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), session=session)
         names: dict[str, Any] = {"gradpost": gradpost, "torch": torch, "optimizer": optimizer}
         names |= {"model": model, "device": "cpu"}

@@ -17,11 +17,10 @@ from ps_protocol.errors import PROBLEM_CONTENT_TYPE
 from ps_protocol.fence import Fence
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from services.runtime.scopes import ROUTE_SCOPES
-from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
 from ..unit.protocol.test_messages import find_unbounded
-from .apps import call, read_json, run_coordinator, run_pserver
+from .apps import call, run_coordinator, run_pserver
 
 Document: TypeAlias = dict[str, Any]
 
@@ -151,10 +150,3 @@ def test_headers_match_their_described_patterns(pserver: Document) -> None:
 
 
 OPTIONAL = (routes.BARRIER_HEADER, routes.VERDICT_HEADER, routes.NORM_HEADER, routes.WAIT_HEADER)
-
-
-@pytest.mark.cluster
-def test_running_services_serve_these_documents(cluster: LocalCluster, documents: dict[str, Document]) -> None:
-    assert read_json(f"{cluster.address}/openapi.json") == documents["coordinator"]
-    for pserver in cluster.status().pservers:
-        assert read_json(f"{pserver.address}/openapi.json") == documents["pserver"]

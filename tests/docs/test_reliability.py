@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
-import socket
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import safetensors.torch
 import torch
@@ -19,11 +16,12 @@ import torch
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from ..cluster.trainer_processes import free_port
 from ..cluster.training import assert_identical, run_trainers
 from ..cluster.up_support import RunningUp, wait_until
 from .conftest import NUM_TRAINERS
 from .markdown import examples, read, section
-from .stage import run_shell
+from .stage import arguments_of_up, run_shell, status_of
 
 TEXT = read("reliability.md")
 [LOOP] = examples(section(TEXT, "A loop that continues"), "python")
@@ -57,17 +55,16 @@ STEP = """
 def test_one_machine(tmp_path: Path) -> None:
     assert LOOP.text.count("    ...\n") == 1
     (tmp_path / "train.py").write_text(BEFORE + LOOP.text.replace("    ...\n", STEP))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    port = str(free_port())
     up, resume, *look = SHELL.text.replace("7070", port).splitlines(keepends=True)
 
-    with RunningUp(*arguments(up), folder=tmp_path) as running:
+    with RunningUp(*arguments_of_up(up), folder=tmp_path) as running:
         running.wait_for("[trainer 1] computes round 5")  # where it is killed once
         running.wait_for("[trainer 1] computes round 10")
         running.signal(SIGINT)
         _, first, _ = running.finish()
-    with RunningUp("--port", port, *arguments(resume), folder=tmp_path) as running:
-        assert wait_until(lambda: round_of(port) > 100, 60)
+    with RunningUp("--port", port, *arguments_of_up(resume), folder=tmp_path) as running:
+        assert wait_until(lambda: status_of(f"http://127.0.0.1:{port}").get("round", 0) > 100, 60)
         printed = run_shell(tmp_path, *look)
         running.signal(SIGINT)
         _, second, _ = running.finish()
@@ -110,19 +107,6 @@ def test_a_checkpoint_of_the_script(cluster: LocalCluster, tmp_path: Path, monke
     expected, *_ = run_trainers(cluster.address, [train] * NUM_TRAINERS)
     for actual in run_trainers(cluster.address, [resume] * NUM_TRAINERS):
         assert_identical(actual, expected)
-
-
-def arguments(line: str) -> list[str]:
-    gradpost, up, *rest = shlex.split(line, comments=True)
-    assert (gradpost, up) == ("gradpost", "up")
-    return rest
-
-
-def round_of(port: str) -> int:
-    try:
-        return int(httpx.get(f"http://127.0.0.1:{port}/v1/status").json()["round"])
-    except httpx.TransportError:
-        return 0
 
 
 def computed(output: str) -> list[int]:

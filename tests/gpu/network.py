@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -45,7 +45,7 @@ def batch(step: int, rank: int, part: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def losses(
-    model: nn.Module, step: int, ranks: list[int], parts: int = 1, dtype: torch.dtype | None = None
+    model: nn.Module, step: int, ranks: Sequence[int], parts: int = 1, dtype: torch.dtype | None = None
 ) -> Iterator[Tensor]:
     """Yield losses whose sum is the mean over all batches of this step."""
     for part in range(parts):
@@ -60,14 +60,16 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
-def train_alone(*, scaled: bool = False, max_norm: float | None = None, **how: Any) -> dict[str, Tensor]:
-    """Train on the batches of two trainers in one process."""
+def train_alone(
+    *, ranks: Sequence[int] = (0, 1), scaled: bool = False, max_norm: float | None = None, **how: Any
+) -> dict[str, Tensor]:
+    """Train on the batches of these trainers in one process."""
     model = make_model()
     optimizer = make_optimizer(model)
     scaler = torch.amp.GradScaler(DEVICE, enabled=scaled, **SCALING)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for loss in losses(model, step, [0, 1], **how):
+        for loss in losses(model, step, ranks, **how):
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         if max_norm is not None:
             scaler.unscale_(optimizer)

@@ -14,7 +14,7 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..cluster.training import run_trainers
-from .network import DEVICE, MAX_NORM, STEPS, losses, make_model, make_optimizer, train_alone, train_remotely, values_of
+from .network import DEVICE, MAX_NORM, losses, make_model, make_optimizer, train_alone, train_remotely
 
 ROUNDING = 2e-5  # a GPU adds in another order
 COARSE = 5e-3  # where numbers have fewer bits, and fall on the other side
@@ -109,12 +109,5 @@ def ring() -> Iterator[LocalCluster]:
 def test_a_ring_of_one_steps_on_the_gpu(ring: LocalCluster) -> None:
     """NCCL wants a GPU for each trainer, and there may be one."""
     [actual] = run_trainers(ring.address, [partial(train_remotely, settings=OVERLAP)])
-    model = make_model()
-    optimizer = make_optimizer(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for loss in losses(model, step, [0]):
-            loss.backward()
-        optimizer.step()
-    for name, value in values_of(model).items():
+    for name, value in train_alone(ranks=[0]).items():
         torch.testing.assert_close(actual[name], value, rtol=0, atol=ROUNDING)

@@ -97,7 +97,7 @@ def _configure(coordinator: str, tokens: Path, folder: Path) -> None:
 
 
 def _replace(value: Any, old: str, new: str) -> Any:
-    """Return the value with the text replaced in all nested strings."""
+    """Return the value with the text replaced in all nested strings: an IPv6 address is no plain YAML."""
     if isinstance(value, dict):
         return {key: _replace(one, old, new) for key, one in value.items()}
     if isinstance(value, list):

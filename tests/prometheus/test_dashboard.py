@@ -9,33 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.docs.markdown import codes, read, tables
-
 from .configuration import CONFIGURATION, DASHBOARD, GRAFANA, Query, queries, rules
 
 QUERIES = [*queries()]
-HISTOGRAM_ENDINGS = ("_bucket", "_sum", "_count")
-
-
-def documented() -> set[str]:
-    names = set()
-    for table in tables(read("metrics.md")):
-        for row in table:
-            [name] = codes(row["metric"])
-            names |= {name + ending for ending in HISTOGRAM_ENDINGS} if row["type"] == "histogram" else {name}
-    return names
-
-
-@pytest.mark.parametrize(
-    "expr", [*(query.expr for query in QUERIES), *(rule["expr"] for rule in rules("record").values())]
-)
-def test_queries_use_existing_metrics(expr: str) -> None:
-    """The tests in tests/docs compare docs/metrics.md with the code."""
-    names = set(re.findall(r"\b(?:gradpost|process|python)_\w+", expr))
-    assert names <= documented()
-    recorded = set(re.findall(r"\bgradpost:[\w:]+", expr))
-    assert recorded <= rules("record").keys()
-    assert names | recorded
 
 
 def test_every_recording_rule_is_shown_or_alerted_on() -> None:

@@ -20,9 +20,8 @@ from ps_protocol.messages import ClusterStatus
 from services.runtime.large_replies import LargeReplies, LargeReply
 from services.runtime.statistics import ParameterStatistics
 
-from ..activity import Activity
+from ..activity import MAX_POINTS, Activity, CurveList
 from ..coordinator import Coordinator
-from ..curves import MAX_POINTS, CurveList
 from ..events import MAX_EVENTS, Event
 from ..status import describe_status
 from .formats import CONTENT_TYPES, Format

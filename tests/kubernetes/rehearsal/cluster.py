@@ -14,9 +14,8 @@ from trainer_client.testing.guardian import Guardian
 
 from ..network import Place, allowed_one_way
 from ..rendering import Object, pod_of_train_job
-from .container import make_image
-from .pod import NAMESPACE, Machine, Pod
-from .volumes import empty_volume, make_secrets, secret_volume
+from .container import empty_volume, make_image, make_secrets, secret_volume
+from .pod import NAMESPACE, Pod
 from .wires import NODE, UNUSED, Wires
 
 WAIT_SECONDS = 180.0
@@ -32,23 +31,18 @@ class Cluster:
         self.pods: dict[str, Pod] = {}
         self._changed = threading.Condition()
         self._rewiring = threading.Lock()
-        self._guardian = Guardian()
+        self.guardian = Guardian()
         self.wires = Wires()
         folder.mkdir()
-        self.folder = folder
-        hosts = folder / "hosts"
-        hosts.write_text("127.0.0.1 localhost\n")
+        self.folder, self.hosts, self.image = folder, folder / "hosts", folder / "image"
+        self.hosts.write_text("127.0.0.1 localhost\n")
         folder.chmod(0o755)
-        make_image(folder / "image")
-        self._machine = Machine(
-            self.wires, folder / "image", hosts, folder, self._guardian, self._on_line, self._on_ready
-        )  # fmt: skip
+        make_image(self.image)
 
     def __enter__(self) -> Cluster:
         try:
             for name, index, template in self._wanted():
-                mounts = self._mount(name, template)
-                self.pods[name] = Pod(name, index, template, self.objects, mounts, self._machine)
+                self.pods[name] = Pod(self, name, index, template, self._mount(name, template))
             self._rewire()
             for pod in self.pods.values():
                 pod.run()
@@ -61,17 +55,17 @@ class Cluster:
         for pod in self.pods.values():
             pod.close()
         self.wires.close()
-        self._guardian.close()
+        self.guardian.close()
 
     def replace(self, name: str) -> Pod:
         """Replace a pod whose machine failed by one with the same name and volumes, and another address."""
         with self._rewiring:
             old = self.pods.pop(name)
         old.kill()
-        shutil.rmtree(self._machine.folder / name / "tmp")  # an emptyDir goes with its pod
+        shutil.rmtree(self.folder / name / "tmp")  # an emptyDir goes with its pod
         index = int(name.rpartition("-")[2])
-        new = self.pods[name] = Pod(name, index, old.template, self.objects, old.mounts, self._machine)
-        empty_volume(self._machine.folder / name / "tmp")
+        new = self.pods[name] = Pod(self, name, index, old.template, old.mounts)
+        empty_volume(self.folder / name / "tmp")
         self._rewire()
         new.run()
         return new
@@ -105,7 +99,7 @@ class Cluster:
         """Return pods and output for a failure."""
         return "\n".join([*map(repr, self.pods.values()), *(f"[{name}] {line}" for name, line in self.lines[-200:])])
 
-    def _on_line(self, name: str, line: str) -> None:
+    def on_line(self, name: str, line: str) -> None:
         with self._changed:
             self.lines.append((name, line))
             self._changed.notify_all()
@@ -130,7 +124,7 @@ class Cluster:
         [container] = template["spec"]["containers"]
         folders = {}
         for mount in container["volumeMounts"]:
-            folder = self._machine.folder / name / mount["name"]
+            folder = self.folder / name / mount["name"]
             volume: dict[str, Any] = volumes.get(mount["name"], {})
             secret = volume.get("secret")
             folders[mount["mountPath"]] = (
@@ -140,7 +134,7 @@ class Cluster:
 
     # ------------------------------------------------------------------ the network
 
-    def _on_ready(self) -> None:
+    def on_ready(self) -> None:
         self._rewire()
         with self._changed:
             self._changed.notify_all()
@@ -167,7 +161,7 @@ class Cluster:
                 lines += [f"{pod.address} {_long_names(f'{pod.name}.{service}')}" for pod in published]
             else:
                 lines.append(f"{published[0].address if published else UNUSED} {_long_names(service)}")
-        with self._machine.hosts.open("r+") as file:  # in place, as it is mounted, and never empty
+        with self.hosts.open("r+") as file:  # in place, as it is mounted, and never empty
             file.write("".join(f"{line}\n" for line in lines))
             file.truncate()
 

@@ -3,55 +3,33 @@
 from __future__ import annotations
 
 import http.client
-import ssl
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any
+from typing import TYPE_CHECKING
 
-from trainer_client.testing.guardian import Guardian
 from trainer_client.testing.processes import Child
 
 from ..network import Place, place_of
 from ..rendering import Object, environment
 from .container import ENVIRON, command_beside, command_in
-from .wires import Wires
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
 
 NAMESPACE = "gradpost"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The shared parts of all pods."""
-
-    wires: Wires
-    image: Path
-    hosts: Path
-    folder: Path
-    guardian: Guardian
-    on_line: Callable[[str, str], None]
-    on_ready: Callable[[], None]
 
 
 class Pod:
     """A pod with a new address."""
 
-    def __init__(
-        self,
-        name: str,
-        index: int,
-        template: Object,
-        objects: list[Object],
-        mounts: Mapping[str, Path],
-        machine: Machine,
-    ) -> None:
+    def __init__(self, cluster: Cluster, name: str, index: int, template: Object, mounts: Mapping[str, Path]) -> None:
         self.name, self.template, self.mounts = name, template, mounts
         self.role = template["metadata"]["labels"]["app.kubernetes.io/component"]
-        self._machine = machine
-        self.network, self.address = machine.wires.plug()
+        self._cluster = cluster
+        self.network, self.address = cluster.wires.plug()
         [self._container] = template["spec"]["containers"]
         fields = {
             "metadata.name": name,
@@ -60,7 +38,7 @@ class Pod:
             "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
             "status.podIP": self.address,
         }
-        self._environ = {**ENVIRON, **environment(objects, template, fields)}
+        self._environ = {**ENVIRON, **environment(cluster.objects, template, fields)}
         self.place: Place = place_of(template, NAMESPACE)
         self.is_ready = False
         self.failures: list[str] = []  # for which a kubelet would restart it
@@ -72,15 +50,15 @@ class Pod:
 
     def run(self) -> None:
         """Start the container, and the kubelet's watch over it."""
-        root = self._machine.folder / f"root-{self.name}-{self.address}"
+        root = self._cluster.folder / f"root-{self.name}-{self.address}"
         root.mkdir()
-        inside = command_in(root, self._machine.image, self.mounts, self._machine.hosts, self._container["args"])
+        inside = command_in(root, self._cluster.image, self.mounts, self._cluster.hosts, self._container["args"])
         self._process = Child(
             self.name,
             [*self.network.prefix, *inside],
             env=self._environ,
-            on_line=self._machine.on_line,
-            guardian=self._machine.guardian,
+            on_line=self._cluster.on_line,
+            guardian=self._cluster.guardian,
         )
         self._kubelet = threading.Thread(target=self._watch, name=f"kubelet of {self.name}")
         self._kubelet.start()
@@ -92,7 +70,7 @@ class Pod:
 
     def kill(self) -> None:
         """Kill it as if its machine had failed."""
-        self._machine.wires.unplug(self.network)
+        self._cluster.wires.unplug(self.network)
         self.process.signal(SIGKILL)
         self.close()
 
@@ -114,39 +92,35 @@ class Pod:
     # ------------------------------------------------------------------ the kubelet
 
     def _watch(self) -> None:
-        """Startup until it succeeds, then the other two, each with its period."""
-        self._machine.wires.node.enter()
-        probes: dict[str, Any] = {
-            name: self._container.get(f"{name}Probe") for name in ("startup", "liveness", "readiness")
-        }
-        if probes["startup"] is None:
-            self.is_ready = True
-            return
-        tries = probes["startup"]["failureThreshold"]
-        while (problem := self._probe(probes["startup"])) is not None:
-            tries -= 1
-            if tries == 0:
-                self.failures.append(f"it did not start: {problem}")
-            if self._ends.wait(probes["startup"]["periodSeconds"]):
+        """Probe startup until it succeeds, then liveness and readiness."""
+        self._cluster.wires.node.enter()
+        if "startupProbe" in self._container:
+            if not any(self._repeat("startup")):
                 return
-        live = threading.Thread(target=self._watch_life, args=[probes["liveness"]])
-        live.start()
-        while not self._ends.is_set():
-            is_ready = self._probe(probes["readiness"]) is None
-            if is_ready != self.is_ready and not self._ends.is_set():
-                self.is_ready = is_ready
-                self._machine.on_ready()
-            self._ends.wait(probes["readiness"]["periodSeconds"])
-        live.join()
+            live = threading.Thread(target=self._watch_life)
+            live.start()
+            for is_ready in self._repeat("readiness"):
+                if is_ready != self.is_ready and not self._ends.is_set():
+                    self.is_ready = is_ready
+                    self._cluster.on_ready()
+            live.join()
+        else:
+            self.is_ready = True
 
-    def _watch_life(self, probe: Object) -> None:
-        self._machine.wires.node.enter()
-        in_a_row = 0
+    def _watch_life(self) -> None:
+        self._cluster.wires.node.enter()
+        for _ in self._repeat("liveness"):
+            pass
+
+    def _repeat(self, name: str) -> Iterator[bool]:
+        """Yield the success of each probe until the pod ends. Record a restart after too many failures in a row."""
+        probe, in_a_row = self._container[f"{name}Probe"], 0
         while not self._ends.is_set():
             problem = self._probe(probe)
             in_a_row = 0 if problem is None else in_a_row + 1
-            if in_a_row == probe["failureThreshold"]:
-                self.failures.append(f"it does not live: {problem}")
+            if in_a_row == probe.get("failureThreshold"):
+                self.failures.append(f"{name}: {problem}")
+            yield problem is None
             self._ends.wait(probe["periodSeconds"])
 
     def _probe(self, probe: Object) -> str | None:
@@ -164,13 +138,7 @@ class Pod:
 
     def _get(self, how: Object, timeout: float) -> str | None:
         _, port = self.place.ports[how["port"]]
-        connection: http.client.HTTPConnection
-        if how.get("scheme", "HTTP") == "HTTPS":  # a kubelet verifies nothing and has no certificate
-            context = ssl.create_default_context()
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            connection = http.client.HTTPSConnection(self.address, port, timeout=timeout, context=context)
-        else:
-            connection = http.client.HTTPConnection(self.address, port, timeout=timeout)
+        connection = http.client.HTTPConnection(self.address, port, timeout=timeout)
         try:
             connection.request("GET", how["path"])
             status = connection.getresponse().status

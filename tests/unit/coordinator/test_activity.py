@@ -11,10 +11,18 @@ import pytest
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import TrainerLost
 from ps_protocol.messages import PserverLoad
-from services.coordinator.activity import MAX_SAMPLES, WINDOW_SECONDS, Activity, ActivityLog
+from services.coordinator.activity import (
+    MAX_ANSWERED,
+    MAX_CURVES,
+    MAX_POINTS,
+    MAX_SAMPLES,
+    WINDOW_SECONDS,
+    Activity,
+    ActivityLog,
+    Curves,
+)
 from services.coordinator.audit import FILE, MAX_LISTED, AuditLog
 from services.coordinator.cluster import Cluster
-from services.coordinator.curves import MAX_ANSWERED, MAX_CURVES, MAX_POINTS, Curves
 from services.coordinator.events import MAX_EVENTS, Events
 
 from .support import LEASE, alive, beat, joining, leaving, make_cluster, registration, train
@@ -150,7 +158,7 @@ def test_changes_of_the_cluster_become_events():
     cluster.leave_trainer(1, leaving("failed", reason="no data"), 1.0)
     cluster.pserver_heartbeat(0, beat(run="run1"), LEASE)
     cluster.expire(LEASE + 1)
-    cluster.complete_checkpoints.insert(0, 40)
+    cluster.run.complete_checkpoints.insert(0, 40)
     events.detect_changes(cluster)
     assert texts(events, seen)[:2] == [
         "pserver 1 at http://1:1 is silent",

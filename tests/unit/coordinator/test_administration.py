@@ -16,6 +16,7 @@ from services.coordinator.administration import Administration, RollBack, SetRat
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.metrics import measure_cluster
 
+from ...raising import raises_code
 from .coordinating import FakePservers, eventually, heartbeat, leave, training
 from .support import beat, leaving, registration
 
@@ -32,7 +33,7 @@ async def test_a_rollback_behind_the_rounds_of_a_trainer_that_is_done_is_refused
         run = coordinator.cluster.run
         heartbeat(coordinator, 1, 4)
         leave(coordinator, 1, round=4)
-        coordinator.cluster.complete_checkpoints[:] = [2]
+        coordinator.cluster.run.complete_checkpoints[:] = [2]
         with pytest.raises(Conflict, match="trainer 1"):
             await Administration(coordinator).roll_back("me", RollBack(round=2))
         assert (run.state, run.rollback_to, outcomes(coordinator)) == ("training", None, ["requested", "failed"])
@@ -41,14 +42,14 @@ async def test_a_rollback_behind_the_rounds_of_a_trainer_that_is_done_is_refused
 async def test_a_rollback_is_refused_if_its_checkpoint_is_deleted_during_another_change() -> None:
     pservers = FakePservers()
     async with training(pservers) as coordinator:
-        coordinator.cluster.complete_checkpoints[:] = [2]
+        coordinator.cluster.run.complete_checkpoints[:] = [2]
         administrator = Administration(coordinator)
         may_go_on = pservers.hold("0")
         pausing = asyncio.create_task(administrator.pause("me"))
         await asyncio.sleep(0)
         rolling_back = asyncio.create_task(administrator.roll_back("me", RollBack(round=2)))
         await eventually(lambda: coordinator.cluster.run.is_changing)
-        coordinator.cluster.complete_checkpoints[:] = [4]
+        coordinator.cluster.run.complete_checkpoints[:] = [4]
         may_go_on.set()
         await pausing
         with pytest.raises(NotFound, match="complete are: 4"):
@@ -92,7 +93,7 @@ async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() 
     pservers = FakePservers()
     async with training(pservers) as coordinator:
         administrator, run = Administration(coordinator), coordinator.cluster.run
-        coordinator.cluster.complete_checkpoints[:] = [3]
+        coordinator.cluster.run.complete_checkpoints[:] = [3]
         pservers.ranges = [[0, 2]]
         with pytest.raises(Conflict, match="not every pserver can restore round 3"):
             await administrator.roll_back("me", RollBack(round=3))
@@ -114,7 +115,7 @@ async def test_a_rollback_that_becomes_impossible_meanwhile_is_refused(does_a_tr
     async with training(pservers) as coordinator:
         cluster = coordinator.cluster
         heartbeat(coordinator, 1, 4)
-        cluster.complete_checkpoints[:] = [2]
+        cluster.run.complete_checkpoints[:] = [2]
         if does_a_trainer_leave:
             message = leaving("done", run=cluster.run.name, round=4, attempt=0)
             pservers.on_freeze = lambda: cluster.leave_trainer(1, message, coordinator.now())
@@ -131,7 +132,7 @@ async def test_a_trainer_that_leaves_with_rounds_of_the_attempt_before_a_rollbac
     """The trainer learns of the rollback with its next step only, and there is none."""
     async with training() as coordinator:
         run = coordinator.cluster.run
-        coordinator.cluster.complete_checkpoints[:] = [2]
+        coordinator.cluster.run.complete_checkpoints[:] = [2]
         await Administration(coordinator).roll_back("me", RollBack(round=2))
         leave(coordinator, 1, round=4, attempt=attempt)
         if attempt == 0:
@@ -150,18 +151,20 @@ async def test_a_paused_run_is_resumed_while_a_checkpoint_is_being_made() -> Non
         await eventually(lambda: coordinator.audit.entries()[-1].action == "checkpoint")
         async with asyncio.timeout(10):
             await administrator.resume("me")
-        coordinator.cluster.complete_checkpoints[:] = [4]
+        coordinator.cluster.run.complete_checkpoints[:] = [4]
         await eventually(made.done)
         assert (await made).round == 4
         done = [(entry.number, entry.action) for entry in coordinator.audit.entries() if entry.outcome == "done"]
         assert sorted(done) == [(1, "pause"), (2, "checkpoint"), (3, "resume")]
 
 
-async def test_an_evicted_trainer_is_not_counted_as_lost() -> None:
+async def test_an_evicted_trainer_is_not_counted_as_lost_and_the_last_one_stays() -> None:
     registry = CollectorRegistry()
     async with training() as coordinator:
         measure_cluster(coordinator.cluster, registry)
         await Administration(coordinator).evict("me", 1)
+        with raises_code("cannot_evict"):
+            await Administration(coordinator).evict("me", 0)
         evicted = coordinator.cluster.run.trainers[1]
         assert (evicted.state, registry.get_sample_value("gradpost_trainers_gone")) == ("lost", 0)
         evicted.why = "no heartbeat for 30 s"

@@ -73,7 +73,7 @@ async def scheduling(rounds: Sequence[int] = (0, 0), **settings: Any) -> AsyncIt
     """Yield a run in these rounds with an interval of 5, a checkpoint of round 0, and a clock that stands at 1."""
     cluster = make_cluster(**{"durability": "log", "on_trainer_loss": "wait", "checkpoint_rounds": 5, **settings})
     train(cluster)
-    cluster.complete_checkpoints[:], cluster.checkpoints_known_for = [0], (cluster.run.name, 0)
+    cluster.run.complete_checkpoints[:], cluster.run.listed_attempt = [0], 0
     writers = Writers()
     writers.rounds = list(rounds)
     writers.report(cluster)
@@ -95,7 +95,7 @@ async def test_the_next_checkpoint_is_requested_when_the_one_before_is_complete(
             writers.report(cluster, written=written, coming=[5])
             await schedule.advance()
             assert writers.named == [5]
-        cluster.complete_checkpoints[:] = [5, 0]
+        cluster.run.complete_checkpoints[:] = [5, 0]
         await schedule.advance()
         assert writers.named == [5, 15]
 
@@ -144,7 +144,7 @@ async def test_a_requested_checkpoint_is_made_once():
             assert writers.named == [6, 8]
         writers.rounds = [9, 9]
         writers.report(cluster, written=[[0, 8], [0, 8]])
-        cluster.complete_checkpoints.append(8)
+        cluster.run.complete_checkpoints.append(8)
         await schedule.advance()
         assert writers.named == [6, 8, 10]  # the next scheduled one
 
@@ -152,7 +152,7 @@ async def test_a_requested_checkpoint_is_made_once():
 async def test_a_requested_checkpoint_is_not_made_in_the_next_attempt():
     async with scheduling([7, 7]) as (cluster, writers, schedule):
         schedule.request()
-        cluster.run.attempt, cluster.checkpoints_known_for = 1, (cluster.run.name, 1)
+        cluster.run.attempt = cluster.run.listed_attempt = 1
         for member in cluster.registry.members.values():
             member.attempt = 1
         await schedule.advance()
@@ -239,8 +239,8 @@ async def complete(manifests: Manifests, cluster: Cluster, *rounds: int) -> None
 
 def restart(cluster: Cluster) -> None:
     """Forget what a restarted coordinator does not know."""
-    cluster.complete_checkpoints.clear()
-    cluster.checkpoints_known_for = None
+    cluster.run.complete_checkpoints.clear()
+    cluster.run.listed_attempt = None
 
 
 def roll_back(cluster: Cluster, round_: int) -> None:
@@ -266,10 +266,10 @@ async def test_a_checkpoint_is_complete_when_all_pservers_have_written_their_sha
     report(cluster, 0, 0, 4)
     report(cluster, 1, 0)
     await manifests.update()
-    assert found(place) == cluster.complete_checkpoints == [0]
+    assert found(place) == cluster.run.complete_checkpoints == [0]
     report(cluster, 1, 4)
     await manifests.update()
-    assert found(place) == cluster.complete_checkpoints == [4, 0]
+    assert found(place) == cluster.run.complete_checkpoints == [4, 0]
     manifest = read_manifest(place, "run1", 4)
     assert manifest is not None
     assert [file.pserver for file in manifest.shards] == [0, 1]
@@ -281,10 +281,10 @@ async def test_a_checkpoint_is_not_completed_after_a_pserver_has_written_a_later
     report(cluster, 0, 4, 8, 12)
     report(cluster, 1, 4, 8)
     await manifests.update()
-    assert found(place) == cluster.complete_checkpoints == [4]
+    assert found(place) == cluster.run.complete_checkpoints == [4]
     report(cluster, 1, 4, 8, 12)
     await manifests.update()
-    assert found(place) == cluster.complete_checkpoints == [12, 4]
+    assert found(place) == cluster.run.complete_checkpoints == [12, 4]
 
 
 async def test_pservers_receive_no_list_of_checkpoints_while_one_is_being_completed(
@@ -309,10 +309,10 @@ async def test_older_checkpoints_are_deleted_unless_a_change_is_under_way(cluste
     await complete(manifests, cluster, 0, 4)
     cluster.run.number += 1
     await complete(manifests, cluster, 8)
-    assert found(place) == cluster.complete_checkpoints == [8, 4, 0]
+    assert found(place) == cluster.run.complete_checkpoints == [8, 4, 0]
     cluster.finish_change(cluster.run.number)
     await complete(manifests, cluster, 12)
-    assert found(place) == cluster.complete_checkpoints == [12, 8]
+    assert found(place) == cluster.run.complete_checkpoints == [12, 8]
     assert place.list("run1") == ["000000000008", "000000000012"]
 
 
@@ -326,7 +326,7 @@ async def test_checkpoints_are_completed_though_a_place_refuses_to_delete(
         place, "delete", lambda name: delete(name) if deletes_manifests and name.endswith(".json") else refuse(name)
     )
     await complete(manifests, cluster, 4, 8, 12)
-    assert cluster.complete_checkpoints == [12, 8]
+    assert cluster.run.complete_checkpoints == [12, 8]
     assert found(place) == ([12, 8] if deletes_manifests else [12, 8, 4])
 
 
@@ -346,9 +346,9 @@ async def test_a_manifest_that_cannot_be_written_is_tried_again(cluster, place, 
         assert not await manifests.update()
     finally:
         arm_failpoints("")
-    assert cluster.complete_checkpoints == []
+    assert cluster.run.complete_checkpoints == []
     assert await manifests.update()
-    assert found(place) == cluster.complete_checkpoints == [4]
+    assert found(place) == cluster.run.complete_checkpoints == [4]
 
 
 async def test_a_restarted_coordinator_finds_complete_and_undamaged_checkpoints(cluster, place, tmp_path):
@@ -357,7 +357,7 @@ async def test_a_restarted_coordinator_finds_complete_and_undamaged_checkpoints(
     damage(tmp_path / round_folder("run1", 4) / MANIFEST)
     restart(cluster)
     await Manifests(cluster, place, max_complete=3).update()
-    assert cluster.complete_checkpoints == [8, 0]
+    assert cluster.run.complete_checkpoints == [8, 0]
     damage(tmp_path / round_folder("run1", 8) / MANIFEST)
     assert [manifest.round for manifest in all_checkpoints(place)] == [0]
 
@@ -373,7 +373,7 @@ async def test_pservers_receive_no_list_of_checkpoints_before_the_place_was_read
     with monkeypatch.context() as patch:
         patch.setattr(place, method, refuse)
         assert not await manifests.update()
-    assert (cluster.knows_checkpoints, report(cluster, 0, 4).complete) == (False, None)
+    assert (cluster.run.knows_checkpoints, report(cluster, 0, 4).complete) == (False, None)
     assert await manifests.update()
     assert report(cluster, 0, 4).complete == (4,)
 
@@ -387,11 +387,11 @@ async def test_checkpoints_of_rounds_that_a_rollback_has_undone_are_deleted(clus
     newest = len(attempts)
     report_all(cluster, 4, attempt=newest)  # the pservers have deleted their shards of rounds 8 and 12
     await manifests.update()
-    assert found(place) == cluster.complete_checkpoints == [4]
+    assert found(place) == cluster.run.complete_checkpoints == [4]
     report_all(cluster, 4, 8, attempt=newest)
     await manifests.update()
     assert [(m.attempt, m.round) for m in all_checkpoints(place)] == [(newest, 8), (0, 4)]
-    assert cluster.complete_checkpoints == [8, 4]
+    assert cluster.run.complete_checkpoints == [8, 4]
 
 
 async def test_a_manifest_that_is_written_during_a_rollback_of_its_round_is_deleted(
@@ -407,10 +407,10 @@ async def test_a_manifest_that_is_written_during_a_rollback_of_its_round_is_dele
     with monkeypatch.context() as patch:
         patch.setattr(place, "write", write_slowly)
         await manifests.update()
-    assert cluster.complete_checkpoints == []
+    assert cluster.run.complete_checkpoints == []
     report_all(cluster, attempt=1)
     await manifests.update()
-    assert found(place) == cluster.complete_checkpoints == []
+    assert found(place) == cluster.run.complete_checkpoints == []
 
 
 async def test_the_newest_run_counts_by_date_and_the_newest_checkpoint_of_a_run_by_round(cluster, place, manifests):

@@ -245,7 +245,7 @@ async def test_a_place_that_hangs_delays_neither_a_change_of_members_nor_the_end
             may_go_on.wait(20)
             return []
 
-        coordinator.cluster.checkpoints_known_for = None
+        coordinator.cluster.run.listed_attempt = None
         monkeypatch.setattr(coordinator.place, "list", hang)
         coordinator.changed()
         await eventually(is_listing.is_set)

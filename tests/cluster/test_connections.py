@@ -1,4 +1,4 @@
-"""A cluster that is closed by tokens and mutual TLS, which are replaced while it trains; `gradpost doctor`."""
+"""Ways to the services: HTTP/1.1, Unix sockets on one host, tokens and TLS; and `gradpost doctor`, which tests them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import asyncio
 import itertools
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
+from torch import Tensor
 
-from gradpost.doctor import Finding, check_cluster
+from gradpost.doctor import check_cluster
 from gradpost.tokens import create_tokens
 from ps_config.certificates import TlsFiles, client_context
 from ps_config.environment import SettingsError
@@ -30,9 +34,74 @@ from trainer_client.testing import LocalCluster
 
 from ..unit.cli.conftest import run_process
 from ..unit.protocol.test_certificates import Authority, serial, serial_of_peer
-from .training import run_trainers, wrap_weight
+from .conftest import StartCluster
+from .training import (
+    Parameters,
+    assert_identical,
+    run_all,
+    run_trainers,
+    step_with,
+    train_locally,
+    train_remotely,
+    wrap_weight,
+)
 
 pytestmark = pytest.mark.cluster
+
+
+@pytest.mark.extended
+def test_tls_on_every_link(tmp_path: Path, own_cluster: StartCluster) -> None:
+    """Over HTTP/1.1: the closed cluster below has TLS and HTTP/2."""
+    issued = Authority(tmp_path / "authority").issue("service")
+
+    def train(session: Session) -> float:
+        weight, optimizer = wrap_weight(session, 100_000)
+        step_with(optimizer, weight)
+        assert session.summary().transport == "HTTP/1.1"
+        return weight.sum().item()
+
+    cluster = own_cluster(http2=False, tls_ca=issued.ca, tls_cert=issued.cert, tls_key=issued.key)
+    assert cluster.address.startswith("https://")
+    assert run_all(cluster, train, tls_ca=issued.ca) == [-100_000.0] * 2
+
+
+def count_tcp_connections(session: Session) -> int:
+    """Count the connections of this process, in which the trainers are threads, to the pservers."""
+    ports = {int(pserver.connection.info.address.rpartition(":")[2]) for pserver in session.client.pservers}
+    connections = psutil.Process().net_connections("tcp")
+    return sum(bool(one.raddr) and one.raddr.port in ports for one in connections)
+
+
+def count_local_connections(names: set[str | None]) -> int:
+    """Count the local connections that pservers have accepted."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return sum(line.split()[5] == "03" and line.rpartition("@")[2] in names for line in lines)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
+@pytest.mark.parametrize("is_wanted", [True, pytest.param(False, marks=pytest.mark.extended)])
+def test_blocks_travel_over_unix_sockets_if_both_sides_want_that(is_wanted: bool) -> None:
+    def look(step: int, parameters: Parameters, *, session: Session) -> None:
+        if step == 5 and session.rank == 0:
+            names = {pserver.connection.info.local for pserver in session.client.pservers}
+            assert None not in names
+            # Each of two trainers has one connection to each of two pservers.
+            found = count_local_connections(names), count_tcp_connections(session)
+            assert found == ((4, 0) if is_wanted else (0, 4))
+            links = [pserver.link.describe() for pserver in session.client.pservers]
+            assert all(link.is_local == is_wanted and link.pushes.num_bytes > 0 for link in links)
+            local_pservers = session.client.metrics.registry.get_sample_value("gradpost_trainer_local_pservers")
+            assert local_pservers == (2 if is_wanted else 0)
+
+    def train(session: Session) -> dict[str, Tensor]:
+        return train_remotely("Adam", session, before_step=partial(look, session=session))
+
+    with LocalCluster(pservers=2, trainers=2, on_trainer_loss="fail") as cluster:
+        for actual in run_all(cluster, train, local_transport=is_wanted):
+            assert_identical(actual, train_locally("Adam"))
+
+
+# ---------------------------------------------------------------------- tokens and TLS
 
 
 @dataclass
@@ -185,43 +254,26 @@ def doctor(cluster: LocalCluster, exit_code: int = 0, **environment: str) -> dic
     return {finding["check"]: finding for finding in json.loads(outcome.stdout)["checks"]}
 
 
-def examine(cluster: LocalCluster) -> dict[str, Finding]:
-    """Return the findings about the cluster, of this process."""
-    return {finding.check: finding for finding in check_cluster(cluster.address)}
-
-
-def await_event(cluster: LocalCluster, text: str) -> str:
-    """Wait for an event whose description begins so; return the rest of it."""
+def await_event(cluster: LocalCluster, text: str) -> None:
+    """Wait for an event whose description begins so."""
     while True:
         with suppress(Unreachable):  # a connection may break off
             for event in cluster.view.follow_events():
                 if event["text"].startswith(text):
-                    return str(event["text"].removeprefix(text))
-
-
-def await_pservers(cluster: LocalCluster) -> list[str]:
-    """Wait for both pservers; return their addresses."""
-    return [await_event(cluster, f"pserver {index} is here, at ") for index in range(2)]
+                    return
 
 
 @pytest.mark.extended
 def test_pservers_that_are_not_reached_are_found() -> None:
     with LocalCluster(lease_seconds=60) as cluster:
-        addresses = await_pservers(cluster)
-        found = examine(cluster)
-        for index, address in enumerate(addresses):
-            assert (found[f"pserver {index}"].level, address in found[f"pserver {index}"].detail) == ("ok", True)
-        for check in ("coordinator", "versions", "addresses", "clocks"):
-            assert found[check].level == "ok", found[check]
-        assert "3 services" in found["clocks"].detail
-        assert found["pserver disks"].detail.endswith(" are free on each of 2") or found["pserver disks"].advice
-
+        for index in range(2):
+            await_event(cluster, f"pserver {index} is here, at ")
         cluster.pservers[0].stop()
         cluster.start_pserver(0, GRADPOST_ADVERTISE_ADDRESS="http://ps-0.invalid:7071")
         await_event(cluster, "pserver 0 is here, at http://ps-0.invalid:7071")
         cluster.pservers[1].signal(SIGSTOP)
         began = time.monotonic()
-        found = examine(cluster)
+        found = {finding.check: finding for finding in check_cluster(cluster.address)}
         assert time.monotonic() - began < 20
         cluster.pservers[1].signal(SIGCONT)
     assert "the name ps-0.invalid is not known here: " in found["pserver 0"].detail

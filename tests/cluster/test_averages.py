@@ -1,7 +1,8 @@
-"""Float buffers, such as the statistics of batch norm, become their mean over all trainers in every step."""
+"""Means over the trainers: of parameters after local steps (local SGD, DiLoCo), and of float buffers in every step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,10 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
-from .training import assert_close, run_all, seeded
+from .training import assert_close, run_all, seeded, step_with, wrap_model, wrap_weight
 
 pytestmark = pytest.mark.cluster
-STEPS = 4
+STEPS = 6
 ROUNDING = 1e-6
 LOCAL = "1.num_batches_tracked"
 
@@ -26,6 +27,91 @@ LOCAL = "1.num_batches_tracked"
 @pytest.fixture(scope="module")
 def cluster(shared_cluster: StartCluster) -> LocalCluster:
     return shared_cluster(min_block_size=2, on_trainer_loss="fail")
+
+
+def set_gradient(weight: nn.Parameter, rank: int, step: int) -> None:
+    weight.grad = torch.randn(20, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def make_inner(weight: nn.Parameter) -> torch.optim.Optimizer:
+    return torch.optim.Adam([("weight", weight)], lr=0.1)
+
+
+def oracle(local_steps: int, outer: Callable[[nn.Parameter], torch.optim.Optimizer]) -> Tensor:
+    """Train in one process: every trainer's own copy, and one outer optimizer on the mean of the differences."""
+    center = nn.Parameter(torch.zeros(20))
+    outer_optimizer = outer(center)
+    copies = [nn.Parameter(torch.zeros(20)) for _ in range(2)]
+    inner = [make_inner(copy) for copy in copies]
+    for step in range(1, STEPS + 1):
+        for rank in range(2):
+            set_gradient(copies[rank], rank, step)
+            inner[rank].step()
+        if step % local_steps == 0:
+            differences = [center.detach() - copy.detach() for copy in copies]
+            center.grad = (differences[0] + differences[1]) * 0.5
+            outer_optimizer.step()
+            with torch.no_grad():
+                for copy in copies:
+                    copy.copy_(center)
+    return center.detach()
+
+
+def take_local_steps(session: Session, **arguments: object) -> Tensor:
+    weight = nn.Parameter(torch.zeros(20))
+    outer = arguments.pop("outer", None)
+    if callable(outer):
+        arguments["outer"] = outer(weight)
+    optimizer = RemoteOptimizer(make_inner(weight), session=session, **arguments)
+    for step in range(1, STEPS + 1):
+        set_gradient(weight, session.rank, step)
+        optimizer.step()
+    assert optimizer.round == STEPS // session.client.settings.local_steps
+    return weight.detach().clone()
+
+
+def test_local_sgd_averages_parameters(cluster: LocalCluster) -> None:
+    expected = oracle(3, lambda p: torch.optim.SGD([p], lr=1.0, fused=True))
+    for actual in run_all(cluster, partial(take_local_steps, local_steps=3)):
+        assert torch.equal(actual, expected)
+
+
+def test_diloco_with_an_outer_optimizer_and_by_settings(cluster: LocalCluster) -> None:
+    def make_outer(weight: nn.Parameter) -> torch.optim.Optimizer:
+        return torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True, fused=True)
+
+    expected = oracle(2, make_outer)
+    for arguments in ({"outer": make_outer}, {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}):
+        for actual in run_all(cluster, partial(take_local_steps, local_steps=2, **arguments)):
+            assert torch.equal(actual, expected)
+
+
+def test_an_outer_optimizer_of_other_parameters_is_refused(cluster: LocalCluster) -> None:
+    def work(session: Session) -> None:
+        weight, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        outer = torch.optim.SGD([other], lr=1.0)
+        with pytest.raises(BadModel, match="must have the parameters of the inner one"):
+            RemoteOptimizer(make_inner(weight), session=session, local_steps=2, outer=outer)
+
+    run_all(cluster, work)
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+@pytest.mark.extended
+def test_where_nothing_is_averaged_each_trainer_moves_its_share(own_cluster: StartCluster, mode: str) -> None:
+    """All pull towards 1; if each moved the parameters by its whole difference, they would end far beyond."""
+
+    def work(session: Session) -> float:
+        weight, optimizer = wrap_weight(session, 20, lr=0.4, local_steps=4)
+        for _ in range(40):
+            step_with(optimizer, weight, value=weight[0].item() - 1)
+        return weight[0].item()
+
+    for value in run_all(own_cluster(trainers=4, mode=mode, min_block_size=4), work):
+        assert value == pytest.approx(1, abs=0.1)
+
+
+# ---------------------------------------------------------------------- buffers
 
 
 def make_model() -> nn.Sequential:
@@ -57,9 +143,9 @@ def assert_as_expected(found: list[list[dict[str, Tensor]]]) -> None:
             assert_close(found[rank][step], buffers_of(model), ROUNDING, ROUNDING)
 
 
-def train(session: Session, **arguments: Any) -> list[dict[str, Tensor]]:
+def train_buffers(session: Session, **arguments: Any) -> list[dict[str, Tensor]]:
     model = make_model()
-    optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model, session=session, **arguments)
+    optimizer = wrap_model(session, model, lr=0.0, **arguments)
     found = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -71,15 +157,15 @@ def train(session: Session, **arguments: Any) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("arguments", [{"overlap": True}, {"push_type": "topk"}], ids=str)
 def test_buffers_become_their_mean_in_every_step(cluster: LocalCluster, arguments: dict[str, Any]) -> None:
-    assert_as_expected(run_all(cluster, partial(train, **arguments), bucket_bytes=50))
+    assert_as_expected(run_all(cluster, partial(train_buffers, **arguments), bucket_bytes=50))
 
 
 @pytest.mark.ring
-def test_they_become_their_mean_in_a_ring(ring: LocalCluster) -> None:
-    assert_as_expected(run_all(ring, train))
+def test_buffers_become_their_mean_in_a_ring(ring: LocalCluster) -> None:
+    assert_as_expected(run_all(ring, train_buffers))
 
 
-def test_the_state_of_an_optimizer_leaves_them_out(cluster: LocalCluster) -> None:
+def test_the_state_of_an_optimizer_leaves_buffers_out(cluster: LocalCluster) -> None:
     def work(session: Session) -> dict[str, Any]:
         model = make_model()
         optimizer = RemoteOptimizer(torch.optim.Adam(model.parameters()), model=model, session=session)
@@ -94,12 +180,10 @@ def test_the_state_of_an_optimizer_leaves_them_out(cluster: LocalCluster) -> Non
 
 
 @pytest.mark.clip
-def test_they_are_no_part_of_the_norm_and_not_clipped(cluster: LocalCluster) -> None:
+def test_buffers_are_no_part_of_the_norm_and_not_clipped(cluster: LocalCluster) -> None:
     def work(session: Session) -> tuple[float | None, float]:
         model = make_model()
-        optimizer = RemoteOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.0), model=model, session=session, max_grad_norm=0.5
-        )
+        optimizer = wrap_model(session, model, lr=0.0, max_grad_norm=0.5)
         compute(model, 0, 0)
         own = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).norm().item()
         optimizer.step()
@@ -115,9 +199,7 @@ def mean_of_the_exported(cluster: LocalCluster, **arguments: Any) -> float:
 
     def work(session: Session) -> None:
         model = nn.Sequential(nn.BatchNorm1d(1, momentum=0.5))
-        optimizer = RemoteOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.01), model=model, session=session, **arguments
-        )
+        optimizer = wrap_model(session, model, lr=0.01, **arguments)
         for _ in range(16):
             optimizer.zero_grad()
             model(torch.tensor([[-1.0], [1.0]]) + 1 + 2 * session.rank).square().sum().backward()
@@ -139,7 +221,7 @@ def test_a_model_that_is_read_has_statistics_of_its_weights(cluster: LocalCluste
 
 @pytest.mark.parametrize(
     "settings",
-    [{"max_delay": 2}, {"mode": "async", "compensation": "dc"}, {"mode": "ssp", "max_staleness": 1}],
+    [{"max_delay": 2}, {"mode": "async", "compensation": "dc"}],
     ids=str,
 )
 def test_such_a_model_comes_of_every_mode(own_cluster: StartCluster, settings: dict[str, Any]) -> None:
@@ -150,7 +232,7 @@ def test_such_a_model_comes_of_every_mode(own_cluster: StartCluster, settings: d
 def test_a_skipped_round_leaves_the_means_of_the_round_before(own_cluster: StartCluster) -> None:
     def work(session: Session) -> list[dict[str, Tensor]]:
         model, found = make_model(), []
-        optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model, session=session)
+        optimizer = wrap_model(session, model, lr=0.0)
         for step in range(3):
             optimizer.zero_grad()
             compute(model, step, session.rank)
@@ -173,7 +255,7 @@ def test_buffers_that_are_replaced_infinite_or_of_16_bits(cluster: LocalCluster)
         model.register_buffer("level", torch.zeros(3))
         model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
         model.register_buffer("short", torch.zeros(2, dtype=torch.bfloat16))
-        optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model, session=session)
+        optimizer = wrap_model(session, model, lr=0.0)
         for step in range(3):
             model(torch.ones(1, 2)).sum().backward()
             model.level = model.level + (float("nan") if (session.rank, step) == (1, 2) else session.rank + 1.0)
@@ -190,7 +272,7 @@ def test_buffers_that_are_replaced_infinite_or_of_16_bits(cluster: LocalCluster)
 def test_a_buffer_that_becomes_another_one_is_refused(cluster: LocalCluster) -> None:
     def work(session: Session) -> None:
         model = make_model()
-        optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model, session=session)
+        optimizer = wrap_model(session, model, lr=0.0)
         model[1].running_mean = torch.zeros(5)
         with pytest.raises(BadModel, match=r"1\.running_mean.*has become another tensor"):
             optimizer.step()

@@ -1,0 +1,68 @@
+"""The choice of a step engine refuses what does not work together. A cluster test shows that an optimizer asks it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import BadModel
+from trainer_client.engines.choice import check_combination
+from trainer_client.settings import TrainerSettings
+
+BOTH = {"overlap": True, "overlap_pulls": True}
+
+
+def check(
+    settings: dict[str, Any],
+    rules: dict[str, Any],
+    *,
+    has_module: bool = True,
+    has_host: bool = False,
+    has_outer: bool = False,
+    is_declared: bool = False,
+) -> None:
+    client = SimpleNamespace(
+        settings=TrainerSettings(**settings),
+        joined=SimpleNamespace(consistency=Consistency(**rules)),
+        is_declared=is_declared,
+    )
+    session = SimpleNamespace(client=client, host=object() if has_host else None)
+    model = SimpleNamespace(module=nn.Linear(2, 2) if has_module else None, parameters={})
+    check_combination(cast(Any, session), cast(Any, model), has_outer=has_outer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rules", "more", "said"),
+    [
+        ({"local_steps": 2}, {"strategy": "ring"}, {}, "local_steps and overlap_pulls need pservers"),
+        (BOTH, {"strategy": "ring"}, {}, "local_steps and overlap_pulls need pservers"),
+        ({}, {}, {"has_outer": True}, "has work only with local_steps"),
+        ({"outer_momentum": 0.9}, {}, {}, "has work only with local_steps"),
+        ({"overlap": True, "local_steps": 2}, {}, {}, "local_steps with overlap"),
+        ({"local_steps": 2}, {"max_delay": 1}, {}, "local_steps with max_delay"),
+        (BOTH, {}, {"has_module": False}, "needs RemoteOptimizer"),
+        ({"overlap_pulls": True}, {}, {}, "needs overlap=True"),
+        (BOTH, {}, {"has_host": True}, "overlap_pulls is for trainers that are one process"),
+        (BOTH, {"max_delay": 1}, {}, "overlap_pulls with max_delay"),
+        ({}, {}, {"is_declared": True}, "a session has one RemoteOptimizer"),
+    ],
+    ids=str,
+)
+def test_what_does_not_work_together_is_refused(
+    settings: dict[str, Any], rules: dict[str, Any], more: dict[str, bool], said: str
+) -> None:
+    with pytest.raises(BadModel, match=said):
+        check(settings, rules, **more)
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [(BOTH, {}), ({"local_steps": 2, "outer_momentum": 0.9}, {}), ({"overlap": True}, {"has_host": True})],
+    ids=str,
+)
+def test_what_works_together_is_accepted(settings: dict[str, Any], more: dict[str, bool]) -> None:
+    check(settings, {}, **more)
