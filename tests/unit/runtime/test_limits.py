@@ -78,6 +78,8 @@ async def test_a_request_beyond_the_limit_is_refused() -> None:
         assert (response.status_code, response.json()["code"]) == (503, "overloaded")
         assert response.headers["retry-after"] == "1"
         assert response.headers["content-type"] == PROBLEM_CONTENT_TYPE
+        async with raw_connection(server.address, INCOMPLETE % b"/raw/fine") as connection, asyncio.timeout(2):
+            assert (await connection.read_line()).startswith(b"HTTP/1.1 503 ")  # its body is not waited for
         sample.slow_ends.set()
         assert (await slow).status_code == 200
         assert (await client.post(f"{server.address}/raw/fine", content=b"12345")).status_code == 200
