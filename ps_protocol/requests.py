@@ -7,12 +7,14 @@ on without reading their fields, so that a new field needs one line here and one
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from .errors import BadInput
+from .fence import MAX_DIGITS
 from .norms import AgreedNorm
-from .optimizers import HyperParameters
+from .optimizers import HyperParameters, OptimizerSpec, check_hyper_parameters
 from .routes import (
     BARRIER_HEADER,
     COMPUTED_ON_KEY,
@@ -31,14 +33,15 @@ from .routes import (
 from .vocabulary import Rank, Round
 
 WAIT_SECONDS = 10.0  # how long a pserver holds a request back before it answers which trainers are missing
+MAX_WAIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
-    """The metadata of the last frame of a contribution to a pserver, which makes the contribution complete."""
+class Completion:
+    """The announcement of a whole contribution to a pserver, which its last frame carries."""
 
     num_blocks: int
-    hyper_parameters: Sequence[HyperParameters]
+    hyper_parameters: list[HyperParameters]
     computed_on: Round | None = None  # asynchronous modes: the step after which the parameters were pulled
     num_slots: int = 0  # slots and step states in other frames of the contribution
 
@@ -54,6 +57,32 @@ class Push:
             metadata[NUM_SLOTS_KEY] = str(self.num_slots)
         return metadata
 
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, str], optimizer: OptimizerSpec) -> Completion | None:
+        """Read the metadata of a frame; None if it is not the last one. Raises BadInput."""
+        num_blocks = _read_number(metadata, NUM_BLOCKS_KEY, max_digits=9)
+        if num_blocks is None:
+            return None
+        try:
+            hyper_parameters = json.loads(metadata.get(HYPER_PARAMETERS_KEY, "null"))
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{HYPER_PARAMETERS_KEY} is not JSON: {error}", code="bad_hyper_parameters") from None
+        return cls(
+            num_blocks,
+            check_hyper_parameters(optimizer, hyper_parameters),
+            _read_number(metadata, COMPUTED_ON_KEY, MAX_DIGITS),
+            _read_number(metadata, NUM_SLOTS_KEY, max_digits=9) or 0,
+        )
+
+
+def _read_number(metadata: Mapping[str, str], key: str, max_digits: int) -> int | None:
+    text = metadata.get(key)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= max_digits):
+        raise BadInput(f"{key} is not a number", code="malformed_frame", expected="decimal digits", actual=text[:40])
+    return int(text)
+
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
@@ -67,6 +96,18 @@ class Barrier:
         verdict = {} if self.is_finite else {VERDICT_HEADER: "nonfinite"}
         return {BARRIER_HEADER: self.kind, **verdict}
 
+    @classmethod
+    def from_headers(cls, headers: Mapping[str, str]) -> Barrier:
+        """Parse lower-case headers. Raises BadInput."""
+        verdict = headers.get(VERDICT_HEADER, "finite")
+        if verdict not in ("finite", "nonfinite"):
+            raise _bad_header(VERDICT_HEADER, "is no verdict", "finite or nonfinite", verdict)
+        match headers.get(BARRIER_HEADER):
+            case "batch" | "fetch" as kind:
+                return cls(kind, verdict == "finite")
+            case other:
+                raise _bad_header(BARRIER_HEADER, "names no barrier", "batch or fetch", other)
+
 
 @dataclass(frozen=True, slots=True)
 class Pull:
@@ -77,6 +118,7 @@ class Pull:
     names: tuple[str, ...] = ()  # of blocks; all if it is empty
     base: Round | None = None  # the version that the trainer holds; blocks that have not changed since are omitted
     norm: AgreedNorm | None = None  # lets the pserver step a round whose gradients are clipped
+    wait_seconds: float = WAIT_SECONDS  # the longest wait for the answer
 
     def to_headers(self) -> dict[str, str]:
         """Return the headers.
@@ -85,7 +127,7 @@ class Pull:
         {'gradpost-wait-seconds': '10', 'gradpost-barrier': 'batch', 'gradpost-verdict': 'nonfinite',
          'gradpost-have': '6'}
         """
-        headers = {WAIT_HEADER: f"{WAIT_SECONDS:g}"}
+        headers = {WAIT_HEADER: f"{self.wait_seconds:g}"}
         if self.barrier is not None:
             headers |= self.barrier.to_headers()
         if self.norm is not None:
@@ -94,10 +136,33 @@ class Pull:
             headers[HAVE_HEADER] = str(self.base)
         return headers
 
+    @classmethod
+    def from_headers(cls, round_: Round, headers: Mapping[str, str]) -> Pull:
+        """Parse lower-case headers; the names are in the body. Raises BadInput."""
+        barrier = Barrier.from_headers(headers) if BARRIER_HEADER in headers else None
+        if barrier is not None and barrier.kind != "batch":
+            raise BadInput("other requests may carry the batch barrier only", code="bad_header", expected="batch")
+        norm = AgreedNorm.from_header(headers[NORM_HEADER]) if NORM_HEADER in headers else None
+        base = headers.get(HAVE_HEADER)
+        if base is not None and not (base.isascii() and base.isdigit() and len(base) <= MAX_DIGITS):
+            raise _bad_header(HAVE_HEADER, "is no round", "digits", base)
+        wait = headers.get(WAIT_HEADER, "0")
+        try:
+            seconds = float(wait)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds <= MAX_WAIT_SECONDS:
+            raise _bad_header(WAIT_HEADER, "is no time to wait", f"0 to {MAX_WAIT_SECONDS:g}", wait)
+        return cls(round_, barrier, (), None if base is None else int(base), norm, seconds)
+
     @property
     def body(self) -> bytes:
         """The body: the names of blocks as a JSON list, or nothing."""
         return json.dumps(self.names).encode() if self.names else b""
+
+
+def _bad_header(name: str, problem: str, expected: str, actual: str | None) -> BadInput:
+    return BadInput(f"the header {name} {problem}", code="bad_header", expected=expected, actual=actual and actual[:40])
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -116,24 +117,17 @@ def choose_device(parameters: Mapping[str, Tensor]) -> torch.device:
 
 async def run_aside(work: Callable[[], Any]) -> Any:
     """Run `work` on a daemon thread, which does not keep the process alive. Raises RuntimeError only."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # a cancelled caller leaves the thread alone
 
     def run() -> None:
-        found, error = None, None
         try:
-            found = work()
-        except Exception as problem:
-            error = problem if isinstance(problem, RuntimeError) else RuntimeError(repr(problem))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(resolve, found, error)
-
-    def resolve(found: Any, error: RuntimeError | None) -> None:
-        if not result.done():
-            result.set_result(found) if error is None else result.set_exception(error)
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error if isinstance(error, RuntimeError) else RuntimeError(repr(error)))
 
     threading.Thread(target=run, name="gradpost group", daemon=True).start()
-    return await result
+    return await asyncio.wrap_future(future)
 
 
 def _keep_for_ever(thing: object) -> None:

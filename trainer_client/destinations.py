@@ -17,7 +17,7 @@ from ps_protocol.vocabulary import Block, Round
 from ps_protocol.wire_types import SCALES, quantised
 
 from .device_copies import ParameterCopies, host_memory, is_away
-from .tensors import TORCH_DTYPES, check_form, has_wire_layout, writable_bytes
+from .tensors import TORCH_DTYPES, has_wire_layout, writable_bytes
 
 
 class Destinations:
@@ -33,33 +33,18 @@ class Destinations:
         """Make the sets. `are_awaited`: each computation with a parameter waits for its new value first."""
         self._parameters = parameters
         self._copies = ParameterCopies(are_awaited=are_awaited)
-        self._plan = plan
         self._dtypes = {name: TORCH_DTYPES[plan.pulled(name)] for name in parameters}
         self._is_apart = max_delay > 0 or plan.wire.pulls_deltas
-        self.sets: list[dict[str, Tensor]] = (
-            [{name: host_memory(p, self._dtypes[name]) for name, p in parameters.items()} for _ in range(max_delay + 1)]
-            if self._is_apart
-            else [make_destinations(parameters, self._dtypes)]
-        )
-        self._note_memory()
+        self.sets: list[dict[str, Tensor]] = [
+            {name: host_memory(p, self._dtypes[name]) for name, p in parameters.items()}
+            for _ in range(max_delay + 1 if self._is_apart else 0)
+        ]
+        self.follow_parameters()
 
-    def _note_memory(self) -> None:
-        self._memory = {name: _memory_of(parameter) for name, parameter in self._parameters.items()}
-
-    def has_moved(self) -> bool:
-        """Return True, and make new sets, if a script has given a parameter other memory, as `module.to()` does.
-
-        Raises BadModel if the parameter has another shape or dtype.
-        """
-        if all(_memory_of(parameter) == self._memory[name] for name, parameter in self._parameters.items()):
-            return False
-        for name, parameter in self._parameters.items():
-            spec = self._plan.parameter[name]
-            check_form(name, parameter, spec.shape, TORCH_DTYPES[spec.dtype])
+    def follow_parameters(self) -> None:
+        """Use the memory that the parameters have by now, unless the sets are separate."""
         if not self._is_apart:
             self.sets = [make_destinations(self._parameters, self._dtypes)]
-        self._note_memory()
-        return True
 
     def begin(self) -> None:
         """Begin a step, whose pull will write to a set. Blocks for copies from there to a device."""
@@ -98,10 +83,6 @@ def write_back(tensors: Mapping[str, Tensor], pulled: Mapping[str, Tensor], copi
                 tensor.copy_(pulled[name])
     # Autograd did not see that; a second backward through the old graph must fail.
     torch.autograd.graph.increment_version(written)
-
-
-def _memory_of(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class PullProgress:

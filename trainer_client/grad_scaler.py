@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -243,11 +243,18 @@ class StepScaling:
     def unscale(self, parameters: Collection[Tensor]) -> bool:
         """Unscale the gradients; return False, and clear them, if they have overflowed.
 
-        Raises NonFiniteGradient for an overflow that the other trainers would not skip.
+        Without a GradScaler nothing happens. Raises NonFiniteGradient for an overflow that the other trainers would
+        not skip.
         """
-        if getattr(self._optimizer, "found_inf", None) is not None:
+        found_inf: Tensor | None = getattr(self._optimizer, "found_inf", None)
+        scale: Tensor | None = getattr(self._optimizer, "grad_scale", None)  # None: the script has called `unscale_`
+        if found_inf is not None:
             self._warn_of_torch()
-        if not unscale_gradients(self._optimizer, parameters):
+        if found_inf is None or not bool(found_inf.item()):
+            if scale is not None:
+                inverse = scale.double().reciprocal().float()
+                for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
+                    gradient.mul_(inverse.to(gradient.device, non_blocking=True))
             return True
         client = self._optimizer.session.client
         if client.nonfinite != "skip_round" and self.is_shared:
@@ -267,20 +274,3 @@ class StepScaling:
                 "torch's GradScaler backs off alone when this trainer's gradients overflow, and scales drift apart; "
                 "with trainer_client.GradScaler(optimizer) all trainers have the same one"
             )
-
-
-def unscale_gradients(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
-    """Divide the gradients, in place, by the scale of a GradScaler; return True if they have overflowed.
-
-    Then they stay as they are. Without a GradScaler nothing happens.
-    """
-    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
-    if found_inf is not None and bool(found_inf.item()):
-        return True
-    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    if scale is not None:  # not if the script has called `unscale_`
-        inverse = scale.double().reciprocal().float()
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for gradient in gradients:
-            gradient.mul_(inverse.to(gradient.device, non_blocking=True))
-    return False

@@ -7,12 +7,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from ps_protocol.errors import GradpostError
@@ -21,54 +18,18 @@ T = TypeVar("T")
 
 
 class IoLoop(asyncio.SelectorEventLoop):
-    """An event loop that resolves host names on a thread of its own.
+    """An event loop that resolves host names even while the interpreter ends.
 
-    The default executor accepts no work once the interpreter ends, and a script that is done must still report to the
-    coordinator, which may be known by a host name.
+    The default executor accepts no work then, and a script that is done must still report to the coordinator, which
+    may be known by a host name. The report is all that is left, so a blocking call delays nothing else.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._names: SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._look_up_names, name="gradpost names", daemon=True).start()
-
-    async def getaddrinfo(
-        self,
-        host: bytes | str | None,
-        port: bytes | str | int | None,
-        *,
-        family: int = 0,
-        type: int = 0,  # noqa: A002 - as asyncio calls it
-        proto: int = 0,
-        flags: int = 0,
-    ) -> list[Any]:
+    async def getaddrinfo(self, host: Any, port: Any, **options: int) -> list[Any]:
         """See asyncio."""
-        future = self.create_future()
-        self._names.put((future, partial(socket.getaddrinfo, host, port, family, type, proto, flags)))
-        found: list[Any] = await future
-        return found
-
-    def close(self) -> None:
-        """See asyncio."""
-        self._names.put(None)
-        super().close()
-
-    def _look_up_names(self) -> None:
-        while (item := self._names.get()) is not None:
-            future, look_up = item
-            found: Any = None
-            error: Exception | None = None
-            try:
-                found = look_up()
-            except Exception as problem:  # goes to the caller
-                error = problem
-            with suppress(RuntimeError):  # the loop has been closed
-                self.call_soon_threadsafe(_set_result, future, found, error)
-
-
-def _set_result(future: asyncio.Future[Any], found: Any, error: Exception | None) -> None:
-    if not future.done():
-        future.set_result(found) if error is None else future.set_exception(error)
+        try:
+            return await super().getaddrinfo(host, port, **options)
+        except RuntimeError:
+            return list(socket.getaddrinfo(host, port, **options))
 
 
 async def _end_tasks() -> None:

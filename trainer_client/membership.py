@@ -21,7 +21,6 @@ from ps_config.versions import installed_versions
 from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
 from ps_protocol.fields import Message
 from ps_protocol.messages import (
-    ClusterStatus,
     DeclareModel,
     JoinTrainer,
     Leave,
@@ -39,7 +38,6 @@ from ps_protocol.routes import (
     JOIN_TRAINER,
     LEAVE,
     PLAN,
-    STATUS,
     SUMMARY,
     TRAINER_HEARTBEAT,
 )
@@ -224,10 +222,6 @@ class Membership:
             raise
 
     # ------------------------------------------------------------------ inspection
-
-    async def status(self) -> ClusterStatus:
-        """Return the status of the cluster."""
-        return ClusterStatus.model_validate_json(await self._request_with_retry("GET", STATUS))
 
     async def summary(self) -> RunSummary:
         """Send the newest reported numbers, and return the results of the run."""

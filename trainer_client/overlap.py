@@ -176,7 +176,7 @@ def attach_overlap(
         assert started.pserver is not None  # else the combination is refused
         assert watch is not None
         waits = ForwardWaits(session, model, started.pserver, watch, finish)
-        session.call_at_close(finish_last_step=finish)
+        session.call_at_close(finish)
     if not settings.overlap:
         return None
     return Overlap(session, model.parameters, started.engine, flattening, waits)
@@ -232,7 +232,7 @@ class ForwardWaits:
             return
         trained = pending & self._trained
         self._watch.check(trained)
-        self.is_rolled_back = self._engine.wait_for_parameters(set(pending)) or self.is_rolled_back
+        self.is_rolled_back = self._engine.wait_for_parameters(pending) or self.is_rolled_back
         self._watch.note(self._trained if self.is_rolled_back else trained)
 
     def finish(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -62,8 +63,6 @@ class PserverConnection:
         self.deadline_seconds = deadline_seconds
         self.first_incarnation = info.incarnation
         self._exchange_for = exchange_for
-        self._urls: dict[str, httpx.URL] = {}
-        self._address = ""  # of `_urls`
 
     @property
     def exchange(self) -> Exchange:
@@ -71,14 +70,8 @@ class PserverConnection:
         return self._exchange_for(self.info)
 
     def url(self, path: str) -> httpx.URL:
-        """Return the URL of a route. It is cached, because parsing it takes as long as sending it."""
-        address = self.info.address
-        if self._address != address:
-            self._address, self._urls = address, {}
-        url = self._urls.get(path)
-        if url is None:
-            url = self._urls[path] = httpx.URL(address + path)
-        return url
+        """Return the URL of a route."""
+        return _parse_url(self.info.address + path)
 
     def is_coordinator_reachable(self) -> bool:
         """Return whether the coordinator answers. It then decides how long this trainer waits for the pserver."""
@@ -121,6 +114,12 @@ class PserverConnection:
                         raise
             self.news.mark_reachable(self.info.index)
             return result
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse_url(url: str) -> httpx.URL:
+    """Parse a URL once, because that takes as long as sending a small request to it."""
+    return httpx.URL(url)
 
 
 class _Retries:

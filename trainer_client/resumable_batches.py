@@ -221,21 +221,7 @@ def _skip(loader: Iterable[Any], skipped: int) -> Iterator[Any]:
     if skipped and is_plain and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         rest = copy.copy(loader)
         # A DataLoader refuses the assignment to itself, since its workers may be running; the copy has none.
-        rest.__dict__.update(batch_sampler=_Rest(loader.batch_sampler, skipped), _iterator=None)
+        rest.__dict__.update(batch_sampler=islice(loader.batch_sampler, skipped, None), _iterator=None)
         yield from rest
         return
     yield from islice(loader, skipped, None)
-
-
-class _Rest:
-    """A batch sampler without its first batches."""
-
-    def __init__(self, sampler: Any, skipped: int) -> None:
-        self._sampler = sampler
-        self._skipped = skipped
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self._sampler, self._skipped, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self._sampler) - self._skipped)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from structlog.typing import FilteringBoundLogger
 from torch.optim import Optimizer
 
@@ -16,6 +17,9 @@ from .engines.engine import StepEngine
 from .model_tensors import TrainedModel, frozen_parameters
 from .parameter_watch import Digests, ModelPlaces, ParameterWatch, digest_values, find_rewritten
 from .settings import TrainerSettings
+from .tensors import check_form
+
+_Form: TypeAlias = tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device, int]
 
 
 class ScriptGuard:
@@ -38,6 +42,7 @@ class ScriptGuard:
         self._model = model.module
         self._parameters = model.parameters
         self._log = log
+        self._forms = self._read_forms()
         self._members = _identities(optimizer.param_groups)
         self._places = ModelPlaces(model.module, model.parameters, model.averages.owners)
         self._values_at_start: Digests | None = digest_values(self._parameters)  # None after the first step
@@ -60,7 +65,7 @@ class ScriptGuard:
     def check(self, wrapped: Optimizer, *, follows_schedule: bool) -> None:
         """Adopt the values that were loaded before the first step. Raises BadModel for other changes."""
         self._check_structure()
-        self._engine.check_parameters()
+        self._follow_memory()
         if self._values_at_start is None:
             self._check_unchanged()
             return
@@ -79,6 +84,19 @@ class ScriptGuard:
                 "slice plan is made once, when the run starts. Save a checkpoint, and start a new run"
             )
         self._places.check()
+
+    def _follow_memory(self) -> None:
+        """Let the engine follow parameters that the script has moved. Raises BadModel for another shape or dtype."""
+        if (forms := self._read_forms()) == self._forms:
+            return
+        for name, parameter in self._parameters.items():
+            shape, dtype, *_ = self._forms[name]
+            check_form(name, parameter, shape, dtype)
+        self._engine.follow_parameters()
+        self._forms = forms
+
+    def _read_forms(self) -> dict[str, _Form]:
+        return {name: (p.shape, p.dtype, p.stride(), p.device, p.data_ptr()) for name, p in self._parameters.items()}
 
     def _check_unchanged(self) -> None:
         """Raise BadModel if the script has changed parameters since the last step."""

@@ -41,8 +41,7 @@ class Session:
             raise
         self._is_open = True
         self._reported: set[str] = set()  # names
-        self._finish_last_step: Callable[[], object] | None = None
-        self._join_ring: Callable[[], None] | None = None
+        self._finish: Callable[[], object] = lambda: None
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
@@ -95,16 +94,12 @@ class Session:
                 "`with` block or the script ends"
             )
 
-    def call_at_close(
-        self, finish_last_step: Callable[[], object] | None = None, join_others: Callable[[], None] | None = None
-    ) -> None:
-        """Call these when the script is done, before this trainer leaves.
+    def call_at_close(self, finish: Callable[[], object]) -> None:
+        """Call this when the script is done, before this trainer leaves; a GradpostError makes it leave as failed.
 
-        `finish_last_step` is for steps that do not wait for their parameters, `join_others` for a ring, in which other
-        trainers may have more batches.
+        It waits for the last step's parameters, or joins a ring, in which other trainers may have more batches.
         """
-        self._finish_last_step = finish_last_step or self._finish_last_step
-        self._join_ring = join_others or self._join_ring
+        self._finish = finish
 
     def report(self, **results: float) -> None:
         """Report numbers of the run, such as `loss` or `accuracy`; `gradpost up` and `status` show the latest.
@@ -143,38 +138,30 @@ class Session:
         try:
             if outcome == "done":
                 self.io.run(self.client.finish())
-                outcome, reason = self._finish_step()
             if self.host is not None:
                 self.io.run(self.host.leave(outcome, reason))
-            if outcome == "done" and self._join_ring is not None:
-                self._join_others()
+            if outcome == "done":
+                outcome, reason = self._finish_steps()
             self._leave(outcome, reason)
         except Exception as error:
             print(f"gradpost: leaving the run failed, and it counts as lost: {error!r}", file=sys.stderr)
         finally:
             self.io.close()
 
-    def _join_others(self) -> None:
-        assert self._join_ring is not None
+    def _finish_steps(self) -> tuple[str, str]:
+        """Finish what the engine has left to do; return the outcome and its reason."""
         try:
-            self._join_ring()
+            self._finish()
+        except GradpostError as error:
+            return outcome_of(error)
         except BaseException as error:  # an interrupt: the others cannot go on without this one, and hear of it now
             self._leave(*outcome_of(error))
             raise
+        return "done", ""
 
     def _leave(self, outcome: str, reason: str) -> None:
         patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
         self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
-
-    def _finish_step(self) -> tuple[str, str]:
-        """Write the last step to the parameters; return the outcome and its reason."""
-        if self._finish_last_step is None:
-            return "done", ""
-        try:
-            self._finish_last_step()
-        except GradpostError as error:
-            return "failed", f"{type(error).__name__}: {error}"
-        return "done", ""
 
     def __enter__(self) -> Session:
         return self

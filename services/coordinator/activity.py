@@ -15,6 +15,7 @@ from ps_protocol.messages import PserverHeartbeat, PserverLoad, TrainerHeartbeat
 from ps_protocol.vocabulary import Mode, PserverIndex, Rank, Round
 
 from .cluster import Cluster
+from .record import copy_fields
 from .run import Run
 from .trainers import TrainerMember
 
@@ -178,7 +179,7 @@ class ActivityLog:
         return Activity(
             run=run.name,
             attempt=run.attempt,
-            mode=run.mode,
+            mode=run.settings.mode,
             at=wall,
             round=round_,
             participants=participants,
@@ -269,14 +270,11 @@ def _find_ring_barrier(trainers: Mapping[Rank, TrainerMember], now: float, wall:
 def _describe_pserver(index: PserverIndex, reports: Sequence[PserverReport]) -> PserverActivity:
     first, last = reports[0], reports[-1]
     a, b = first.load, last.load
-    return PserverActivity(
+    return copy_fields(
+        PserverActivity,
+        b,
         index=index,
         round=last.heartbeat.round,
-        num_blocks=b.num_blocks,
-        shard_bytes=b.shard_bytes,
-        num_queued=b.num_queued,
-        pushed_bytes=b.pushed_bytes,
-        pulled_bytes=b.pulled_bytes,
         pushed_bytes_per_second=rate(a.pushed_bytes, b.pushed_bytes, first.at, last.at),
         pulled_bytes_per_second=rate(a.pulled_bytes, b.pulled_bytes, first.at, last.at),
         apply_seconds=_mean(b.apply_seconds - a.apply_seconds, b.num_applies - a.num_applies),

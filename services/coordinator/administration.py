@@ -7,7 +7,8 @@ same round on all pservers. One change and one checkpoint may be under way; the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import Depends, FastAPI, Query, Request
@@ -27,6 +28,9 @@ from .run import Run
 WAIT_SECONDS = 30.0  # for all pservers to install a change
 CHECKPOINT_SECONDS = 240.0  # for a checkpoint, and the one before it, which may be under way
 MAX_FAILURES = 12  # attempts
+
+
+Step: TypeAlias = Callable[[], None]  # of a change, which may raise GradpostError
 
 
 class ChangeDone(Message):
@@ -51,7 +55,7 @@ class RollBack(Message):
     round: Round
 
 
-def _name_requester(request: Request) -> str:
+async def _name_requester(request: Request) -> str:
     return name_token(request.scope)
 
 
@@ -138,7 +142,11 @@ class Administration:
         """Continue without a trainer. Another incarnation may join."""
         coordinator = self._coordinator
         run = self._training()
-        return await self._do(by, "evict", {"trainer": rank}, run, lambda: run.evict(rank, coordinator.now()))
+
+        def leave() -> None:
+            run.evict(rank, coordinator.now())
+
+        return await self._do(run, leave, by=by, action="evict", arguments={"trainer": rank})
 
     async def roll_back(self, by: Requester, message: RollBack) -> ChangeDone:
         """Roll back to a checkpoint."""
@@ -163,20 +171,15 @@ class Administration:
             if (run.resume or 0) != round_:
                 raise Conflict(f"the run was rolled back to round {run.resume or 0} instead", current=run.resume)
 
-        return await self._do(by, "roll back", {"round": round_}, run, go_back, check)
+        return await self._do(run, go_back, check, by=by, action="roll back", arguments={"round": round_})
 
     async def make_checkpoint(self, by: Requester) -> CheckpointCreated:
         """Make a checkpoint of the whole model, and wait until it is complete."""
         self._coordinator.cluster.require_pservers()
         run = self._coordinator.cluster.run
-        async with self._checkpoint_lock:
-            number = await self._write(run, by=by, action="checkpoint", outcome="requested")
-            try:
-                done = await self._await_checkpoint(run)
-            except GradpostError as error:
-                await self._write(run, number=number, by=by, action="checkpoint", outcome="failed", detail=str(error))
-                raise
-            await self._write(run, number=number, by=by, action="checkpoint", outcome="done", round=done.round)
+        async with self._checkpoint_lock, self._audited(run, by=by, action="checkpoint") as outcome:
+            done = await self._await_checkpoint(run)
+            outcome["round"] = done.round
             return done
 
     async def _await_checkpoint(self, run: Run) -> CheckpointCreated:
@@ -216,11 +219,7 @@ class Administration:
     # ------------------------------------------------------------------ execution
 
     async def _control(
-        self,
-        by: str,
-        action: str,
-        edit: Callable[[Controls], Controls],
-        **arguments: Any,
+        self, by: str, action: str, edit: Callable[[Controls], Controls], **arguments: Any
     ) -> ChangeDone:
         run = self._training()
 
@@ -228,31 +227,14 @@ class Administration:
             run.wanted = edit(self._newest_controls)
             run.number += 1
 
-        return await self._do(by, action, arguments, run, want)
+        return await self._do(run, want, by=by, action=action, arguments=arguments)
 
-    async def _do(
-        self,
-        by: str,
-        action: str,
-        arguments: dict[str, Any],
-        run: Run,
-        change: Callable[[], None],
-        check: Callable[[], None] = lambda: None,
-    ) -> ChangeDone:
-        """Apply a change. `check` raises if it did not take effect."""
-        coordinator = self._coordinator
+    async def _do(self, run: Run, change: Step, check: Step = lambda: None, **request: Any) -> ChangeDone:
+        """Apply a change. `check` raises if it did not take effect. `request` is what the audit log has of it."""
         async with self._lock:
             if self._training() is not run:
                 raise NotReady("another run has begun", waiting_for="a new request")
-            asked_for = {"by": by, "action": action, "arguments": arguments}
-            number = await self._write(run, outcome="requested", **asked_for)
-            try:
-                change()
-            except GradpostError as error:
-                await self._write(run, number=number, outcome="failed", detail=str(error), **asked_for)
-                raise
-            coordinator.changed()
-            ending = asyncio.create_task(self._end(run, run.number, number, asked_for, check), name=action)
+            ending = asyncio.create_task(self._carry_out(run, change, check, request), name=request["action"])
             self._ending.add(ending)  # completes even if its requester leaves
             ending.add_done_callback(self._ended)
             await asyncio.wait({ending}, timeout=WAIT_SECONDS)
@@ -260,27 +242,25 @@ class Administration:
                 text = (
                     f"the change is under way after {WAIT_SECONDS:g} s, and applies once every pserver has installed it"
                 )
-                raise TryAgain(text, waiting_for=coordinator.cluster.waiting_for)
+                raise TryAgain(text, waiting_for=self._coordinator.cluster.waiting_for)
             return ending.result()
 
-    async def _end(
-        self, run: Run, asked: int, number: int, asked_for: dict[str, Any], check: Callable[[], None]
-    ) -> ChangeDone:
-        """Wait until every pserver has installed the change or the run is over, and log the outcome."""
-        coordinator, action = self._coordinator, asked_for["action"]
-        while not run.is_over and run.installed_number < asked:
-            await coordinator.wait_until(lambda: run.is_over or run.installed_number >= asked, WAIT_SECONDS)
-        try:
+    async def _carry_out(self, run: Run, change: Step, check: Step, request: dict[str, Any]) -> ChangeDone:
+        """Make a change, and wait until every pserver has installed it or the run is over."""
+        coordinator, action = self._coordinator, request["action"]
+        async with self._audited(run, **request) as outcome:
+            change()
+            number = run.number
+            coordinator.changed()
+            while not run.is_over and run.installed_number < number:
+                await coordinator.wait_until(lambda: run.is_over or run.installed_number >= number, WAIT_SECONDS)
             if run.is_over:
                 raise NotReady(f"run {run.name} is {run.state}", waiting_for="a run")
             check()
-        except GradpostError as error:
-            await self._write(run, number=number, outcome="failed", detail=str(error), **asked_for)
-            raise
-        done = self._describe(run, action)
-        await self._write(run, number=number, outcome="done", round=done.round, **asked_for)
+            done = self._describe(run, action)
+            outcome["round"] = done.round
         text = f"{action}: from round {done.round} on"
-        coordinator.events.add(coordinator.cluster, "change", text, **asked_for["arguments"])
+        coordinator.events.add(coordinator.cluster, "change", text, **request["arguments"])
         return done
 
     def _ended(self, ending: asyncio.Task[ChangeDone]) -> None:
@@ -307,6 +287,18 @@ class Administration:
         if round_ not in complete:
             there = ", ".join(map(str, complete)) or "none"
             raise NotFound(f"there is no complete checkpoint of round {round_}; complete are: {there}")
+
+    @asynccontextmanager
+    async def _audited(self, run: Run, **request: Any) -> AsyncIterator[dict[str, Any]]:
+        """Log a request before the block, and its outcome after it, with what the block adds to the yielded fields."""
+        number = await self._write(run, outcome="requested", **request)
+        outcome: dict[str, Any] = {}
+        try:
+            yield outcome
+        except GradpostError as error:
+            await self._write(run, number=number, outcome="failed", detail=str(error), **request)
+            raise
+        await self._write(run, number=number, outcome="done", **outcome, **request)
 
     async def _write(self, run: Run, **members: Any) -> int:
         audit = self._coordinator.audit

@@ -22,7 +22,7 @@ from .checkpoints import CheckpointSchedule, Manifests
 from .cluster import Cluster
 from .events import Events
 from .reconcile import RESULT_SECONDS, Reconciler, read_state, want_checkpoint
-from .record import RecordFile, describe_cluster
+from .record import RecordFile, copy_fields, describe_cluster
 from .resumption import restore_state
 from .run import Run
 from .settings import CoordinatorSettings
@@ -317,20 +317,12 @@ class Coordinator:
         summary = RunSummary(
             run=run.name,
             state=run.state,
-            mode=run.mode,
+            mode=run.settings.mode,
             transport="+".join(carried) or "none",
             num_trainers=len(run.trainers),
             rounds=rounds,
             seconds=0.0 if run.started_at is None else end - run.started_at,
-            shards=tuple(
-                ShardSummary(
-                    pserver=state.index or 0,
-                    shard_bytes=state.shard_bytes,
-                    pushed_bytes=state.pushed_bytes,
-                    pulled_bytes=state.pulled_bytes,
-                )
-                for state in states
-            ),
+            shards=tuple(copy_fields(ShardSummary, state, pserver=state.index or 0) for state in states),
             results=results,
         )
         if run.is_over:

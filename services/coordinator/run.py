@@ -26,7 +26,7 @@ from ps_protocol.errors import (
 from ps_protocol.membership import Controls, Membership
 from ps_protocol.messages import DeclareModel, Leave, RunState, TrainerHeartbeat
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import Incarnation, Mode, NonfinitePolicy, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import Incarnation, NonfinitePolicy, PserverIndex, Rank, Round
 
 from .model import check_same_model, plan_model
 from .settings import CoordinatorSettings
@@ -90,11 +90,6 @@ class Run:
         self.ended_at: float | None = None
         self._complete_since: float | None = None  # since when all have joined and some have not declared
         self._incarnations = incarnations  # shared by all runs: incarnations of a rank only rise
-
-    @property
-    def mode(self) -> Mode:
-        """The mode, which is fixed for the run."""
-        return self.settings.consistency.mode
 
     @property
     def checkpoint_interval(self) -> Round:

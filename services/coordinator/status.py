@@ -53,7 +53,7 @@ def describe_status(cluster: Cluster, now: float) -> ClusterStatus:
     return ClusterStatus(
         run=run.name,
         state=run.state,
-        mode=run.mode,
+        mode=run.settings.mode,
         num_pservers=cluster.registry.num_pservers,
         num_trainers=run.sizes[0],
         waiting_for=tuple(cluster.waiting_for),

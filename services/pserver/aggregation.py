@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .layout import BlockPlace, ShardLayout
+from .layout import ShardLayout
 from .tensors import Part, view_bytes
 
 PIECE = 1 << 18  # elements that are summed before they are scaled, so that they stay in the cache
@@ -40,7 +40,6 @@ class Aggregator:
             parts = [blocks[place.name] for blocks in contributions if place.name in blocks]
             if not parts:
                 continue
-            _check_shapes(place, parts)
             if place.is_mean:
                 values = self._values[place.begin : place.end]
                 parts = [blocks.get(place.name, values) for blocks in contributions]
@@ -108,14 +107,6 @@ class Aggregator:
     def _scale(self, begin: int, end: int, scale: float) -> None:
         if scale != 1 and begin < end:
             self._gradient[begin:end].mul_(scale)  # padding stays zero
-
-
-def _check_shapes(place: BlockPlace, parts: Sequence[Part]) -> None:
-    for part in parts:
-        if part.shape != (place.block.num_elements,):  # copy_ and add_ would broadcast it
-            raise ValueError(
-                f"block {place.name!r} has shape {tuple(part.shape)}, expected ({place.block.num_elements},)"
-            )
 
 
 def _sum(parts: Sequence[Tensor], total: Tensor) -> None:

@@ -16,9 +16,16 @@ from services.runtime.app import add_raw_route, make_app
 from services.runtime.large_replies import LargeReplies
 from services.runtime.metrics import ServiceMetrics
 
-from .endpoints import TensorEndpoints
+from .endpoints import (
+    BARRIER_OPENAPI,
+    BUFFERS_OPENAPI,
+    GET_OPENAPI,
+    NORM_OPENAPI,
+    SEND_OPENAPI,
+    SLOTS_OPENAPI,
+    TensorEndpoints,
+)
 from .inspection import add_inspection_routes
-from .openapi import BARRIER_OPENAPI, BUFFERS_OPENAPI, GET_OPENAPI, NORM_OPENAPI, SEND_OPENAPI, SLOTS_OPENAPI
 from .pserver import Pserver
 
 

@@ -23,6 +23,7 @@ from ps_protocol.errors import GradpostError, RoundPending, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import Membership
 from ps_protocol.optimizers import HyperParameters
+from ps_protocol.requests import Completion, Pull
 from ps_protocol.routes import APPLIED_KEY, HISTORY_KEY
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.failpoints import reach_failpoint
@@ -30,16 +31,16 @@ from services.runtime.logs import get_logger
 
 from .checkpoint_writer import Destination
 from .clocks import Clocks
-from .contribution import Contribution, Push, Staged
 from .durable.storage import Restored
 from .durable.update_log import Update as LoggedUpdate
 from .optimizer_blocks import LoadedState
-from .pulls import Pull, Pulls, compensate_gradient, divide_rates
+from .pulls import PulledState, Pulls, compensate_gradient, divide_rates
 from .queues import BlockQueue, HeldPushes, Pauses, Update
 from .reading import Reader, make_reader
 from .reply import Reply
 from .run import FAILURES_OF_TRAINERS, Run
 from .schedule import Read, Wait, name_trainers
+from .staging import Contribution, Push, Staged
 from .tensors import StagedBlock, view_bytes
 
 log = get_logger()
@@ -55,6 +56,13 @@ class _Pulling:
 
     step: Round
     since: float
+
+
+def _computed_on(completion: Completion | None) -> Round:
+    """Return the step after which the parameters of a complete contribution were pulled."""
+    assert completion is not None
+    assert completion.computed_on is not None  # `read_push` refuses others
+    return completion.computed_on
 
 
 class QueueExecutor:
@@ -83,10 +91,10 @@ class QueueExecutor:
         self._reader: Reader | None = None
         self._pulling: dict[Rank, _Pulling] = {}
 
-    def _make_restored_pull(self) -> Pull:
+    def _make_restored_pull(self) -> PulledState:
         """Return the pull that the trainers of an earlier incarnation of this pserver are assumed to have made."""
         values = self._shard.values.clone() if self._rules.compensation == "dc" else None
-        return Pull(dict(self._shard.versions), values)
+        return PulledState(dict(self._shard.versions), values)
 
     @property
     def missing(self) -> list[Rank]:
@@ -126,9 +134,10 @@ class QueueExecutor:
     def stage(self, fence: Fence, push: Push[StagedBlock]) -> Staged:
         """Stage an admitted push. Raises the failure of a stopped block, Conflict (`delay_exceeded`) or StaleRound."""
         self._check_blocks_run(push.blocks)
-        if push.computed_on is not None:
-            self.schedule.check_delay(fence.rank, fence.round, push.computed_on)
-            self._pulls.find_pull(fence.rank, push.computed_on)
+        if push.completion is not None:
+            computed_on = _computed_on(push.completion)
+            self.schedule.check_delay(fence.rank, fence.round, computed_on)
+            self._pulls.find_pull(fence.rank, computed_on)
         staged = self.schedule.stage(fence.rank, fence.round, push)
         if staged.num_lost:
             log.error(
@@ -184,22 +193,19 @@ class QueueExecutor:
                 raise copy.copy(failure)
 
     def _commit(self, rank: Rank) -> None:
-        computed_on = self.schedule.contribution(rank).computed_on
-        assert computed_on is not None  # it came with the last push
-        pull = self._pulls.find_pull(rank, computed_on)
+        pull = self._pulls.find_pull(rank, _computed_on(self.schedule.contribution(rank).completion))
         committed = self.schedule.commit(rank)
-        committed.contribution.hyper_parameters = self._get_hyper_parameters(committed.contribution)
+        hyper_parameters = self._get_hyper_parameters(committed.contribution)
         for name, block in committed.contribution.blocks.items():
             if self._is_frozen(name):
                 self.schedule.count_applied_block(committed)
             else:
-                self.queues[name].put_update(Update(committed, block, pull))
+                self.queues[name].put_update(Update(committed, block, pull, hyper_parameters))
         self._shard.version = self.schedule.applied  # if all of its blocks are frozen
         if (destination := self._run.writer.choose_destination(committed.number)) is not None:
             self._pauses.begin_pause(self._drain_and_snapshot(committed.number, destination))
 
     def _get_hyper_parameters(self, contribution: Contribution[StagedBlock]) -> list[HyperParameters]:
-        assert contribution.hyper_parameters is not None  # it is complete
         return self._run.membership.newest_controls.override_rates(contribution.hyper_parameters)
 
     def _is_frozen(self, name: str) -> bool:
@@ -318,8 +324,7 @@ class QueueExecutor:
         staleness = self._shard.versions[name] - update.pull.versions[name]
         self._metrics.staleness.observe(staleness)
         gradient = update.block.tensor()
-        hyper_parameters = update.committed.contribution.hyper_parameters
-        assert hyper_parameters is not None  # it is complete
+        hyper_parameters = update.hyper_parameters
         place = self._shard.layout.place[name]
         if rules.compensation == "dc" and not place.is_mean:
             assert update.pull.values is not None
@@ -333,18 +338,18 @@ class QueueExecutor:
 
     # ------------------------------------------------------------------ pulls
 
-    async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
+    async def get(self, fence: Fence, pull: Pull) -> Reply:
         """Return the newest parameters, once the clocks allow it to a trainer that has pushed step `fence.round`.
 
         Raises what `Run.wait_for` raises.
         """
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        await self._run.wait_for(fence, wait_seconds, lambda: self._may_read(fence) or None)
+        await self._run.wait_for(fence, pull.wait_seconds, lambda: self._may_read(fence) or None)
         self._metrics.barrier_wait.observe(loop.time() - begin)
         assert self._reader is not None  # version 0 exists
         metadata = {**self._run.metadata(fence.round), APPLIED_KEY: str(self.schedule.applied)}
-        reading = await self._reader.read(names or None, metadata)
+        reading = await self._reader.read(pull.names or None, metadata)
         self._run.check_fence(fence)
         self._run.check_member(fence)
         self._pulls.record_pull(fence.rank, fence.round, reading.pull)
@@ -418,7 +423,3 @@ class QueueExecutor:
                 queue.close()
         if self._reader is not None:
             self._reader.close(reason)
-
-    def release(self) -> None:
-        """Drop the queues: their workers refer to this executor, and with it to the shard."""
-        self.queues.clear()

@@ -12,18 +12,18 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from ps_protocol.errors import Ended, GradpostError, NormChanged, RoundPending, StaleRound
 from ps_protocol.fence import Fence
 from ps_protocol.membership import Membership
 from ps_protocol.messages import BarrierAnswer, NormAnswer
 from ps_protocol.norms import AgreedNorm, clip_coefficient
+from ps_protocol.requests import Barrier, Pull
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.logs import get_logger
 
 from .checkpoint_writer import Destination, Write
-from .contribution import Push, Staged
 from .durable.storage import Restored
 from .history import History
 from .reply import Reply
@@ -31,13 +31,13 @@ from .round_work import Measured, RoundWork
 from .rounds import Apply, Measure, Order, Rounds
 from .run import Run
 from .schedule import Read, Wait, name_trainers
+from .staging import Push, Staged
 from .tensors import StagedBlock
 
 log = get_logger()
 
 T = TypeVar("T")
 
-BarrierKind = Literal["batch", "fetch"]
 LOG_RETRY_SECONDS = 0.5  # between tries to write to a full disk
 
 
@@ -94,16 +94,15 @@ class RoundsExecutor:
     async def commit(self, fence: Fence) -> None:
         """Leave the contribution to its batch barrier."""
 
-    def count_barrier(self, fence: Fence, kind: BarrierKind, *, is_finite: bool = True) -> BarrierAnswer:
+    def count_barrier(self, fence: Fence, barrier: Barrier) -> BarrierAnswer:
         """Count a barrier, and with a batch barrier the trainer's verdict on its gradient. Never waits.
 
         Starts the apply that the barrier completes.
         """
         self._run.check_fence(fence)
         rank, incarnation = fence.rank, fence.trainer_incarnation
-        if kind == "batch":
-            if self._run.install.nonfinite != "skip_round":
-                is_finite = True  # other policies ignore the trainer's verdict
+        if barrier.kind == "batch":
+            is_finite = barrier.is_finite or self._run.install.nonfinite != "skip_round"  # other policies ignore it
             order = self.schedule.count_batch_barrier(rank, incarnation, fence.round, is_finite=is_finite)
             if self.schedule.batch_barriers:
                 self._run.note_waiting()
@@ -265,21 +264,21 @@ class RoundsExecutor:
         version = self._run.shard.version
         self._reply = await self._compute.run(self._work.encode, version, self.schedule.history.outcome(version))
 
-    async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
-        """Return version `fence.round`, or with `max_delay` a newer one, waiting up to `wait_seconds` for it.
+    async def get(self, fence: Fence, pull: Pull) -> Reply:
+        """Return version `pull.round`, or with `max_delay` a newer one.
 
         Raises what `Run.wait_for` raises, and StaleRound when the version has been overwritten.
         """
-        reply = await self._run.wait_for(fence, wait_seconds, lambda: self._find_reply(fence))
-        if names:
-            version, chunks = await self._compute.run(self._encode_blocks, list(names))
+        reply = await self._run.wait_for(fence, pull.wait_seconds, lambda: self._find_reply(fence))
+        if pull.names:
+            version, chunks = await self._compute.run(self._encode_blocks, pull.names)
             self._run.check_fence(fence)
             if not self._serves(version, fence):
                 raise StaleRound(f"round {fence.round} has been overwritten", current=version)
             reply = Reply(version, chunks)
         return reply
 
-    def _encode_blocks(self, names: list[str]) -> tuple[Round, Sequence[bytes]]:
+    def _encode_blocks(self, names: Sequence[str]) -> tuple[Round, Sequence[bytes]]:
         # The compute thread runs one job at a time, so the version belongs to the values.
         version = self._run.shard.version
         return version, self._run.shard.encode(names, metadata=self._run.metadata(version), pulled=True)
@@ -300,13 +299,13 @@ class RoundsExecutor:
         """Return whether this version may be the answer: with `max_delay` the newest is better than an old one."""
         return version == fence.round or (version > fence.round and self.schedule.max_delay > 0)
 
-    async def get_norm(self, fence: Fence, wait_seconds: float, agreed: AgreedNorm | None = None) -> NormAnswer:
-        """Return the norm of this shard's part of a round's gradient, waiting up to `wait_seconds` for it.
+    async def get_norm(self, fence: Fence, pull: Pull) -> NormAnswer:
+        """Return the norm of this shard's part of a round's gradient.
 
-        The global norm, `agreed`, lets the round be stepped, and the answer waits until that round is over. The answer
-        for a round that is over is the norm that was sent then, if one was. Raises as `get`.
+        The global norm, `pull.norm`, lets the round be stepped, and the answer waits until that round is over. The
+        answer for a round that is over is the norm that was sent then, if one was. Raises as `get`.
         """
-        return await self._run.wait_for(fence, wait_seconds, lambda: self._find_norm(fence, agreed))
+        return await self._run.wait_for(fence, pull.wait_seconds, lambda: self._find_norm(fence, pull.norm))
 
     def _find_norm(self, fence: Fence, agreed: AgreedNorm | None) -> NormAnswer | None:
         self._admit_get(fence)
@@ -392,6 +391,3 @@ class RoundsExecutor:
     def close(self, reason: GradpostError) -> None:
         """End the waits for captures."""
         self._work.captures.end(reason)
-
-    def release(self) -> None:
-        """Drop nothing: no task is left that refers to the run."""

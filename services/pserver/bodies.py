@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
-from starlette.requests import ClientDisconnect
+from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from ps_http2.asgi import receive_into
@@ -121,11 +121,7 @@ async def receive_body(scope: Scope, receive: Receive, num_bytes: int, limits: F
     return body
 
 
-async def discard_body(receive: Receive) -> None:
+async def discard_body(scope: Scope, receive: Receive) -> None:
     """Read the rest of a body, so that the client can read the answer. Raises ClientDisconnect."""
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        more = message.get("more_body", False)
+    async for _ in Request(scope, receive).stream():
+        pass

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future  # which any thread may complete
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -19,26 +20,6 @@ T = TypeVar("T")
 
 MAX_CAPTURES = 8  # each keeps a copy of a shard for its reader
 MAX_ROUNDS_AHEAD = 10_000
-
-
-class _Waiter(Generic[T]):
-    """A future that other threads may complete. A reader that gives up cancels it."""
-
-    def __init__(self) -> None:
-        self.future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-    def complete(self, result: T | Exception) -> None:
-        """Set the result, or the exception, from any thread."""
-        self.future.get_loop().call_soon_threadsafe(self.complete_now, result)
-
-    def complete_now(self, result: T | Exception) -> None:
-        """Set the result, or the exception, on the event loop."""
-        if self.future.done():
-            return
-        if isinstance(result, Exception):
-            self.future.set_exception(result)
-        else:
-            self.future.set_result(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +38,19 @@ class Probes:
     """
 
     def __init__(self) -> None:
-        self._wanted: dict[str, _Waiter[Stepped]] = {}
+        self._wanted: dict[str, Future[Stepped]] = {}
 
     async def wait_for_step(self, name: str, seconds: float) -> Stepped | None:
         """Return the block's next update, or None if there is none within `seconds`."""
-        waiter = self._wanted.get(name)
-        if waiter is None:
-            waiter = self._wanted[name] = _Waiter()
+        stepped = asyncio.wrap_future(self._wanted.setdefault(name, Future()))
         try:
-            return await asyncio.wait_for(asyncio.shield(waiter.future), seconds)
+            return await asyncio.wait_for(asyncio.shield(stepped), seconds)
         except TimeoutError:
             return None
 
     def copy_before(
         self, present: Iterable[str], block: Callable[[str], Tensor]
-    ) -> list[tuple[str, _Waiter[Stepped], Tensor]]:
+    ) -> list[tuple[str, Future[Stepped], Tensor]]:
         """Copy the blocks that readers wait for, before an update of the present blocks."""
         if not self._wanted:
             return []
@@ -79,11 +58,11 @@ class Probes:
         return [(name, waiter, block(name).clone()) for name, waiter in waiters if waiter is not None]
 
     def finish_probes(
-        self, probed: list[tuple[str, _Waiter[Stepped], Tensor]], block: Callable[[str], Tensor], version: Round
+        self, probed: list[tuple[str, Future[Stepped], Tensor]], block: Callable[[str], Tensor], version: Round
     ) -> None:
         """Copy these blocks after the update, too, and answer their readers."""
         for name, waiter, before in probed:
-            waiter.complete(Stepped(version, before, block(name).clone()))
+            waiter.set_result(Stepped(version, before, block(name).clone()))
 
 
 class Captures:
@@ -93,7 +72,7 @@ class Captures:
     """
 
     def __init__(self) -> None:
-        self._wanted: dict[Round, list[tuple[Callable[[], object], _Waiter[object]]]] = {}
+        self._wanted: dict[Round, list[tuple[Callable[[], Any], Future[Any]]]] = {}
 
     async def wait_for_round(self, round_: Round, read: Callable[[], T], seconds: float, newest: Round) -> T:
         """Return what `read` returns after a round that is not over; `newest` is the newest applied round.
@@ -105,11 +84,11 @@ class Captures:
             raise FutureRound(f"round {round_} is far ahead", current=newest)
         if sum(map(len, self._wanted.values())) >= MAX_CAPTURES:
             raise TryAgain("too many requests wait for rounds to read", code="overloaded")
-        waiter: _Waiter[T] = _Waiter()
+        waiter: Future[T] = Future()
         capture = read, waiter
-        self._wanted.setdefault(round_, []).append(capture)  # type: ignore[arg-type]
+        self._wanted.setdefault(round_, []).append(capture)
         try:
-            return await asyncio.wait_for(waiter.future, seconds)
+            return await asyncio.wait_for(asyncio.wrap_future(waiter), seconds)
         finally:
             if capture in (remaining := self._wanted.get(round_, [])):
                 remaining.remove(capture)
@@ -117,19 +96,24 @@ class Captures:
     def capture_round(self, version: Round) -> None:
         """Read the shard, which now is as it is after this round. A reader's error does not concern the round."""
         for read, waiter in tuple(self._wanted.pop(version, ())):  # a reader that gives up removes itself
+            if not waiter.set_running_or_notify_cancel():
+                continue
             try:
-                waiter.complete(read())
+                waiter.set_result(read())
             except Exception as error:
-                waiter.complete(error)
+                waiter.set_exception(error)
 
     def expire_rounds(self, applied: Round) -> None:
         """Refuse captures that arrived too late for their rounds."""
         for round_ in [round_ for round_ in self._wanted if round_ <= applied]:
-            for _, waiter in self._wanted.pop(round_):
-                waiter.complete_now(StaleRound(f"round {round_} is over", current=applied))
+            self._refuse(round_, StaleRound(f"round {round_} is over", current=applied))
 
     def end(self, reason: Exception) -> None:
         """Refuse all captures, since there are no more rounds."""
-        while self._wanted:
-            for _, waiter in self._wanted.popitem()[1]:
-                waiter.complete_now(reason)
+        for round_ in list(self._wanted):
+            self._refuse(round_, reason)
+
+    def _refuse(self, round_: Round, reason: Exception) -> None:
+        for _, waiter in self._wanted.pop(round_, ()):
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_exception(reason)

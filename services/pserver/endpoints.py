@@ -1,6 +1,7 @@
 """The binary endpoints: raw ASGI, because a path operation would cost more than the request.
 
-Each one parses the fence, checks it before the body is read, and calls the run.
+Each one parses the fence, checks it before the body is read, and calls the run. FastAPI cannot read their OpenAPI
+descriptions off a signature, so they stand at the end.
 """
 
 from __future__ import annotations
@@ -9,25 +10,29 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from starlette.requests import ClientDisconnect
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ps_http2.asgi import send_from
+from ps_protocol import norms
 from ps_protocol.errors import BadInput, Conflict, GradpostError
-from ps_protocol.fence import MAX_DIGITS, Fence
+from ps_protocol.fence import HEADER_PATTERNS, Fence
+from ps_protocol.fields import MAX_NAME, MAX_ORDINAL, MAX_TENSORS
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
-from ps_protocol.norms import AgreedNorm
+from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
+from ps_protocol.requests import MAX_WAIT_SECONDS, Barrier, Pull
 from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
-from ps_protocol.vocabulary import Round
 
-from .apply_rounds import BarrierKind, RoundsExecutor
+from .apply_rounds import RoundsExecutor
 from .bodies import content_length, discard_body, receive_body
 from .limits import WaitingPulls
 from .pserver import Pserver
 from .run import Run
 
-MAX_WAIT_SECONDS = 30.0
 MAX_GET_BODY_BYTES = 1024 * 1024
 
 
@@ -61,28 +66,26 @@ class TensorEndpoints:
                     code="body_too_large", expected=f"<= {most}", actual=num_bytes,
                 )  # fmt: skip
         except GradpostError:
-            await discard_body(receive)
+            await discard_body(scope, receive)
             raise
         run.transports.add(scope["http_version"])
         with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.members)):
             limits = replace(self._limits, max_tensors=min(self._limits.max_tensors, run.max_body_tensors))
             body = await receive_body(scope, receive, num_bytes, limits, self._pserver.pool)
             answer = await (run.set_initial(fence, body) if initial else run.push(fence, body))
-        await _send_json(send, answer.model_dump_json())
+        await _send_json(scope, receive, send, answer)
 
     async def barrier(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a batch or fetch barrier and answer at once."""
         headers = _headers(scope)
-        await discard_body(receive)
-        run, fence, kind = self._pserver.run, Fence.from_headers(headers), _barrier_kind(headers)
-        answer = _require_rounds(run, fence, f"{kind} barrier").count_barrier(
-            fence, kind, is_finite=_is_finite(headers)
-        )
-        await _send_json(send, answer.model_dump_json())
+        await discard_body(scope, receive)
+        run, fence, barrier = self._pserver.run, Fence.from_headers(headers), Barrier.from_headers(headers)
+        answer = _require_rounds(run, fence, f"{barrier.kind} barrier").count_barrier(fence, barrier)
+        await _send_json(scope, receive, send, answer)
 
     async def buffers(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with this shard's buffers."""
-        await discard_body(receive)
+        await discard_body(scope, receive)
         fence = Fence.from_headers(_headers(scope))
         run = self._pserver.run
         run.check_fence(fence)
@@ -93,7 +96,7 @@ class TensorEndpoints:
         """Answer with the slots named in the body (a JSON list), or with the names of all."""
         fence = Fence.from_headers(_headers(scope))
         run = self._pserver.run
-        keys = await _receive_names(receive)
+        keys = await _receive_names(scope, receive)
         run.check_fence(fence)
         async with self._waiting.place(fence.rank):
             parts = await run.get_slots(fence, keys)
@@ -106,10 +109,9 @@ class TensorEndpoints:
         The request may carry the batch barrier.
         """
         headers = _headers(scope)
-        await discard_body(receive)
+        await discard_body(scope, receive)
         fence = Fence.from_headers(headers)
-        wait_seconds = _wait_seconds(headers)
-        norm = _norm(headers)
+        pull = Pull.from_headers(fence.round, headers)
         run = self._pserver.run
         run.check_fence(fence)
         rounds = run.executor
@@ -118,31 +120,31 @@ class TensorEndpoints:
                 "the gradients of this run are not clipped, so that rounds have no norm (max_grad_norm)",
                 code="mode_mismatch",
             )
-        _count_carried_barrier(run, fence, headers)
+        if pull.barrier is not None:
+            rounds.count_barrier(fence, pull.barrier)
         async with self._waiting.place(fence.rank):
-            answer = await rounds.get_norm(fence, wait_seconds, norm)
-        await _send_json(send, answer.model_dump_json())
+            answer = await rounds.get_norm(fence, pull)
+        await _send_json(scope, receive, send, answer)
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with one version of the shard, or of the blocks named in the body (a JSON list)."""
         headers = _headers(scope)
         fence = Fence.from_headers(headers)
         run = self._pserver.run
-        wait_seconds = _wait_seconds(headers)
-        base = _base_version(headers)
-        norm = _norm(headers)
-        names = await _receive_names(receive)
+        pull = Pull.from_headers(fence.round, headers)
+        pull = replace(pull, names=tuple(await _receive_names(scope, receive)))
         run.check_fence(fence)
-        run.check_names(names)
-        _count_carried_barrier(run, fence, headers)  # last, since a refused request must not count
+        run.check_names(pull.names)
+        if pull.barrier is not None:  # last, since a refused request must not count
+            _require_rounds(run, fence, "batch barrier").count_barrier(fence, pull.barrier)
         async with self._waiting.place(fence.rank):
-            if norm is not None:  # the round is stepped with it
-                deadline = asyncio.get_running_loop().time() + wait_seconds
-                await _require_rounds(run, fence, "global norm").get_norm(fence, wait_seconds, norm)
-                wait_seconds = max(0.0, deadline - asyncio.get_running_loop().time())
-            reply = await run.executor.get(fence, wait_seconds, names)
+            if pull.norm is not None:  # the round is stepped with it
+                deadline = asyncio.get_running_loop().time() + pull.wait_seconds
+                await _require_rounds(run, fence, "global norm").get_norm(fence, pull)
+                pull = replace(pull, wait_seconds=max(0.0, deadline - asyncio.get_running_loop().time()))
+            reply = await run.executor.get(fence, pull)
             run.transports.add(scope["http_version"])
-            parts = reply.parts_for(base)
+            parts = reply.parts_for(pull.base)
             async with reply.reading():
                 await _send_parts(scope, send, parts)
         run.pulled_bytes += sum(map(len, parts))
@@ -150,20 +152,6 @@ class TensorEndpoints:
 
 def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-def _bad_header(name: str, problem: str, expected: str, actual: str | None) -> BadInput:
-    return BadInput(f"the header {name} {problem}", code="bad_header", expected=expected, actual=actual and actual[:40])
-
-
-def _barrier_kind(headers: dict[str, str]) -> BarrierKind:
-    match headers.get(BARRIER_HEADER):
-        case "batch":
-            return "batch"
-        case "fetch":
-            return "fetch"
-        case other:
-            raise _bad_header(BARRIER_HEADER, "names no barrier", "batch or fetch", other)
 
 
 def _require_rounds(run: Run, fence: Fence, what: str) -> RoundsExecutor:
@@ -177,55 +165,10 @@ def _require_rounds(run: Run, fence: Fence, what: str) -> RoundsExecutor:
     )  # fmt: skip
 
 
-def _count_carried_barrier(run: Run, fence: Fence, headers: dict[str, str]) -> None:
-    is_finite = _is_finite(headers)
-    if BARRIER_HEADER not in headers:
-        return
-    if _barrier_kind(headers) != "batch":
-        raise BadInput("other requests may carry the batch barrier only", code="bad_header", expected="batch")
-    _require_rounds(run, fence, "batch barrier").count_barrier(fence, "batch", is_finite=is_finite)
-
-
-def _is_finite(headers: dict[str, str]) -> bool:
-    verdict = headers.get(VERDICT_HEADER)
-    if verdict not in (None, "finite", "nonfinite"):
-        raise _bad_header(VERDICT_HEADER, "is no verdict", "finite or nonfinite", verdict)
-    return verdict != "nonfinite"
-
-
-def _wait_seconds(headers: dict[str, str]) -> float:
-    text = headers.get(WAIT_HEADER, "0")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= MAX_WAIT_SECONDS:
-        raise _bad_header(WAIT_HEADER, "is no time to wait", f"0 to {MAX_WAIT_SECONDS:g}", text)
-    return seconds
-
-
-def _base_version(headers: dict[str, str]) -> Round | None:
-    text = headers.get(HAVE_HEADER)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
-        raise _bad_header(HAVE_HEADER, "is no round", "digits", text)
-    return int(text)
-
-
-def _norm(headers: dict[str, str]) -> AgreedNorm | None:
-    return AgreedNorm.from_header(headers[NORM_HEADER]) if NORM_HEADER in headers else None
-
-
-async def _receive_names(receive: Receive) -> list[str]:
+async def _receive_names(scope: Scope, receive: Receive) -> list[str]:
     body = b""
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
+    async for part in Request(scope, receive).stream():
+        body += part
         if len(body) > MAX_GET_BODY_BYTES:
             raise BadInput(
                 "the list of blocks is too long", code="body_too_large", expected=f"<= {MAX_GET_BODY_BYTES} bytes"
@@ -239,11 +182,8 @@ async def _receive_names(receive: Receive) -> list[str]:
     return names
 
 
-async def _send_json(send: Send, json: str) -> None:
-    body = json.encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+async def _send_json(scope: Scope, receive: Receive, send: Send, answer: BaseModel) -> None:
+    await Response(answer.model_dump_json(), media_type="application/json")(scope, receive, send)
 
 
 async def _send_parts(scope: Scope, send: Send, parts: Sequence[bytes | memoryview]) -> None:
@@ -252,3 +192,84 @@ async def _send_parts(scope: Scope, send: Send, parts: Sequence[bytes | memoryvi
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for number, part in enumerate(parts, 1):
         await send_from(part, scope, send, more_body=number < len(parts))
+
+
+# ---------------------------------------------------------------------- OpenAPI
+
+_BINARY = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+_MAX_KEY = MAX_NAME + 100  # a parameter's name, with a slot and a block's number
+_NAMES = {"type": "array", "maxItems": MAX_TENSORS, "items": {"type": "string", "maxLength": _MAX_KEY}}
+_NAMES_BODY = {"required": False, "content": {"application/json": {"schema": _NAMES}}}
+_EXAMPLE = Fence(
+    protocol=1, run="5f0c", attempt=0, plan="9a1e", pserver=0, pserver_incarnation=1, rank=0, trainer_incarnation=1,
+    round=1,
+)  # fmt: skip
+
+
+def _header(name: str, description: str, *, required: bool = False, **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": "header", "required": required, "description": description, "schema": schema}
+
+
+_FENCE = [
+    _header(name, f"part of the fence, such as {value}", required=True, type="string", pattern=HEADER_PATTERNS[name])
+    for name, value in _EXAMPLE.to_headers().items()
+]
+_BARRIER = _header(BARRIER_HEADER, "the kind of the barrier", required=True, type="string", enum=["batch", "fetch"])
+_CARRIED_BARRIER = {**_BARRIER, "required": False}
+_VERDICT = _header(
+    VERDICT_HEADER, "whether the trainer's gradient is finite, as far as the pservers have found",
+    type="string", enum=["finite", "nonfinite"],
+)  # fmt: skip
+_NORM = _header(
+    NORM_HEADER,
+    "where gradients are clipped: digest, sum of squares of this shard and of all, separated by one space",
+    type="string",
+    maxLength=norms.MAX_TEXT,
+    pattern="^[0-9A-Za-z]+ [!-~]+ [!-~]+$",
+)
+_WAIT = _header(WAIT_HEADER, "maximal time to wait, in seconds", type="number", minimum=0, maximum=MAX_WAIT_SECONDS)
+_BASE = _header(
+    HAVE_HEADER, "base version of the trainer: blocks that have not changed since are left out",
+    type="integer", minimum=0, maximum=MAX_ORDINAL,
+)  # fmt: skip
+
+
+def _operation(parameters: list[dict[str, Any]], response: dict[str, Any], **other: Any) -> dict[str, Any]:
+    return {"tags": ["tensors"], "parameters": [*_FENCE, *parameters], "responses": {"200": response}, **other}
+
+
+def _answer(model: type[PushAnswer] | type[BarrierAnswer] | type[NormAnswer]) -> dict[str, Any]:
+    return {"description": "done", "content": {"application/json": {"schema": model.model_json_schema()}}}
+
+
+SEND_OPENAPI = _operation(
+    [],
+    _answer(PushAnswer),
+    description="The body is a safetensors stream. The metadata of a contribution's last push contains `num_blocks` "
+    "(the number of blocks that the trainer pushes to this pserver in this round) and `hyper_parameters` (JSON, one "
+    "object for each group, and the state of a `GradScaler` if there is one). A push whose metadata contains `states` "
+    "carries optimizer state.",
+    requestBody={"required": True, "content": _BINARY},
+)
+GET_OPENAPI = _operation(
+    [_CARRIED_BARRIER, _VERDICT, _BASE, _NORM, _WAIT],
+    {"description": "exactly the version of the fence's round", "content": _BINARY},
+    description="Waits for the round to be applied. The request may carry the batch barrier. The body may be a JSON "
+    "list of block names; without one the answer is the whole shard.",
+    requestBody=_NAMES_BODY,
+)
+SLOTS_OPENAPI = _operation(
+    [],
+    {"description": "slots as of the fence's round, float32", "content": _BINARY},
+    description="The body is a JSON list of `{slot}/{block}`. Without one the answer's metadata contains the names of "
+    "all slots (`slots`), and the states of the blocks that have been stepped (`states`).",
+    requestBody=_NAMES_BODY,
+)
+BUFFERS_OPENAPI = _operation([], {"description": "all buffers of this pserver", "content": _BINARY})
+NORM_OPENAPI = _operation(
+    [_CARRIED_BARRIER, _VERDICT, _NORM, _WAIT],
+    _answer(NormAnswer),
+    description="Waits until the round's contributions are complete, or with the global norm until it is over. The "
+    "request may carry the batch barrier.",
+)
+BARRIER_OPENAPI = _operation([_BARRIER, _VERDICT], _answer(BarrierAnswer))

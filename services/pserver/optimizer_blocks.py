@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ps_protocol.errors import BadInput
 from ps_protocol.optimizers import (
     FRESH,
     HyperParameters,
@@ -84,8 +83,8 @@ class _Stepped:
 class OptimizerBlocks:
     """Steps of a shard's blocks, and their state. Synchronous, not thread-safe."""
 
-    def __init__(self, layout: ShardLayout, spec: OptimizerSpec | None) -> None:
-        self.state = OptimizerState(steps={} if spec is None else dict.fromkeys(layout.place, FRESH))
+    def __init__(self, layout: ShardLayout, spec: OptimizerSpec) -> None:
+        self.state = OptimizerState(steps=dict.fromkeys(layout.place, FRESH))
         self._spec = spec
         self._layout = layout
 
@@ -104,10 +103,7 @@ class OptimizerBlocks:
         blocks are present. For buffers it contains the pushed values. `hyper_parameters` has one checked dictionary for
         each parameter group. Steps are counted for each block, or with a `counter` for each block and counter; counters
         share the slots. A new counter begins with the steps of the block before any counter stepped it.
-        Raises BadInput if the plan has no optimizer.
         """
-        if self._spec is None:
-            raise BadInput("this plan has no optimizer", code="unsupported_optimizer")
         if counter is None:
             self.state.counted.clear()  # such a step counts for all
         else:

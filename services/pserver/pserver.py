@@ -39,7 +39,6 @@ from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import DamagedFile
 
-from .admission import MembershipChanges
 from .apply_queue import QueueExecutor
 from .apply_rounds import RoundsExecutor
 from .bodies import BufferPool
@@ -48,6 +47,7 @@ from .durable.storage import Restored, RunStorage
 from .limits import InFlight
 from .metrics import PserverMetrics
 from .run import Run
+from .staging import MembershipChanges
 
 log = get_logger()
 
@@ -96,8 +96,8 @@ class Pserver:
         metrics.missing.set_function(lambda: len(self.make_heartbeat().missing))
         metrics.waiting_seconds.set_function(lambda: self._run.waiting_seconds if self._run else 0)
         if disk is not None:
-            metrics.disk_free.set_function(lambda: disk.measure_usage().free)
-            metrics.disk_size.set_function(lambda: disk.measure_usage().total)
+            metrics.disk_free.set_function(lambda: disk.measure_usage()[1])
+            metrics.disk_size.set_function(lambda: disk.measure_usage()[0])
 
     @property
     def _storage(self) -> RunStorage | None:

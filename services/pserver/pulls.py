@@ -15,7 +15,7 @@ from ps_protocol.vocabulary import Rank, Round
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class PulledState:
     """The state of the shard that a trainer pulled."""
 
     versions: Mapping[str, int]  # updates of each block
@@ -30,16 +30,16 @@ class Pulls:
     incarnation: until a trainer pulls again, they count as `restored`, the state that the pserver began with.
     """
 
-    def __init__(self, max_delay: int, restored: Pull | None = None) -> None:
+    def __init__(self, max_delay: int, restored: PulledState | None = None) -> None:
         self._max_delay = max_delay
         self._restored = restored
-        self._pulls: dict[Rank, dict[Round, Pull]] = {}
+        self._pulls: dict[Rank, dict[Round, PulledState]] = {}
 
     def __repr__(self) -> str:
         kept = ", ".join(f"trainer {rank}: {sorted(pulls)}" for rank, pulls in sorted(self._pulls.items()))
         return f"<Pulls [{kept}]>"
 
-    def record_pull(self, rank: Rank, step: Round, pull: Pull) -> None:
+    def record_pull(self, rank: Rank, step: Round, pull: PulledState) -> None:
         """Record the pull after `step`, in place of an earlier one after that step."""
         pulls = self._pulls.setdefault(rank, {})
         pulls[step] = pull
@@ -47,7 +47,7 @@ class Pulls:
         for old in [known for known in pulls if known < oldest]:
             del pulls[old]
 
-    def find_pull(self, rank: Rank, step: Round) -> Pull:
+    def find_pull(self, rank: Rank, step: Round) -> PulledState:
         """Return the trainer's pull after `step`. Raises StaleRound if there is none."""
         known = self._pulls.get(rank, {})
         pull = known.get(step)

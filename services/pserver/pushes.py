@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 
 from ps_protocol.errors import BadInput
@@ -10,23 +9,22 @@ from ps_protocol.frames import TensorEntry
 from ps_protocol.optimizers import (
     MASTER,
     SLOTS,
-    HyperParameters,
     OptimizerSpec,
     StepState,
-    check_hyper_parameters,
     read_states,
     slot_key,
     split_key,
 )
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, STATES_KEY
-from ps_protocol.vocabulary import BufferSpec, PserverIndex, Round
+from ps_protocol.requests import Completion
+from ps_protocol.routes import COMPUTED_ON_KEY, STATES_KEY
+from ps_protocol.vocabulary import BufferSpec, PserverIndex
 from ps_protocol.wire_types import INDICES, SCALES, WireTensor
 
 from .bodies import Body
-from .contribution import Push
 from .layout import ShardLayout
 from .shard import MASTER_BYTES
+from .staging import Push
 from .tensors import StagedBlock
 
 
@@ -37,10 +35,12 @@ def read_push(body: Body, layout: ShardLayout, plan: SlicePlan, *, is_async: boo
     if STATES_KEY in metadata:
         body.is_recurring = False
         return Push({}, slots=_read_slots(body, layout, plan.optimizer))
-    num_blocks, hyper_parameters = _read_completion(metadata, plan.optimizer)
-    num_slots = _read_number(metadata, NUM_SLOTS_KEY, max_digits=9) or 0
-    computed_on = _read_computed_on(metadata) if is_async and num_blocks is not None else None
-    return Push(read_blocks(body, layout), num_blocks, hyper_parameters, num_slots, computed_on)
+    completion = Completion.from_metadata(metadata, plan.optimizer)
+    if is_async and completion is not None and completion.computed_on is None:
+        raise BadInput(
+            f"the last push of a step lacks {COMPUTED_ON_KEY}", code="malformed_frame", expected="the step of a get"
+        )
+    return Push(read_blocks(body, layout), completion)
 
 
 def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
@@ -122,42 +122,6 @@ def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntr
                 actual=f"{entry.dtype} {list(entry.shape)}",
             )
     return entries
-
-
-def _read_completion(
-    metadata: Mapping[str, str], optimizer: OptimizerSpec
-) -> tuple[int | None, list[HyperParameters] | None]:
-    """Return the number of blocks and the hyper-parameters of a contribution, from its last push.
-
-    Earlier pushes have neither. Raises BadInput.
-    """
-    num_blocks = _read_number(metadata, NUM_BLOCKS_KEY, max_digits=9)
-    if num_blocks is None:
-        return None, None
-    try:
-        hyper_parameters = json.loads(metadata.get(HYPER_PARAMETERS_KEY, "null"))
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{HYPER_PARAMETERS_KEY} is not JSON: {error}", code="bad_hyper_parameters") from None
-    return num_blocks, check_hyper_parameters(optimizer, hyper_parameters)
-
-
-def _read_computed_on(metadata: Mapping[str, str]) -> Round:
-    """Return the step after which the trainer had pulled the parameters of its gradient. Raises BadInput."""
-    step = _read_number(metadata, COMPUTED_ON_KEY, max_digits=18)
-    if step is None:
-        raise BadInput(
-            f"the last push of a step lacks {COMPUTED_ON_KEY}", code="malformed_frame", expected="the step of a get"
-        )
-    return step
-
-
-def _read_number(metadata: Mapping[str, str], key: str, max_digits: int) -> int | None:
-    text = metadata.get(key)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= max_digits):
-        raise BadInput(f"{key} is not a number", code="malformed_frame", expected="decimal digits", actual=text[:40])
-    return int(text)
 
 
 def measure_largest_body(plan: SlicePlan, index: PserverIndex, layout: ShardLayout) -> tuple[int, int]:

@@ -12,16 +12,17 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, KeysView, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ps_protocol.errors import Ended, GradpostError
+from ps_protocol.optimizers import HyperParameters
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
 from .clocks import Committed
-from .pulls import Pull
+from .pulls import PulledState
 from .shard import Shard
 from .tensors import StagedBlock
 
@@ -30,11 +31,16 @@ log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One trainer's gradient for this block, and the pull that it was computed on."""
+    """One trainer's gradient for this block, the pull that it was computed on, and the hyper-parameters of its step."""
 
     committed: Committed[StagedBlock]
     block: StagedBlock
-    pull: Pull
+    pull: PulledState
+    hyper_parameters: list[HyperParameters]
+
+
+Apply: TypeAlias = Callable[[str, Update], Awaitable[None]]
+Changed: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class Snapshot:
@@ -82,17 +88,17 @@ class BlockQueue:
         name: str,
         *,
         max_queued: int,
-        apply: Callable[[str, Update], Awaitable[None]],
-        changed: Callable[[], Awaitable[None]],
+        apply: Apply,
+        changed: Changed,
     ) -> None:
         self.name = name
         self.failure: GradpostError | None = None
         self.num_updates = 0  # queued or being applied
         self._queue: asyncio.Queue[Update | Snapshot] = asyncio.Queue()
         self._max_queued = max_queued
-        self._apply = apply
-        self._changed = changed
-        self._task: asyncio.Task[None] | None = asyncio.create_task(self._work(), name=f"block {name}")
+        # The task alone refers to `apply`, which refers to the run, until it ends.
+        work = self._work(apply, changed)
+        self._task: asyncio.Task[None] | None = asyncio.create_task(work, name=f"block {name}")
 
     def __repr__(self) -> str:
         state = "stopped" if self.failure else f"{self.num_updates} of {self._max_queued} queued"
@@ -123,11 +129,12 @@ class BlockQueue:
             self._task.cancel()
             self._task = None  # a cancelled task keeps its frames, and these refer to this queue
 
-    async def _work(self) -> None:
+    async def _work(self, apply: Apply, changed: Changed) -> None:
         while self.failure is None:
             item = await self._queue.get()
             if isinstance(item, Update):
-                await self._apply_update(item)
+                await self._apply_update(item, apply)
+                await changed()
             else:
                 await self._copy_block(item)
 
@@ -138,9 +145,9 @@ class BlockQueue:
             log.exception("reading a block failed", block=self.name)
             snapshot.fail(Ended(f"block {self.name!r} could not be read: {error}", code="apply_failed"))
 
-    async def _apply_update(self, update: Update) -> None:
+    async def _apply_update(self, update: Update, apply: Apply) -> None:
         try:
-            await self._apply(self.name, update)
+            await apply(self.name, update)
         except Exception as error:
             log.exception("a block's worker failed; the block has stopped", block=self.name)
             self.failure = Ended(
@@ -148,7 +155,6 @@ class BlockQueue:
             )
             self._drop_all(self.failure)
         self.num_updates -= 1
-        await self._changed()
 
     def _drop_all(self, failure: GradpostError) -> None:
         while not self._queue.empty():

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ps_protocol.consistency import ReadConsistency
 from ps_protocol.errors import GradpostError
 from services.runtime.compute import ComputeExecutor
 
-from .pulls import Pull
+from .pulls import PulledState
 from .queues import BlockQueue, Snapshot
-from .reply_chunks import ChunkEncoder
+from .reply import ChunkEncoder
 from .shard import Shard
 
 
@@ -23,39 +23,25 @@ class Reading:
     """A frame of some blocks, and the state of the whole shard that it shows."""
 
     chunks: list[bytes]
-    pull: Pull
+    pull: PulledState
 
 
-class Reader(ABC):
-    """Reads frames of a shard. With `keep_values` each reading holds a copy of the shard's values."""
-
-    def __init__(self, shard: Shard, compute: ComputeExecutor, *, keep_values: bool) -> None:
-        self._shard = shard
-        self._compute = compute
-        self._keep_values = keep_values
-
-    @abstractmethod
-    async def read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
-        """Return a frame of these blocks, or of all."""
-
-    @abstractmethod
-    def close(self, reason: GradpostError) -> None:
-        """End waiting reads with this reason, and refuse later ones with it."""
-
-
-class DirectReader(Reader):
+class DirectReader:
     """`none` and `block`: reads on one thread, the compute thread for `block`, which then is in no update.
 
     A thread of its own reads while updates are written, so that even one block may be half old and half new.
     """
 
     def __init__(self, shard: Shard, compute: ComputeExecutor, *, keep_values: bool, owns_thread: bool) -> None:
-        super().__init__(shard, compute, keep_values=keep_values)
+        """With `keep_values` each reading holds a copy of the shard's values."""
+        self._shard = shard
+        self._compute = compute
+        self._keep_values = keep_values
         self._owns_thread = owns_thread
         self._encoder = ChunkEncoder(shard.values) if owns_thread else None
 
     async def read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
-        """Read after the earlier jobs of the thread."""
+        """Return a frame of these blocks, or of all, after the earlier jobs of the thread."""
         return await self._compute.run(self._read, names, metadata)
 
     def _read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
@@ -63,7 +49,7 @@ class DirectReader(Reader):
         versions = dict(self._shard.versions)
         values = self._shard.values.clone() if self._keep_values else None
         chunks = self._shard.encode(names, metadata, encoder=self._encoder, pulled=True)
-        return Reading(chunks, Pull(versions, values))
+        return Reading(chunks, PulledState(versions, values))
 
     def close(self, reason: GradpostError) -> None:
         """Close the thread."""
@@ -71,7 +57,7 @@ class DirectReader(Reader):
             self._compute.close()
 
 
-class SnapshotReader(Reader):
+class SnapshotReader:
     """`shard`: puts a snapshot into all queues at once; each block is copied when its worker gets to it.
 
     A contribution is put into all queues at once, too, so a snapshot contains all of its blocks or none. One snapshot
@@ -81,7 +67,9 @@ class SnapshotReader(Reader):
     def __init__(
         self, shard: Shard, compute: ComputeExecutor, queues: Mapping[str, BlockQueue], *, keep_values: bool
     ) -> None:
-        super().__init__(shard, compute, keep_values=keep_values)
+        self._shard = shard
+        self._compute = compute
+        self._keep_values = keep_values
         self._queues = queues
         self._one_at_a_time = asyncio.Lock()
         self._next: asyncio.Task[Snapshot] | None = None
@@ -89,7 +77,7 @@ class SnapshotReader(Reader):
         self._closed: GradpostError | None = None
 
     async def read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
-        """Wait until every block is copied. Raises Ended if a block has stopped."""
+        """Return a frame as `DirectReader.read`, once every block is copied. Raises Ended if a block has stopped."""
         if self._next is None:
             self._next = asyncio.create_task(self._make_snapshot(), name="snapshot")
         snapshot = await asyncio.shield(self._next)
@@ -111,13 +99,16 @@ class SnapshotReader(Reader):
         self, snapshot: Snapshot, names: Collection[str] | None, metadata: Mapping[str, str]
     ) -> Reading:
         chunks = self._shard.encode(names, metadata, encoder=ChunkEncoder(snapshot.values), pulled=True)
-        return Reading(chunks, Pull(snapshot.versions, snapshot.values if self._keep_values else None))
+        return Reading(chunks, PulledState(snapshot.versions, snapshot.values if self._keep_values else None))
 
     def close(self, reason: GradpostError) -> None:
-        """End the current snapshot, since the queues are closed, too."""
+        """End waiting reads with this reason, and refuse later ones with it: the queues are closed, too."""
         self._closed = reason
         if self._current is not None:
             self._current.fail(reason)
+
+
+Reader: TypeAlias = DirectReader | SnapshotReader
 
 
 def make_reader(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from functools import partial
 
 import httpx
@@ -117,7 +116,8 @@ class Registration:
     async def _send_heartbeats(self, registered: PserverRegistered, stop: asyncio.Event) -> None:
         path = PSERVER_HEARTBEAT.format(index=registered.index)
         is_failing = False
-        isolation = IsolationTimer(asyncio.get_running_loop().time)
+        alone: tuple[float, Round] | None = None  # when the coordinator had been lost in the newest round
+        now = asyncio.get_running_loop().time
         while not stop.is_set():
             self._pserver.heartbeat_is_due.clear()
             heartbeat = self._pserver.make_heartbeat()
@@ -130,17 +130,25 @@ class Registration:
                 if not is_failing:
                     log.warning("heartbeats fail; training goes on without the coordinator", error=repr(error))
                 is_failing = True
-                if self._settings.exit_when_done and isolation.has_expired(self._pserver):
+                state = self._pserver.make_heartbeat()
+                if alone is None or alone[1] != state.round:
+                    alone = now(), state.round
+                if self._settings.exit_when_done and state.run is not None and now() - alone[0] > self._patience:
                     log.error("neither the coordinator nor a trainer sends requests; exiting (exit_when_done)")
                     self._exit(1, stop)
             else:
                 is_failing = False
-                isolation.reset()
+                alone = None
                 self._pserver.handle_heartbeat_reply(reply, heartbeat)
                 if reply.stop and self._settings.exit_when_done:
                     self._exit(reply.exit_code, stop)
             period = heartbeat_period(registered.lease_seconds)
             await _wait_for_any(period, stop, self._pserver.heartbeat_is_due)
+
+    @property
+    def _patience(self) -> float:
+        """The seconds without coordinator and progress after which a pserver with a run exits."""
+        return self._pserver.run.install.round_timeout_seconds
 
     def _exit(self, code: int, stop: asyncio.Event) -> None:
         self.exit_code = code
@@ -178,26 +186,6 @@ class Registration:
 
 class _Stopping(Exception):  # noqa: N818 - no error
     """The pserver stops before it is registered."""
-
-
-class IsolationTimer:
-    """The time for which a pserver with a run has been without its coordinator and without progress."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._since: float | None = None
-        self._round: Round = 0
-
-    def reset(self) -> None:
-        """Note an answer of the coordinator."""
-        self._since = None
-
-    def has_expired(self, pserver: Pserver) -> bool:
-        """Return whether it is longer than the round time-out. A pserver without a run waits indefinitely."""
-        state = pserver.make_heartbeat()
-        if self._since is None or state.round != self._round:
-            self._since, self._round = self._now(), state.round
-        return state.run is not None and self._now() - self._since > pserver.run.install.round_timeout_seconds
 
 
 async def _wait_for_any(seconds: float, *events: asyncio.Event) -> None:

@@ -77,10 +77,8 @@ class RoundWork:
             )  # fmt: skip
             self._storage.append(update, self._shard.aggregator.encode(logged), loaded)
         reach_failpoint("apply.before")
-        masters = self._shard.load_slots(loaded) if loaded else []
-        self._shard.apply(gradient, present, hyper_parameters)
-        self._shard.publish(present, masters)
-        self._changed.update(dict.fromkeys((*present, *masters), apply.round))
+        changed = self._shard.apply(gradient, present, hyper_parameters, loaded)
+        self._changed.update(dict.fromkeys(changed, apply.round))
         reach_failpoint("apply.after")
         self.captures.capture_round(apply.round)
         return self.encode(apply.round, outcome)

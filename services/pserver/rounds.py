@@ -23,9 +23,8 @@ from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from .admission import Admission, admit, check_member
-from .contribution import Contribution, Payload, Push, Staged
 from .history import History
+from .staging import Admission, Contribution, Payload, Push, Staged, admit, check_member
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +48,7 @@ class Apply(Generic[Payload]):
     @property
     def hyper_parameters(self) -> list[HyperParameters]:
         """The hyper-parameters of the lowest rank, which is the same rank on every pserver."""
-        if not self.contributions:
-            return []
-        chosen = self.contributions[0].hyper_parameters
-        assert chosen is not None  # a complete contribution has them
-        return chosen
+        return self.contributions[0].hyper_parameters if self.contributions else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +210,11 @@ class Rounds(Generic[Payload]):
         if self.admit(rank, incarnation, round_) == "already_applied":
             return None
         if not self.is_complete(rank, round_):
-            staged = self._staged.get(round_, {}).get(rank)
+            staged = self._staged.get(round_, {}).get(rank, Contribution())
             raise ContributionMissing(
                 f"trainer {rank} has not pushed its whole contribution of round {round_} to this pserver",
-                expected="an unknown number of blocks" if staged is None else staged.num_blocks,
-                actual=0 if staged is None else len(staged.blocks),
+                expected=staged.completion.num_blocks if staged.completion else "an unknown number of blocks",
+                actual=len(staged.blocks),
             )
         if self.is_frozen:
             self._held[rank, round_] = incarnation, is_finite

@@ -38,7 +38,6 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
-from .admission import Admission, check_member
 from .bodies import Body
 from .checkpoint_writer import CheckpointWriter, Destination
 from .durable.storage import Restored, RunStorage
@@ -46,6 +45,7 @@ from .metrics import LoadMeter, PserverMetrics
 from .pushes import measure_largest_body, read_buffers, read_initial_blocks, read_push
 from .schedule import Executor, Read, Schedule, Wait, name_trainers
 from .shard import Shard
+from .staging import Admission, check_member
 from .tensors import StagedBlock, check_blocks, digest_contribution, find_nonfinite
 
 log = get_logger()
@@ -401,7 +401,6 @@ class Run:
             pass
         if self.storage is not None:
             self.storage.close()
-        self.executor.release()
 
     # ------------------------------------------------------------------ checkpoints and inspection
 

@@ -14,13 +14,13 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from ps_protocol.errors import GradpostError
 from ps_protocol.fence import Fence
 from ps_protocol.membership import FrozenRounds, Membership
+from ps_protocol.requests import Pull
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from .admission import Admission
 from .checkpoint_writer import Destination
-from .contribution import Contribution, Payload, Push, Staged
 from .history import History
 from .reply import Reply
+from .staging import Admission, Contribution, Payload, Push, Staged
 from .tensors import StagedBlock
 
 T = TypeVar("T")
@@ -120,8 +120,8 @@ class Executor(Protocol):
     async def commit(self, fence: Fence) -> None:
         """Commit a complete contribution, if that needs no barrier. Raises TryAgain; then all of it stays staged."""
 
-    async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
-        """Return the parameters of a request's round, waiting up to `wait_seconds` for them."""
+    async def get(self, fence: Fence, pull: Pull) -> Reply:
+        """Return the parameters of a request's round, waiting up to `pull.wait_seconds` for them."""
 
     def note_wait(self, fence: Fence) -> Wait:
         """Note that this request waits, and return the reason."""
@@ -159,6 +159,3 @@ class Executor(Protocol):
 
     def close(self, reason: GradpostError) -> None:
         """End the waits of the executor's own with `reason`, which has ended the run."""
-
-    def release(self) -> None:
-        """Drop references to the run and its shard."""

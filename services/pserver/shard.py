@@ -4,7 +4,6 @@ Synchronous and not thread-safe: one thread computes. A round takes these calls:
 
     gradient, present = shard.aggregator.aggregate(contributions)       # in rank order
     shard.apply(gradient, present, hyper_parameters)
-    shard.publish(present)                                              # if trainers pull deltas
     chunks = shard.encode(metadata={"round": "7"})                      # the same bytes for all trainers
 """
 
@@ -30,9 +29,9 @@ from .captures import Probes
 from .layout import ShardLayout
 from .optimizer_blocks import LoadedState, OptimizerBlocks
 from .published import BorrowedTensor, Published
-from .reply_chunks import ChunkEncoder
+from .reply import ChunkEncoder
 from .shard_state import ShardState
-from .tensors import TORCH_DTYPES, view_bytes
+from .tensors import view_bytes
 
 MASTER_BYTES = 4  # of an element
 
@@ -41,6 +40,7 @@ class Shard:
     """Blocks are float32 masters, whatever a parameter's dtype. Buffers are stored as they came and never stepped."""
 
     def __init__(self, plan: SlicePlan, pserver: PserverIndex) -> None:
+        assert plan.optimizer is not None  # a run always has one
         self.layout = ShardLayout(plan, pserver)
         self.values = torch.zeros(self.layout.num_elements)  # flat float32; blocks are views of it
         self.version = 0  # applied rounds; in asynchronous modes applied contributions, which the run counts
@@ -56,39 +56,21 @@ class Shard:
         self._initialised: set[str] = set()
 
     def block(self, name: str) -> Tensor:
-        """Return the master values of one block: a view of shape (num_elements,), float32. Raises BadInput."""
-        place = self.layout.place.get(name)
-        if place is None:
-            raise BadInput(f"block {name!r} is not in this shard", code="unknown_block")
+        """Return the master values of one block: a view of shape (num_elements,), float32."""
+        place = self.layout.place[name]
         return self.values[place.begin : place.end]
 
     # ------------------------------------------------------------------ initial values
 
     def set_initial(self, name: str, source: Tensor) -> None:
-        """Copy a block's first values from a tensor of shape (num_elements,) in the parameter's dtype.
-
-        Raises BadInput.
-        """
-        block = self.block(name)
-        dtype = TORCH_DTYPES[self.layout.place[name].dtype]
-        if source.dtype != dtype:
-            raise BadInput(f"block {name!r}", code="wrong_dtype", expected=str(dtype), actual=str(source.dtype))
-        if source.shape != block.shape:
-            raise BadInput(f"block {name!r}", code="wrong_shape", expected=list(block.shape), actual=list(source.shape))
-        block.copy_(source)
+        """Copy a block's first values from a tensor of shape (num_elements,) in the parameter's dtype."""
+        self.block(name).copy_(source)
         if self.published is not None:
             self.published.publish_whole(name)
         self._initialised.add(name)
 
     def set_initial_buffer(self, name: str, data: bytes | bytearray | memoryview) -> None:
-        """Store a buffer's bytes. Raises BadInput."""
-        spec = self._buffer_specs.get(name)
-        if spec is None:
-            raise BadInput(f"buffer {name!r} is not in this shard", code="unknown_block")
-        if len(data) != spec.num_bytes:
-            raise BadInput(
-                f"buffer {name!r}", code="wrong_shape", expected=f"{spec.num_bytes} bytes", actual=f"{len(data)} bytes"
-            )
+        """Store a copy of a buffer's bytes."""
         self._buffers[name] = bytes(data)
 
     @property
@@ -98,15 +80,25 @@ class Shard:
 
     # ------------------------------------------------------------------ updates
 
-    def apply(self, gradient: Tensor, present: Collection[str], hyper_parameters: list[HyperParameters]) -> None:
-        """Step the present blocks once with a gradient of the layout. Raises BadInput if there is no optimizer.
+    def apply(
+        self,
+        gradient: Tensor,
+        present: Collection[str],
+        hyper_parameters: list[HyperParameters],
+        loaded: LoadedState | None = None,
+    ) -> list[str]:
+        """Step the present blocks once with a gradient of the layout, after loading optimizer state if there is any.
 
-        After any other exception the shard is in an unknown state.
+        Returns the blocks whose values have changed. After an exception the shard is in an unknown state.
         """
+        masters = self.load_slots(loaded) if loaded else []
         probed = self.probes.copy_before(present, self.block)
         self._step(gradient, present, hyper_parameters)
         self.version += 1
         self.probes.finish_probes(probed, self.block, self.version)
+        if self.published is not None:
+            self.published.publish_round(present, masters)
+        return [*present, *masters]
 
     def apply_block(
         self, name: str, gradient: Tensor, hyper_parameters: list[HyperParameters], *, counter: Rank | None = None
@@ -139,14 +131,6 @@ class Shard:
         for name, values in masters.items():
             self.block(name).copy_(values)
         return list(masters)
-
-    def publish(self, stepped: Collection[str], loaded: Collection[str] = ()) -> None:
-        """After a round, bring the published values, if there are any, close to the values of these blocks.
-
-        Blocks whose values were `loaded` in the round are published whole.
-        """
-        if self.published is not None:
-            self.published.publish_round(stepped, loaded)
 
     # ------------------------------------------------------------------ the whole state
 
@@ -200,10 +184,8 @@ class Shard:
 
         The buffers that were set follow, if wanted, in plan order and with their shapes.
         The header comes first, then chunks of about 1 MiB. The bytes are copies, which later updates do not change.
-        Another `encoder` reads a copy of the values, or reads them on another thread. Raises BadInput.
+        Another `encoder` reads a copy of the values, or reads them on another thread.
         """
-        for name in blocks or ():
-            self.block(name)  # raises BadInput
         wanted = self.layout.place.keys() if blocks is None else frozenset(blocks)
         places = [place for name, place in self.layout.place.items() if name in wanted]
         specs = self._stored_buffers() if with_buffers else []
@@ -253,10 +235,9 @@ class Shard:
         return _encode_views({key: self._view_slot(slots, *split_key(key)) for key in keys}, metadata)
 
     def _view_slot(self, slots: Mapping[str, Tensor], slot: str, name: str) -> Tensor:
-        if slot not in slots:
+        place = self.layout.place.get(name)
+        if place is None or slot not in slots:
             raise BadInput(f"slot '{slot}/{name}' is not in this shard", code="unknown_block")
-        self.block(name)  # raises BadInput
-        place = self.layout.place[name]
         return slots[slot][place.begin : place.end]
 
 

@@ -18,7 +18,7 @@ from ps_protocol.vocabulary import Rank, Round
 from ps_protocol.wire_types import GROUP
 
 from .bodies import Body
-from .contribution import Contribution
+from .staging import Contribution
 
 _PIECE_BYTES = 1 << 18  # that are compared at once
 
@@ -155,8 +155,7 @@ def digest_contribution(
     digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: Contribution[StagedBlock]
 ) -> None:
     """Add everything that a trainer has staged."""
-    announced = contribution.num_blocks, contribution.num_slots, contribution.hyper_parameters
-    digest.update(repr((identity, *announced)).encode())
+    digest.update(repr((identity, contribution.completion)).encode())
     for name, staged in [*sorted(contribution.blocks.items()), *sorted(contribution.slots.items())]:
         digest.update(name.encode())
         for view in staged.bytes() if isinstance(staged, StagedBlock) else [repr(staged).encode()]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from urllib.parse import urlsplit
@@ -117,6 +118,17 @@ async def test_announcements_of_large_bodies_take_no_memory(world: World) -> Non
             writer.close()
     await world.wait_for_used_bytes(used)
     assert await world.look() == world.before
+
+
+async def test_non_finite_gradients_are_applied_if_that_is_the_policy(world: World) -> None:
+    await world.enter("training with NaN", nonfinite="allow")
+    await world.trainers[1].push(2, value=float("nan"))
+    for trainer in world.trainers:
+        await trainer.barrier(2)
+    for body in await world.trainers[0].get(2):
+        assert b'"round":"2"' in body
+        assert struct.pack("<f", float("nan"))[-2:] in body
+    assert [state["round"] for state in (await world.look())[1]] == [2, 2]
 
 
 async def test_an_honest_request_is_let_in(world: World) -> None:

@@ -199,7 +199,7 @@ def assert_all_name(cluster: LocalCluster, ranks: tuple[int, ...], reason: str) 
 @pytest.mark.parametrize("strategy", ["ps", in_a_ring])
 def test_a_script_that_raises_is_named_with_its_reason(cluster: LocalCluster, strategy: str) -> None:
     command = [sys.executable, str(SCRIPT), "9", "0", "1:3:raise"]
-    assert cluster.run_trainers(command, {"PYTHONPATH": str(ROOT)}, timeout=60) == [1, 1, 1], cluster.output
+    assert cluster.run_trainers(command, timeout=60, env={"PYTHONPATH": str(ROOT)}) == [1, 1, 1], cluster.output
     assert_all_name(cluster, (0, 2), "trainer 1 failed: ValueError: no data")
     assert cluster.summary().line().startswith("failed: mode=sync")
 

@@ -354,14 +354,14 @@ def follow_contract(session: Session) -> dict[str, Tensor]:
     assert weight.unique().tolist() == [-2 * mean]
 
     weight.data = weight.data.clone()
-    engine.check_parameters()
+    engine.follow_parameters()
     engine.step(contribution)
     assert weight.unique().tolist() == [-3 * mean]  # the new memory
 
     values = weight.data
     weight.data = values.double()
     with pytest.raises(BadModel, match="'weight' has become another tensor"):
-        engine.check_parameters()
+        optimizer.step()
     weight.data = values.fill_(5.0)
     engine.replace_values({"weight"})
     engine.step(contribution)

@@ -1,4 +1,4 @@
-"""Freeze, decide and install as one state machine: all pservers apply the same sets under any faults.
+"""Freeze, decide and install in random walks: all pservers apply the same sets under any faults.
 
 The real `Rounds` of every pserver and the real `decide`, driven by trainers and a coordinator in arbitrary
 interleavings. A pserver that dies keeps what it has applied (the log) and loses what was staged; a trainer that is
@@ -23,11 +23,11 @@ from ps_protocol.errors import Conflict
 from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
+from ps_protocol.requests import Completion
 from services.coordinator.decision import Rollback, decide, newest_common
-from services.pserver.admission import MembershipChanges
-from services.pserver.contribution import Push
 from services.pserver.history import History
 from services.pserver.rounds import Measure, Rounds
+from services.pserver.staging import MembershipChanges, Push
 
 NUMBERS: list[HyperParameters] = [{"lr": 0.1}]
 MAX_TRAINERS = 3
@@ -48,7 +48,6 @@ class Pserver:
         """Applies are done at once, and what follows from them, up to a round that waits for its norm."""
         while order is not None and not isinstance(order, Measure):
             following = self.rounds.applying
-            assert following is not None
             lives = {}
             for rank, contribution in zip(following.ranks, following.contributions, strict=True):
                 assert contribution.is_complete, f"half of trainer {rank} would be applied"
@@ -184,7 +183,7 @@ class Faults:
         except Conflict:
             return False
         if admission == "open":
-            pserver.rounds.stage(trainer.rank, trainer.round, Push({"b": trainer.incarnation}, 1, NUMBERS))
+            pserver.rounds.stage(trainer.rank, trainer.round, Push({"b": trainer.incarnation}, Completion(1, NUMBERS)))
         trainer.pushed.add(index)
         return True
 
@@ -454,7 +453,6 @@ class Faults:
         return rank in self.trainers and self.trainers[rank].incarnation == life
 
     def _install(self, change: Change, index: int) -> None:
-        assert change.to_install is not None
         message = self._send_installation(change, index)
         if self._installed_at(message, self.membership) or self.pservers[index].changes.ended == change.number:
             change.to_install.discard(index)

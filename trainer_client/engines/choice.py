@@ -152,7 +152,7 @@ def start_engine(session: Session, model: TrainedModel, work: DividedWork) -> St
             return StartedEngine(engine, engine)
         group.open(client.rendezvous)
         ring = RingEngine(session, model, work.optimizer, group)
-        session.call_at_close(join_others=ring.join_others)
+        session.call_at_close(ring.join_others)
         return StartedEngine(ring, None)
 
     if host is None:

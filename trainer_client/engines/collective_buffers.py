@@ -10,7 +10,6 @@ from torch import Tensor
 from ps_protocol.errors import BadInput, ContributionConflict
 
 from ..collectives import Collectives
-from ..tensors import check_form
 
 BYTES = 4  # of an element, float32
 PIECE = 1 << 16  # elements that are squared at once, in memory that an allocator keeps
@@ -152,29 +151,13 @@ class BroadcastBuffer:
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._tensors = tensors
-        groups: list[list[str]] = [[]]
-        size = 0
-        for name, tensor in tensors.items():
-            if groups[-1] and size + tensor.nbytes > PART_BYTES:
-                groups.append([])
-                size = 0
-            groups[-1].append(name)
-            size += _aligned(tensor.nbytes)
-        self._parts: list[Tensor] = []  # bytes
-        self._views: dict[str, Tensor] = {}
-        for group in groups:
-            part = torch.zeros(sum(_aligned(tensors[name].nbytes) for name in group), dtype=torch.uint8, device=device)
-            self._parts.append(part)
-            offset = 0
-            for name in group:
-                tensor = tensors[name]
-                self._views[name] = part[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                offset += _aligned(tensor.nbytes)
-
-    def check(self) -> None:
-        """Raise BadModel if a tensor has another shape or dtype."""
-        for name, view in self._views.items():
-            check_form(name, self._tensors[name], view.shape, view.dtype)
+        sizes = [-(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for tensor in tensors.values()]
+        flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._parts = torch.split(flat, PART_BYTES)
+        self._views = {
+            name: memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), memory in zip(tensors.items(), torch.split(flat, sizes), strict=True)
+        }
 
     @torch.no_grad()
     def begin(self, collectives: Collectives, source: int, *, sends: bool) -> None:
@@ -192,7 +175,3 @@ class BroadcastBuffer:
         """Copy the received values to the tensors."""
         for name, view in self._views.items():
             self._tensors[name].copy_(view)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

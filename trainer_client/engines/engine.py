@@ -43,8 +43,8 @@ class StepEngine(Protocol):
 
     progress: StepProgress
 
-    def check_parameters(self) -> None:
-        """Follow parameters that the script has moved to other memory. Raises BadModel for another shape or dtype."""
+    def follow_parameters(self) -> None:
+        """Use the memory that the script has moved parameters to. Their shapes and dtypes stay."""
 
     def replace_values(self, names: Collection[str]) -> None:
         """Begin the next step from the values that the script has written to these parameters, on all trainers.

@@ -52,10 +52,9 @@ class HostLeader:
             model.parameters, bucket_bytes, device, lambda bucket: host.collectives.reduce(bucket.flat)
         )
 
-    def check_parameters(self) -> None:
+    def follow_parameters(self) -> None:
         """See StepEngine."""
-        self._engine.check_parameters()
-        self._values.check()
+        self._engine.follow_parameters()
 
     def replace_values(self, names: Collection[str]) -> None:
         """See StepEngine. The values of this process count for the host."""
@@ -170,9 +169,8 @@ class HostFollower:
         self.progress.begun = self.progress.version
         self._values = BroadcastBuffer(model.pulled, device)
 
-    def check_parameters(self) -> None:
-        """See StepEngine."""
-        self._values.check()
+    def follow_parameters(self) -> None:
+        """See StepEngine. Values are copied to wherever the parameters are."""
 
     def replace_values(self, names: Collection[str]) -> None:
         """See StepEngine. The values of process 0 count, and come with the next step."""

@@ -58,16 +58,13 @@ class Pipeline:
         self._arrivals: dict[Round, PullProgress] = {}  # of these, as long as they last
         self._pushed = nothing_to_wait_for()  # of the newest step
         self._newest_pull: Future[None] | None = None
-        self._bind()
+        self.follow_parameters()
 
     # ------------------------------------------------------------------ memory. Nothing may be under way.
 
-    def check_parameters(self) -> None:
-        """Follow parameters that the script has moved to other memory. Raises BadModel for another shape or dtype."""
-        if self._destinations.has_moved():
-            self._bind()
-
-    def _bind(self) -> None:
+    def follow_parameters(self) -> None:
+        """Use the memory that the parameters have by now."""
+        self._destinations.follow_parameters()
         self._memory = [
             self._client.destinations(
                 {name: writable_bytes(tensor) for name, tensor in one.items() if tensor.numel()}, keeps_values=True

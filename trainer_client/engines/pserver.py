@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class PserverEngine:
         self._local = local
         self._is_by_parameter = self._client.settings.overlap_pulls
         self._pipeline = Pipeline(self._client, self._io, self._parameters, by_parameter=self._is_by_parameter)
-        self._pending: set[str] = set()  # by parameter: those that the newest step's pull was not written back to
+        self.pending: set[str] = set()  # parameters that the newest step's pull was not written back to
         self._refused: NonFiniteGradient | None = None
         self._under_way: Contribution | None = None  # of the newest step, where `step` waits for it
         self._unfinished: Contribution | None = None  # a copy, of a step that failed after its push had begun
@@ -91,7 +91,7 @@ class PserverEngine:
 
     def _write_back(self, version: Round, names: set[str], *, is_noticed: bool = True) -> None:
         self._pipeline.write_back(version, names, is_noticed=is_noticed)
-        self._pending = self._pending - names
+        self.pending = self.pending - names
         if self._local is not None:
             self._local.begin()
 
@@ -109,11 +109,9 @@ class PserverEngine:
 
     # ------------------------------------------------------------------ the parameters
 
-    def check_parameters(self) -> None:
+    def follow_parameters(self) -> None:
         """See StepEngine."""
-        self._pipeline.check_parameters()
-        if self._local is not None:  # whose optimizer changes them
-            self._pipeline.forget_versions()
+        self._pipeline.follow_parameters()
 
     def replace_values(self, names: Collection[str]) -> None:
         """See StepEngine."""
@@ -149,11 +147,6 @@ class PserverEngine:
         self._finish(self.progress.begun)
         return is_behind
 
-    @property
-    def pending(self) -> Set[str]:
-        """The parameters that the newest step's pull was not written back to; for `overlap_pulls`."""
-        return self._pending
-
     def wait_for_parameters(self, names: set[str]) -> bool:
         """Wait for the newest step's values of pending parameters; return True if the run went back instead."""
         return self._finish(self.progress.begun, names)
@@ -162,6 +155,8 @@ class PserverEngine:
         """Begin the next step. Blocks for gradients that are on a device, which are copied."""
         step = self.progress.begun + 1
         self._check_repeated(contribution.gradients, self._parameters)
+        if self._local is not None:  # whose optimizer has changed the parameters
+            self._pipeline.forget_versions()
         if self._pipeline.max_delay == 0 and not self._is_by_parameter:
             self._under_way = contribution
         gradients = {**contribution.gradients, **self._averages.changed_values()}
@@ -174,7 +169,7 @@ class PserverEngine:
                 self._keep_contribution()
             raise
         self.progress.begun = step
-        self._pending = set(self._parameters)
+        self.pending = set(self._parameters)
 
     def _finish(self, step: Round, names: set[str] | None = None) -> bool:
         """Wait for a step, or some of its parameters, and write the newest pulled step to the parameters.
@@ -182,7 +177,7 @@ class PserverEngine:
         Returns True if the run went back instead.
         """
         try:
-            if names is not None and names != self._pending:
+            if names is not None and names != self.pending:
                 self._pipeline.wait_for(step, names)
                 self._write_back(step, names)
                 return False
@@ -197,7 +192,7 @@ class PserverEngine:
         if newest > self.progress.version:
             self.progress.version = newest
             self._loading.note_pulled(newest)
-            self._write_back(newest, self._pending if self._is_by_parameter else set(self._parameters))
+            self._write_back(newest, self.pending if self._is_by_parameter else set(self._parameters))
             if newest == self.progress.begun and not self._is_by_parameter:
                 self._averages.write_back()  # else later forward passes have changed the buffers
         return False
@@ -207,7 +202,7 @@ class PserverEngine:
     def _note_failure(self, error: BaseException) -> None:
         """Note that no step is on its way. Raises ContributionConflict if this one can never succeed."""
         self.progress.begun = self._pipeline.newest  # a step that fails takes those behind it along
-        self._pending = set()
+        self.pending = set()
         if isinstance(error, ContributionConflict) and self._refused is not None:
             text = "what was staged when an earlier try of this step was refused cannot be taken back; the script"
             raise ContributionConflict(f"{text} has to end, and may be started again ({self._refused})") from error

@@ -24,7 +24,6 @@ from ps_protocol.vocabulary import Rank
 
 from ..model_tensors import TrainedModel
 from ..session import Session
-from ..tensors import check_form
 from .collective_buffers import FlatBucket, FlatGradients
 from .engine import Contribution, StepProgress
 from .local_steps import step_without_hooks
@@ -51,7 +50,7 @@ class RingEngine:
         self._is_midway = False  # a round has begun, and not ended
         self._contribution = Contribution({}, [])
         self._gradients = FlatGradients(parameters, self._agree_on_bucket_bytes(), group.device, self._send)
-        self._place_averages()
+        self.follow_parameters()
         self._broadcast({**model.pulled, **model.stored})
         model.averages.write_back()
 
@@ -82,21 +81,12 @@ class RingEngine:
 
     # ------------------------------------------------------------------ the parameters
 
-    def check_parameters(self) -> None:
-        """See StepEngine."""
-        if any(_place(parameter) != self._places[name] for name, parameter in self._parameters.items()):
-            for name, parameter in self._parameters.items():
-                shape, dtype, *_ = self._places[name]
-                check_form(name, parameter, shape, dtype)
-            self._place_averages()
-
     def replace_values(self, names: Collection[str]) -> None:
         """See StepEngine. The values of the lowest rank that calls it count for all parameters."""
         self._has_written = True
 
-    def _place_averages(self) -> None:
-        """Choose where each parameter's average lies for the optimizer: in its bucket if it has the same form there."""
-        self._places = {name: _place(parameter) for name, parameter in self._parameters.items()}
+    def follow_parameters(self) -> None:
+        """See StepEngine. A parameter's average lies in its bucket if it has the same form there."""
         self._averages: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             part = self._gradients.bucket_of[name].parts[name]
@@ -349,7 +339,3 @@ def _is_number(value: object) -> bool:
 def _digest(numbers: object) -> int:
     """Return 24 bits that differ for other numbers; a float32 holds them exactly."""
     return zlib.crc32(repr(numbers).encode()) >> 8
-
-
-def _place(parameter: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]:
-    return parameter.shape, parameter.dtype, parameter.stride(), parameter.device

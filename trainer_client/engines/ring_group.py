@@ -11,7 +11,7 @@ import socket
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -23,6 +23,8 @@ from ps_protocol.vocabulary import Rank
 
 from ..collectives import GROUP_TIMEOUT, Collectives, make_group, run_aside
 from ..session import Session
+
+T = TypeVar("T")
 
 SPARE_SECONDS = 30.0  # beyond all other time-outs, which name who is to blame
 NEWS_SECONDS = 5.0  # beyond a lease, until the coordinator names the lost trainer
@@ -58,29 +60,22 @@ class Group:
     def open(self, rendezvous: str | None) -> None:
         """Connect with all others. Blocks for them; raises what ended the run, BadModel, Ended (`ring_broken`)."""
         assert rendezvous is not None, "rank 0 has declared where to meet"
-        if rendezvous == OWN_GROUP:
-            if not _has_group(self.rank, self.size):
-                raise BadModel(
-                    "trainer 0 has called torch.distributed.init_process_group, and this one has not, or with another "
-                    "rank or world size",
-                    expected=f"rank {self.rank} of {self.size}",
-                )
-            self._io.run(self._client.membership.guard(self._wait(self._join_own())))
-        else:
-            self._io.run(self._client.membership.guard(self._wait(self._connect(rendezvous))))
+        if rendezvous == OWN_GROUP and not _has_group(self.rank, self.size):
+            raise BadModel(
+                "trainer 0 has called torch.distributed.init_process_group, and this one has not, or with another "
+                "rank or world size",
+                expected=f"rank {self.rank} of {self.size}",
+            )
+        work = run_aside(lambda: self._make_group(rendezvous))
+        self.collectives = Collectives(self._io.run(self._client.membership.guard(self._wait(work))))
         self._client.at_leave.append(self.close)
 
-    async def _connect(self, rendezvous: str) -> None:
-        def connect() -> Any:
-            host = None if os.environ.get("GLOO_SOCKET_IFNAME") else address_towards(self._client.settings.coordinator)
-            store = self._store = self._store or join_store(rendezvous, timedelta(seconds=self._limit))
-            return make_group(store, self.rank, self.size, self.device, host)
-
-        self.collectives = Collectives(await run_aside(connect))
-
-    async def _join_own(self) -> None:
-        """Make a group beside the script's own, whose collectives may come in between."""
-        self.collectives = Collectives(await run_aside(lambda: dist.new_group(timeout=GROUP_TIMEOUT)))
+    def _make_group(self, rendezvous: str) -> Any:
+        if rendezvous == OWN_GROUP:  # a group beside the script's own, whose collectives may come in between
+            return dist.new_group(timeout=GROUP_TIMEOUT)
+        host = None if os.environ.get("GLOO_SOCKET_IFNAME") else address_towards(self._client.settings.coordinator)
+        store = self._store = self._store or join_store(rendezvous, timedelta(seconds=self._limit))
+        return make_group(store, self.rank, self.size, self.device, host)
 
     def close(self) -> None:
         """Close the group."""
@@ -97,13 +92,13 @@ class Group:
         self._io.run(self._client.membership.guard(self._wait(self.collectives.finish(), has_limit=has_limit)))
         self.collectives.release()
 
-    async def _wait(self, work: Coroutine[Any, Any, None], *, has_limit: bool = True) -> None:
+    async def _wait(self, work: Coroutine[Any, Any, T], *, has_limit: bool = True) -> T:
         """Report the wait with heartbeats; after a broken connection, wait until the coordinator names the trainer."""
         membership, loop = self._client.membership, asyncio.get_running_loop()
         with membership.reporting_wait():
             try:
                 async with asyncio.timeout(self._limit if has_limit else None):
-                    await work
+                    return await work
             except (RuntimeError, TimeoutError) as error:
                 limit = self._client.joined.lease_seconds + NEWS_SECONDS
                 until = loop.time() + limit

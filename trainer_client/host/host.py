@@ -1,7 +1,8 @@
 """The processes of a host: their connections, their messages, and the process group of their collectives.
 
 Process 0 leads: it listens on loopback, and each of the others has one connection to it. They wait on the I/O loop,
-where the end of a connection, a long silence or the run's failure ends the wait.
+where the end of a connection, a long silence or the run's failure ends the wait. Collectives do not report
+which process is missing, and NCCL's do not even notice; the end of its connection does.
 """
 
 from __future__ import annotations
@@ -12,24 +13,25 @@ import hmac
 import json
 import math
 import secrets
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import torch
 
-from ps_protocol.errors import Ended, GradpostError
+from ps_protocol.errors import BadModel, Ended, GradpostError, error_from_problem
 from ps_protocol.messages import TrainerJoined
 from ps_protocol.retry import heartbeat_period
 
 from ..client import RunClient
 from ..collectives import Collectives, make_group, run_aside
 from ..io_thread import IoThread
-from .peer import MAX_LINE_BYTES, Line, Peer, encode
 from .rendezvous import START_SECONDS, HostPlace, Rendezvous
 
 T = TypeVar("T")
+Line = dict[str, Any]
 
 LOOPBACK = "127.0.0.1"
+MAX_LINE_BYTES = 16 * 1024 * 1024
 HELLO_SECONDS = 5.0
 PAUSE_SECONDS = 0.2
 LOG_SECONDS = 10.0  # after which a wait is logged
@@ -49,7 +51,6 @@ class Host:
         self._peers: dict[int, Peer] = {}
         self._all_here = asyncio.Event()
         self._joined: TrainerJoined | None = None
-        self._failure: GradpostError | None = None  # the first one
         self._rendezvous: Rendezvous
         self._address = ""
         self._server: asyncio.Server | None = None
@@ -71,8 +72,6 @@ class Host:
                 f"the store of torchrun did not answer: {str(error).partition(chr(10))[0]}", code="host_broken"
             ) from error
         self._joined = joined
-        if self._failure is not None:
-            self._client.membership.fail(self._failure)
         for peer in self._peers.values():
             self._send_joined(peer)
         self._watching = asyncio.create_task(self._watch(joined.lease_seconds), name="host")
@@ -104,10 +103,9 @@ class Host:
         ):
             writer.close()
             return
-        peer = self._peers[process] = Peer(process, reader, writer, self._fail)
+        peer = self._peers[process] = Peer(process, reader, writer, self._client.membership.fail)
         peer.send("welcome")
-        if self._joined is not None:
-            self._send_joined(peer)
+        self._send_joined(peer)
         if len(self._peers) == self.place.num_processes - 1:
             self._all_here.set()
 
@@ -147,7 +145,7 @@ class Host:
         except BaseException:
             writer.close()
             raise
-        return Peer(0, reader, writer, self._fail)
+        return Peer(0, reader, writer, self._client.membership.fail)
 
     async def _watch(self, lease_seconds: float) -> None:
         """Send signs of life, and fail when a process is silent for a lease. Counts periods of this process only."""
@@ -160,13 +158,9 @@ class Host:
                 peer.silent_periods += 1
                 if peer.silent_periods > limit:
                     text = f"process {peer.process} of this host has said nothing for {lease_seconds:g} s"
-                    self._fail(
+                    self._client.membership.fail(
                         Ended(f"{text}: it is stopped, or so busy that no other thread of it runs", code="host_broken")
                     )
-
-    def _fail(self, error: GradpostError) -> None:
-        self._failure = self._failure or error
-        self._client.membership.fail(error)
 
     async def leave(self, outcome: str, reason: str) -> None:
         """Report the outcome of this process's script to the others, and close the connections.
@@ -224,20 +218,19 @@ class Host:
         ]
 
     async def _wait(self, work: Coroutine[Any, Any, T], patience: float | None, peers: str, kind: str) -> T:
-        task = asyncio.ensure_future(work)
+        logging = asyncio.get_running_loop().call_later(LOG_SECONDS, self._log_wait, peers, kind)
         try:
-            done, _ = await asyncio.wait({task}, timeout=min(LOG_SECONDS, patience or LOG_SECONDS))
-            if not done and (patience is None or patience > LOG_SECONDS):
-                if self.is_leader:  # the others wait for its waits
-                    self._client.log.info(f"waiting for {peers} ({kind})")
-                await asyncio.wait({task}, timeout=None if patience is None else patience - LOG_SECONDS)
-            if not task.done():
-                raise Ended(
-                    f"{peers} was waited for, for {patience:g} s, and has not come ({kind})", code="host_broken"
-                )
-            return task.result()
+            async with asyncio.timeout(patience):
+                return await work
+        except TimeoutError:
+            text = f"{peers} was waited for, for {patience:g} s, and has not come ({kind})"
+            raise Ended(text, code="host_broken") from None
         finally:
-            task.cancel()
+            logging.cancel()
+
+    def _log_wait(self, peers: str, kind: str) -> None:
+        if self.is_leader:  # the others wait for its waits
+            self._client.log.info(f"waiting for {peers} ({kind})")
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._io.run(self._client.membership.guard(work))
@@ -285,3 +278,93 @@ class Host:
             raise Ended(
                 f"the processes of this host cannot reach each other any more: {reason}", code="host_broken"
             ) from error
+
+
+class Peer:
+    """Another process of this host. Lives on the I/O loop."""
+
+    def __init__(
+        self,
+        process: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_failure: Callable[[GradpostError], None],
+    ) -> None:
+        """Listen on a connection; `on_failure` is called with an error that makes further waits useless."""
+        self.process = process
+        self.silent_periods = 0  # since the last message; `Host` counts them
+        self.left = asyncio.Event()  # its script has ended, and reported that
+        self._reader = reader
+        self._writer = writer
+        self._on_failure = on_failure
+        self._inbox: asyncio.Queue[Line] = asyncio.Queue()
+        self._unread: GradpostError | None = None  # a failure that was not received yet
+        self._listening = asyncio.create_task(self._listen(), name=f"process {process}")
+
+    def __repr__(self) -> str:
+        return f"<Peer [process {self.process} | {self._inbox.qsize()} messages | silent {self.silent_periods}]>"
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send a message, unless the process has gone. Does not wait."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(kind, **facts))
+
+    async def receive(self, kind: str) -> Line:
+        """Receive its next message, which must be of this kind. Raises its reported failure, Ended, BadModel.
+
+        A cancelled wait leaves the message in the inbox.
+        """
+        line = await self._inbox.get()
+        if line["kind"] == "failure":
+            self._unread = None
+            raise error_from_problem(line["problem"])
+        if line["kind"] == "left":
+            self._inbox.put_nowait(line)
+            raise self.left_early_error()
+        if line["kind"] != kind:
+            raise BadModel(
+                f"process {self.process} of this host has called another method of its optimizer than this one",
+                expected=kind,
+                actual=line["kind"],
+            )
+        return line
+
+    def left_early_error(self) -> Ended:
+        """Return the error for a process that still needs this one."""
+        return Ended(f"process {self.process} of this host was done before the others", code="host_broken")
+
+    async def _listen(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the latter: not JSON, or far too long
+            while text := await self._reader.readline():
+                self.silent_periods = 0
+                self._receive(json.loads(text))
+        if not self.left.is_set():
+            error = Ended(f"process {self.process} of this host has ended", code="host_broken")
+            self._on_failure(error)
+            self._inbox.put_nowait({"kind": "failure", "problem": error.to_problem()})
+
+    def _receive(self, line: Line) -> None:
+        if line["kind"] == "alive":
+            return
+        if line["kind"] == "left":
+            self.left.set()
+            if line["outcome"] != "done":
+                error = Ended(f"process {self.process} of this host has failed: {line['reason']}", code="host_broken")
+                self._on_failure(self._unread or error)
+        if line["kind"] == "failure":
+            self._unread = error_from_problem(line["problem"])
+            if isinstance(self._unread, Ended):
+                self._on_failure(self._unread)
+        self._inbox.put_nowait(line)
+
+    async def close(self) -> None:
+        """Send the rest, and close the connection."""
+        self._listening.cancel()
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+
+def encode(kind: str, **facts: Any) -> bytes:
+    """Return a message as one line of JSON."""
+    return json.dumps({"kind": kind, **facts}, default=str).encode() + b"\n"

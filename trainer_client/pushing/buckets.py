@@ -15,7 +15,7 @@ from torch import Tensor
 from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
-from ps_protocol.requests import Push
+from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex, Round
 from ps_protocol.wire_types import PushType, WireTensor
 
@@ -126,9 +126,9 @@ def describe_push(
     hyper_parameters: list[HyperParameters],
     computed_on: Round | None = None,
     num_slots: int = 0,
-) -> Push:
+) -> Completion:
     """Return the metadata of the last frame of a contribution, whose buckets are filled."""
-    return Push(sum(len(bucket.present) for bucket in shard), hyper_parameters, computed_on, num_slots)
+    return Completion(sum(len(bucket.present) for bucket in shard), hyper_parameters, computed_on, num_slots)
 
 
 def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback | None = None) -> list[list[Bucket]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ps_protocol.errors import BadInput
-from ps_protocol.frames import LENGTH_BYTES, TRUSTED_LIMITS, Frame, FrameLimits, parse_header, parse_length
+from ps_protocol.frames import LENGTH_BYTES, TRUSTED_LIMITS, Frame, parse_header, parse_length
 from ps_protocol.routes import SINCE_KEY
 
 NO_DELTAS: Mapping[str, memoryview] = {}
@@ -25,12 +25,10 @@ class FrameSink:
         *,
         deltas: Mapping[str, memoryview] = NO_DELTAS,
         on_block: Callable[[str], None] | None = None,
-        limits: FrameLimits = TRUSTED_LIMITS,
     ) -> None:
         self._on_block = on_block
         self._destinations = destinations
         self._deltas = deltas
-        self._limits = limits
         self._places: dict[str, memoryview] = {}  # of the tensors of this frame
         self.delta_names: list[str] = []  # tensors of this frame that are written to `deltas`
         self._start = bytearray()  # length and header, until they are complete
@@ -77,11 +75,11 @@ class FrameSink:
         rest = self._fill_start(rest, LENGTH_BYTES)
         if len(self._start) < LENGTH_BYTES:
             return rest
-        data_begin = parse_length(self._start, self._limits)
+        data_begin = parse_length(self._start, TRUSTED_LIMITS)
         rest = self._fill_start(rest, data_begin)
         if len(self._start) < data_begin:
             return rest
-        frame = parse_header(bytes(self._start[LENGTH_BYTES:]), self._limits)
+        frame = parse_header(bytes(self._start[LENGTH_BYTES:]), TRUSTED_LIMITS)
         for entry in frame.tensors:
             destination = self._destinations.get(entry.name)
             if entry.name in self._deltas and (entry.dtype == "I8" or destination is None):

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import field_validator
 
@@ -131,13 +131,6 @@ def open_folder(state_dir: Path, index: PserverIndex | None) -> StateFolder | No
     return None
 
 
-class DiskUsage(NamedTuple):
-    """The size and the free space of a file system, in bytes."""
-
-    total: int
-    free: int
-
-
 class Disk:
     """The disk of one pserver process. One thread at a time calls its methods, which block and may raise OSError."""
 
@@ -149,14 +142,14 @@ class Disk:
         self._storage: RunStorage | None = None
         self._restored: Restored | None = None
 
-    def measure_usage(self) -> DiskUsage:
-        """Return the size and the free space of the file system; zeros if it cannot be measured."""
+    def measure_usage(self) -> tuple[int, int]:
+        """Return the size and the free bytes of the file system; zeros if it cannot be measured."""
         folder = self._state_dir if self._state_dir.exists() else self._state_dir.parent
         try:
             total, _, free = shutil.disk_usage(folder)
         except OSError:
-            return DiskUsage(0, 0)
-        return DiskUsage(total, free)
+            return 0, 0
+        return total, free
 
     @property
     def index(self) -> PserverIndex | None:

@@ -355,19 +355,19 @@ class RunStorage:
     def _replay_update(self, shard: Shard, history: History, update: Update, data: memoryview) -> None:
         """Apply a logged gradient, and the state logged behind it, with the same bits as the first time."""
         present = tuple(place.name for place in shard.layout.places) if update.present is None else update.present
-        masters: list[str] = []
+        loaded = None
         if update.loaded is not None:
-            state, data = LoadedState.from_log(update.loaded, data, shard.layout)
-            masters = shard.load_slots(state)
+            loaded, data = LoadedState.from_log(update.loaded, data, shard.layout)
         gradient = shard.aggregator.decode(data, update.present)
         if update.origin is None:
-            shard.apply(gradient, present, update.hyper_parameters)
-            shard.publish(present, masters)
+            shard.apply(gradient, present, update.hyper_parameters, loaded)
             keep = self._install.consistency.max_delay + 1
             history.add_round(
                 update.round, update.ranks, update.nonfinite, update.norm, update.hyper_parameters, keep=keep
             )
             return
+        if loaded is not None:
+            shard.load_slots(loaded)
         for name in present:
             place = shard.layout.place[name]
             part = gradient[place.begin : place.end]

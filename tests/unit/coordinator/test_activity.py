@@ -96,7 +96,6 @@ def test_the_activity_names_participants_and_the_barrier() -> None:
         )
         log.record_pserver(cluster, index, message, 3.0)
     found = describe(log, cluster, 3.0)
-    assert found.barrier is not None
     barrier = (found.barrier.pserver, found.barrier.round, found.barrier.arrived, found.barrier.missing)
     assert barrier == (1, 25, (0,), (1,))
     assert found.barrier.waiting_since == log.pservers[1][-1].wall - 2.5

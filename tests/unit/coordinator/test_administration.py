@@ -20,8 +20,6 @@ from ...raising import raises_code
 from .coordinating import FakePservers, eventually, heartbeat, leave, training
 from .support import beat, leaving, registration
 
-pytestmark = pytest.mark.asyncio
-
 
 def outcomes(coordinator: Coordinator) -> list[str]:
     return [entry.outcome for entry in coordinator.audit.entries()]
@@ -58,7 +56,7 @@ async def test_a_rollback_is_refused_if_its_checkpoint_is_deleted_during_another
 
 
 async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(administration, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(administration, "WAIT_SECONDS", 0.3)
     pservers = FakePservers()
     async with training(pservers) as coordinator:
         may_go_on = pservers.hold("0")
@@ -136,7 +134,6 @@ async def test_a_trainer_that_leaves_with_rounds_of_the_attempt_before_a_rollbac
         await Administration(coordinator).roll_back("me", RollBack(round=2))
         leave(coordinator, 1, round=4, attempt=attempt)
         if attempt == 0:
-            assert run.failure is not None
             assert run.failure.code == "pserver_lost"
             assert "rounds 3 to 4 are lost and cannot be repeated, because trainer 1 left" in run.failure.detail
         else:  # the trainer has trained them again, or the request does not name the attempt
@@ -254,7 +251,6 @@ async def test_a_trainer_causes_a_rollback_only_if_a_pserver_came_back_with_fewe
     async with training() as coordinator:
         cluster, run = coordinator.cluster, coordinator.cluster.run
         if restored is not None:
-            assert run.plan is not None
             rounds = FrozenRounds(applied=restored)
             held = HeldRun(run=run.name, attempt=0, plan=run.plan.digest, rounds=rounds, restorable=((0, 4),))
             request = registration("new", address="http://0:1/", index=0, previous=1, held=held)

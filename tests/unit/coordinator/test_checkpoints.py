@@ -34,8 +34,6 @@ from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 from .coordinating import FakePservers, answering, leave, training
 from .support import beat, make_cluster, shard_file, train
 
-pytestmark = pytest.mark.asyncio
-
 
 class Writers(FakePservers):
     """Pservers that receive requests for checkpoints, and may be past the requested round."""
@@ -271,7 +269,6 @@ async def test_a_checkpoint_is_complete_when_all_pservers_have_written_their_sha
     await manifests.update()
     assert found(place) == cluster.run.complete_checkpoints == [4, 0]
     manifest = read_manifest(place, "run1", 4)
-    assert manifest is not None
     assert [file.pserver for file in manifest.shards] == [0, 1]
 
 
@@ -416,7 +413,6 @@ async def test_a_manifest_that_is_written_during_a_rollback_of_its_round_is_dele
 async def test_the_newest_run_counts_by_date_and_the_newest_checkpoint_of_a_run_by_round(cluster, place, manifests):
     await complete(manifests, cluster, 4)
     manifest = read_manifest(place, "run1", 4)
-    assert manifest is not None
     older = manifest.model_copy(update={"run": "run0", "round": 900, "created": "2026-01-01T00:00:00+00:00"})
     write_manifest(place, older)
     assert all_checkpoints(place) == [manifest, older]

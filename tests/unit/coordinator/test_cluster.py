@@ -143,7 +143,6 @@ def test_a_run_starts_once_in_any_order(trainers_first):
     cluster.run.begin_training(0)
     cluster.finish_change()
     ready = cluster.plan_ready(0, 1)
-    assert ready is not None
     assert [p.index for p in ready.pservers] == [0, 1]
     assert (ready.run, ready.attempt, ready.uploader) == ("run1", 0, 0)
 
@@ -198,11 +197,10 @@ def test_all_pservers_and_trainers_receive_the_same_plan_and_members():
     cluster = make_training()
     first, second = make_installation(cluster, 0, 7, None), make_installation(cluster, 1, 7, None)
     assert first.plan == second.plan
-    assert SlicePlan.from_json(first.plan).digest == cluster.run.plan.digest  # type: ignore[union-attr]
+    assert SlicePlan.from_json(first.plan).digest == cluster.run.plan.digest
     assert first.membership.members == {0: 1, 1: 1}
     assert (first.incarnation, first.uploader, first.number) == (1, 0, 7)
     ready = cluster.plan_ready(1, 1)
-    assert ready is not None
     assert ready.plan == first.plan
     cluster.run.leave(0, leaving(), 0)
     assert make_installation(cluster, 1, 8, None).uploader == first.uploader
@@ -226,11 +224,9 @@ def test_a_silent_pserver_ends_the_run_and_is_named():
         cluster.run.heartbeat(rank, alive(), 9)
     cluster.pserver_heartbeat(0, beat(), 9)
     cluster.expire(11)
-    assert cluster.run.failure is not None
     assert cluster.run.failure.code == "pserver_lost"
     assert str(cluster.run.failure) == "pserver 1 at http://1:1 was lost: no heartbeat for 11.0 s (lease 10 s)"
     message = make_members_message(cluster.run, cluster.run.number)
-    assert message.failure is not None
     assert (message.failure["code"], message.number) == ("pserver_lost", cluster.run.number)
 
 
@@ -238,7 +234,6 @@ def test_a_pserver_that_registers_again_during_a_run_has_lost_its_shard():
     cluster = make_training()
     cluster.registry.expire(100)  # the cluster has not noticed the loss
     cluster.register_pserver(registration("new", index=1), 100)
-    assert cluster.run.failure is not None
     assert cluster.run.failure.code == "pserver_lost"
     assert "pserver 1 was restarted" in str(cluster.run.failure)
 
@@ -310,7 +305,6 @@ def test_a_trainer_that_fails_without_a_round_timeout_ends_the_run(heartbeat):
 def test_a_trainer_that_joins_waits_until_a_restarted_pserver_holds_the_run():
     cluster = make_training(durability="log")
     assert cluster.plan_ready(0, 1) is not None
-    assert cluster.run.plan is not None
     held = HeldRun(
         run="run1", attempt=0, plan=cluster.run.plan.digest, rounds=FrozenRounds(applied=4), restorable=((0, 4),)
     )  # fmt: skip
@@ -318,7 +312,6 @@ def test_a_trainer_that_joins_waits_until_a_restarted_pserver_holds_the_run():
     assert cluster.plan_ready(0, 1) is None
     cluster.run_incarnations[1] = answer.incarnation
     ready = cluster.plan_ready(0, 1)
-    assert ready is not None
     assert [info.incarnation for info in ready.pservers] == [1, 2]
 
 

@@ -29,7 +29,6 @@ async def get(app: FastAPI, path: str, **headers: str) -> httpx.Response:
         return await http.get(path, headers={name.replace("_", "-"): value for name, value in headers.items()})
 
 
-@pytest.mark.asyncio
 async def test_all_files_of_the_page_are_public(app: FastAPI) -> None:
     page = await get(app, "/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
@@ -51,7 +50,6 @@ async def test_all_files_of_the_page_are_public(app: FastAPI) -> None:
         assert needed_scope("GET", "/" + name) is None
 
 
-@pytest.mark.asyncio
 async def test_the_page_has_no_inline_code_and_no_other_origins(app: FastAPI) -> None:
     page = await get(app, "/")
     assert "script-src 'self'; style-src 'self';" in page.headers["content-security-policy"]
@@ -62,7 +60,6 @@ async def test_the_page_has_no_inline_code_and_no_other_origins(app: FastAPI) ->
         assert not others, path
 
 
-@pytest.mark.asyncio
 async def test_files_are_compressed_and_cached(app: FastAPI) -> None:
     plain = await get(app, "/dashboard/app.js", accept_encoding="identity")
     assert "content-encoding" not in plain.headers
@@ -74,7 +71,6 @@ async def test_files_are_compressed_and_cached(app: FastAPI) -> None:
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", plain.headers["etag"])
 
 
-@pytest.mark.asyncio
 async def test_other_names_are_not_found_and_not_cached(app: FastAPI) -> None:
     kept = routes._read_file.cache_info().currsize
     for name in ("files.py", "..%2Ffiles.py", "index.html", "x" * 1000, "%00"):
@@ -83,7 +79,6 @@ async def test_other_names_are_not_found_and_not_cached(app: FastAPI) -> None:
     assert routes._read_file.cache_info().currsize == kept
 
 
-@pytest.mark.asyncio
 async def test_the_page_contains_whether_it_needs_a_token(app: FastAPI) -> None:
     before = await get(app, "/")
     app.state.wants_token = True
@@ -94,7 +89,6 @@ async def test_the_page_contains_whether_it_needs_a_token(app: FastAPI) -> None:
 
 def test_the_chart_library_does_not_write_styles() -> None:
     charts = routes.read_file(routes.CHARTS)
-    assert charts is not None
     assert charts.body.startswith(b"/**\n* plotly.js v"), "the package plotly is not installed, or another one"
     made = set(re.findall(rb'document\.createElement\("style"\)', charts.body))
     assert made

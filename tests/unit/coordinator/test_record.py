@@ -107,8 +107,6 @@ def test_a_restarted_coordinator_has_the_recorded_state(tmp_path):
     assert (run.name, run.state, run.attempt, run.resume) == (old.name, "training", 1, 7)
     assert run.number == old.number + 1  # the last change is made once more
     assert run.membership == old.membership
-    assert run.plan is not None
-    assert old.plan is not None
     assert run.plan.digest == old.plan.digest
     assert awaited(after) == [1]
     assert after.pserver_infos == before.pserver_infos
@@ -142,7 +140,6 @@ def test_the_round_to_which_every_attempt_went_back_is_recorded(tmp_path):
 
 def test_an_earlier_record_tells_the_round_of_the_newest_attempt_alone(tmp_path):
     record = write_and_read(rolled_back(), tmp_path)
-    assert record.run is not None
     after = make()
     restore_cluster(after, record.model_copy(update={"run": record.run.model_copy(update={"began": {}})}), RESTART)
     assert after.run.began == {1: 7}
@@ -313,7 +310,6 @@ def test_processes_that_are_known_to_have_ended_are_not_waited_for(tmp_path):
 
 def test_after_a_failed_run_that_pservers_still_hold_the_next_run_begins_with_its_checkpoint(tmp_path):
     before = over("failed", on_trainer_loss="fail")
-    assert before.run.plan is not None
     manifest = Manifest(
         run="run1", attempt=0, round=20, consistency=Consistency(), plan=before.run.plan.to_json(), shards=(),
         created="2026-11-22T10:00:00+00:00",
@@ -329,7 +325,6 @@ def test_after_a_failed_run_that_pservers_still_hold_the_next_run_begins_with_it
 def test_new_processes_resume_a_run_that_was_over(tmp_path):
     before = make_training(on_trainer_loss="fail")
     before.leave_trainer(0, leaving("failed"), 1.0)  # and the other trainer has not learned of it
-    assert before.run.plan is not None
     after = resumed(before, tmp_path)
     held = HeldRun(
         run="run1", attempt=0, plan=before.run.plan.digest, rounds=FrozenRounds(applied=4), restorable=((0, 4),)
@@ -384,8 +379,6 @@ def test_a_record_is_made_and_written_only_if_something_has_changed(tmp_path, mo
     cluster.run.number += 1
     file.write(describe_cluster(cluster))
     written = RecordFile(tmp_path).read()
-    assert written is not None
-    assert written.run is not None
     assert written.run.number == cluster.run.number
 
 

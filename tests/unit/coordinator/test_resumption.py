@@ -21,8 +21,6 @@ from services.runtime.storage import open_checkpoint_storage
 from .coordinating import begin
 from .support import joining, leaving, registration
 
-pytestmark = pytest.mark.asyncio
-
 
 async def restored(folder: Path, **settings: Any) -> Coordinator:
     """Return a coordinator that has read what an earlier one wrote, and has left the folder again."""
@@ -44,7 +42,6 @@ async def planned(folder: Path, **settings: Any) -> Run:
 
 
 def write_checkpoint(folder: Path, run: Run, round_: int, /, **changes: Any) -> None:
-    assert run.plan is not None
     values: dict[str, Any] = {"run": run.name, "created": f"2026-11-22T05:34:2{round_}Z", **changes}
     manifest = Manifest(
         attempt=0, round=round_, consistency=Consistency(), plan=run.plan.to_json(), shards=(), **values
@@ -143,7 +140,6 @@ async def test_controls_stay_set_on_other_pservers(tmp_path):
     assert installed == (Controls(rates={0: 0.5}, is_paused=True),)
     (tmp_path / "coordinator.json").unlink()  # the checkpoint alone has the controls of its round
     coordinator = await restored(tmp_path, resume=True, num_pservers=3)
-    assert coordinator.cluster.beginning is not None
     assert coordinator.cluster.beginning.controls == at_checkpoint
 
 

@@ -64,6 +64,7 @@ def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
     assert caught.value.may_be_retried
     assert run.members == {0: 1}
     run.expire(LEASE + 1, LEASE)
+    assert (run.state, run.failure, run.members) == ("gathering", None, {})
     assert join_run(run, joining("b", 0), LEASE + 1).incarnation == 2
     with raises_code("stale_trainer"):
         run.heartbeat(0, alive(incarnation=1), LEASE + 2)  # SIGCONT after its lease
@@ -209,16 +210,6 @@ def test_the_plan_follows_the_declaration():
 # ---------------------------------------------------------------- leases before the start
 
 
-def test_a_silent_trainer_loses_its_place_before_the_start():
-    run = joined()
-    run.heartbeat(1, alive(), 8)
-    run.expire(LEASE + 1, LEASE)
-    assert (run.state, run.failure, run.members) == ("gathering", None, {1: 1})
-    assert join_run(run, joining("c", 0), 11).incarnation == 2
-    with raises_code("stale_trainer"):
-        run.heartbeat(0, alive(), 12)
-
-
 @pytest.mark.parametrize("has_declared", [False, True])
 def test_a_silent_trainer_is_back_before_the_start_if_its_place_is_still_free(has_declared: bool):
     """Its interpreter may have been busy with imports for longer than the lease."""
@@ -329,14 +320,6 @@ def test_a_finished_run_stays_finished():
     run.leave(0, leaving("failed"), 2)
     run.fail(Ended("it exited", code="pserver_lost"), 2)
     assert (run.state, run.trainers[0].state, run.failure, run.number) == ("finished", "done", None, number)
-
-
-def test_the_first_failure_is_kept():
-    run = training()
-    run.fail(Ended("pserver 1 was lost", code="pserver_lost"), 1)
-    number = run.number
-    run.fail(TrainerLost("trainer 0 was lost"), 2)
-    assert (str(run.failure), run.ended_at, run.number) == ("pserver 1 was lost", 1, number)
 
 
 # ---------------------------------------------------------------- another incarnation

@@ -30,8 +30,6 @@ from services.runtime.metrics import ServiceMetrics
 from .coordinating import AsgiClient, eventually, training
 from .support import beat, registration
 
-pytestmark = pytest.mark.asyncio
-
 NUM_PARTS = 50
 NUM_ELEMENTS = NUM_PARTS * PART_BYTES // 2 + 1  # of bfloat16, in parts that begin in the middle of an element
 ONE = (0x3F80).to_bytes(2, "little")

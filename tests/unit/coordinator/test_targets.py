@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,10 +13,10 @@ from ps_protocol.routes import JOIN_TRAINER
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.cluster import Cluster
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.metrics import describe_targets
+from services.coordinator.metrics import describe_targets, is_own_address
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.security import guard
+from services.runtime.security import KnownHosts, guard
 
 from .support import LEASE, alive, beat, joining, leaving, make_cluster, model, registration
 
@@ -81,20 +81,22 @@ OWN = reachable_host("0.0.0.0")
     ],
 )
 def test_a_trainer_lists_no_host_but_its_own(client: str, listed: list[str], not_listed: list[str]):
+    hosts = KnownHosts(["trainer.example", "*.inner"])
     for host in (*listed, *not_listed):
-        assert asyncio.run(targets_after_join(client, f"http://{host}:1")) == ([f"{host}:1"] if host in listed else [])
+        assert is_own_address(f"http://{host}:1", client, "10.0.0.1", hosts) == (host in listed), host
 
 
-async def targets_after_join(client: str, metrics_address: str) -> list[str]:
+async def test_the_metrics_of_a_trainer_with_another_host_are_not_listed(tmp_path: Path):
     async with httpx.AsyncClient() as http:
-        coordinator = Coordinator(CoordinatorSettings(), http)
+        coordinator = Coordinator(CoordinatorSettings(num_trainers=3, state_dir=tmp_path), http)
         app = make_coordinator_app(coordinator, ServiceMetrics("coordinator"))
-        guard(app, CoordinatorSettings(allowed_hosts="trainer.example,*.inner"), "http://10.0.0.1:7070")
-        transport = httpx.ASGITransport(app=app, client=(client, 1234))
+        guard(app, CoordinatorSettings(allowed_hosts="trainer.example"), "http://10.0.0.1:7070")
+        transport = httpx.ASGITransport(app=app, client=("10.0.0.7", 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://10.0.0.1:7070") as trainer:
-            message = {"protocol": 1, "instance": "a process", "metrics_address": metrics_address}
-            assert (await trainer.post(JOIN_TRAINER, json=message)).status_code == 200
-    return addresses(coordinator.cluster)
+            for host in ("10.0.0.7", "10.0.0.8", "trainer.example"):
+                message = {"protocol": 1, "instance": f"a process at {host}", "metrics_address": f"http://{host}:1"}
+                assert (await trainer.post(JOIN_TRAINER, json=message)).status_code == 200
+    assert addresses(coordinator.cluster) == ["10.0.0.7:1", "trainer.example:1"]
 
 
 def test_a_member_that_is_gone_is_no_target():

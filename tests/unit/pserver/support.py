@@ -292,6 +292,7 @@ async def bench(
     state_dir: Path | None = None,
     incarnation: int = 1,
     wire: WireTypes = UNCHANGED,
+    buffers: Sequence[tuple[str, tuple[int, ...], str]] = (),
     **install: Any,
 ) -> AsyncIterator[Bench]:
     """A pserver with a run. At the end nothing may be left: no task, no job.
@@ -304,7 +305,7 @@ async def bench(
     pserver = Pserver(compute, PserverMetrics(registry, compute), LIMITS, disk=disk)
     held = await pserver.open_folder(0)
     await pserver.adopt_identity(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
-    plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups), wire=wire)
+    plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups), wire=wire, buffers=buffers)
     message = InstallRun(
         **{
             "run": "run1",
@@ -396,6 +397,29 @@ def begin_push(b: Bench, rank: int, round_: int, **arguments: Any) -> tuple[asyn
     halfway = Halfway()
     push = b.push(rank, round_, upload=lambda body: Upload(body, num_pieces=2, pause=halfway), **arguments)
     return asyncio.create_task(push), halfway
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something that has no event, such as a metric."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def hold(
+    patch: pytest.MonkeyPatch, owner: object, method: str, *, after: bool = False
+) -> tuple[threading.Event, threading.Event]:
+    """Hold calls of a method on other threads; the events say that one has begun, or ended, and that it may go on."""
+    real, is_there, may_go_on = getattr(owner, method), threading.Event(), threading.Event()
+
+    def held(*arguments: Any, **options: Any) -> Any:
+        result = real(*arguments, **options) if after else None
+        is_there.set()
+        assert may_go_on.wait(10)
+        return result if after else real(*arguments, **options)
+
+    patch.setattr(owner, method, held)
+    return is_there, may_go_on
 
 
 def failing(error: Exception) -> Callable[..., Any]:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import ContributionMissing, GradpostError, StorageFailed, TrainerLost, TryAgain
+from ps_protocol.errors import ContributionMissing, FutureRound, GradpostError, StorageFailed, TrainerLost, TryAgain
 from services.pserver import apply_queue
 from services.pserver.queues import Pauses
 from services.runtime.failpoints import arm_failpoints
@@ -23,8 +24,8 @@ from services.runtime.failpoints import arm_failpoints
 from ...raising import raises_code
 from ...soaking import examples
 from .oracle import make_options
-from .support import Bench, bench
-from .test_async_run import busy, until
+from .support import Bench, bench, until
+from .test_async_run import busy
 
 ADAM = [make_options("Adam", lr=0.01)]
 
@@ -149,9 +150,13 @@ async def test_without_a_log_trainers_go_on_with_their_own_steps(tmp_path: Path)
             await pserver.get(0, 3)
         await pserver.push(0, 3)
         await pserver.get(0, 3)
-        await pserver.push(1, 4)
+        with structlog.testing.capture_logs() as logs:
+            await pserver.push(1, 4)
         await pserver.get(1, 4)
         assert pserver.run.schedule.clocks == {0: 3, 1: 4}  # step 3 of trainer 1 is lost
+        assert [line["lost"] for line in logs if line["event"].endswith("acknowledged are lost")] == [1]
+        with pytest.raises(FutureRound):  # from now on its steps come one after another
+            await pserver.push(1, 6)
         assert pserver.run.round == 6
 
 

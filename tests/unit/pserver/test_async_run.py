@@ -18,7 +18,7 @@ from services.pserver import apply_queue, queues
 
 from ...raising import raises_code
 from .oracle import make_options
-from .support import PARAMETERS, Bench, bench, decode, initial_values
+from .support import PARAMETERS, Bench, bench, decode, initial_values, until
 
 NAMES = [f"{spec.name}.block0" for spec in PARAMETERS]
 SGD = [make_options("SGD", lr=1.0)]
@@ -75,12 +75,6 @@ def before_applies(pserver: Bench, act: Callable[[str, Tensor], None]) -> None:
 def taken(pserver: Bench) -> bool:
     """Return whether each worker has emptied its queue and waits for the compute thread."""
     return all(queue._queue.empty() for queue in pserver.run.executor.queues.values())
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - a metric has no event
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
@@ -321,15 +315,15 @@ async def test_a_get_behind_an_update_that_fails_raises_apply_failed() -> None:
 
 
 async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with asynchronous(read_consistency="shard", max_queued=1) as pserver:
-        go_on, queue = asyncio.Event(), pserver.run.executor.queues[NAMES[1]]
-        real = queue._apply
+    go_on, apply = asyncio.Event(), apply_queue.QueueExecutor._apply
 
-        async def apply_late(*update: Any) -> None:
+    async def apply_late(executor: Any, name: str, update: Any) -> None:
+        if name == NAMES[1]:
             await go_on.wait()
-            await real(*update)
+        await apply(executor, name, update)
 
-        monkeypatch.setattr(queue, "_apply", apply_late)
+    monkeypatch.setattr(apply_queue.QueueExecutor, "_apply", apply_late)
+    async with asynchronous(read_consistency="shard", max_queued=1) as pserver:
         await pserver.push(0, 1, ones())
         with monkeypatch.context() as patch:
             patch.setattr(queues.Snapshot, "_copy", lambda *_: 1 / 0)

@@ -19,8 +19,9 @@ from services.runtime.checkpoints import round_folder
 from services.runtime.storage import CheckpointStorage
 
 from .durable.support import complete_checkpoint
-from .support import Bench, bench, encode, failing, initial_values
-from .test_async_run import until
+from .support import Bench, bench, encode, failing, hold, initial_values, until
+
+LOGGED: Any = {"durability": "log", "checkpoint_rounds": 100}
 
 
 class SlowPlace:
@@ -51,20 +52,6 @@ def want(b: Bench, round_: int, *, is_over: bool = False) -> asyncio.Task[None]:
     return asyncio.create_task(b.pserver.want_checkpoint(message))
 
 
-def hold_apply(b: Bench, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Hold each apply after it has decided on a checkpoint; the events say that it has, and that it may go on."""
-    snapshot_if_due, has_decided, may_go_on = b.run.executor._snapshot_if_due, threading.Event(), threading.Event()
-
-    def decide(*arguments: Any) -> Any:
-        found = snapshot_if_due(*arguments)
-        has_decided.set()
-        assert may_go_on.wait(10)
-        return found
-
-    monkeypatch.setattr(b.run.executor, "_snapshot_if_due", decide)
-    return has_decided, may_go_on
-
-
 async def test_the_last_one_waits_for_the_one_that_is_being_written(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         place = SlowPlace(b, monkeypatch)
@@ -87,7 +74,7 @@ async def test_a_last_one_that_cannot_be_written_is_no_success(tmp_path, monkeyp
 
 
 async def test_a_repeated_request_writes_once_and_another_one_is_retried(tmp_path, monkeypatch):
-    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
+    async with bench(state_dir=tmp_path, **LOGGED) as b:
         place = SlowPlace(b, monkeypatch)
         await b.play_round(1)
         await asyncio.gather(*(want(b, 1) for _ in range(3)))
@@ -103,8 +90,8 @@ async def test_a_repeated_request_writes_once_and_another_one_is_retried(tmp_pat
 
 
 async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(tmp_path: Path, monkeypatch):
-    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
-        has_decided, may_go_on = hold_apply(b, monkeypatch)
+    async with bench(state_dir=tmp_path, **LOGGED) as b:
+        has_decided, may_go_on = hold(monkeypatch, b.run.executor, "_snapshot_if_due", after=True)
         playing = asyncio.create_task(b.play_round(1))
         assert await asyncio.to_thread(has_decided.wait, 10)
         wanted = want(b, 1)
@@ -116,9 +103,9 @@ async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(
 
 
 async def test_one_that_is_wanted_while_another_is_about_to_be_written_is_refused(tmp_path: Path, monkeypatch):
-    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
+    async with bench(state_dir=tmp_path, **LOGGED) as b:
         await want(b, 1)
-        has_decided, may_go_on = hold_apply(b, monkeypatch)
+        has_decided, may_go_on = hold(monkeypatch, b.run.executor, "_snapshot_if_due", after=True)
         playing = asyncio.create_task(b.play_round(1))
         assert await asyncio.to_thread(has_decided.wait, 10)
         with pytest.raises(TryAgain, match="the checkpoint of round 1 is being written"):
@@ -130,7 +117,7 @@ async def test_one_that_is_wanted_while_another_is_about_to_be_written_is_refuse
 
 
 async def test_a_round_that_was_passed_while_the_place_was_busy_does_not_come_any_more(tmp_path: Path, monkeypatch):
-    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
+    async with bench(state_dir=tmp_path, **LOGGED) as b:
         place = SlowPlace(b, monkeypatch)
         await b.play_round(1)
         await want(b, 2)
@@ -142,7 +129,7 @@ async def test_a_round_that_was_passed_while_the_place_was_busy_does_not_come_an
 
 
 async def test_of_several_rounds_that_are_named_the_last_one_counts(tmp_path: Path):
-    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
+    async with bench(state_dir=tmp_path, **LOGGED) as b:
         for named in (2, 5, 3):
             await want(b, named)
         assert b.pserver.make_heartbeat().coming_checkpoints == (3,)
@@ -154,7 +141,7 @@ async def test_of_several_rounds_that_are_named_the_last_one_counts(tmp_path: Pa
 
 @pytest.mark.parametrize("error", [OSError("no space left on device"), MemoryError()])
 async def test_a_checkpoint_that_failed_is_not_coming_any_more(tmp_path: Path, monkeypatch, error: Exception):
-    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
+    async with bench(state_dir=tmp_path, **LOGGED) as b:
         await want(b, 1)
         monkeypatch.setattr(b.run.storage._place, "write", failing(error))
         b.pserver.heartbeat_is_due.clear()
@@ -276,15 +263,8 @@ async def test_initial_values_of_an_attempt_that_was_given_up_do_not_stay(tmp_pa
 
 async def test_initial_values_are_not_written_after_their_attempt_was_given_up(tmp_path: Path, monkeypatch):
     async with bench(initial=False, state_dir=tmp_path, durability="log") as b:
-        old, snapshot = b.run, b.run.storage.snapshot
-        is_copying, may_go_on = threading.Event(), threading.Event()
-
-        def copy_slowly(*arguments: Any, **options: Any) -> Any:
-            is_copying.set()
-            assert may_go_on.wait(10)
-            return snapshot(*arguments, **options)
-
-        monkeypatch.setattr(old.storage, "snapshot", copy_slowly)
+        old = b.run
+        is_copying, may_go_on = hold(monkeypatch, old.storage, "snapshot")
         uploading = asyncio.create_task(b.upload_initial())
         assert await asyncio.to_thread(is_copying.wait, 10)
         other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "members": {1: 1}})

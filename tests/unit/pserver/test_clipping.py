@@ -71,15 +71,6 @@ async def test_a_step_is_clipped_by_the_norm_over_all_pservers() -> None:
         assert_equals_oracle(values, oracle)
 
 
-async def test_a_norm_below_the_limit_changes_no_bit() -> None:
-    async with bench(**NEVER) as b:
-        norm = agreed(await measure(b), others=7.0)
-        clipped = decode(await b.get(0, 1, norm=norm))[0]
-    async with bench() as b:
-        for name, values in decode(await b.play_round(1))[0].items():
-            assert_same_bits(clipped[name], values, name)
-
-
 async def test_any_trainer_may_finish_the_round_and_all_get_it() -> None:
     async with bench(**CLIPS) as b:
         norm = agreed(await measure(b))
@@ -112,19 +103,6 @@ async def test_a_norm_of_another_gradient_steps_nothing(change: dict[str, Any]) 
         await release()
         version = await right
         assert await b.get(0, 1, norm=other) == version  # it is ignored once the round is over
-
-
-async def test_the_request_that_brought_the_norm_may_go_away() -> None:
-    async with bench(**CLIPS) as b:
-        norm = agreed(await measure(b))
-        release = await keep_busy(b)
-        get = asyncio.create_task(b.get(0, 1, norm=norm))
-        await asyncio.sleep(0.01)
-        assert b.run.schedule.applying
-        get.cancel()
-        await asyncio.gather(get, return_exceptions=True)
-        await release()
-        assert decode(await b.get(1, 1, wait_seconds=5))[1]["round"] == "1"
 
 
 async def test_requests_with_a_norm_that_do_not_fit_are_refused_and_count_nothing() -> None:
@@ -258,22 +236,13 @@ async def test_a_norm_waits_for_the_end_of_a_pause() -> None:
 async def test_a_norm_waits_for_all_trainers_until_the_run_ends() -> None:
     async with bench(3, **CLIPS) as b:
         await b.push(0, 1)
-        begin = asyncio.get_running_loop().time()
         with pytest.raises(RoundPending, match="round 1 waits for trainers 1, 2"):
             await b.norm(0, 1, wait_seconds=0.05)
-        assert asyncio.get_running_loop().time() - begin >= 0.05
         asked = asyncio.create_task(b.norm(0, 1))
         await asyncio.sleep(0.01)
         await b.change_members(2, {}, failure=TrainerLost("trainer 1 was lost").to_problem())
         with pytest.raises(TrainerLost):
             await asked
-
-
-async def test_a_round_time_out_ends_the_wait_for_a_norm() -> None:
-    async with bench(round_timeout_seconds=0.1, **CLIPS) as b:
-        await b.push(0, 1)
-        with pytest.raises(RoundTimeout, match="trainer 1 did not reach the batch barrier of round 1"):
-            await b.norm(0, 1, wait_seconds=20)
 
 
 async def test_all_trainers_owe_a_norm_that_is_missing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, ContributionConflict, ContributionMissing, FutureRound
 from ps_protocol.membership import Membership
+from ps_protocol.requests import Completion
 from services.pserver.clocks import Clocks, Committed
-from services.pserver.contribution import Push
+from services.pserver.staging import Push
 
 from ...raising import raises_code
 from ...soaking import examples
@@ -22,6 +22,10 @@ from ...soaking import examples
 BLOCKS = ("a", "b", "c")
 NUMBERS: list[Any] = [{"lr": 0.1}]
 RANKS = (0, 1, 2)
+
+
+def complete(number: int | None) -> Completion | None:
+    return None if number is None else Completion(number, NUMBERS)
 
 
 class ClocksMachine(RuleBasedStateMachine):
@@ -59,9 +63,9 @@ class ClocksMachine(RuleBasedStateMachine):
         said = self.said[rank]
         if (said is not None and len(together) > said) or (said is not None and number not in (None, said)):
             with pytest.raises(ContributionConflict):
-                self.clocks.stage(rank, step, Push(payload, number, NUMBERS))
+                self.clocks.stage(rank, step, Push(payload, complete(number)))
             return
-        staged = self.clocks.stage(rank, step, Push(payload, number, NUMBERS if last else None))
+        staged = self.clocks.stage(rank, step, Push(payload, complete(number)))
         assert staged.num_new == len(together) - len(self.pushed[rank])
         self.pushed[rank] = together
         self.said[rank] = said if number is None else number
@@ -97,12 +101,13 @@ class ClocksMachine(RuleBasedStateMachine):
     def leave_or_come_back(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(RANKS))
         if rank in self.incarnations and len(self.incarnations) > 1:
-            self.gone = self.incarnations.pop(rank)
+            del self.incarnations[rank]
         else:
             self.incarnations[rank] = self.incarnations.get(rank, 1) + 1
             self.step[rank], self.unapplied[rank] = 1, set()
         self.pushed[rank], self.said[rank] = set(), None
         self.clocks.install_members(Membership(self.incarnations))
+        assert self.clocks.open_steps[rank] == self.step[rank]  # it outlives the membership
 
     @invariant()
     def clocks_are_what_is_applied(self) -> None:
@@ -141,21 +146,6 @@ ClocksMachine.TestCase.settings = settings(max_examples=examples(80), stateful_s
 TestClocks = ClocksMachine.TestCase
 
 
-@pytest.mark.parametrize("max_delay", [0, 1, 3])
-def test_a_gradient_may_be_computed_on_parameters_within_max_delay(max_delay: int) -> None:
-    clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async", max_delay=max_delay))
-    for step in range(1, 9):
-        for computed_on in range(10):
-            if computed_on >= step:
-                with pytest.raises(FutureRound):
-                    clocks.check_delay(0, step, computed_on)
-            elif computed_on < step - 1 - max_delay:
-                with raises_code("delay_exceeded", match=f"computed step {step} on parameters of its step"):
-                    clocks.check_delay(0, step, computed_on)
-            else:
-                clocks.check_delay(0, step, computed_on)
-
-
 def test_a_setting_without_effect_is_refused() -> None:
     for rules in (
         {"max_staleness": 1},
@@ -173,7 +163,7 @@ def test_a_clock_waits_for_the_oldest_step() -> None:
     clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async"))
     committed = []
     for step, name in ((1, "slow"), (2, "quick")):
-        clocks.stage(0, step, Push({name: "g"}, 1, NUMBERS))
+        clocks.stage(0, step, Push({name: "g"}, complete(1)))
         committed.append(clocks.commit(0))
     assert not clocks.count_applied_block(committed[1])
     assert (clocks.clocks, clocks.applied) == ({0: 0}, 0)
@@ -181,17 +171,11 @@ def test_a_clock_waits_for_the_oldest_step() -> None:
     assert (clocks.clocks, clocks.applied) == ({0: 2}, 2)
 
 
-def test_the_open_step_of_a_rank_outlives_its_membership():
-    clocks = Clocks({0: 1, 1: 1}, Consistency(mode="async"))
-    clocks.install_members(Membership({1: 1}))
-    assert clocks.open_steps == {0: 1, 1: 1}
-
-
 @pytest.mark.parametrize(("start", "opens"), [(1, 3), (3, 3), (4, 4), (None, 1)])
 def test_a_new_incarnation_begins_with_its_start_or_behind_the_steps_that_are_here(start: Any, opens: int) -> None:
     clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async"))
     for step in (1, 2):
-        clocks.stage(0, step, Push({}, 0, NUMBERS))
+        clocks.stage(0, step, Push({}, complete(0)))
         clocks.commit(0)
     clocks.install_members(Membership({0: 2}, starts={} if start is None else {0: start}))
     assert (clocks.open_steps, clocks.clocks) == ({0: opens}, {0: opens - 1})
@@ -203,58 +187,6 @@ def test_a_new_incarnation_begins_with_its_start_or_behind_the_steps_that_are_he
 def restored(*, is_short: bool) -> Clocks[str]:
     """A pserver that has come back with steps 1 and 2 of trainer 0, who has pushed 1 to 5."""
     return Clocks({}, Consistency(mode="async", max_delay=2), applied=2, steps={0: (1, 2)}, is_short=is_short)
-
-
-class LostStepsMachine(RuleBasedStateMachine):
-    """A pserver has come back with steps 1 and 2 of a trainer, whose pushes of later steps arrive in any order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clocks = restored(is_short=True)
-        self.open, self.has_taken, self.num_taken = 3, False, 2
-        self.queued: list[tuple[Committed[str], str]] = []
-
-    @rule(ahead=st.integers(0, 3), blocks=st.sets(st.sampled_from(BLOCKS), min_size=1), last=st.booleans())
-    def push(self, ahead: int, blocks: set[str], last: bool) -> None:
-        step = self.open + ahead
-        if ahead and (self.has_taken or self.clocks.contribution(0).is_complete):
-            with pytest.raises(FutureRound):
-                self.clocks.admit(0, 1, step)
-            return
-        assert self.clocks.admit(0, 1, step) == "open"
-        self.open = step
-        staged = set() if ahead else self.clocks.contribution(0).blocks.keys()  # of an earlier step all is lost
-        number = len(staged | blocks) if last else None
-        with suppress(ContributionConflict):
-            push = Push({name: f"{step} {name}" for name in blocks}, number, NUMBERS)
-            assert self.clocks.stage(0, step, push).num_lost == ahead
-
-    @precondition(lambda self: self.clocks.contribution(0).is_complete)
-    @rule()
-    def take(self) -> None:
-        taken = self.clocks.commit(0)
-        self.num_taken += 1
-        assert (taken.step, taken.number) == (self.open, self.num_taken)
-        assert taken.contribution.blocks == {name: f"{self.open} {name}" for name in taken.contribution.blocks}
-        self.queued += [(taken, name) for name in taken.contribution.blocks]
-        self.open, self.has_taken = self.open + 1, True
-
-    @precondition(lambda self: self.queued)
-    @rule(data=st.data())
-    def apply(self, data: st.DataObject) -> None:
-        self.clocks.count_applied_block(self.queued.pop(data.draw(st.integers(0, len(self.queued) - 1)))[0])
-
-    @invariant()
-    def what_is_taken_is_applied_or_queued(self) -> None:
-        assert self.clocks.open_steps == {0: self.open}
-        assert self.clocks.num_committed == self.num_taken
-        if not self.queued:
-            assert self.clocks.applied == self.num_taken
-            assert self.clocks.clocks == {0: self.open - 1} or not self.has_taken
-
-
-TestLostSteps = LostStepsMachine.TestCase
-TestLostSteps.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 def test_a_pserver_that_has_lost_nothing_but_what_was_staged_skips_no_step() -> None:

@@ -16,78 +16,47 @@ from prometheus_client import CollectorRegistry
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, NotReady, StaleRun, TrainerLost, TryAgain
-from ps_protocol.membership import Freeze, InstallRun, PserverRegistered
+from ps_protocol.membership import Freeze, PserverRegistered
 from services.pserver.durable.disk import Disk
-from services.pserver.durable.storage import Restored, RunStorage
+from services.pserver.durable.storage import RunStorage
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
 from services.pserver.shard import Shard
 
 from .oracle import make_options
-from .support import LIMITS, Bench, bench, failing
+from .support import LIMITS, Bench, bench, failing, hold
 
 
-class SlowDisk(Disk):
-    """Needs leave to write an identity down."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.begun, self.may_end = threading.Event(), threading.Event()
-
-    def write_incarnation(self, index: int, incarnation: int) -> None:
-        self.begun.set()
-        assert self.may_end.wait(10)
-        super().write_incarnation(index, incarnation)
-
-
-async def test_a_run_that_comes_before_the_identity_is_on_the_disk_waits_for_it_and_stays(tmp_path: Path) -> None:
+async def test_a_run_that_comes_before_the_identity_is_on_the_disk_waits_for_it_and_stays(tmp_path, monkeypatch):
     async with bench() as b:
-        b.pserver.disk = disk = SlowDisk(tmp_path)
+        b.pserver.disk = disk = Disk(tmp_path)
+        has_begun, may_go_on = hold(monkeypatch, disk, "write_incarnation")
         answer = PserverRegistered(index=0, incarnation=2, lease_seconds=10)
         registering = asyncio.create_task(b.pserver.adopt_identity(answer))
-        await asyncio.to_thread(disk.begun.wait, 10)
+        await asyncio.to_thread(has_begun.wait, 10)
         installing = asyncio.create_task(b.install_next_run(incarnation=2, durability="log"))
         await asyncio.sleep(0.05)  # it does not use the disk meanwhile
         assert not installing.done()
-        disk.may_end.set()
+        may_go_on.set()
         await asyncio.gather(registering, installing)
         assert b.run.install.run == "run2"
         assert disk.folder is not None
         assert disk.folder.identity.run == b.run.install
 
 
-class SlowlyOpened(Disk):
-    """Needs leave to open a run, as a large shard needs time."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.begun, self.may_end = threading.Event(), threading.Event()
-
-    def open_run(self, install: InstallRun) -> tuple[RunStorage, Restored | None]:
-        opened = super().open_run(install)
-        self.begun.set()
-        assert self.may_end.wait(10)
-        return opened
-
-
-async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path: Path) -> None:
+async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         install = b.install.model_copy(update={"restore": 1, "number": 2})
         await b.pserver.open_folder(0)
-        slow = SlowlyOpened(tmp_path)
-        assert b.pserver.disk is not None
-        assert b.pserver.disk.folder is not None
-        b.pserver.disk.folder.close()
-        b.pserver.disk = slow
-        await b.pserver.open_folder(0)
+        is_open, may_go_on = hold(monkeypatch, b.pserver.disk, "open_run", after=True)
         installing = asyncio.create_task(b.pserver.install_run(install))
-        await asyncio.to_thread(slow.begun.wait, 10)
+        await asyncio.to_thread(is_open.wait, 10)
         freezing = asyncio.create_task(b.freeze(3))
         asking = asyncio.create_task(b.pserver.find_restorable(install.run))
         await asyncio.sleep(0.05)
         assert not freezing.done()
-        slow.may_end.set()
+        may_go_on.set()
         frozen, ranges = await asyncio.gather(freezing, asking)
         await installing
         assert frozen.applied == 1

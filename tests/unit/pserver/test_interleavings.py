@@ -7,12 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ps_protocol.errors import Conflict, ContributionConflict, FutureRound, GradpostError, NotReady, RoundPending
+from ps_protocol.errors import GradpostError, NotReady, RoundPending
 
 from ...soaking import examples
 from .oracle import TorchOracle, average, make_options
@@ -61,15 +60,14 @@ class Witness:
         self.read: defaultdict[int, set[int]] = defaultdict(set)  # round -> who was answered with it
         self.versions: dict[int, bytes] = {}
         self.applied: list[int] = []
-        self.late: list[Callable[[], Coroutine[Any, Any, object]]] = []  # requests to repeat at any later time
         apply = bench.run.shard.apply
 
-        def watched(gradient: Tensor, *rest: Any) -> None:
+        def watched(gradient: Tensor, *rest: Any) -> list[str]:
             round_ = len(self.applied) + 1
             assert self.barriers[round_] == self.trainers, "applied before all batch barriers"
             assert self.read[round_ - 1] == self.trainers, "applied before all fetch barriers of the round before"
             self.applied.append(round_)
-            apply(gradient, *rest)
+            return apply(gradient, *rest)
 
         bench.run.shard.apply = watched
 
@@ -138,16 +136,13 @@ async def train(bench: Bench, witness: Witness, rank: int, script: Script) -> No
                 )
 
             await insist(script, upload)
-            witness.late.append(upload)
     await insist(script, make_get(0))
 
     for round_ in range(1, LAST_ROUND + 1):
         for push in make_pushes(bench, rank, round_, script):
             await insist(script, push)
-            witness.late.append(push)
             await script.pause()
         barrier = make_barrier(round_, "batch")
-        witness.late.append(barrier)
         how = script.choose(3)
         if how == 0:
             await insist(script, barrier)
@@ -163,7 +158,6 @@ async def train(bench: Bench, witness: Witness, rank: int, script: Script) -> No
         assert await bench.get(rank, round_) == reply  # again if asked again, until the next round is applied
         if script.choose(2):
             await insist(script, make_barrier(round_, "fetch"))
-            witness.late.append(make_barrier(round_, "fetch"))
 
 
 def make_pushes(bench: Bench, rank: int, round_: int, script: Script) -> Iterator[Callable[[], Any]]:
@@ -185,51 +179,13 @@ def make_pushes(bench: Bench, rank: int, round_: int, script: Script) -> Iterato
         yield push
 
 
-async def haunt(bench: Bench, witness: Witness, script: Script, until: asyncio.Event) -> None:
-    """Late and forged requests all the time. None of them may change a thing: the oracle would notice."""
-    for _ in range(20):
-        for _ in range(5):
-            await script.pause()
-        if until.is_set():
-            return
-        how = script.choose(5)
-        rank = script.choose(len(witness.trainers))
-        if how <= 1 and witness.late:
-            request = witness.late[script.choose(len(witness.late))]
-            answer = await asyncio.gather(request(), return_exceptions=True)
-            assert not isinstance(answer[0], Exception) or isinstance(answer[0], Conflict | NotReady), answer
-        elif how == 2:
-            with pytest.raises((Conflict, NotReady)) as refused:
-                await bench.push(rank, 1, fence=bench.fence(rank, 1, trainer_incarnation=7))
-            assert refused.value.code in ("stale_trainer", "not_ready")
-        elif how == 3:
-            with pytest.raises((FutureRound, NotReady)):
-                await bench.push(rank, bench.run.schedule.open + 1 + script.choose(2))
-        elif how == 4 and len(witness.barriers[bench.run.schedule.open]) > 0:
-            # other bytes, after the true ones are staged
-            round_ = bench.run.schedule.open
-            rank = min(witness.barriers[round_])
-            forged = {name: tensor + 1 for name, tensor in bench.contribution(rank, round_).items()}
-            try:
-                answer = await bench.push(rank, round_, forged)
-            except ContributionConflict:
-                continue
-            assert answer["status"] == "already_applied"
-
-
 async def interleave(num_trainers: int, scripts: list[list[int]]) -> None:
     options = [make_options("SGD", lr=1.0, momentum=0.9)]  # a rate at which one wrong bit of a gradient shows
     async with bench(num_trainers, initial=False, groups=options) as b:
         witness = Witness(b, num_trainers)
-        over = asyncio.Event()
-        ghost = asyncio.create_task(haunt(b, witness, Script(scripts[-1]), over))
-        try:
-            async with asyncio.timeout(30), asyncio.TaskGroup() as trainers:
-                for rank in range(num_trainers):
-                    trainers.create_task(train(b, witness, rank, Script(scripts[rank])))
-        finally:
-            over.set()
-            await ghost
+        async with asyncio.timeout(30), asyncio.TaskGroup() as trainers:
+            for rank in range(num_trainers):
+                trainers.create_task(train(b, witness, rank, Script(scripts[rank])))
         assert witness.applied == list(range(1, LAST_ROUND + 1)), "each round once"
         assert await b.settle_used_bytes(0) == 0, "a receive buffer was not returned"
 
@@ -243,6 +199,6 @@ async def interleave(num_trainers: int, scripts: list[list[int]]) -> None:
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(num_trainers=st.integers(1, 3), scripts=st.lists(SCRIPTS, min_size=4, max_size=4))
+@given(num_trainers=st.integers(1, 3), scripts=st.lists(SCRIPTS, min_size=3, max_size=3))
 async def test_any_interleaving_gives_the_bits_of_torch_in_one_process(num_trainers, scripts):
     await interleave(num_trainers, scripts)

@@ -65,7 +65,6 @@ CASES: dict[str, tuple[str, Options]] = {
     "radam-maximize": ("RAdam", {"weight_decay": 0.1, "maximize": True}),
     "radam-decoupled": ("RAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
 }  # fmt: skip
-CUTS = [(1, 8192), (2, 1), (3, 100), (5, 64)]  # pservers, min_block_size
 SHAPES = [(5,), (63,), (64,), (7, 11), (1003,), (), (130,), (3, 8192), (200, 100), (1,)]  # odd, even, small, large
 
 
@@ -112,11 +111,10 @@ def test_every_optimizer_of_the_protocol_has_a_rule_and_a_case():
     assert UPDATE_RULES.keys() - {MEAN} == RULES.keys() == {name for name, _ in CASES.values()}
 
 
-@pytest.mark.parametrize(("num_pservers", "min_block_size"), CUTS)
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_equal_torch(case, num_pservers, min_block_size):
+def test_ten_steps_equal_torch(case):
     parameters = make_parameters()
-    shards, oracle = start(case, parameters, num_pservers, min_block_size)
+    shards, oracle = start(case, parameters, 3, 100)
     for step in range(10):
         gradients = random_gradients(parameters, step)
         shards.step([gradients], make_groups(case, step))
@@ -301,6 +299,16 @@ def test_a_step_without_a_counter_counts_for_every_counter(monkeypatch):
     assert set(recorder.blocks.state.steps.values()) == {StepState(4)}
 
 
+def test_every_counter_begins_with_loaded_steps(monkeypatch):
+    recorder = Recorder(monkeypatch, "NAdam", four(), [make_options("NAdam")])
+    recorder.apply("a", "b", counter=0)
+    recorder.apply("a", "b", counter=1)
+    recorder.blocks.load_blocks({"a.block0": StepState(7, mu_product=0.5)}, {})
+    for counter, before in [(1, 7), (0, 7), (2, 7), (0, 8)]:
+        assert recorder.apply("a", counter=counter) == [(before, [(0, 64)])]
+    assert recorder.apply("b", counter=1) == [(1, [(64, 128)])]
+
+
 def test_counts_of_an_earlier_version_had_begun_with_nothing(monkeypatch):
     recorder = Recorder(monkeypatch, "Adam", four(), [make_options("Adam")])
     states = {f"{name}.block0": StepState(5) for name in "abcd"}
@@ -330,13 +338,6 @@ def test_slots_are_allocated_once_when_first_needed(monkeypatch):
     before = {name: slot.data_ptr() for name, slot in slots.items()}
     recorder.apply("a", "b", "c", "d")
     assert {name: slot.data_ptr() for name, slot in slots.items()} == before
-
-
-def test_the_accumulator_of_adagrad_starts_at_its_initial_value_in_a_block_that_comes_late(monkeypatch):
-    recorder = Recorder(monkeypatch, "Adagrad", four(), [make_options("Adagrad", initial_accumulator_value=2.0)])
-    recorder.apply("a")
-    recorder.apply("a", "b")
-    assert recorder.blocks.state.slots["sum"][[0, 64]].tolist() == [4.0, 3.0]
 
 
 @pytest.mark.parametrize("name", RULES)

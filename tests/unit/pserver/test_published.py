@@ -108,7 +108,7 @@ async def test_trainers_have_the_published_bits(history: list, seed: int) -> Non
     for number, (stepped, exponent, who) in enumerate(history, 1):
         move(shard, stepped, seed + number, exponent)
         before = {name: published(shard, name).clone() for name in NAMES}
-        shard.publish(sorted(stepped))
+        shard.published.publish_round(sorted(stepped))
         changed |= dict.fromkeys(stepped, number)
         for name in stepped & set(DIFFERING):  # within half a step of the values, and of what a sum of floats rounds
             difference = shard.block(name) - before[name]
@@ -132,7 +132,7 @@ async def test_values_without_a_delta_are_published_unchanged(bad: float) -> Non
     for round_, value in enumerate((-2.9e38, bad, bad, 1.0), 1):  # after a delta it comes, stays, and goes
         move(shard, others, round_)
         shard.block(name)[300] = value
-        shard.publish(NAMES)
+        shard.published.publish_round(NAMES)
         await trainer.pull(shard, dict.fromkeys(NAMES, round_))
         is_exact = round_ == 2 or (round_ > 2 and bad != 3e38)  # which 127 steps lead back from
         assert not is_exact or torch.equal(trainer.values[name].nan_to_num(7.0), shard.block(name).nan_to_num(7.0))
@@ -144,7 +144,7 @@ async def test_values_without_a_delta_are_published_unchanged(bad: float) -> Non
 def test_published_values_are_copied_stored_and_resliced() -> None:
     shard = new_shard()
     move(shard, NAMES, 1)
-    shard.publish(NAMES)
+    shard.published.publish_round(NAMES)
     data = b"".join(shard.state.encode(PLAN, {"run": "run1"}))
     state, _ = ShardState.decode(memoryview(bytearray(data)))
     restored = Shard(PLAN, 0)
@@ -158,7 +158,7 @@ def test_published_values_are_copied_stored_and_resliced() -> None:
     assert off.digest() != shard.digest()
     for each in (shard, restored):
         move(each, NAMES, 2)
-        each.publish(NAMES)
+        each.published.publish_round(NAMES)
     assert restored.digest() == shard.digest()
     cut = make_plan(PARAMETERS, 3, min_block_size=100, optimizer=SGD, wire=WireTypes(pull="int8"))
     for index in range(3):

@@ -28,7 +28,7 @@ from services.pserver.settings import PserverSettings
 from services.runtime.compute import ComputeExecutor
 from services.runtime.storage import LocalStorage
 
-from .support import LIMITS, bench
+from .support import LIMITS, bench, hold
 
 REGISTERED = {"index": 0, "incarnation": 1, "lease_seconds": 0.03}
 HEARTBEAT_REPLY = {"complete": None, "notice": "", "stop": False, "exit_code": 0}
@@ -149,13 +149,8 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
 
 
 async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_checkpoint(tmp_path, monkeypatch):
-    may_write, stop = threading.Event(), asyncio.Event()
+    stop, (_, may_write) = asyncio.Event(), hold(monkeypatch, storage, "write_file")
     said: list[tuple[bool, bool]] = []
-    write = storage.write_file
-
-    def write_slowly(*arguments: Any) -> None:
-        assert may_write.wait(10)
-        write(*arguments)
 
     def answer(request: httpx.Request) -> httpx.Response:
         if not request.url.path.endswith("heartbeat"):
@@ -167,7 +162,6 @@ async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_chec
             may_write.set()
         return httpx.Response(200, json=HEARTBEAT_REPLY)
 
-    monkeypatch.setattr(storage, "write_file", write_slowly)
     async with registration_of(answer, tmp_path) as (one, staying):
         await one.play_round(1)
         registered = PserverRegistered(**REGISTERED)

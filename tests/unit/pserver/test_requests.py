@@ -22,11 +22,11 @@ from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver import limits as module
 from services.pserver import reply as reply_module
 from services.pserver.bodies import Body, BufferPool
-from services.pserver.contribution import Contribution, Push
 from services.pserver.layout import ShardLayout
 from services.pserver.limits import Copies, InFlight, WaitingPulls
 from services.pserver.pushes import read_blocks
 from services.pserver.reply import Reply
+from services.pserver.staging import Contribution, Push
 from services.pserver.tensors import Part, QuantisedPart, SparsePart, StagedBlock, check_blocks
 
 from ...raising import raises_code

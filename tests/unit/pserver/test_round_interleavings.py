@@ -12,8 +12,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from ps_protocol.errors import GradpostError
 from ps_protocol.membership import Membership
-from services.pserver.contribution import Push as StagedPush
+from ps_protocol.requests import Completion
 from services.pserver.rounds import Apply, Measure, Rounds
+from services.pserver.staging import Push as StagedPush
 
 from ...soaking import examples
 
@@ -24,13 +25,13 @@ LAMBDAS = ([{"lr": 0.1}], [{"lr": 0.2}])
 
 @dataclass(frozen=True)
 class Push:
-    """One bucket on its way: identity, content, and what its metadata says (None: it is not the last one)."""
+    """One bucket on its way."""
 
     rank: int
     incarnation: int
     round: int
     blocks: tuple[tuple[str, str], ...]
-    said: tuple[int, Any] | None  # the number of blocks and the hyper-parameters
+    said: Completion | None
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Barrier:
 @dataclass
 class Staged:
     blocks: dict[str, str] = field(default_factory=dict)
-    said: tuple[int, Any] | None = None
+    said: Completion | None = None
 
     @property
     def is_complete(self) -> bool:
-        return self.said is not None and self.said[0] == len(self.blocks)
+        return self.said is not None and self.said.num_blocks == len(self.blocks)
 
 
 class Refusal(str):
@@ -80,10 +81,10 @@ class Model:
             return admission
         before = self.staged.get(push.rank, Staged())
         together = [*before.blocks.items(), *push.blocks]
-        said = {s for s in (_frozen(before.said), _frozen(push.said)) if s is not None}
+        said = [one for one in (before.said, push.said) if one is not None]
         has_two_values = len(set(together)) > len(dict(together))
-        has_too_many = any(len(dict(together)) > number for number, _ in said)
-        if has_two_values or has_too_many or len(said) > 1:
+        has_too_many = any(len(dict(together)) > one.num_blocks for one in said)
+        if has_two_values or has_too_many or said[:1] != said[-1:]:
             return Refusal("contribution_conflict")
         self.staged[push.rank] = Staged(dict(together), before.said or push.said)
         self.fetched.add(push.rank)
@@ -123,10 +124,6 @@ class Model:
         self.staged, self.batch, self.fetched = {}, set(), set()
 
 
-def _frozen(said: tuple[int, Any] | None) -> tuple[int, str] | None:
-    return None if said is None else (said[0], repr(said[1]))
-
-
 def payload(rank: int, incarnation: int, round_: int, name: str) -> str:
     """The one value that this identity should have."""
     return f"{name} of trainer {rank}.{incarnation} in round {round_}"
@@ -149,9 +146,7 @@ contents = st.tuples(
 
 def snapshot(rounds: Rounds[str]) -> Any:
     """Everything that it holds, copied."""
-    contributions = {
-        rank: (dict(c.blocks), c.num_blocks, repr(c.hyper_parameters)) for rank, c in rounds.contributions.items()
-    }
+    contributions = {rank: (dict(c.blocks), repr(c.completion)) for rank, c in rounds.contributions.items()}
     sets = set(rounds.batch_barriers), set(rounds.fetch_barriers)
     return dict(rounds.members), rounds.applied, rounds.measuring, rounds.applying, contributions, sets
 
@@ -168,8 +163,6 @@ class Interleavings(RuleBasedStateMachine):
         self.model = Model(dict(members), clips)
         self.lives = dict(members)  # the newest incarnation of every rank that ever was
         self.sent: list[Push | Barrier] = []  # for replays
-        self.counted: list[Barrier] = []
-        self.proofs: set[tuple[int, int, int]] = set()  # (rank, incarnation, version) that was surely read
         self.applies: list[Apply[str]] = []
 
     @rule(rank=ranks, content=contents)
@@ -295,16 +288,14 @@ class Interleavings(RuleBasedStateMachine):
     def _check_apply(self, apply: Apply[str]) -> None:
         members = self.model.members
         assert apply.ranks == tuple(sorted(members))
-        barriers = [b for b in self.counted if b.kind == "batch" and b.round == apply.round]
         for rank, contribution in zip(apply.ranks, apply.contributions, strict=True):
-            assert any((b.rank, b.incarnation) == (rank, members[rank]) for b in barriers), "no batch barrier"
-            assert apply.round == 1 or (rank, members[rank], apply.round - 1) in self.proofs, "no fetch barrier"
             staged = self.model.staged[rank]
             assert staged.is_complete
             assert contribution.blocks == staged.blocks
-            assert (contribution.num_blocks, contribution.hyper_parameters) == staged.said
+            assert (contribution.completion, contribution.incarnation) == (staged.said, members[rank])
         lowest = self.model.staged[min(members)]
-        assert apply.hyper_parameters == (lowest.said or ())[1]
+        assert lowest.said is not None
+        assert apply.hyper_parameters == lowest.said.hyper_parameters
         assert apply.identity == (apply.round, tuple(sorted(members.items())), ())
 
     def _identity(self, drawn: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -317,14 +308,12 @@ class Interleavings(RuleBasedStateMachine):
         rank, incarnation, round_ = self._identity(identity)
         names, said, suffix, numbers = content
         blocks = tuple((name, payload(rank, incarnation, round_, name) + suffix) for name in names)
-        return Push(rank, incarnation, round_, blocks, None if said is None else (said, numbers))
+        return Push(rank, incarnation, round_, blocks, None if said is None else Completion(said, numbers))
 
     def _deliver(self, event: Push | Barrier) -> None:
         self.sent.append(event)
         if isinstance(event, Push):
-            answer = self._expect(self.model.push(event), lambda: self._push(event))
-            if isinstance(answer, int):
-                self._prove(event)
+            self._expect(self.model.push(event), lambda: self._push(event))
             return
         order: list[Apply[str] | Measure[str] | None] = []
 
@@ -335,20 +324,13 @@ class Interleavings(RuleBasedStateMachine):
 
         answer = self._expect(self.model.barrier(event), barrier)
         if not isinstance(answer, Refusal):
-            self.counted.append(event)
-            self._prove(event)
             self._check_order(order[0])
-
-    def _prove(self, event: Push | Barrier) -> None:
-        is_fetch = isinstance(event, Barrier) and event.kind == "fetch"
-        self.proofs.add((event.rank, event.incarnation, event.round if is_fetch else event.round - 1))
 
     def _push(self, push: Push) -> int | str:
         """Do what the shell does after the last byte of a request."""
         if self.rounds.admit(push.rank, push.incarnation, push.round) == "already_applied":
             return "already_applied"
-        number, numbers = push.said or (None, None)
-        return self.rounds.stage(push.rank, push.round, StagedPush(dict(push.blocks), number, numbers)).num_new
+        return self.rounds.stage(push.rank, push.round, StagedPush(dict(push.blocks), push.said)).num_new
 
     def _expect(self, expected: Any, act: Callable[[], Any], *, changes: bool = True) -> Any:
         """Compare answers. A refusal, and what must not change anything, leaves everything as it was."""
@@ -372,9 +354,9 @@ class Interleavings(RuleBasedStateMachine):
         if rank not in model.members:
             return []
         staged = model.staged.get(rank, Staged())
-        said = staged.said or (NUM_BLOCKS, LAMBDAS[0])
+        said = staged.said or Completion(NUM_BLOCKS, LAMBDAS[0])
         free = [name for name in (*NAMES, "d", "e") if name not in staged.blocks]
-        owed = free[: said[0] - len(staged.blocks)]
+        owed = free[: said.num_blocks - len(staged.blocks)]
         life = model.members[rank]
         blocks = [((name, payload(rank, life, round_, name)),) for name in owed]
         return [Push(rank, life, round_, b, None) for b in blocks] + [Push(rank, life, round_, (), said)]

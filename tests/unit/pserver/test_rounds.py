@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ps_protocol.errors import FutureRound
 from ps_protocol.membership import Membership
 from ps_protocol.norms import ShardNorm
-from services.pserver.contribution import Push
+from ps_protocol.requests import Completion
 from services.pserver.rounds import Apply, Measure, Rounds
+from services.pserver.staging import Push
 
 from ...raising import raises_code
 from ...soaking import examples
@@ -52,14 +53,14 @@ class RoundsAhead(RuleBasedStateMachine):
         if self.got[rank] < round_ - 1 - self.k:
             return  # the trainer has to get parameters first
         assert self.rounds.admit(rank, 1, round_) == "open"
-        self.rounds.stage(rank, round_, Push({"w": f"round {round_} of {rank}"}, 1, NUMBERS))
+        self.rounds.stage(rank, round_, Push({"w": f"round {round_} of {rank}"}, Completion(1, NUMBERS)))
         self.pushed[rank] = round_
 
     @rule(rank=st.integers(0, NUM_TRAINERS - 1))
     def push_again(self, rank: int) -> None:
         round_ = self.pushed[rank]
         if round_ and self.rounds.admit(rank, 1, round_) == "open":
-            push = Push({"w": f"round {round_} of {rank}"}, 1, NUMBERS)
+            push = Push({"w": f"round {round_} of {rank}"}, Completion(1, NUMBERS))
             assert self.rounds.stage(rank, round_, push).num_new == 0
 
     @rule(rank=st.integers(0, NUM_TRAINERS - 1), again=st.booleans())
@@ -101,7 +102,9 @@ TestRoundsAhead.settings = settings(max_examples=examples(90), stateful_step_cou
 
 def complete(rounds: Rounds[str], rank: int, incarnation: int = 1) -> None:
     assert rounds.admit(rank, incarnation, rounds.open) == "open"
-    rounds.stage(rank, rounds.open, Push({"a": payload(rank, incarnation, rounds.open, "a")}, 1, LAMBDAS[0]))
+    rounds.stage(
+        rank, rounds.open, Push({"a": payload(rank, incarnation, rounds.open, "a")}, Completion(1, LAMBDAS[0]))
+    )
 
 
 def test_a_change_to_no_members_applies_nothing_and_lets_the_running_apply_end():
@@ -143,55 +146,38 @@ def measured(rounds: Rounds[str]) -> Apply[str]:
 
 
 @pytest.mark.clip
-def test_a_round_that_is_clipped_is_applied_when_its_norm_is_known():
-    rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
-    apply = measured(rounds)
-    assert repr(rounds) == "<Round 1 [measuring | waiting for: no trainer]>"
-    assert rounds.count_batch_barrier(0, 1, 1) is None
-    assert rounds.accept_norm() is apply
-    assert (rounds.measuring, rounds.applying) == (None, apply)
-    norm = ShardNorm("digest", 2.0)
-    assert rounds.finish_apply(norm) is None
-    assert rounds.history.norms == {1: norm}
-
-
-@pytest.mark.clip
 def test_rounds_that_are_staged_ahead_are_measured_one_after_the_other():
     rounds: Rounds[str] = Rounds({0: 1}, 1, clips=True)
     first = measured(rounds)
-    rounds.stage(0, 2, Push({"a": "2"}, 1, LAMBDAS[0]))
+    assert repr(rounds) == "<Round 1 [measuring | waiting for: no trainer]>"
+    rounds.stage(0, 2, Push({"a": "2"}, Completion(1, LAMBDAS[0])))
     assert rounds.count_batch_barrier(0, 1, 2) is None
     assert rounds.accept_norm() is first
-    second = rounds.finish_apply()
+    norm = ShardNorm("digest", 2.0)
+    second = rounds.finish_apply(norm)
     assert isinstance(second, Measure)
+    assert rounds.history.norms == {1: norm}
     assert second.apply.round == 2
 
 
 @pytest.mark.clip
-@pytest.mark.parametrize("members", [{0: 1, 1: 1}, {0: 1}, {0: 1, 1: 2}])
-def test_a_freeze_discards_the_measured_norm_and_its_end_measures_again(members):
+@pytest.mark.parametrize(
+    ("members", "sets"), [({0: 1, 1: 1}, {}), ({0: 1}, {}), ({0: 1, 1: 2}, {}), ({0: 1}, {1: (0, 1)})]
+)
+def test_a_freeze_discards_the_measured_norm_and_its_end_measures_again(members, sets):
     rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
     before = measured(rounds)
     rounds.freeze()
     assert rounds.measuring is None
-    order = rounds.install_members(Membership(members))
+    order = rounds.install_members(Membership(members, sets=sets))
     if members == {0: 1, 1: 2}:
         assert order is None
         complete(rounds, 1, 2)
         order = rounds.count_batch_barrier(1, 2, 1)
     assert isinstance(order, Measure)
-    assert (order.apply.identity == before.identity) == (members == {0: 1, 1: 1})
-    assert order.apply.identity[1] == tuple(members.items())
-
-
-@pytest.mark.clip
-def test_a_lost_trainer_that_stays_in_the_round_leaves_its_identity():
-    rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
-    before = measured(rounds)
-    rounds.freeze()
-    order = rounds.install_members(Membership({0: 1}, sets={1: (0, 1)}))
-    assert isinstance(order, Measure)
-    assert order.apply.identity == before.identity
+    is_same = members == {0: 1, 1: 1} or bool(sets)  # a lost trainer that stays in the round leaves its identity
+    assert (order.apply.identity == before.identity) == is_same
+    assert order.apply.identity[1] == (before.identity[1] if is_same else tuple(members.items()))
 
 
 @pytest.mark.clip

@@ -74,11 +74,6 @@ def test_the_size_of_an_update() -> None:
     assert both.describe()["update_ratio"] is None  # of one of them no update was seen
 
 
-def test_nothing_to_describe() -> None:
-    found = describe_values(torch.empty(0), 3).describe()
-    assert (found["norm"], found["mean"], found["histogram"]["counts"]) == (0.0, None, [])
-
-
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_an_update_is_seen_though_some_values_are_no_numbers(odd: float) -> None:
     before, after = torch.tensor([1.0, odd, 2.0]), torch.tensor([4.0, odd, 2.0])

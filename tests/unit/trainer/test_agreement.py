@@ -15,7 +15,7 @@ from trainer_client.round_results import NormAgreement, finish_rounds
 
 from ...raising import raises_code
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.clip]
+pytestmark = pytest.mark.clip
 
 Answers = Sequence[ShardNorm | None]
 

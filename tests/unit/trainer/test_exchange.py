@@ -15,7 +15,7 @@ import trustme
 from h2.events import DataReceived, RequestReceived, StreamReset
 
 from ps_config.certificates import TlsFiles
-from ps_config.control_client import BearerAuth, make_control_client
+from ps_config.control_client import make_control_client
 from ps_config.environment import SettingsError
 from ps_config.tokens import TokenPair
 from ps_http2.asgi import send_from
@@ -28,12 +28,9 @@ from trainer_client.settings import read_settings
 from trainer_client.transport.exchange import CHUNK_BYTES, Exchange, Http1Transport, make_bulk_client
 
 from ..http2.sockets import Talker, serving
-from ..http2.support import Collector
 from ..protocol.test_certificates import Authority
 from ..protocol.test_tokens import NEW, OLD, put
 from ..runtime.support import Running, Sample, running
-
-pytestmark = pytest.mark.asyncio
 
 
 class Service:
@@ -46,13 +43,7 @@ class Service:
 
     def answer(self, authorization: str) -> int:
         self.seen.append(authorization)
-        return 200 if authorization in (f"Bearer {self.valid}", "") else 401
-
-    def control_client(self, file: Path) -> httpx.Client:
-        def answer(request: httpx.Request) -> httpx.Response:
-            return httpx.Response(self.answer(request.headers["authorization"]))
-
-        return httpx.Client(transport=httpx.MockTransport(answer), auth=BearerAuth(TokenPair(file)))
+        return 200 if authorization == f"Bearer {self.valid}" else 401
 
     async def serve(self, talker: Talker) -> None:
         self.talker = talker
@@ -67,9 +58,9 @@ class Service:
             talker.flush()
 
     @asynccontextmanager
-    async def exchanging(self, file: Path | None) -> AsyncIterator[tuple[Exchange, httpx.URL]]:
+    async def exchanging(self, file: Path) -> AsyncIterator[tuple[Exchange, httpx.URL]]:
         async with serving(self.serve) as address:
-            exchange = Exchange(TlsFiles(), TokenPair(file) if file else None, http2=True)
+            exchange = Exchange(TlsFiles(), TokenPair(file), http2=True)
             try:
                 yield exchange, httpx.URL(address)
             finally:
@@ -94,17 +85,12 @@ async def test_the_previous_token_is_sent_if_the_new_one_is_refused(
     put(tmp_path / "train", NEW)
     if previous:
         put(tmp_path / "train.previous", previous)
-    expected = [f"Bearer {token}" for token in sent]
-    service = Service(valid)
-    with service.control_client(tmp_path / "train") as http:
-        assert http.get("http://service/").status_code == status
-    assert service.seen == expected
     service = Service(valid)
     async with service.exchanging(tmp_path / "train") as (exchange, url):
         response = await exchange.send("GET", url, {"x-a": "b"})
     assert (response.status_code, response.content) == (status, b"fine" if status == 200 else b"who?")
     assert (response.request.url, response.request.headers["x-a"]) == (url, "b")
-    assert service.seen == expected
+    assert service.seen == [f"Bearer {token}" for token in sent]
 
 
 async def test_the_refused_request_is_reset_so_that_its_body_may_change(tmp_path: Path) -> None:
@@ -128,24 +114,10 @@ async def test_the_refused_request_is_reset_so_that_its_body_may_change(tmp_path
 
 async def test_without_a_token_file_nothing_is_sent(tmp_path: Path) -> None:
     service = Service(NEW)
-    with service.control_client(tmp_path / "train") as http, pytest.raises(SettingsError, match="there is no token"):
-        http.get("http://service/")
     async with service.exchanging(tmp_path / "train") as (exchange, url):
         with pytest.raises(SettingsError, match="there is no token file"):
             await exchange.send("GET", url, {})
     assert service.seen == []
-
-
-async def test_a_response_may_be_read_after_it_began() -> None:
-    service = Service(NEW)
-    sink: Any = Collector(4)
-    async with service.exchanging(None) as (exchange, url):
-        response = await exchange.begin("GET", url, {}, sink=sink)
-        try:
-            assert await response.aread() == b""
-        finally:
-            await response.aclose()
-    assert (sink.body, service.seen) == (b"fine", [""])
 
 
 # ---------------------------------------------------------------- HTTP/1.1

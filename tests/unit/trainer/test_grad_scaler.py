@@ -1,4 +1,4 @@
-"""Mixed precision: a GradScaler's scale follows from the outcomes of rounds; optimizers unscale their gradients."""
+"""Mixed precision: a GradScaler's scale follows from the outcomes of rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ps_protocol.optimizers import HyperParameters
 from trainer_client.engines.engine import StepProgress
-from trainer_client.grad_scaler import GradScaler, ScalerState, unscale_gradients
+from trainer_client.grad_scaler import GradScaler, ScalerState
 from trainer_client.round_results import Outcomes
 
 pytestmark = pytest.mark.amp
@@ -111,35 +111,3 @@ def test_a_scale_set_by_the_script_counts_from_then_on() -> None:
     scales = [remote.end_round(scaler, new_scale=new_scale) for new_scale in (None, 64.0, None)]
     assert scales == [8.0, 64.0, 128.0]
     assert remote.pushed() == pushed_state(3, 128.0, 0)
-
-
-class Unscaling(torch.optim.SGD):
-    _step_supports_amp_scaling = True
-    has_overflowed: bool
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        self.has_overflowed = unscale_gradients(self, self.param_groups[0]["params"])
-
-
-@pytest.mark.parametrize("unscaled_before", [False, True])
-@pytest.mark.parametrize(("scale", "gradient", "overflows"), [(1024.0, 0.5, False), (2.0**127, 1e10, True)])
-def test_gradients_are_unscaled_once_and_an_overflow_is_reported(
-    scale: float, gradient: float, overflows: bool, unscaled_before: bool
-) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    optimizer = Unscaling([parameter], lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    scaler.scale((parameter * gradient).sum()).backward()
-    if unscaled_before:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert optimizer.has_overflowed == overflows
-    assert overflows or optimizer.param_groups[0]["params"][0].grad.tolist() == [gradient] * 3
-
-
-def test_without_a_scaler_gradients_stay_as_they_are() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    parameter.grad = torch.ones(3)
-    assert not unscale_gradients(torch.optim.SGD([parameter]), [parameter])
-    assert parameter.grad.tolist() == [1.0] * 3

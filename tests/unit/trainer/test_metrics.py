@@ -17,7 +17,7 @@ from ps_protocol.errors import Unreachable
 from trainer_client import ParameterClient
 from trainer_client import metrics as trainer_metrics
 from trainer_client.membership import make_log
-from trainer_client.metrics import LinkMeter, MetricsServer, TrafficMeter
+from trainer_client.metrics import MetricsServer, TrafficMeter
 
 from ..protocol.test_certificates import Authority
 
@@ -57,7 +57,6 @@ def test_wrong_tls_files_are_named(authority: Authority) -> None:
         pass
 
 
-@pytest.mark.asyncio
 async def test_a_trainer_that_cannot_join_frees_its_metrics_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -104,11 +103,6 @@ def test_old_transfers_fade(clock: list[float]) -> None:
     described = meter.describe()
     assert described.seconds < 12
     assert described.num_bytes / described.seconds == pytest.approx(10, rel=0.01)
-
-
-def test_a_link_without_transfers_is_described_as_such() -> None:
-    described = LinkMeter().describe()
-    assert (described.round_trip_seconds, described.pushes.num_requests, described.pulls.seconds) == (None, 0, 0)
 
 
 # ---------------------------------------------------------------- log

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ps_protocol.errors import GradpostError
-from ps_protocol.frames import DTYPE_BYTES, FrameLimits, encode_header
+from ps_protocol.frames import DTYPE_BYTES, TRUSTED_LIMITS, encode_header
 from ps_protocol.plan import make_plan
 from ps_protocol.routes import SINCE_KEY
 from ps_protocol.vocabulary import ParameterSpec
@@ -128,7 +128,7 @@ def test_another_frame_than_was_asked_for_is_refused_before_anything_is_written(
 
 def test_a_header_longer_than_the_limit_is_refused_at_its_length():
     with raises_code("body_too_large"):
-        FrameSink({}, limits=FrameLimits(max_header_bytes=1000)).feed((1001).to_bytes(8, "little"))
+        FrameSink({}).feed((TRUSTED_LIMITS.max_header_bytes + 1).to_bytes(8, "little"))
 
 
 @given(garbage=st.binary(max_size=60), places=st.lists(st.integers(0, 60), max_size=3))
@@ -170,7 +170,6 @@ INTEGERS, SCALES = ("w", "I8", (3,)), ("w.scales", "F32", (1,))
 DELTA = bytes([2, 0, 256 - 4]) + torch.tensor([0.5]).numpy().tobytes()  # 1, 0, -2
 
 
-@pytest.mark.asyncio
 async def test_a_delta_is_added_to_the_values_once_it_is_whole() -> None:
     values, more = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)
     memory = {"w": writable_bytes(values), "v": writable_bytes(more)}
@@ -187,7 +186,6 @@ async def test_a_delta_is_added_to_the_values_once_it_is_whole() -> None:
         assert more.tolist() == [8.0, 9.0]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("received", [["w"], ["w.scales"], ["v", "v.scales"]])
 async def test_half_of_a_delta_is_refused(received: list[str]) -> None:
     values = torch.ones(3)

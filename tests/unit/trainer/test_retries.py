@@ -1,8 +1,9 @@
-"""Repeated requests to a pserver that has restarted, is busy, or is hidden behind a gateway, and the pauses between."""
+"""Requests to a pserver that has restarted, is busy, or is hidden behind a gateway: retries, news, and pauses."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,20 +24,18 @@ from ps_protocol.errors import (
     Unreachable,
 )
 from ps_protocol.fence import Fence
-from ps_protocol.messages import PserverInfo
+from ps_protocol.messages import PserverInfo, TrainerHeartbeatReply
 from ps_protocol.requests import Barrier
 from ps_protocol.retry import (
     MAX_PAUSE_SECONDS,
     Patience,
-    RetryPolicy,
     choose_backoff,
     choose_pause,
     read_retry_after,
-    request_with_retry,
 )
 from ps_protocol.routes import SEND
 from trainer_client.metrics import TrainerMetrics
-from trainer_client.news import News
+from trainer_client.news import MIN_PERIOD_SECONDS, News
 from trainer_client.pserver_client import PserverClient
 from trainer_client.pserver_connection import PserverConnection
 from trainer_client.transport.exchange import Exchange
@@ -67,7 +66,6 @@ async def client_of(answer: Answer, news: News, **patience: float) -> AsyncItera
     await exchange.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("coordinator_answers", [True, False])
 @pytest.mark.parametrize(
     "refusal",
@@ -90,7 +88,6 @@ async def test_a_restarted_pserver_has_as_long_as_the_coordinator_answers(
                 await client.barrier(1, BATCH)
 
 
-@pytest.mark.asyncio
 async def test_the_time_of_a_pending_round_does_not_count_against_the_deadline() -> None:
     """A pserver may stop after a minute of waiting for a lost trainer."""
     answers = [*[refuse(RoundPending("trainer 1 is missing"))] * 4, refuse(TryAgain("this pserver stops")), DONE]
@@ -104,7 +101,6 @@ async def test_the_time_of_a_pending_round_does_not_count_against_the_deadline()
     assert answers == []
 
 
-@pytest.mark.asyncio
 async def test_a_new_incarnation_has_a_deadline_of_its_own() -> None:
     """The first incarnation stopped for longer than a request may take; the second is busy for a moment."""
     news = News()
@@ -124,7 +120,6 @@ async def test_a_new_incarnation_has_a_deadline_of_its_own() -> None:
     assert answers == []
 
 
-@pytest.mark.asyncio
 async def test_the_page_of_a_gateway_is_handled_as_no_answer() -> None:
     news = News(heard_at=float("inf"))
     answers = [*[httpx.Response(status, text="\n404 page not found") for status in (404, 429, 502)], DONE]
@@ -140,7 +135,6 @@ async def test_the_page_of_a_gateway_is_handled_as_no_answer() -> None:
     assert "answered 502 without a problem document: 404 page not found; is it Gradpost?" in pages[-1][0]
 
 
-@pytest.mark.asyncio
 async def test_the_final_error_names_the_page_of_a_gateway() -> None:
     page = httpx.Response(413, html="<html>\n<h1>413</h1>")
     async with client_of(lambda _: page, News(), retry_seconds=0.1) as client:
@@ -148,7 +142,6 @@ async def test_the_final_error_names_the_page_of_a_gateway() -> None:
             await client.barrier(1, BATCH)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("restarts", [True, False])
 async def test_each_incarnation_gets_the_contribution_and_one_that_loses_it_is_given_up(restarts: bool) -> None:
     news, num_pushes, num_barriers = News(), 0, 0
@@ -175,7 +168,6 @@ async def test_each_incarnation_gets_the_contribution_and_one_that_loses_it_is_g
                 await client.barrier(1, BATCH)
 
 
-@pytest.mark.asyncio
 async def test_the_rounds_that_a_pserver_may_lose_are_kept() -> None:
     """With `max_delay` so many rounds are pushed and not pulled; a restarted pserver may ask for all of them."""
     async with client_of(lambda _: STAGED, News(), max_delay=12) as client:
@@ -185,7 +177,6 @@ async def test_the_rounds_that_a_pserver_may_lose_are_kept() -> None:
         assert len(client._kept) < 20
 
 
-@pytest.mark.asyncio
 async def test_a_pserver_that_stays_behind_is_given_up_after_the_time_of_a_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -197,6 +188,102 @@ async def test_a_pserver_that_stays_behind_is_given_up_after_the_time_of_a_round
         with pytest.raises(FutureRound):
             await client.barrier(1, BATCH)
     assert news.ahead_of == {0: 2}
+
+
+# ---------------------------------------------------------------- news of restarted pservers
+
+
+def report(news: News, *incarnations: int) -> None:
+    """Let a heartbeat bring these incarnations of the pservers."""
+    infos = tuple(
+        PserverInfo(index=index, address=f"http://{index}-{incarnation}:1", incarnation=incarnation, http2=True)
+        for index, incarnation in enumerate(incarnations)
+    )
+    reply = TrainerHeartbeatReply(state="training", failure=None, attempt=0, pservers=infos)
+    news.update(reply, asyncio.get_running_loop().time())
+
+
+async def wait(news: News, index: int, seconds: float) -> str:
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            with news.waits[index].add(limit):
+                await asyncio.Event().wait()
+    except TimeoutError:
+        return "given up"
+    raise AssertionError
+
+
+async def test_a_request_to_a_replaced_pserver_is_given_up_at_once():
+    news = News()
+    report(news, 1, 1)
+    waits = [asyncio.create_task(wait(news, index, 30)) for index in (0, 0, 1)]
+    await asyncio.sleep(0)
+    report(news, 1, 1)
+    await asyncio.sleep(0.01)
+    assert not any(task.done() for task in waits)
+    report(news, 2, 1)
+    assert await asyncio.wait_for(asyncio.gather(*waits[:2]), 1) == ["given up"] * 2
+    assert not waits[2].done()
+    waits[2].cancel()
+
+
+async def test_an_older_incarnation_and_one_after_the_answer_end_no_request():
+    news = News()
+    report(news, 2)
+    waiting = asyncio.create_task(wait(news, 0, 0.05))
+    await asyncio.sleep(0)
+    report(news, 1)
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    assert await waiting == "given up"  # by its own time-out
+    report(news, 3)
+    assert news.pservers[0].incarnation == 3
+
+
+async def test_a_request_that_is_ending_already_does_not_disturb_the_heartbeats() -> None:
+    """Its time-out cannot be moved any more."""
+    news, ended = News(), asyncio.Event()
+
+    async def request() -> None:
+        async with asyncio.timeout(100) as limit:
+            with news.waits[0].add(limit):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await ended.wait()  # its connection is closed
+
+    report(news, 1)
+    requesting = asyncio.create_task(request())
+    await asyncio.sleep(0)
+    for incarnation in (2, 3):
+        report(news, incarnation)
+        await asyncio.sleep(0.01)
+    ended.set()
+    with pytest.raises(TimeoutError):
+        await requesting
+    assert news.pservers[0].incarnation == 3
+
+
+async def test_waits_for_news_share_few_heartbeats() -> None:
+    news = News()
+    num_heartbeats = 0
+
+    async def send_heartbeats() -> None:
+        nonlocal num_heartbeats
+        while True:
+            await news.wait_for_next_heartbeat(60)
+            num_heartbeats += 1
+
+    async def want_news() -> None:
+        for _ in range(3):
+            await news.wait_for_heartbeat(60)
+
+    sending = asyncio.create_task(send_heartbeats())
+    begun = time.monotonic()
+    await asyncio.gather(*(want_news() for _ in range(20)))
+    sending.cancel()
+    assert 2 <= num_heartbeats <= 5
+    assert time.monotonic() - begun >= 2 * MIN_PERIOD_SECONDS >= 0.4
 
 
 # ---------------------------------------------------------------- pauses
@@ -239,37 +326,6 @@ def test_the_pause_without_an_answer_is_random_up_to_a_limit_that_doubles(attemp
     pauses = [choose_backoff(attempt) for _ in range(1000)]
     assert 0 <= min(pauses) < 0.1 * seconds
     assert 0.9 * seconds < max(pauses) <= seconds
-
-
-@pytest.mark.asyncio
-async def test_a_request_is_repeated_after_each_error_of_its_policy() -> None:
-    results: list[Exception | str] = [TimeoutError("1"), NotReady("2"), "answer"]
-    paused: list[str] = []
-
-    async def attempt() -> str:
-        result = results.pop(0)
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    async def pause(error: Exception) -> None:
-        paused.append(str(error))
-
-    assert await request_with_retry(attempt, RetryPolicy((TimeoutError, TryAgain), pause)) == "answer"
-    assert paused == ["1", "2"]
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("errors", [(TimeoutError,), (TryAgain,)], ids=["another error", "the policy gives up"])
-async def test_any_other_error_and_that_of_the_pause_end_the_request(errors: tuple[type[Exception], ...]) -> None:
-    async def attempt() -> None:
-        raise TryAgain("full")
-
-    async def give_up(error: Exception) -> None:
-        raise error
-
-    with pytest.raises(TryAgain, match="full"):
-        await request_with_retry(attempt, RetryPolicy(errors, give_up))
 
 
 def test_patience_counts_from_the_first_failure_after_a_reset() -> None:

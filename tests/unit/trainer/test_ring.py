@@ -8,20 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_client.engines.collective_buffers import PIECE, FlatBucket, cut_buckets
+from trainer_client.engines.collective_buffers import PIECE, FlatBucket
 from trainer_client.engines.ring_group import Tally, TallyVector, address_towards, join_store, open_store
 
 pytestmark = pytest.mark.ring
 
 CPU = torch.device("cpu")
-
-
-def test_buckets_begin_with_the_last_parameter_and_never_cut_one() -> None:
-    sizes = {"a": 5, "large": 100, "b": 3, "scalar": 1, "none": 0}
-    parameters = {name: torch.empty(size) for name, size in sizes.items()}
-    buckets = cut_buckets(parameters, 16, CPU)
-    assert [list(bucket.parts) for bucket in buckets] == [["none", "scalar", "b"], ["large"], ["a"]]
-    assert [bucket.flat.numel() for bucket in buckets] == [4, 100, 5]
 
 
 def test_missing_gradients_are_zero_in_each_round() -> None:

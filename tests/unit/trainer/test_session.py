@@ -79,7 +79,6 @@ def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
         ParameterClient(tls_client_ca=file)
 
 
-@pytest.mark.asyncio
 async def test_settings_that_joining_has_used_cannot_be_changed() -> None:
     client = ParameterClient("http://127.0.0.1:9", metrics_port=None)
     client.configure(bucket_bytes=1000, placement=None)
@@ -99,7 +98,7 @@ def session() -> Iterator[Any]:
     """A session without a client or a host."""
     session: Any = Session.__new__(Session)
     session.io, session.host, session._is_open, session._reported = IoThread(), None, True, set()
-    session._finish_last_step = session._join_ring = None
+    session._finish = lambda: None
     yield session
     session.io.close()
 

@@ -1,0 +1,160 @@
+"""The messages that count now, of trainers and of the coordinator, and contributions while they are staged. Pure.
+
+A staged block is an opaque payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from ps_protocol.errors import Conflict, ContributionConflict, FutureRound
+from ps_protocol.optimizers import HyperParameters, StepState
+from ps_protocol.requests import Completion
+from ps_protocol.vocabulary import Incarnation, Rank, Round
+
+Payload = TypeVar("Payload")
+
+Admission = Literal["open", "already_applied"]
+
+
+def check_member(members: Mapping[Rank, Incarnation], rank: Rank, incarnation: Incarnation) -> None:
+    """Raise Conflict unless this is the current incarnation of a member."""
+    if members.get(rank) != incarnation:
+        raise Conflict(
+            f"trainer {rank} incarnation {incarnation} is not a member: it was evicted, or a newer one has joined",
+            code="stale_trainer", current={str(r): i for r, i in members.items()},
+        )  # fmt: skip
+
+
+def admit(round_: Round, first_open: Round, last_open: Round) -> Admission:
+    """Return whether `round_` is open or already applied. Raises FutureRound if it is neither."""
+    if round_ > last_open:
+        raise FutureRound(f"round {round_} is not open yet", current=last_open)
+    return "open" if round_ >= first_open else "already_applied"
+
+
+class MembershipChanges:
+    """The newest change of a run's members on this pserver. Messages of earlier changes may arrive at any time.
+
+    freeze n ──► begun = n ──► the coordinator decides on all answers ──► install n ──► ended = n
+
+    The numbers increase, also from attempt to attempt.
+    """
+
+    def __init__(self, run: str = "") -> None:
+        self.run = run
+        self.begun = 0
+        self.ended = 0
+
+    def begin_change(self, number: int) -> None:
+        """Note a freeze. Raises Conflict if that change is over, or a later one has begun.
+
+        From now on the installation of an earlier change, which was given up for this one, has no effect.
+        """
+        self.check_change(number)
+        self.begun = number
+
+    def check_change(self, number: int) -> None:
+        """Raise Conflict unless this change may be installed."""
+        if not self.is_current(number):
+            raise Conflict("this change of members is over", current=max(self.begun, self.ended), actual=number)
+
+    def is_current(self, number: int) -> bool:
+        """Return whether this change may be installed.
+
+        The installation of an abandoned change may arrive when the other pservers are frozen for a later one, and
+        would unfreeze this pserver alone.
+        """
+        return number >= self.begun and number > self.ended
+
+    def end_change(self, number: int) -> None:
+        """Note that this change is installed."""
+        self.begun = self.ended = number
+
+
+@dataclass(frozen=True, slots=True)
+class Push(Generic[Payload]):
+    """One push: blocks of a gradient, or optimizer state."""
+
+    blocks: Mapping[str, Payload]
+    completion: Completion | None = None  # of the last push of a contribution
+    slots: Mapping[str, Payload | StepState] = field(default_factory=dict)  # optimizer state that a trainer has loaded
+
+    @property
+    def num_entries(self) -> int:
+        """The number of blocks and slots in this push."""
+        return len(self.blocks) + len(self.slots)
+
+
+class Staged(NamedTuple):
+    """The effect of a push on a contribution."""
+
+    num_new: int  # blocks and slots that were not staged yet
+    is_complete: bool
+    num_lost: int = 0  # steps before it that an earlier incarnation of the pserver has lost
+
+
+@dataclass(slots=True)
+class Contribution(Generic[Payload]):
+    """The staged part of one trainer's gradient; complete once all announced blocks and slots are staged."""
+
+    blocks: dict[str, Payload] = field(default_factory=dict)
+    incarnation: Incarnation = 0  # of the trainer
+    completion: Completion | None = None  # once it has arrived
+    slots: dict[str, Payload | StepState] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all of it is staged. Its batch barrier is counted separately."""
+        announced = self.completion
+        if announced is None:
+            return False
+        return announced.num_blocks == len(self.blocks) and announced.num_slots == len(self.slots)
+
+    @property
+    def hyper_parameters(self) -> list[HyperParameters]:
+        """The hyper-parameters of a complete contribution."""
+        assert self.completion is not None
+        return self.completion.hyper_parameters
+
+    def stage(self, rank: Rank, round_: Round, push: Push[Payload]) -> Staged:
+        """Stage one push. `rank` and `round_` are for messages.
+
+        A ContributionConflict (other bytes or hyper-parameters for the same block or round, or more blocks or slots
+        than announced) stages nothing.
+        """
+        where = f"trainer {rank} pushed", f"in round {round_}"
+        blocks = _find_new(self.blocks, push.blocks, "other bytes for block", *where)
+        slots = _find_new(self.slots, push.slots, "something else for", *where)
+        announced = [one for one in (self.completion, push.completion) if one is not None]
+        _check_total("blocks", len(self.blocks) + len(blocks), [one.num_blocks for one in announced], *where)
+        _check_total("slots", len(self.slots) + len(slots), [one.num_slots for one in announced], *where)
+        if announced and announced[0].hyper_parameters != announced[-1].hyper_parameters:
+            raise ContributionConflict(f"{where[0]} two sets of hyper-parameters {where[1]}")
+        self.blocks.update(blocks)
+        self.slots.update(slots)
+        self.completion = self.completion or push.completion
+        return Staged(len(blocks) + len(slots), self.is_complete)
+
+
+def _find_new(
+    known: Mapping[str, Payload], pushed: Mapping[str, Payload], what: str, who: str, when: str
+) -> dict[str, Payload]:
+    new = {}
+    for name, payload in pushed.items():
+        if name not in known:
+            new[name] = payload
+        elif payload != known[name]:
+            raise ContributionConflict(f"{who} {what} {name!r} {when}")
+    return new
+
+
+def _check_total(noun: str, staged: int, announced: Sequence[int], who: str, when: str) -> None:
+    if announced and (staged > announced[-1] or announced[0] != announced[-1]):
+        raise ContributionConflict(
+            f"{who} more {noun} {when} than it announced, or announced two numbers",
+            expected=announced[0],
+            actual=max(announced[-1], staged),
+        )
