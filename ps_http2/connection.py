@@ -61,11 +61,7 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def is_sending(self) -> bool:
         """True while the peer has not taken everything that is to be sent."""
-        return (
-            self._writer.is_in_frame
-            or self._writer.is_paused
-            or any(stream.outgoing for stream in self.streams.values())
-        )
+        return self._writer.is_in_frame or self._writer.is_paused or any(s.outgoing for s in self.streams.values())
 
     # ------------------------------------------------------------------ implemented by subclasses
 

@@ -26,7 +26,6 @@ from services.runtime.app import make_app
 from services.runtime.logs import get_logger
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import KnownHosts
-from services.runtime.settings import RequestLimits
 
 from .administration import add_administration_routes
 from .coordinator import Coordinator
@@ -37,12 +36,9 @@ from .metrics import TargetGroup, describe_targets, is_own_address
 log = get_logger()
 
 MAX_WAIT_SECONDS = 30.0
-_LIMITS = RequestLimits()
 
 
-def make_coordinator_app(
-    coordinator: Coordinator, metrics: ServiceMetrics, lifespan: Any = None, *, limits: RequestLimits = _LIMITS
-) -> FastAPI:
+def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
     """Return the application. `coordinator` must run on the same event loop."""
     app = make_app(
         title="Gradpost coordinator",
@@ -50,7 +46,6 @@ def make_coordinator_app(
         metrics=metrics,
         is_ready=lambda: None,
         lifespan=lifespan,
-        limits=limits,
     )
     cluster = coordinator.cluster
 

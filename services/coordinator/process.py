@@ -32,7 +32,7 @@ async def _serve(settings: CoordinatorSettings, stop: asyncio.Event) -> int:
         await coordinator.restore()
         metrics = ServiceMetrics("coordinator")
         measure_cluster(coordinator.cluster, metrics.registry)
-        app = make_coordinator_app(coordinator, metrics, limits=settings.request_limits)
+        app = make_coordinator_app(coordinator, metrics)
         tasks.create_task(coordinator.run(stop))
         await serve(app, settings, stop=stop)
     return coordinator.cluster.exit_code if settings.exit_when_done else 0

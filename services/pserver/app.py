@@ -15,7 +15,6 @@ from ps_protocol.vocabulary import Round
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.large_replies import LargeReplies
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.settings import RequestLimits
 
 from .endpoints import (
     BARRIER_OPENAPI,
@@ -29,12 +28,8 @@ from .endpoints import (
 from .inspection import add_inspection_routes
 from .pserver import Pserver
 
-_LIMITS = RequestLimits()
 
-
-def make_pserver_app(
-    pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None, *, limits: RequestLimits = _LIMITS
-) -> FastAPI:
+def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
     """Return the application, which runs on the event loop that serves it."""
     app = make_app(
         title="Gradpost pserver",
@@ -42,7 +37,6 @@ def make_pserver_app(
         metrics=metrics,
         is_ready=pserver.readiness,
         lifespan=lifespan,
-        limits=limits,
     )
     tensors = TensorEndpoints(pserver)
     large = LargeReplies()

@@ -42,7 +42,7 @@ async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
     disk = Disk(settings.state_dir, settings.checkpoints)
     in_flight = InFlight(settings.max_inflight_bytes or usable_memory_bytes() // 4)
     pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), settings.frame_limits, in_flight, disk)
-    app = make_pserver_app(pserver, metrics, limits=settings.request_limits)
+    app = make_pserver_app(pserver, metrics)
     local = bind_locally() if settings.listens_locally else None
     with local or nullcontext():
         async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from html import escape
 from http import HTTPStatus
 from typing import Any, Literal, TypeAlias
 
@@ -17,16 +20,12 @@ from ps_protocol.routes import HEALTH, METRICS, READY
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 
 from .errors import allowed_methods, install_error_handlers
-from .limits import LimitRequests
 from .metrics import MeasureRequests, ServiceMetrics, watch_loop_lag
-from .pages import PAGE_HEADERS, render_operations
 from .routing import AnswerHead, MessageRoute, RawEndpoint, RawRoute
-from .scopes import DASHBOARD, DOCS, needed_scope
-from .settings import RequestLimits
+from .scopes import DASHBOARD, DOCS, OPENAPI, needed_scope
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
-_DEFAULT_LIMITS = RequestLimits()
 _PROBLEM_SCHEMA = {
     "type": "object",
     "description": "RFC 9457 problem document; further members depend on the code",
@@ -54,6 +53,27 @@ _TOKEN_SCHEME = {
     "A service without `tokens_dir` needs no token.",
 }
 
+# The page about the API has no script: many clusters have no connection to the internet, and a script of another site
+# could send requests to this origin.
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color-scheme:light dark}"
+    "table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.3rem .8rem .3rem 0;vertical-align:top;"
+    "border-bottom:1px solid #8884}"
+)
+_STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+
+PAGE_HEADERS = {
+    "content-security-policy": (
+        f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+
 
 class Healthy(BaseModel):
     """The answer to a successful probe."""
@@ -68,12 +88,11 @@ def make_app(
     metrics: ServiceMetrics,
     is_ready: Callable[[], str | None],
     lifespan: Lifespan | None = None,
-    limits: RequestLimits = _DEFAULT_LIMITS,
 ) -> FastAPI:
     """Return an application with problem documents for errors, request metrics, and the common routes.
 
     `is_ready` returns None, or the missing condition as text; it is called for every probe and must be quick.
-    `lifespan` is entered before serving.
+    `lifespan` is entered before serving. `serve` adds limits and access control by its settings.
     """
 
     @asynccontextmanager
@@ -89,7 +108,7 @@ def make_app(
         title=title,
         version=str(PROTOCOL_VERSION),
         lifespan=measured_lifespan,
-        docs_url=None,  # the services' own page needs no scripts
+        docs_url=None,  # Swagger UI is loaded from another site
         redoc_url=None,
         responses={"default": _PROBLEM_RESPONSE},
         # OpenTelemetry would measure every request a second time, those that carry tensors included.
@@ -97,7 +116,6 @@ def make_app(
     )
     app.router.route_class = MessageRoute
     install_error_handlers(app)
-    app.add_middleware(LimitRequests, limits=limits)
     app.add_middleware(MeasureRequests, metrics=metrics)  # outside the others, to see what the client gets
     app.add_middleware(AnswerHead)  # added last, so outermost
 
@@ -169,3 +187,26 @@ class _ServiceApp(FastAPI):
         components.setdefault("schemas", {})["Problem"] = _PROBLEM_SCHEMA
         components["securitySchemes"] = {"token": _TOKEN_SCHEME}
         return document
+
+
+def render_operations(document: dict[str, Any]) -> str:
+    """Return an OpenAPI document as a page: each request with the scope that its token needs, and a summary."""
+    rows = [
+        f"<tr><td><code>{escape(method.upper())} {escape(path)}</code></td>"
+        f"<td>{needed_scope(method.upper(), path) or ''}</td>"
+        f"<td>{escape(_summary(operation))}</td></tr>"
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    ]
+    title = escape(document["info"]["title"])
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_STYLE}</style></head>"
+        f'<body><h1>{title}</h1><p>Schemas of all bodies and answers: <a href="{OPENAPI}">{OPENAPI}</a>.</p>'
+        "<table><thead><tr><th>request</th><th>scope</th><th></th></tr></thead><tbody>"
+        f"{''.join(rows)}</tbody></table></body></html>"
+    )
+
+
+def _summary(operation: dict[str, Any]) -> str:
+    return str(operation.get("description") or operation.get("summary", "")).partition("\n\n")[0]

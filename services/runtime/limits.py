@@ -12,7 +12,7 @@ from ps_protocol.errors import TryAgain
 
 from .errors import problem_response
 from .scopes import PROBES, needed_scope
-from .settings import RequestLimits
+from .settings import ServiceSettings
 
 MIN_BODY_BYTES_PER_SECOND = 4 * 1024  # on average, after the time-out: single bytes are no progress
 HURRIED_BYTES_PER_SECOND = 64 * 1024  # slower uploads are ended if there are too many requests
@@ -27,15 +27,16 @@ class LimitRequests:
     heartbeats are always accepted.
     """
 
-    def __init__(self, app: ASGIApp, limits: RequestLimits) -> None:
+    def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
         self._app = app
-        self._limits = limits
+        self._max_requests = settings.max_requests
+        self._body_timeout_seconds = settings.body_timeout_seconds
         self._num_requests = 0
         self._num_readers = 0  # among them
         self._uploads: set[Upload] = set()  # whose bodies are incomplete
 
     def __repr__(self) -> str:
-        return f"<LimitRequests [{self._num_requests} of {self._limits.max_requests} | {len(self._uploads)} uploads]>"
+        return f"<LimitRequests [{self._num_requests} of {self._max_requests} | {len(self._uploads)} uploads]>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Process a request, or answer that there are too many."""
@@ -44,15 +45,15 @@ class LimitRequests:
             return
         needed = needed_scope(scope["method"], scope["path"])
         is_reader = needed == "read" or (needed is None and (scope["method"], scope["path"]) not in PROBES)
-        if is_reader and self._num_readers >= max(1, self._limits.max_requests // 2):
+        if is_reader and self._num_readers >= max(1, self._max_requests // 2):
             error = TryAgain(f"{self._num_readers} reading requests are being served already", code="overloaded")
             await problem_response(error, instance=scope["path"])(scope, receive, send)
             return
-        if self._num_requests >= self._limits.max_requests and not self._end_slowest_upload():
+        if self._num_requests >= self._max_requests and not self._end_slowest_upload():
             error = TryAgain(f"{self._num_requests} requests are being served already", code="overloaded")
             await problem_response(error, instance=scope["path"])(scope, receive, send)
             return
-        upload = Upload(receive, self._limits.body_timeout_seconds)
+        upload = Upload(receive, self._body_timeout_seconds)
 
         async def receive_timed() -> Message:
             try:

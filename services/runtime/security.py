@@ -18,6 +18,7 @@ from ps_config.tokens import TokenFolder, TokenPair, includes, parse_authorizati
 from ps_protocol.errors import BadInput, Forbidden, GradpostError, Unauthenticated
 
 from .errors import problem_response
+from .limits import LimitRequests
 from .logs import get_logger
 from .scopes import PROBES, needed_scope
 from .settings import ServiceSettings
@@ -47,7 +48,7 @@ def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
 
 
 def guard(app: FastAPI, settings: ServiceSettings, address: str) -> None:
-    """Add access control to `app`, which is served under `address`, and log a warning about missing protection.
+    """Add limits and access control to `app`, which is served under `address`; log a warning if it is unprotected.
 
     Raises RuntimeError if the application has answered a request before.
     """
@@ -56,6 +57,8 @@ def guard(app: FastAPI, settings: ServiceSettings, address: str) -> None:
     tokens = None if settings.tokens_dir is None else TokenFolder(settings.tokens_dir, log.warning)
     app.state.wants_token = tokens is not None
     names = [settings.host, *(urlsplit(url).hostname or "" for url in (address, settings.coordinator))]
+    # Outside `AnswerFailures`, the innermost so far: it would read the bodies of excess requests.
+    app.user_middleware.insert(-1, Middleware(LimitRequests, settings=settings))
     # Innermost, so that refusals are measured, and clients that are still sending a body receive them.
     app.state.hosts = KnownHosts([*names, *_listed(settings.allowed_hosts)])
     app.user_middleware.append(Middleware(CheckAccess, tokens=tokens, hosts=app.state.hosts))

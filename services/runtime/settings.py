@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -16,14 +15,6 @@ from .failpoints import parse_failpoints
 from .logs import LogFormat, LogLevel
 
 _LIMITS = FrameLimits()
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Limits of concurrent requests, waiting ones included, and of the seconds that a body may stall."""
-
-    max_requests: int = 2048
-    body_timeout_seconds: float = 30.0
 
 
 class ServiceSettings(Settings):
@@ -113,11 +104,6 @@ class ServiceSettings(Settings):
     def _check_failpoints(cls, text: str | None) -> str | None:
         parse_failpoints(text or "")
         return text
-
-    @property
-    def request_limits(self) -> RequestLimits:
-        """The limits for concurrent requests and their bodies."""
-        return RequestLimits(self.max_requests, self.body_timeout_seconds)
 
     @model_validator(mode="after")
     def _check_host(self) -> Self:

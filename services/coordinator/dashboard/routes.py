@@ -17,7 +17,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request, Response
 
 from ps_protocol.errors import NotFound
-from services.runtime.pages import PAGE_HEADERS
+from services.runtime.app import PAGE_HEADERS
 from services.runtime.scopes import DASHBOARD, DASHBOARD_FILE
 
 # Scripts and styles are files of this service. The page runs no inline code and uses no other site.

@@ -12,7 +12,6 @@ from ps_http2.local_sockets import bind_locally, connect_locally, local_name
 from ps_http2.server import ServerConnection
 from services.runtime import http1
 from services.runtime.app import add_raw_route
-from services.runtime.settings import RequestLimits
 
 from ..runtime.conftest import clean_environment, configured_logs
 from ..runtime.support import Sample, running
@@ -27,7 +26,7 @@ BUFFER_BYTES = 20_000
 class Served:
     """A service on a port and a Unix socket, its connections, and what its requests did."""
 
-    def __init__(self, limits: RequestLimits) -> None:
+    def __init__(self) -> None:
         self.connections: list[ServerConnection] = []
         self.sample = Sample()
         self.local = bind_locally()
@@ -36,7 +35,7 @@ class Served:
         self.ended: list[str] = []
         self.address: str
         self.stop: asyncio.Event
-        self.app = self.sample.make_app(limits)
+        self.app = self.sample.make_app()
         for name, methods in (("large", ["GET"]), ("look", ["GET"]), ("upload", ["POST"]), ("linger", ["GET"])):
             add_raw_route(self.app, f"/{name}", getattr(self, name), methods=methods, summary=name)
 
@@ -92,17 +91,9 @@ def settings() -> dict[str, Any]:
 
 
 @pytest.fixture
-def limits() -> RequestLimits:
-    """Return the limits of requests; a test overrides them by parametrization."""
-    return RequestLimits()
-
-
-@pytest.fixture
-async def service(
-    settings: dict[str, Any], limits: RequestLimits, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Served]:
+async def service(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
     """Serve; at the end the service still answers, and nothing is left of any connection."""
-    served = Served(limits)
+    served = Served()
 
     class Remembered(ServerConnection):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -145,10 +145,6 @@ BROKEN = {
     "two statuses": [headers_frame(OK + OK)],
     "a malformed status": [headers_frame([(b":status", b"2x0")])],
     "nothing after 1xx": [headers_frame([(b":status", b"103")], end_stream=True)],
-    "data first": [data_frame(b"x", end_stream=True)],
-    "another stream": [headers_frame(OK, 2)],
-    "an idle stream": [headers_frame(OK, 3)],
-    "a promise": [pack(frames.PUSH_PROMISE, frames.END_HEADERS, 1, bytes([0, 0, 0, 2]))],
     "too short": [with_length(b"10"), data_frame(b"x", end_stream=True)],
     "too long": [with_length(b"1"), data_frame(b"12", end_stream=True)],
     "no body": [with_length(b"1"), data_frame(b"", end_stream=True)],
@@ -169,6 +165,31 @@ async def test_a_broken_response_is_a_transport_error(answer: list[bytes], clien
             with pytest.raises(httpx.TransportError) as raised:
                 await ask(client, address, **extensions)
             assert str(raised.value.request.url).rstrip("/") == address
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        headers_frame(OK, 2),
+        headers_frame(OK, 3),
+        data_frame(b"x", end_stream=True),
+        pack(frames.PUSH_PROMISE, frames.END_HEADERS, 1, bytes([0, 0, 0, 2])),
+    ],
+    ids=["HEADERS of an even stream", "HEADERS of an idle stream", "DATA first", "PUSH_PROMISE"],
+)
+async def test_a_server_that_breaks_the_protocol_is_disconnected(sent: bytes, client: httpx.AsyncClient) -> None:
+    codes: list[ErrorCode | None] = []
+
+    async def serve(talker: Talker) -> None:
+        await talker.until(RequestReceived)
+        talker.writer.write(sent)
+        codes.append(await talker.end())
+
+    async with serving(serve) as address:
+        with pytest.raises(httpx.ReadError):
+            await ask(client, address)
+        await until(lambda: codes)
+    assert codes == [ErrorCode.PROTOCOL_ERROR]
 
 
 @pytest.mark.parametrize(

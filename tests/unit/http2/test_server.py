@@ -22,7 +22,6 @@ from ps_http2.server import MAX_RESETS
 from ps_http2.stream import Headers, content_length
 from services.runtime.app import add_raw_route
 from services.runtime.logs import configure_logs
-from services.runtime.settings import RequestLimits
 
 from ..runtime.support import Sample, running
 from .conftest import BUFFER_BYTES, LARGE, Served
@@ -282,7 +281,7 @@ async def test_a_body_must_be_as_long_as_its_content_length(announced: int, sent
     assert b"ok" in await caller.body(3)
 
 
-@pytest.mark.parametrize("limits", [RequestLimits(body_timeout_seconds=0.2)])
+@pytest.mark.parametrize("settings", [{"body_timeout_seconds": 0.2}])
 async def test_a_slow_body_is_refused_and_a_steady_one_is_not(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if both are received into the application's memory, of which it hears now and then."""
     monkeypatch.setattr(http2_server, "READ_SECONDS", 0.02)

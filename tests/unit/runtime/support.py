@@ -19,7 +19,7 @@ from ps_protocol.errors import StaleRound
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
-from services.runtime.settings import RequestLimits, ServiceSettings
+from services.runtime.settings import ServiceSettings
 from trainer_client.transport.exchange import make_bulk_client
 
 
@@ -38,7 +38,7 @@ class Sample:
     slow_begun: asyncio.Event = field(default_factory=asyncio.Event)
     slow_ends: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def make_app(self, limits: RequestLimits | None = None) -> FastAPI:
+    def make_app(self) -> FastAPI:
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             self.lifespan.append("begin")
@@ -53,7 +53,6 @@ class Sample:
             metrics=self.metrics,
             is_ready=lambda: self.missing,
             lifespan=lifespan,
-            limits=limits or RequestLimits(),
         )
 
         @app.post("/greet/{name:path}")

@@ -16,7 +16,7 @@ from ps_protocol.errors import PROBLEM_CONTENT_TYPE, StaleRound
 from services.runtime import large_replies, limits, routing
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, stream_chunks
 from services.runtime.limits import LimitRequests, Upload
-from services.runtime.settings import RequestLimits
+from services.runtime.settings import ServiceSettings
 
 from .support import Sample, ask_raw, raw_connection, running
 
@@ -28,7 +28,7 @@ INCOMPLETE = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\
 
 @pytest.mark.parametrize("path", [b"/raw/fine", b"/greet/a"])
 async def test_a_body_that_does_not_come_is_refused(path: bytes) -> None:
-    async with running(Sample().make_app(RequestLimits(body_timeout_seconds=0.1))) as server:
+    async with running(Sample().make_app(), body_timeout_seconds=0.1) as server:
         answer = await ask_raw(server.address, INCOMPLETE % path)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert PROBLEM_CONTENT_TYPE.encode() in answer
@@ -71,13 +71,15 @@ async def test_the_wait_for_a_disconnect_has_no_time_out() -> None:
 
 async def test_a_request_beyond_the_limit_is_refused() -> None:
     sample = Sample()
-    async with running(sample.make_app(RequestLimits(max_requests=1))) as server, httpx.AsyncClient() as client:
+    async with running(sample.make_app(), max_requests=1) as server, httpx.AsyncClient() as client:
         slow = asyncio.create_task(client.get(f"{server.address}/slow"))
         await sample.slow_begun.wait()
         response = await client.post(f"{server.address}/raw/fine", content=b"12345")
         assert (response.status_code, response.json()["code"]) == (503, "overloaded")
         assert response.headers["retry-after"] == "1"
         assert response.headers["content-type"] == PROBLEM_CONTENT_TYPE
+        async with raw_connection(server.address, INCOMPLETE % b"/raw/fine") as connection, asyncio.timeout(2):
+            assert (await connection.read_line()).startswith(b"HTTP/1.1 503 ")  # its body is not waited for
         sample.slow_ends.set()
         assert (await slow).status_code == 200
         assert (await client.post(f"{server.address}/raw/fine", content=b"12345")).status_code == 200
@@ -93,7 +95,7 @@ async def test_reading_requests_get_half_of_the_limit() -> None:
         await ends.wait()
         await Response("well")(scope, receive, send)
 
-    app = LimitRequests(wait, RequestLimits(max_requests=4))
+    app = LimitRequests(wait, ServiceSettings(max_requests=4))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as http:
         paths = ("/v1/parameters/w?after_version=9", "/dashboard/page.js")
         reading = [asyncio.create_task(http.get(path)) for path in paths]
@@ -111,7 +113,7 @@ async def test_reading_requests_get_half_of_the_limit() -> None:
 async def test_a_slow_body_is_ended_in_favour_of_a_new_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HURRIED_SECONDS", 0.05)
     async with (
-        running(Sample().make_app(RequestLimits(max_requests=1))) as server,
+        running(Sample().make_app(), max_requests=1) as server,
         httpx.AsyncClient() as client,
         raw_connection(server.address, INCOMPLETE % b"/raw/fine") as slow,
     ):
@@ -139,7 +141,7 @@ async def test_a_request_that_comes_while_a_slow_one_times_out_is_served() -> No
 
     answers: list[Any] = []
     good: list[asyncio.Task[None]] = []
-    limit = LimitRequests(app, RequestLimits(max_requests=1, body_timeout_seconds=1.1))
+    limit = LimitRequests(app, ServiceSettings(max_requests=1, body_timeout_seconds=1.1))
     scope = {"type": "http", "path": "/v1/trainers", "method": "POST", "http_version": "1.1", "headers": []}
     loop = asyncio.get_running_loop()
     begin = loop.time()
