@@ -54,7 +54,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(
         self, config: Config, *args: Any, limits: ServiceSettings, handshakes: Handshakes, **kwargs: Any
     ) -> None:
-        """uvicorn creates an object for each connection; `handshakes` are those of all of them."""
+        """Serve one connection; `handshakes` are those of all connections of the server."""
         super().__init__(config, *args, **kwargs)
         self.limits = limits
         self.max_connections = handshakes.max_connections

@@ -106,7 +106,7 @@ def evaluate(model: Net, optimizer: RemoteOptimizer) -> dict[str, Tensor]:
     """Call one module, for which all get their values: in evaluation some compute with those of others."""
     with torch.no_grad():
         model.hidden(torch.zeros(WIDTH))
-    assert not optimizer._engine._pending  # so little arrives in one piece
+    assert not optimizer._engine.pending  # so little arrives in one piece
     return values(model)
 
 
