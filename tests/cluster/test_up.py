@@ -171,6 +171,7 @@ def test_a_script_that_never_joins(tmp_path: Path) -> None:
     assert stderr.endswith("gradpost: nothing was trained: no script joined the cluster (trainer_client.connect)\n")
 
 
+@pytest.mark.extended
 def test_a_failure_before_joining_ends_the_others(tmp_path: Path) -> None:
     script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(600)"
     code, _, stderr = run_up("--", "python", "-c", script, folder=tmp_path)

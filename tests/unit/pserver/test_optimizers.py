@@ -212,6 +212,7 @@ def test_any_model_cut_and_presence_equals_torch(
         assert_equal(shards, oracle, f"after step {step}")
 
 
+@pytest.mark.extended
 def test_stepping_imports_no_dynamo():
     script = """
 import sys, torch
