@@ -106,7 +106,10 @@ class StalePserver(Conflict):
 
 
 class StaleRound(Conflict):
-    """The round is over and its parameters have been overwritten."""
+    """The round is over, its version is overwritten, or it is before this trainer's first round.
+
+    In asynchronous modes: the step of a gradient is not that of an answered get.
+    """
 
 
 class FutureRound(Conflict):
@@ -205,7 +208,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("plan_mismatch", Conflict, 409, False, "the request was made for another slice plan"),
     ("stale_pserver", StalePserver, 409, False, "the request was meant for another pserver or incarnation"),
     ("stale_trainer", Conflict, 409, False, "the trainer is no member, or not the uploader, or has rejoined"),
-    ("stale_round", StaleRound, 409, False, "the version has been overwritten, or the round is not this trainer's yet"),
+    ("stale_round", StaleRound, 409, False, "the round is over, before the trainer's first, or no answered get's"),
     ("cannot_evict", Conflict, 409, False, "the run could not continue without this trainer"),
     ("future_round", FutureRound, 409, False, "the round is not open yet"),
     ("norm_changed", NormChanged, 409, False, "the gradient has changed since its norm was read; read the norm again"),

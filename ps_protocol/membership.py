@@ -223,7 +223,9 @@ class InstallRun(MembershipMessage):
     consistency: Consistency
     nonfinite: NonfinitePolicy
     max_grad_norm: Real | None = Field(default=None, description="rounds are applied once a get carries their norm")
-    round_timeout_seconds: Number = Field(description="after which waiting requests fail with the missing trainers")
+    round_timeout_seconds: Number = Field(
+        description="after which waiting requests fail; the sum of round time-out, rejoin time-out and lease"
+    )
     durability: Durability = "none"
     checkpoint_rounds: Count = Field(
         default=0, description="rounds after which it writes a checkpoint if none was named; 0: never"

@@ -192,7 +192,7 @@ class RoundsExecutor:
             await reply.revoke()
 
     async def _step_when_logged(self, apply: Apply[StagedBlock]) -> Reply:
-        """Step as soon as the disk accepts the update. A full disk fails the run after the round time-out."""
+        """Step as soon as the disk accepts the update. A full disk fails the run in the end."""
         loop, run = asyncio.get_running_loop(), self._run
         deadline = loop.time() + run.install.round_timeout_seconds
         while True:

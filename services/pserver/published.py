@@ -6,8 +6,8 @@ the next delta contains it.
 
     values ──(values - published)──► integers, scales ──► published += integers * scales     here, and in every trainer
 
-Error feedback: see `trainer_client/encoding.py`. Deltas to a copy that the receiver has, too: Mishchenko et al. 2019,
-"Distributed Learning with Compressed Gradient Differences" (arXiv:1901.09269).
+Error feedback: see `trainer_client/pushing/encoding.py`. Deltas to a copy that the receiver has, too: Mishchenko et al.
+2019, "Distributed Learning with Compressed Gradient Differences" (arXiv:1901.09269).
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ class Run:
         now = asyncio.get_running_loop().time()
         if now >= timeout_at:
             who = name_trainers(wait.missing) or "the coordinator"
-            text = f"{who} did not {wait.owed} within the round time-out of {limit:g} s"
+            text = f"{who} did not {wait.owed} within {limit:g} s"
             raise RoundTimeout(text, missing=list(wait.missing), **wait.facts)
         if now >= deadline:
             self.check_readable()

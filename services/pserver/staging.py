@@ -1,4 +1,4 @@
-"""The messages that count now, of trainers and of the coordinator, and contributions while they are staged. Pure.
+"""Contributions while they are staged, and which messages of trainers and of the coordinator count now. Pure.
 
 A staged block is an opaque payload.
 """
@@ -15,63 +15,6 @@ from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 Payload = TypeVar("Payload")
-
-Admission = Literal["open", "already_applied"]
-
-
-def check_member(members: Mapping[Rank, Incarnation], rank: Rank, incarnation: Incarnation) -> None:
-    """Raise Conflict unless this is the current incarnation of a member."""
-    if members.get(rank) != incarnation:
-        raise Conflict(
-            f"trainer {rank} incarnation {incarnation} is not a member: it was evicted, or a newer one has joined",
-            code="stale_trainer", current={str(r): i for r, i in members.items()},
-        )  # fmt: skip
-
-
-def admit(round_: Round, first_open: Round, last_open: Round) -> Admission:
-    """Return whether `round_` is open or already applied. Raises FutureRound if it is neither."""
-    if round_ > last_open:
-        raise FutureRound(f"round {round_} is not open yet", current=last_open)
-    return "open" if round_ >= first_open else "already_applied"
-
-
-class MembershipChanges:
-    """The newest change of a run's members on this pserver. Messages of earlier changes may arrive at any time.
-
-    freeze n ──► begun = n ──► the coordinator decides on all answers ──► install n ──► ended = n
-
-    The numbers increase, also from attempt to attempt.
-    """
-
-    def __init__(self, run: str = "") -> None:
-        self.run = run
-        self.begun = 0
-        self.ended = 0
-
-    def begin_change(self, number: int) -> None:
-        """Note a freeze. Raises Conflict if that change is over, or a later one has begun.
-
-        From now on the installation of an earlier change, which was given up for this one, has no effect.
-        """
-        self.check_change(number)
-        self.begun = number
-
-    def check_change(self, number: int) -> None:
-        """Raise Conflict unless this change may be installed."""
-        if not self.is_current(number):
-            raise Conflict("this change of members is over", current=max(self.begun, self.ended), actual=number)
-
-    def is_current(self, number: int) -> bool:
-        """Return whether this change may be installed.
-
-        The installation of an abandoned change may arrive when the other pservers are frozen for a later one, and
-        would unfreeze this pserver alone.
-        """
-        return number >= self.begun and number > self.ended
-
-    def end_change(self, number: int) -> None:
-        """Note that this change is installed."""
-        self.begun = self.ended = number
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +101,61 @@ def _check_total(noun: str, staged: int, announced: Sequence[int], who: str, whe
             expected=announced[0],
             actual=max(announced[-1], staged),
         )
+
+
+Admission = Literal["open", "already_applied"]
+
+
+def check_member(members: Mapping[Rank, Incarnation], rank: Rank, incarnation: Incarnation) -> None:
+    """Raise Conflict unless this is the current incarnation of a member."""
+    if members.get(rank) != incarnation:
+        raise Conflict(
+            f"trainer {rank} incarnation {incarnation} is not a member: it was evicted, or a newer one has joined",
+            code="stale_trainer", current={str(r): i for r, i in members.items()},
+        )  # fmt: skip
+
+
+def admit(round_: Round, first_open: Round, last_open: Round) -> Admission:
+    """Return whether `round_` is open or already applied. Raises FutureRound if it is neither."""
+    if round_ > last_open:
+        raise FutureRound(f"round {round_} is not open yet", current=last_open)
+    return "open" if round_ >= first_open else "already_applied"
+
+
+class MembershipChanges:
+    """The newest change of a run's members on this pserver. Messages of earlier changes may arrive at any time.
+
+    freeze n ──► begun = n ──► the coordinator decides on all answers ──► install n ──► ended = n
+
+    The numbers increase, also from attempt to attempt.
+    """
+
+    def __init__(self, run: str = "") -> None:
+        self.run = run
+        self.begun = 0
+        self.ended = 0
+
+    def begin_change(self, number: int) -> None:
+        """Note a freeze. Raises Conflict if that change is over, or a later one has begun.
+
+        From now on the installation of an earlier change, which was given up for this one, has no effect.
+        """
+        self.check_change(number)
+        self.begun = number
+
+    def check_change(self, number: int) -> None:
+        """Raise Conflict unless this change may be installed."""
+        if not self.is_current(number):
+            raise Conflict("this change of members is over", current=max(self.begun, self.ended), actual=number)
+
+    def is_current(self, number: int) -> bool:
+        """Return whether this change may be installed.
+
+        The installation of an abandoned change may arrive when the other pservers are frozen for a later one, and
+        would unfreeze this pserver alone.
+        """
+        return number >= self.begun and number > self.ended
+
+    def end_change(self, number: int) -> None:
+        """Note that this change is installed."""
+        self.begun = self.ended = number
