@@ -26,15 +26,15 @@ EventKind: TypeAlias = Literal["run", "pserver", "trainer", "rollback", "checkpo
 
 
 class Event(Message):
-    """One event."""
+    """One event of the cluster."""
 
     id: int
-    at: float = Field(description="seconds since 1970, by the coordinator's clock")
+    at: float = Field(description="time of the event, in seconds since 1970, by the coordinator's clock")
     kind: EventKind
     run: str
     round: Round
     text: str
-    facts: dict[str, Any] = Field(default={}, description="the values in the text, for programs")
+    facts: dict[str, Any] = Field(default={}, description="values that the text contains, for programs")
 
 
 class Events:
@@ -106,7 +106,7 @@ class Events:
             if self._pservers.get(index) == (incarnation, is_here):
                 continue
             address = (registry.members if is_here else registry.lost)[index].info.address
-            text = f"pserver {index} is here, at {address}" if is_here else f"pserver {index} at {address} is silent"
+            text = f"pserver {index} at {address} is {'registered' if is_here else 'silent'}"
             yield "pserver", text, {"pserver": index, "incarnation": incarnation}
         self._pservers = now
 

@@ -32,7 +32,7 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
         ("gradpost_trainers_awaited", "Lost trainers that the run waits for.", lambda: len(cluster.run.awaited)),
         (
             "gradpost_trainers_gone",
-            "Lost and failed trainers whose rank is not taken again; evicted ones do not count.",
+            "Lost and failed trainers whose rank is not taken again, without evicted trainers.",
             lambda: sum(t.state in ("lost", "failed") and not t.was_evicted for t in cluster.run.trainers.values()),
         ),
         ("gradpost_run_round", "Newest round that every trainer has completed.", lambda: cluster.run.round),

@@ -98,7 +98,7 @@ class Run:
 
     @property
     def nonfinite(self) -> NonfinitePolicy:
-        """The policy for gradients with NaN or infinity: that of the trainers, or of the settings."""
+        """The policy for gradients with NaN or infinity: the policy of the trainers, or of the settings."""
         return (self.declaration and self.declaration.nonfinite) or self.settings.nonfinite
 
     @property
@@ -141,7 +141,7 @@ class Run:
 
     @property
     def newest_round(self) -> Round:
-        """The newest round that a trainer has completed. With strategy ring, all gradients are in it."""
+        """The newest round that a trainer has completed. With strategy ring, this round contains all gradients."""
         return max((trainer.round for trainer in self.trainers.values()), default=0)
 
     @property
@@ -209,7 +209,7 @@ class Run:
     def member(self, rank: Rank, run: str, incarnation: Incarnation) -> TrainerMember:
         """Return the sender of a message. Raises StaleRun or Conflict (`stale_trainer`)."""
         if run != self.name:
-            raise StaleRun("this message belongs to another run", expected=self.name, actual=run)
+            raise StaleRun("the message is for another run", expected=self.name, actual=run)
         trainer = self.trainers.get(rank)
         if trainer is None or trainer.incarnation != incarnation:
             raise Conflict(
@@ -218,7 +218,7 @@ class Run:
             )  # fmt: skip
         if trainer.state == "lost" and not self._may_return(trainer) and not self.is_over:
             raise Conflict(
-                f"trainer {rank} was lost, and the others go on without it: {trainer.why}", code="stale_trainer"
+                f"trainer {rank} was lost, and the run continues without it: {trainer.why}", code="stale_trainer"
             )
         return trainer
 
@@ -232,7 +232,7 @@ class Run:
             if other.declaration is not None and other.rank != rank and other.is_here:
                 check_same_model(rank, message, f"trainer {other.rank}", other.declaration)
         if trainer.declaration is not None and self.plan is not None and message != trainer.declaration:
-            raise ModelMismatch(f"trainer {rank} declares another model than the run was planned for")
+            raise ModelMismatch(f"trainer {rank} must declare the model that run {self.name} was planned for")
         trainer.declaration = message
         if trainer.state in ("joined", "lost"):  # a lost one is awaited, and late
             trainer.revive()
@@ -273,7 +273,7 @@ class Run:
             self._revive(trainer)
 
     def _may_return(self, trainer: TrainerMember) -> bool:
-        """Return whether the run has not gone on without a lost trainer, so that it may return."""
+        """Return whether a lost trainer may return, because the run has not gone on without it."""
         return trainer.is_awaited or trainer.declaration is None or self.plan is None
 
     def _revive(self, trainer: TrainerMember) -> None:
@@ -364,12 +364,12 @@ class Run:
         """Continue without a trainer. Another incarnation may join. Raises NotFound, Conflict (`cannot_evict`)."""
         trainer = self.trainers.get(rank)
         if trainer is None or not (trainer.is_here or trainer.is_awaited):
-            raise NotFound(f"no trainer {rank} takes part", members=sorted(self.members))
+            raise NotFound(f"trainer {rank} is not a member of run {self.name}", members=sorted(self.members))
         others = len(self.members) - trainer.is_here
         needed = self.settings.min_trainers if self.settings.loss_policy == "continue" else 1
         if others < needed:
             raise Conflict(
-                f"without trainer {rank} there would be too few",
+                f"run {self.name} would have too few trainers without trainer {rank}",
                 code="cannot_evict", expected=f">= {needed}", actual=others,
             )  # fmt: skip
         trainer.lose("lost", f"trainer {rank} {EVICTED}", now, is_awaited=False)

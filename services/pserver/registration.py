@@ -31,7 +31,7 @@ LAST_CHECKPOINT_SECONDS = 60.0  # for a place that hangs; the log contains the a
 
 
 class Registration:
-    """One background task. It ends when `stop` is set, and sets it when the coordinator reports the end of the run."""
+    """The background task, which ends when `stop` is set, and sets `stop` once the coordinator reports the end."""
 
     def __init__(
         self, pserver: Pserver, settings: PserverSettings, http: httpx.AsyncClient, *, local: str | None = None

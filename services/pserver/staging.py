@@ -50,7 +50,7 @@ class Contribution(Generic[Payload]):
 
     @property
     def is_complete(self) -> bool:
-        """True if all of it is staged. Its batch barrier is counted separately."""
+        """True if the whole contribution is staged. Its batch barrier is counted separately."""
         announced = self.completion
         if announced is None:
             return False
@@ -146,7 +146,7 @@ class MembershipChanges:
     def check_change(self, number: int) -> None:
         """Raise Conflict unless this change may be installed."""
         if not self.is_current(number):
-            raise Conflict("this change of members is over", current=max(self.begun, self.ended), actual=number)
+            raise Conflict("the change of members is over", current=max(self.begun, self.ended), actual=number)
 
     def is_current(self, number: int) -> bool:
         """Return whether this change may be installed.

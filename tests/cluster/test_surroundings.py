@@ -166,7 +166,7 @@ def test_a_partition_that_heals_within_the_lease_costs_nothing_but_time(apart: N
             assert run.round_of(0) <= stands_at + 1
             apart.heal()
         run.check_results()
-        assert not [line for line in run.lines if "was lost" in line or "though alive" in line]
+        assert not [line for line in run.lines if "was lost" in line or "although alive" in line]
 
 
 @pytest.mark.alone
@@ -174,7 +174,7 @@ def test_a_trainer_that_stays_cut_off_is_named_and_waited_for(apart: Namespace) 
     with start_apart(60, apart) as run:
         run.wait_for_round(10)
         apart.cut(port_of(run, 0), "both")
-        assert "within the round time-out of 4 s, though alive" in run.wait_for_line("trainer 1 did not reach")
+        assert "within the round time-out of 4 s, although alive" in run.wait_for_line("trainer 1 did not reach")
         run.wait_for(lambda: run.cluster.status().waiting_for == ("trainer 1",), "the status to name trainer 1")
         apart.heal()
         run.check_results()

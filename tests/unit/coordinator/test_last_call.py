@@ -56,7 +56,7 @@ def test_a_trainer_that_names_a_world_size_determines_it():
     assert join_run(run, joining("b", 2, world_size=3), 0).rank == 2
     assert (run.num_trainers, run.missing_ranks) == (3, [0, 1, 2])
     for size in (1, 5):
-        with raises_code("world_mismatch", match="another number of trainers"):
+        with raises_code("world_mismatch", match="WORLD_SIZE of the trainer does not match"):
             join_run(elastic(), joining("c", world_size=size), 0)
 
 
