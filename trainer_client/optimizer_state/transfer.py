@@ -143,7 +143,7 @@ class Loading:
         self._client = client
         self._after: Round = -1  # the round after which the newest ones were loaded; -1: none ever were
         self._frames: list[StateFrames] = []
-        self._has_stepped = False  # in this life of the trainer
+        self._has_stepped = False  # in this incarnation of the trainer
 
     def load(self, slots: OptimizerState, begun: Round) -> None:
         """Push this state with the step after `begun`, in place of earlier state that has not left."""
