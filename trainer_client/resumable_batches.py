@@ -19,7 +19,7 @@ RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Position(NamedTuple):
-    """Where a run stands."""
+    """The position of a run."""
 
     num_rollbacks: int  # that this trainer has followed
     round: Round  # the newest one, or step, that this trainer has begun

@@ -106,7 +106,11 @@ class Events:
             if self._pservers.get(index) == (incarnation, is_present):
                 continue
             address = (registry.members if is_present else registry.lost)[index].info.address
-            text = f"pserver {index} is here, at {address}" if is_present else f"pserver {index} at {address} is silent"
+            text = (
+                f"pserver {index} has registered at {address}"
+                if is_present
+                else f"pserver {index} at {address} is silent"
+            )
             yield "pserver", text, {"pserver": index, "incarnation": incarnation}
         self._pservers = now
 

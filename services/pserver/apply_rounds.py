@@ -385,7 +385,7 @@ class RoundsExecutor:
     # ------------------------------------------------------------------ the end
 
     async def end_waits(self, reason: GradpostError) -> None:
-        """End the run at once: a running apply goes on."""
+        """End the run at once: a running apply continues."""
         await self._run.end(reason)
 
     def close(self, reason: GradpostError) -> None:
