@@ -122,7 +122,10 @@ class GradScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """As torch's; with `overlap` gradients that have left are unscaled already, and must not be changed."""
+        """Unscale the gradients as torch's GradScaler does.
+
+        With `overlap` the gradients that were sent are unscaled already, and the script must not change them.
+        """
         self._check(optimizer)
         if self._overlap is None:
             super().unscale_(optimizer)
