@@ -167,7 +167,7 @@ class Administration:
 
         def check() -> None:
             if run.rollback_refusal:
-                raise Conflict(f"{run.rollback_refusal}; the run goes on")
+                raise Conflict(f"{run.rollback_refusal}; the run continues")
             if (run.resume or 0) != round_:
                 raise Conflict(f"the run was rolled back to round {run.resume or 0} instead", current=run.resume)
 
@@ -191,7 +191,7 @@ class Administration:
         await schedule.refresh_rounds()
         if self._newest_controls.is_paused and run.settings.consistency.is_async and len(set(cluster.rounds)) > 1:
             text = f"the run is paused, and its pservers have taken {sorted(cluster.rounds)} contributions"
-            raise TryAgain(f"{text}: a checkpoint of one number can be made once it goes on")
+            raise TryAgain(f"{text}: a checkpoint of one number can be made once it continues")
         round_ = schedule.request()
 
         def has_ended() -> bool:

@@ -42,7 +42,7 @@ def describe_pause(run: Run) -> str:
     """Return the notice for trainers that wait while the run is paused; empty if it is not."""
     if run.state != "training" or not run.membership.newest_controls.is_paused:
         return ""
-    return "an administrator has paused the run; it goes on after POST /v1/controls/resume"
+    return "an administrator has paused the run; it continues after POST /v1/controls/resume"
 
 
 def describe_status(cluster: Cluster, now: float) -> ClusterStatus:

@@ -104,7 +104,7 @@ async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() 
 @pytest.mark.parametrize(
     ("does_a_trainer_leave", "expected"),
     [
-        (True, "the rounds after 2 cannot be repeated, because trainer 1 left; the run goes on"),
+        (True, "the rounds after 2 cannot be repeated, because trainer 1 left; the run continues"),
         (False, "a pserver did not report which rounds it can restore"),
     ],
 )
