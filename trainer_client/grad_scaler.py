@@ -115,14 +115,17 @@ class GradScaler(torch.amp.GradScaler):
         return asdict(self._state)
 
     def scale(self, outputs: Any) -> Any:
-        """As torch's, with the scale of the run."""
+        """Multiply the outputs by the scale of the run, as torch's GradScaler does by its own."""
         self._catch_up()
         if self._overlap is not None:
             self._inverse = 1 / self._state.scale
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """As torch's; with `overlap` gradients that have left are unscaled already, and must not be changed."""
+        """Unscale the gradients as torch's GradScaler does.
+
+        With `overlap` the gradients that were sent are unscaled already, and the script must not change them.
+        """
         self._check(optimizer)
         if self._overlap is None:
             super().unscale_(optimizer)
@@ -195,17 +198,17 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict({"scale": self._state.scale, "_growth_tracker": self._state.growth_tracker, **factors})
 
     def get_scale(self) -> float:
-        """As torch's: the scale of the next step."""
+        """Return the scale of the next step."""
         self._catch_up()
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's."""
+        """Return the state in the format of torch's GradScaler."""
         self._catch_up()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; in a run that has taken steps with a GradScaler, the run's state counts instead."""
+        """Load a state. It has no effect in a run that has taken steps with a GradScaler, whose state counts."""
         super().load_state_dict(state_dict)
         if self.is_enabled():
             self._begin_with(ScalerState(0, state_dict["scale"], int(state_dict["_growth_tracker"])))
@@ -272,5 +275,5 @@ class StepScaling:
             self._has_warned = True
             session.client.log.warning(
                 "torch's GradScaler backs off alone when this trainer's gradients overflow, and scales drift apart; "
-                "with trainer_client.GradScaler(optimizer) all trainers have the same one"
+                "with gradpost.GradScaler(optimizer) all trainers have the same one"
             )

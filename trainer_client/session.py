@@ -57,7 +57,7 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """How many trainers take part, or processes of all hosts."""
+        """The number of trainers, or of the processes of all hosts."""
         return self._joined.world_size if self.host is None else self.host.place.world_size
 
     @property

@@ -257,7 +257,7 @@ def _find_barrier(newest: Mapping[PserverIndex, PserverReport]) -> Barrier | Non
 
 def _find_ring_barrier(trainers: Mapping[Rank, TrainerMember], now: float, wall: float) -> Barrier | None:
     """Return the barrier of a ring, without trainers that are done or silent."""
-    here = {rank: t for rank, t in sorted(trainers.items()) if t.is_here and not t.is_done}
+    here = {rank: t for rank, t in sorted(trainers.items()) if t.is_present and not t.is_done}
     waiting = {rank: t for rank, t in here.items() if t.waiting_seconds and now - t.seen_at < LATE_SECONDS}
     if not waiting:
         return None

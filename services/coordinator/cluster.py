@@ -165,7 +165,7 @@ class Cluster:
         """Admit a trainer to the run that gathers. A new run begins when all trainers of the last one have left."""
         _check_protocol(request.protocol)
         check_expectations(self.run, request)  # no later run could have it either
-        known = any(t.instance == request.instance and t.is_here for t in self.run.trainers.values())
+        known = any(t.instance == request.instance and t.is_present for t in self.run.trainers.values())
         if not known and self.run.is_over:
             if self.exit_when_done:
                 text = f"run {self.run.name} is over, and --exit-when-done ends the cluster; start a new cluster"
@@ -230,7 +230,7 @@ class Cluster:
         run, round_ = self.run, message.round + 1
         if not message.waiting_seconds or message.is_done:
             return
-        here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_here]
+        here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_present]
         gone = [t.rank for _, t in sorted(run.trainers.items()) if t.state == "done" and t.round < round_]
         if gone:
             names = name_ranks(gone)

@@ -181,7 +181,7 @@ class Coordinator:
     def _log_losses(self, after: float) -> float:
         """Log trainers that were lost after this time, and return the current time."""
         for rank, trainer in sorted(self.cluster.run.trainers.items()):
-            if not trainer.is_here and trainer.gone_at > after:
+            if not trainer.is_present and trainer.gone_at > after:
                 log.info(trainer.why, trainer=rank)
         return self.now()
 

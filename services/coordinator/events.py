@@ -102,11 +102,15 @@ class Events:
         registry = cluster.registry
         now = {index: (member.info.incarnation, True) for index, member in registry.members.items()}
         now |= {index: (member.info.incarnation, False) for index, member in registry.lost.items()}
-        for index, (incarnation, is_here) in sorted(now.items()):
-            if self._pservers.get(index) == (incarnation, is_here):
+        for index, (incarnation, is_present) in sorted(now.items()):
+            if self._pservers.get(index) == (incarnation, is_present):
                 continue
-            address = (registry.members if is_here else registry.lost)[index].info.address
-            text = f"pserver {index} at {address} is {'registered' if is_here else 'silent'}"
+            address = (registry.members if is_present else registry.lost)[index].info.address
+            text = (
+                f"pserver {index} has registered at {address}"
+                if is_present
+                else f"pserver {index} at {address} is silent"
+            )
             yield "pserver", text, {"pserver": index, "incarnation": incarnation}
         self._pservers = now
 

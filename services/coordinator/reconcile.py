@@ -179,7 +179,7 @@ class Reconciler:
                 raise
             if not run.settings.consistency.is_async:
                 return None
-            ranges = await self._list_restorable(run, member)  # without a rollback, each goes on from its newest
+            ranges = await self._list_restorable(run, member)  # without a rollback, each continues from its newest
             return FrozenRounds(applied=max(last for _, last in ranges)) if ranges else None
         return FrozenRounds.model_validate_json(body)
 

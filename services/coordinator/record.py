@@ -161,7 +161,7 @@ def restore_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None
 
 def _restore_run(run: Run, record: RunRecord, now: float) -> None:
     run.name, run.state = record.name, record.state
-    if record.num_trainers is not None:  # of a run that goes on with other settings it is as near as they allow
+    if record.num_trainers is not None:  # of a run that continues with other settings it is as near as they allow
         fewest, most = run.sizes
         run.num_trainers = min(max(record.num_trainers, fewest), most)
     run.failure = None if record.failure is None else error_from_problem(record.failure)

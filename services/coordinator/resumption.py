@@ -84,7 +84,7 @@ def _resume(
 ) -> None:
     """Resume the recorded run with new processes: from the pservers' disks, or from a checkpoint.
 
-    With another slice plan the disks are of no use, and the newest checkpoint is used. A run without a plan goes on
+    With another slice plan the disks are of no use, and the newest checkpoint is used. A run without a plan continues
     gathering.
     """
     if record is not None:

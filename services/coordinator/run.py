@@ -110,12 +110,12 @@ class Run:
     @property
     def members(self) -> dict[Rank, Incarnation]:
         """The incarnations of the trainers that hold their rank."""
-        return {t.rank: t.incarnation for t in self.trainers.values() if t.is_here}
+        return {t.rank: t.incarnation for t in self.trainers.values() if t.is_present}
 
     @property
     def awaited(self) -> list[TrainerMember]:
         """The lost trainers that the run waits for."""
-        return [t for _, t in sorted(self.trainers.items()) if t.is_awaited and not t.is_here]
+        return [t for _, t in sorted(self.trainers.items()) if t.is_awaited and not t.is_present]
 
     @property
     def undeclared(self) -> list[TrainerMember]:
@@ -229,7 +229,7 @@ class Run:
         if self.declaration is not None:
             check_same_model(rank, message, f"run {self.name}", self.declaration)
         for other in self.trainers.values():
-            if other.declaration is not None and other.rank != rank and other.is_here:
+            if other.declaration is not None and other.rank != rank and other.is_present:
                 check_same_model(rank, message, f"trainer {other.rank}", other.declaration)
         if trainer.declaration is not None and self.plan is not None and message != trainer.declaration:
             raise ModelMismatch(f"trainer {rank} must declare the model that run {self.name} was planned for")
@@ -300,7 +300,7 @@ class Run:
             trainer.lose(state, failure.detail, now, is_awaited=False)  # so the rank is free again
             return
         policy = self.settings.loss_policy
-        enough = len(self.members) - trainer.is_here >= self.settings.min_trainers
+        enough = len(self.members) - trainer.is_present >= self.settings.min_trainers
         is_newcomer = trainer.is_awaited and trainer.declaration is None  # another process may take its rank
         is_awaited = is_newcomer or policy == "wait" or (policy == "continue" and not enough)
         trainer.lose(state, failure.detail, now, is_awaited=is_awaited and not self.is_over)
@@ -316,7 +316,7 @@ class Run:
         trainer = self.member(rank, message.run, message.incarnation)
         returns_for_the_end = trainer.is_awaited and message.outcome == "done"  # it was lost after its last round
         has_failed_after_all = trainer.state == "done" and message.outcome == "failed" and not self.is_over
-        if not (trainer.is_here or returns_for_the_end or has_failed_after_all):
+        if not (trainer.is_present or returns_for_the_end or has_failed_after_all):
             return
         trainer.round = message.round
         if message.outcome == "failed":
@@ -345,7 +345,7 @@ class Run:
         """Mark trainers with an expired lease as lost, and fail the run for those that did not return in time."""
         for trainer in list(self.trainers.values()):
             age = now - trainer.seen_at
-            if trainer.is_here and age > lease_seconds:
+            if trainer.is_present and age > lease_seconds:
                 text = f"trainer {trainer.rank} was lost: no heartbeat for {age:.1f} s (lease {lease_seconds:g} s)"
                 self.lose(trainer, TrainerLost(text, ranks=[trainer.rank]), now)
         end_last_call(self, now)
@@ -363,9 +363,9 @@ class Run:
     def evict(self, rank: Rank, now: float) -> None:
         """Continue without a trainer. Another incarnation may join. Raises NotFound, Conflict (`cannot_evict`)."""
         trainer = self.trainers.get(rank)
-        if trainer is None or not (trainer.is_here or trainer.is_awaited):
+        if trainer is None or not (trainer.is_present or trainer.is_awaited):
             raise NotFound(f"trainer {rank} is not a member of run {self.name}", members=sorted(self.members))
-        others = len(self.members) - trainer.is_here
+        others = len(self.members) - trainer.is_present
         needed = self.settings.min_trainers if self.settings.loss_policy == "continue" else 1
         if others < needed:
             raise Conflict(

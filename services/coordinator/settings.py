@@ -166,7 +166,7 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
         """Return the rounds (in asynchronous modes contributions) between checkpoints on every pserver; 0 for none.
 
         Each round logs every block once, so that a number of rounds keeps the log of the largest shard within
-        `max_log_bytes`. Without a log an asynchronous pserver goes on from its newest checkpoint.
+        `max_log_bytes`. Without a log an asynchronous pserver continues from its newest checkpoint.
         """
         if self.log_durability == "none":
             return self.checkpoint_rounds or (CONTRIBUTIONS if self.consistency.is_async else 0)

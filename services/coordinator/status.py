@@ -42,7 +42,7 @@ def describe_pause(run: Run) -> str:
     """Return the notice for trainers that wait while the run is paused; empty if the run is not paused."""
     if run.state != "training" or not run.membership.newest_controls.is_paused:
         return ""
-    return "an administrator has paused the run; the run continues after POST /v1/controls/resume"
+    return "an administrator has paused the run; it continues after POST /v1/controls/resume"
 
 
 def describe_status(cluster: Cluster, now: float) -> ClusterStatus:

@@ -61,7 +61,7 @@ class TrainerMember:
     is_stuck: bool = False  # lost although it is alive, because it does not progress
 
     @property
-    def is_here(self) -> bool:
+    def is_present(self) -> bool:
         """True if the trainer holds its rank."""
         return self.state in ("joined", "declared")
 
@@ -88,7 +88,7 @@ def join_run(run: Run, request: JoinTrainer, now: float) -> TrainerMember:
     """
     check_expectations(run, request)
     for trainer in run.trainers.values():
-        if trainer.instance == request.instance and trainer.is_here:
+        if trainer.instance == request.instance and trainer.is_present:
             trainer.seen_at = now
             return trainer
     if run.num_trainers is None and request.world_size is not None:
@@ -112,7 +112,7 @@ def end_last_call(run: Run, now: float) -> None:
     if run.num_trainers is not None:
         return
     fewest, most = run.sizes
-    here = [trainer for trainer in run.trainers.values() if trainer.is_here]
+    here = [trainer for trainer in run.trainers.values() if trainer.is_present]
     needed = max([fewest, *(trainer.rank + 1 for trainer in here if trainer.has_chosen)])
     is_over = all(now - trainer.joined_at >= run.settings.last_call_seconds for trainer in here)
     if len(here) == most or (len(here) >= needed and is_over):
@@ -122,7 +122,7 @@ def end_last_call(run: Run, now: float) -> None:
 def fix_num_trainers(run: Run, num_trainers: int) -> None:
     """Fix the number of trainers. Trainers without a rank are refused when they ask again."""
     run.num_trainers = num_trainers
-    here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_here]
+    here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_present]
     run.trainers = {t.rank: t for t in here if t.has_chosen and t.rank < num_trainers}
     free = [rank for rank in range(num_trainers) if rank not in run.trainers]
     for rank, trainer in zip(free, (t for t in here if not t.has_chosen), strict=False):
@@ -160,9 +160,9 @@ def check_expectations(run: Run, request: JoinTrainer) -> None:
 
 def choose_rank(run: Run, wanted: Rank | None) -> Rank:
     """Return the rank of a new trainer. Raises Conflict or NotReady without a free one."""
-    taken = {rank for rank, t in run.trainers.items() if t.is_here or t.state == "done"}
+    taken = {rank for rank, t in run.trainers.items() if t.is_present or t.state == "done"}
     free = [rank for rank in range(run.sizes[1]) if rank not in taken]
-    if run.plan is not None and (not free or (wanted in taken and not run.trainers[wanted].is_here)):
+    if run.plan is not None and (not free or (wanted in taken and not run.trainers[wanted].is_present)):
         raise NotReady(f"run {run.name} is under way", waiting_for=f"run {run.name} to end")
     if wanted is None:
         if not free:

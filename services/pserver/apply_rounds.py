@@ -248,7 +248,7 @@ class RoundsExecutor:
                 if not self._has_warned_about_disagreement:
                     self._has_warned_about_disagreement = True
                     log.warning(
-                        "trainers push different hyper-parameters; the lowest rank's count",
+                        "trainers push different hyperparameters; the lowest rank's count",
                         round=apply.round, used=f"trainer {apply.ranks[0]}", ignored=f"trainer {rank}",
                     )  # fmt: skip
 
@@ -383,7 +383,7 @@ class RoundsExecutor:
     # ------------------------------------------------------------------ the end
 
     async def end_waits(self, reason: GradpostError) -> None:
-        """End the run immediately. A running apply goes on."""
+        """End the run immediately. A running apply continues."""
         await self._run.end(reason)
 
     def close(self, reason: GradpostError) -> None:

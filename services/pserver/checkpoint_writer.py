@@ -138,7 +138,7 @@ class CheckpointWriter:
         if destination == "place":  # then an own checkpoint is due; the folder is tried again after an interval
             self._newest = max(self._storage.rounds, default=0)
         self._metrics.checkpoint_failures.inc()
-        log.error("a checkpoint could not be written; training goes on", round=round_, error=str(error))
+        log.error("a checkpoint could not be written; training continues", round=round_, error=str(error))
 
     def _ended(self, round_: Round, destination: Destination) -> None:
         del self._writing[destination]

@@ -15,7 +15,7 @@ from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 @dataclass(slots=True)
 class History:
-    """By round: the ranks whose contributions it contains, and the ranks because of which it stepped nothing, if any.
+    """The ranks whose contributions each round contains, and the ranks because of which a round stepped nothing.
 
     In asynchronous modes instead, by rank: the incarnation and the number of the newest committed step.
     """

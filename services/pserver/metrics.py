@@ -69,7 +69,7 @@ class PserverMetrics:
         self.nonfinite = counter("gradpost_nonfinite_pushes", "Pushes with NaN or infinity; not counted under `allow`.")
         self.disagreements = counter(
             "gradpost_hyper_parameter_disagreements",
-            "Contributions whose hyper-parameters were ignored, because the lowest rank pushed others.",
+            "Contributions whose hyperparameters were ignored, because the lowest rank pushed others.",
         )
         gauge("gradpost_compute_queue", "Tensor jobs that are queued or running.").set_function(
             lambda: compute.num_jobs

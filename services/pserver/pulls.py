@@ -63,7 +63,7 @@ class Pulls:
 
 
 def divide_rates(hyper_parameters: Sequence[HyperParameters], staleness: int) -> list[HyperParameters]:
-    """Return the groups' hyper-parameters with every learning rate divided by the staleness, or by 1 if it is 0.
+    """Return the groups' hyperparameters with every learning rate divided by the staleness, or by 1 if it is 0.
 
     Zhang, Gupta, Lian, Liu: Staleness-aware async-SGD for distributed deep learning (IJCAI 2016), eq. 6.
     """

@@ -31,7 +31,7 @@ log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One trainer's gradient for this block, the pull that it was computed on, and the hyper-parameters of its step."""
+    """One trainer's gradient for this block, the pull that it was computed on, and the hyperparameters of its step."""
 
     committed: Committed[StagedBlock]
     block: StagedBlock

@@ -128,7 +128,7 @@ class Registration:
                 return
             except (httpx.TransportError, GradpostError, ValueError) as error:  # ValueError: see `_register`
                 if not is_failing:
-                    log.warning("heartbeats fail; training goes on without the coordinator", error=repr(error))
+                    log.warning("heartbeats fail; training continues without the coordinator", error=repr(error))
                 is_failing = True
                 state = self._pserver.make_heartbeat()
                 if alone is None or alone[1] != state.round:

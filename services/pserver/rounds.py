@@ -47,7 +47,7 @@ class Apply(Generic[Payload]):
 
     @property
     def hyper_parameters(self) -> list[HyperParameters]:
-        """The hyper-parameters of the lowest rank, which is the same rank on every pserver."""
+        """The hyperparameters of the lowest rank, which is the same rank on every pserver."""
         return self.contributions[0].hyper_parameters if self.contributions else []
 
 

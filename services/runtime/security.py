@@ -38,7 +38,7 @@ async def wait_for_token(settings: ServiceSettings, stop: asyncio.Event) -> bool
     """
     if settings.sent_token is None:
         return True
-    return await TokenPair(settings.sent_token).wait(TOKEN_WAIT_SECONDS, log.info, stop.is_set)
+    return await TokenPair(settings.sent_token).wait_for_token(TOKEN_WAIT_SECONDS, log.info, stop.is_set)
 
 
 def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:

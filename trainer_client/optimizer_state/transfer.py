@@ -143,7 +143,7 @@ class Loading:
         self._client = client
         self._after: Round = -1  # the round after which the newest ones were loaded; -1: none ever were
         self._frames: list[StateFrames] = []
-        self._has_stepped = False  # in this life of the trainer
+        self._has_stepped = False  # in this incarnation of the trainer
 
     def load(self, slots: OptimizerState, begun: Round) -> None:
         """Push this state with the step after `begun`, in place of earlier state that has not left."""
@@ -163,7 +163,7 @@ class Loading:
         if self._belongs_to_run(begun):
             self._client.log.warning(
                 f"the run is at round {begun} and has parameters of its own: the values that this script has loaded "
-                "are left out, and training goes on from those of the run. Load a checkpoint only where "
+                "are left out, and training continues from those of the run. Load a checkpoint only where "
                 "optimizer.round is 0"
             )
             return
@@ -204,7 +204,7 @@ class Loading:
             self._forget()
 
     def note_rollback(self, version: Round) -> None:
-        """Forget the loaded state if it is in this version, after which the run goes on, or was lost."""
+        """Forget the loaded state if it is in this version, after which the run continues, or was lost."""
         is_taken = self.slots is None and not self._masters
         is_lost = version < self._after or (version == self._after and is_taken)
         if version > self._after:  # they are in it

@@ -379,7 +379,7 @@ class RunStorage:
         """Return the ranges of rounds, first and last, that the log's digests allow to restore, newest first.
 
         With `newest` the checkpoint that leads to that round is read, and left out if it is damaged. The run may go
-        back to any of these rounds, so none is deleted before the run goes on and makes another checkpoint.
+        back to any of these rounds, so none is deleted before the run continues and makes another checkpoint.
         """
         ranges: list[tuple[Round, Round]] = []
         with self._pruning:

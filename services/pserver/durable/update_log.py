@@ -137,7 +137,7 @@ class UpdateLog:
         except OSError as error:
             if self._newest is None:
                 raise
-            log.warning("the log cannot begin a new file and goes on in the old one", round=round_, error=str(error))
+            log.warning("the log cannot begin a new file and continues in the old one", round=round_, error=str(error))
             return
         self.close()
         self._newest, self.num_bytes = (segment, fd), 0

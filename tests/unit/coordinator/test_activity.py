@@ -141,14 +141,14 @@ def test_changes_of_the_cluster_become_events():
     cluster.register_pserver(registration("0", index=0), 0.0)
     cluster.join_trainer(joining("1", 1), 0.0)
     events.detect_changes(cluster)
-    assert texts(events) == ["pserver 0 at http://0:1 is registered", "trainer 1 has joined"]
+    assert texts(events) == ["pserver 0 has registered at http://0:1", "trainer 1 has joined"]
     events.detect_changes(cluster)
     assert len(texts(events)) == 2
     seen = events.newest_id
     train(cluster)
     events.detect_changes(cluster)
     assert texts(events, seen) == [
-        "pserver 1 at http://1:1 is registered",
+        "pserver 1 has registered at http://1:1",
         "trainer 0 has declared its model",
         "trainer 1 has declared its model",
         "run run1 is training",

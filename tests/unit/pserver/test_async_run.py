@@ -265,7 +265,7 @@ async def test_there_are_no_barriers() -> None:
 
 
 async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
-    """By how much each block has moved in a get that comes when only the first block has had its second update."""
+    """Return the change of each block in a get that comes between the second updates of two blocks."""
     gate, reached = threading.Event(), threading.Event()
     apply_block = pserver.run.shard.apply_block
 
