@@ -45,10 +45,10 @@ check: install ## format, lint, types, import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check ## check, and all tests that need neither root nor Debian packages
+test: check ## check, and the tests not marked extended, which need neither root nor Debian packages
 	$(BIN)/python -m pytest $(SUITES) -m "not extended and not soak" $(SIDE_BY_SIDE)
 
-test-all: test $(ADAPTERS_STAMP) ## test, and the tests that take longer or need more
+test-all: test $(ADAPTERS_STAMP) ## test, and the tests marked extended, which take longer or need more; CI runs it
 	$(BIN)/python -m pytest $(SUITES) -m "extended and not soak and not alone" $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest $(SUITES) -m "extended and not soak and alone"
 

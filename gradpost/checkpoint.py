@@ -54,7 +54,7 @@ def restore_checkpoint(coordinator: str | None, token_file: Path | None, round_:
             raise CommandError(f"{error}; gradpost checkpoint list prints the complete ones") from None
 
     def show(done: dict[str, Any]) -> None:
-        print_line(f"run {done['run']} goes on from round {done['round']:,} (attempt {done['attempt']})")
+        print_line(f"run {done['run']} continues from round {done['round']:,} (attempt {done['attempt']})")
 
     print_answer(coordinator, token_file, roll_back, show, as_json=as_json, scope="admin")
 

@@ -127,8 +127,8 @@ class TokenPair:
             raise SettingsError(f"{problem}; `gradpost token create` writes one")
         return self._last
 
-    async def wait(self, seconds: float, say: Warn, give_up: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until there is a token, and call `say` once about it. Services may start before the file is written.
+    async def wait_for_token(self, seconds: float, warn: Warn, give_up: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until there is a token, and call `warn` once about it. Services may start before the file is written.
 
         Return False if `give_up` returns True before that. Raises SettingsError after `seconds`.
         """
@@ -142,7 +142,7 @@ class TokenPair:
                 if time.monotonic() > deadline:
                     raise
                 if not is_said:
-                    say(f"waiting for a token, {seconds:g} s at most: {error}")
+                    warn(f"waiting for a token, {seconds:g} s at most: {error}")
                     is_said = True
             if give_up():
                 return False

@@ -127,7 +127,7 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
     num_groups = len(groups) - (find_scaler(groups) is not None) if isinstance(groups, list) else None
     if not isinstance(groups, list) or num_groups != len(spec.group_flags):
         raise BadInput(
-            "hyper-parameters must be a list with one object for each parameter group",
+            "hyperparameters must be a list with one object for each parameter group",
             code="bad_hyper_parameters",
             expected=f"{len(spec.group_flags)} groups",
             actual=type(groups).__name__ if num_groups is None else f"{num_groups} groups",
@@ -148,7 +148,7 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
 
 
 def find_scaler(groups: Sequence[HyperParameters]) -> HyperParameters | None:
-    """Return the state of the trainer's GradScaler in hyper-parameters, if they have one.
+    """Return the state of the trainer's GradScaler in hyperparameters, if they have one.
 
     >>> find_scaler([{"lr": 0.1}, {"after": 6, "scale": 1024.0, "growth_tracker": 2}])
     {'after': 6, 'scale': 1024.0, 'growth_tracker': 2}

@@ -120,7 +120,7 @@ class RunClient:
         settings, address = self.settings, None
         try:
             if self._token is not None:
-                await self._token.wait(settings.retry_seconds, self.log.info)
+                await self._token.wait_for_token(settings.retry_seconds, self.log.info)
             if settings.metrics_port is not None and self._metrics_server is None:
                 self._metrics_server = MetricsServer(
                     self.metrics.registry, settings.metrics_host, settings.metrics_port, settings.server_tls

@@ -46,9 +46,9 @@ class Destinations:
         if not self._is_apart:
             self.sets = [make_destinations(self._parameters, self._dtypes)]
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step, whose pull will write to a set. Blocks for copies from there to a device."""
-        self._copies.begin(self._parameters)
+        self._copies.wait_for_copies(self._parameters)
 
     def write_back(self, index: int, names: Iterable[str], *, is_noticed: bool = True) -> None:
         """Write the tensors of a set back to these parameters.

@@ -63,7 +63,7 @@ class GradientCopies:
         self._under_way: dict[str, tuple[Tensor, Tensor, Any]] = {}  # by name, in the order in which they will arrive
         self._begun: set[str] = set()  # of the step that begins next
 
-    def begin(self, step: int, gradients: Mapping[str, Tensor]) -> None:
+    def begin_copies(self, step: int, gradients: Mapping[str, Tensor]) -> None:
         """Begin the missing copies of this step's gradients. Does not block."""
         host = self._sets[step % len(self._sets)]
         for name, gradient in gradients.items():
@@ -115,8 +115,8 @@ class ParameterCopies:
         self._computed: dict[torch.device, Any] = {}  # after all that has computed with the values before
         self._written: list[Any] = []  # ends of copies from host memory that will be written to again
 
-    def begin(self, parameters: Mapping[str, Tensor]) -> None:
-        """Prepare for new values in the same host memory. Blocks for copies from it."""
+    def wait_for_copies(self, parameters: Mapping[str, Tensor]) -> None:
+        """Wait until copies from the host memory have ended, so that it can take new values. Blocks."""
         for done in self._written:
             done.synchronize()
         self._written.clear()

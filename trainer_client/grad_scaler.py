@@ -277,5 +277,5 @@ class StepScaling:
             self._has_warned = True
             session.client.log.warning(
                 "torch's GradScaler backs off alone when this trainer's gradients overflow, and scales drift apart; "
-                "with trainer_client.GradScaler(optimizer) all trainers have the same scale"
+                "with gradpost.GradScaler(optimizer) all trainers have the same scale"
             )

@@ -149,7 +149,7 @@ class Membership:
                 text = "the coordinator was not notified that this trainer is done, and counts it as lost"
                 self.log.error(f"{text}: {error}")
             except GradpostError:
-                pass  # the run is over, or goes on without it
+                pass  # the run is over, or continues without it
 
     async def _try_post(self, path: str, message: Message) -> None:
         with contextlib.suppress(httpx.TransportError, GradpostError):
@@ -181,7 +181,7 @@ class Membership:
             try:
                 reply = TrainerHeartbeatReply.model_validate_json(await self._request("POST", path, self._heartbeat()))
             except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
-                # Training goes on without the coordinator.
+                # Training continues without the coordinator.
                 cause = error if isinstance(error, GatewayPage) else type(error).__name__
                 text = f"the coordinator at {self._coordinator} did not answer a heartbeat: {cause}"
                 self._log_once("heartbeats", text)

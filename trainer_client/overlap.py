@@ -135,7 +135,7 @@ class Overlap:
             if is_scaled:
                 raise BadModel(
                     "with overlap=True, gradients are sent before torch's GradScaler unscales them. Use "
-                    "trainer_client.GradScaler(optimizer), bfloat16, which needs no GradScaler, or overlap=False"
+                    "gradpost.GradScaler(optimizer), bfloat16, which needs no GradScaler, or overlap=False"
                 )
             self._check_added()
         except GradpostError:
@@ -159,7 +159,7 @@ class Overlap:
         self._added.clear()
         self._watch_parameters()
         if self._waits is not None:
-            self._waits.begin()
+            self._waits.begin_step()
 
 
 def attach_overlap(
@@ -249,7 +249,7 @@ class ForwardWaits:
                 "for it: set overlap_pulls=False for this model"
             )
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin the next step, without waits."""
         self._waited_for.clear()
 

@@ -52,7 +52,7 @@ class ParameterWatch:
                 self._memory, self._samples = memory, _group_samples(self._parameters)
             self._turn = (self._turn + 1) % NUM_TURNS
             for samples in self._samples:
-                samples.keep(self._turn)
+                samples.copy_values(self._turn)
 
     def check(self, names: Iterable[str] | None = None) -> None:
         """Raise BadModel if a parameter, or one of these, has been written to since `note`."""
@@ -144,7 +144,7 @@ class _Samples:
         self._views: dict[int, list[Tensor]] = {}  # by turn
         self._kept = torch.empty(0)
 
-    def keep(self, turn: int) -> None:
+    def copy_values(self, turn: int) -> None:
         if turn not in self._views:
             self._views[turn] = self._view(turn)
         self._kept = torch.cat(self._views[turn])

@@ -220,7 +220,9 @@ class PserverClient:
                 on_block=on_block if deltas is None else None,
             )
             headers = {**connection.fence.at_round(pull.round).to_headers(), **more_headers}
-            response = await connection.exchange.begin(method, connection.url(route), headers, body=body, sink=sink)
+            response = await connection.exchange.begin_request(
+                method, connection.url(route), headers, body=body, sink=sink
+            )
             began = perf_counter()
             try:
                 if may_be_problem(response):

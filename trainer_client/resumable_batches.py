@@ -96,7 +96,7 @@ class ResumableBatches:
         """Return the run's position, after moving the schedule there. Raises BadModel."""
         position = self._position()
         if self.schedule is not None:
-            self.schedule.follow(position)
+            self.schedule.move_to(position)
         return position
 
     def _batches_after(self, position: Position) -> Iterator[Any]:
@@ -137,7 +137,7 @@ class _Schedule:
         self._groups = [_numbers(group) for group in schedule.optimizer.param_groups]
         self._num_rollbacks: int | None = None  # those after which it was moved
 
-    def follow(self, position: Position) -> None:
+    def move_to(self, position: Position) -> None:
         """Move the schedule at the start and after a rollback. Raises BadModel unless the script steps it too."""
         if position.num_rollbacks != self._num_rollbacks:
             self._move_to(position.round)
@@ -167,7 +167,7 @@ class _Schedule:
             for group, numbers in zip(self.schedule.optimizer.param_groups, self._groups, strict=True):
                 group.update(numbers)
         if self.schedule.last_epoch < target:
-            vars(self.schedule.optimizer)["_opt_called"] = True  # in another life, or before the rollback
+            vars(self.schedule.optimizer)["_opt_called"] = True  # in an earlier incarnation, or before the rollback
         while self.schedule.last_epoch < target:
             self.schedule.step()
 

@@ -60,7 +60,7 @@ class FarExchange(Exchange):
     async def _make(client: RunClient) -> Exchange:
         return Exchange(client.settings.client_tls, None, http2=True)
 
-    async def begin(
+    async def begin_request(
         self,
         method: str,
         url: httpx.URL,
@@ -72,7 +72,7 @@ class FarExchange(Exchange):
         """See Exchange; the answer is whole."""
 
         async def exchange() -> httpx.Response:
-            response = await self._exchange.begin(method, url, headers, body=body, sink=sink)
+            response = await self._exchange.begin_request(method, url, headers, body=body, sink=sink)
             try:
                 content = b"".join([bytes(chunk) async for chunk in response.aiter_raw()])
             finally:

@@ -1,1 +1,1 @@
-"""The coordinator: who is here, the slice plan, and the cluster-wide inspection API. No tensor of a step passes it."""
+"""The coordinator: membership, the slice plan, and the cluster-wide inspection API. No tensor of a step reaches it."""

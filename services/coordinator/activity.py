@@ -53,7 +53,7 @@ class Sample:
 class Rates(Message):
     """One sample a second of the newest five minutes, in columns; null for the first sample."""
 
-    at: tuple[float, ...] = Field(description="seconds since 1970")
+    at: tuple[float, ...] = Field(description="times of the samples, in seconds since 1970")
     rounds_per_second: tuple[float | None, ...]
     steps_per_second: tuple[float | None, ...] = Field(description="sum over all trainers")
 
@@ -61,15 +61,15 @@ class Rates(Message):
 class Barrier(Message):
     """The barrier with the longest wait, at a pserver or in the ring."""
 
-    pserver: PserverIndex | None = Field(description="null: the barrier of a ring")
+    pserver: PserverIndex | None = Field(description="pserver of the barrier; null for the barrier of a ring")
     round: Round
     arrived: tuple[Rank, ...]
     missing: tuple[Rank, ...]
-    waiting_since: float = Field(description="seconds since 1970")
+    waiting_since: float = Field(description="beginning of the wait, in seconds since 1970")
 
 
 class PserverActivity(Message):
-    """One pserver. Rates and means are over the newest five seconds; a mean without values is null."""
+    """The activity of one pserver. Rates and means are over the newest five seconds; a mean without values is null."""
 
     index: PserverIndex
     round: Round
@@ -85,30 +85,32 @@ class PserverActivity(Message):
 
 
 class TrainerActivity(Message):
-    """One trainer that sent a heartbeat in this run."""
+    """The activity of one trainer that sent a heartbeat in this run."""
 
     rank: Rank
     steps: Round
     steps_per_second: float | None
-    has_contributed: bool = Field(description="to the newest round; asynchronous modes: in the newest five seconds")
-    steps_behind: int | None = Field(description="asynchronous modes: distance to the fastest trainer")
+    has_contributed: bool = Field(
+        description="whether the trainer contributed to the newest round, or in async modes in the newest five seconds"
+    )
+    steps_behind: int | None = Field(description="steps behind the fastest trainer; null in the synchronous mode")
 
 
 class Activity(Message):
-    """The answer of `GET /v1/activity`, from heartbeats, and at most a second late."""
+    """The answer of `GET /v1/activity`, which is made from heartbeats and at most a second old."""
 
     run: str
     attempt: int
     mode: Mode
-    at: float = Field(description="seconds since 1970, by the coordinator's clock")
+    at: float = Field(description="time of the answer, in seconds since 1970, by the coordinator's clock")
     round: Round
     participants: tuple[Rank, ...] = Field(
-        description="synchronous mode: trainers with a contribution to the newest round"
+        description="trainers with a contribution to the newest round; empty in asynchronous modes"
     )
     rounds_per_second: float | None
     steps_per_second: float | None
     rates: Rates
-    barrier: Barrier | None = Field(description="null: no barrier is incomplete")
+    barrier: Barrier | None = Field(description="incomplete barrier with the longest wait; null if there is none")
     pservers: tuple[PserverActivity, ...]
     trainers: tuple[TrainerActivity, ...]
     staleness: tuple[tuple[float | None, int], ...] = Field(
@@ -255,7 +257,7 @@ def _find_barrier(newest: Mapping[PserverIndex, PserverReport]) -> Barrier | Non
 
 def _find_ring_barrier(trainers: Mapping[Rank, TrainerMember], now: float, wall: float) -> Barrier | None:
     """Return the barrier of a ring, without trainers that are done or silent."""
-    here = {rank: t for rank, t in sorted(trainers.items()) if t.is_here and not t.is_done}
+    here = {rank: t for rank, t in sorted(trainers.items()) if t.is_present and not t.is_done}
     waiting = {rank: t for rank, t in here.items() if t.waiting_seconds and now - t.seen_at < LATE_SECONDS}
     if not waiting:
         return None
@@ -338,7 +340,7 @@ class Curves:
     def describe(self, max_points: int = MAX_POINTS) -> dict[str, Any]:
         """Return the curves by name and rank, evenly thinned out to at most `max_points` points.
 
-        With many curves each has fewer points, so that the answer has at most `MAX_ANSWERED`.
+        With many curves each curve has fewer points, so that the answer has at most `MAX_ANSWERED` points.
         """
         max_points = min(max_points, MAX_ANSWERED // max(1, len(self._points)))
         curves: dict[str, dict[Rank, dict[str, list[float]]]] = {}

@@ -106,7 +106,7 @@ class Administration:
         num_groups = run.plan.optimizer.num_stepped
         if group is not None and group >= num_groups:
             raise BadInput(
-                "there is no such parameter group",
+                f"there is no parameter group {group} in this run",
                 code="invalid_message", expected=f"0 to {num_groups - 1}", actual=group,
             )  # fmt: skip
         groups = range(num_groups) if group is None else (group,)
@@ -161,15 +161,16 @@ class Administration:
         def go_back() -> None:
             self._find_checkpoint(round_)  # it may have been deleted since; from now on it is not
             if obstacle := run.find_rollback_obstacle(round_):
-                raise Conflict(f"{obstacle}; the run would fail")
+                raise Conflict(f"{obstacle}; a rollback would fail the run")
             run.rollback_to, run.rollback_refusal = round_, ""
             run.number += 1
 
         def check() -> None:
             if run.rollback_refusal:
-                raise Conflict(f"{run.rollback_refusal}; the run goes on")
+                raise Conflict(f"{run.rollback_refusal}; the run continues without a rollback")
             if (run.resume or 0) != round_:
-                raise Conflict(f"the run was rolled back to round {run.resume or 0} instead", current=run.resume)
+                text = f"the run was rolled back to round {run.resume or 0}, not to round {round_}"
+                raise Conflict(text, current=run.resume)
 
         return await self._do(run, go_back, check, by=by, action="roll back", arguments={"round": round_})
 
@@ -186,12 +187,12 @@ class Administration:
         coordinator, cluster, attempt = self._coordinator, self._coordinator.cluster, run.attempt
         cluster.require_training()
         if not cluster.registry.is_complete:
-            raise NotReady("a checkpoint needs every pserver", waiting_for=cluster.waiting_for)
+            raise NotReady("a checkpoint requires every pserver to be registered", waiting_for=cluster.waiting_for)
         schedule = coordinator.schedule
         await schedule.refresh_rounds()
         if self._newest_controls.is_paused and run.settings.consistency.is_async and len(set(cluster.rounds)) > 1:
-            text = f"the run is paused, and its pservers have taken {sorted(cluster.rounds)} contributions"
-            raise TryAgain(f"{text}: a checkpoint of one number can be made once it goes on")
+            text = f"the run is paused while its pservers have applied {sorted(cluster.rounds)} contributions"
+            raise TryAgain(f"{text}; a checkpoint requires equal numbers, so resume the run first")
         round_ = schedule.request()
 
         def has_ended() -> bool:
@@ -210,7 +211,7 @@ class Administration:
             raise NotReady("another run has begun", waiting_for="a new request")
         cluster.require_training()
         if run.attempt != attempt:
-            raise TryAgain(f"the run was rolled back to round {run.resume or 0} meanwhile")
+            raise TryAgain(f"the run was rolled back to round {run.resume or 0} before the checkpoint was complete")
         if newest() < round_:
             text = f"no checkpoint of round {round_} or later is complete; see the pservers' logs"
             raise TryAgain(text, complete=list(run.complete_checkpoints))
@@ -230,7 +231,7 @@ class Administration:
         return await self._do(run, want, by=by, action=action, arguments=arguments)
 
     async def _do(self, run: Run, change: Step, check: Step = lambda: None, **request: Any) -> ChangeDone:
-        """Apply a change. `check` raises if it did not take effect. `request` is what the audit log has of it."""
+        """Apply a change. `check` raises if it did not take effect. `request` becomes the entry in the audit log."""
         async with self._lock:
             if self._training() is not run:
                 raise NotReady("another run has begun", waiting_for="a new request")
@@ -239,9 +240,7 @@ class Administration:
             ending.add_done_callback(self._ended)
             await asyncio.wait({ending}, timeout=WAIT_SECONDS)
             if not ending.done():
-                text = (
-                    f"the change is under way after {WAIT_SECONDS:g} s, and applies once every pserver has installed it"
-                )
+                text = f"the change is pending after {WAIT_SECONDS:g} s; it applies once all pservers have installed it"
                 raise TryAgain(text, waiting_for=self._coordinator.cluster.waiting_for)
             return ending.result()
 
@@ -286,11 +285,11 @@ class Administration:
         complete = self._coordinator.cluster.run.complete_checkpoints
         if round_ not in complete:
             there = ", ".join(map(str, complete)) or "none"
-            raise NotFound(f"there is no complete checkpoint of round {round_}; complete are: {there}")
+            raise NotFound(f"there is no complete checkpoint of round {round_}; complete rounds: {there}")
 
     @asynccontextmanager
     async def _audited(self, run: Run, **request: Any) -> AsyncIterator[dict[str, Any]]:
-        """Log a request before the block, and its outcome after it, with what the block adds to the yielded fields."""
+        """Log a request before the block, and its outcome after the block, with the fields that the block adds."""
         number = await self._write(run, outcome="requested", **request)
         outcome: dict[str, Any] = {}
         try:

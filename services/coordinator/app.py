@@ -124,7 +124,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
 
     @app.get(routes.SUMMARY, tags=["inspection"])
     async def summary() -> RunSummary:
-        """Return the run in a few numbers, as the servers measured it."""
+        """Return a summary of the run, with numbers that the servers measured."""
         return await coordinator.summary()
 
     @app.get(routes.TARGETS, tags=["inspection"], response_model=list[TargetGroup])

@@ -25,17 +25,17 @@ MAX_LISTED = 1000
 
 
 class AuditEntry(Message):
-    """One line."""
+    """One line of the audit log."""
 
     number: int
-    at: float = Field(description="seconds since 1970, by the coordinator's clock")
-    by: str = Field(description="token of the request, as the beginning of its digest")
+    at: float = Field(description="time of the entry, in seconds since 1970, by the coordinator's clock")
+    by: str = Field(description="beginning of the digest of the request's token")
     run: str
     action: str
     arguments: dict[str, Any] = Field(default={})
     outcome: Literal["requested", "done", "failed"]
     attempt: int
-    round: Round | None = Field(default=None, description="from which the change applies")
+    round: Round | None = Field(default=None, description="round from which the change applies")
     detail: str = ""
 
 
@@ -70,7 +70,7 @@ class AuditLog:
             # A line of its own, even after a torn one.
             line = b"%s%s\n" % (b"" if self._ends_well() else b"\n", entry.model_dump_json().encode())
             if os.write(fd, line) < len(line):
-                raise OSError(errno.ENOSPC, f"{self._path} did not take a whole line")
+                raise OSError(errno.ENOSPC, f"{self._path} has no room for a whole line")
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -42,7 +42,7 @@ RETRY_SECONDS = 0.5  # between attempts that fail
 
 
 class CheckpointSchedule:
-    """The rounds of checkpoints: one is named when it is due or requested, and none is open."""
+    """The schedule of checkpoints. A round is named if a checkpoint is due or requested, and none is open."""
 
     def __init__(self, cluster: Cluster, http: httpx.AsyncClient, now: Callable[[], float]) -> None:
         self._cluster = cluster
@@ -67,14 +67,14 @@ class CheckpointSchedule:
                 raise answer
 
     def request(self) -> Round:
-        """Request a checkpoint at once. Returns the earliest round that it can have."""
+        """Request a checkpoint of the next possible round. Returns the earliest round that it can have."""
         self._reset_if_new_attempt()
         self._requested = max(self._cluster.rounds, default=0)
         self._named, self.num_failures = None, 0
         return self._requested
 
     def withdraw_request(self) -> None:
-        """Withdraw the request."""
+        """Withdraw the request for a checkpoint."""
         self._requested = None
 
     def _reset_if_new_attempt(self) -> None:
@@ -85,7 +85,7 @@ class CheckpointSchedule:
             self.num_failures = 0
 
     async def advance(self) -> None:
-        """Name the next round, if it is time. Takes as long as the pservers take to answer."""
+        """Name the round of the next checkpoint if it is due. Waits for the answers of the pservers."""
         self._reset_if_new_attempt()
         cluster, members = self._cluster, self._find_members()
         if not members or not cluster.run.knows_checkpoints:
@@ -123,7 +123,7 @@ class CheckpointSchedule:
         return max((round_ for round_ in frozenset.intersection(*rounds) if round_ > newest), default=None)
 
     async def _name(self, members: list[PserverMember], newest: Round, interval: Round) -> None:
-        """Name a round that no pserver has passed: the newest if one was requested, else the next that is due."""
+        """Name a round that no pserver has passed: the newest on request, else the next one that is due."""
         run, ahead = self._cluster.run.name, 0
         for _ in range(NAMINGS):
             newest += ahead
@@ -154,7 +154,7 @@ class Manifests:
     async def update(self) -> bool:
         """Complete and delete checkpoints. Returns whether that changed anything.
 
-        One call at a time. It takes as long as the place does, so that run and attempt may change meanwhile.
+        Only one call may run at a time. It waits for the place, so that run and attempt may change meanwhile.
         """
         cluster, run = self._cluster, self._cluster.run
         before = list(run.complete_checkpoints)
@@ -197,7 +197,7 @@ class Manifests:
             run.listed_attempt = attempt
 
     def _log_once(self, write: Callable[..., object], text: str, error: OSError, **facts: object) -> None:
-        """Log a problem with the place once. It is tried again with each heartbeat."""
+        """Log a problem with the place once. Each heartbeat tries the place again."""
         if str(error) != self._trouble:
             write(text, error=str(error), **facts)
         self._trouble = str(error)

@@ -65,7 +65,7 @@ class Cluster:
     def _undo_resumption(self, now: float, *, is_trainer: bool = True) -> None:
         """Restore the recorded run, because a process from before the restart has reported.
 
-        A trainer of a run that was over proves nothing, because its script may not know of the end.
+        A report from a trainer of a run that was over does not count, because its script may not know of the end.
         """
         resumption = self.resumption
         if resumption is not None and not (is_trainer and resumption.was_over):
@@ -78,7 +78,7 @@ class Cluster:
         if resumption is None or now >= resumption.until:
             return
         if resumption.had_trainers or any(member.is_restored for member in self.registry.members.values()):
-            text = f"run {self.run.name} is resumed; its processes that are still alive must report first"
+            text = f"run {self.run.name} is resumed; living processes from before the restart must report first"
             raise NotReady(text, waiting_for="processes of the resumed run, for one lease")
 
     # ------------------------------------------------------------------ pservers
@@ -153,10 +153,10 @@ class Cluster:
             names = name_ranks(late)
             owed = f"reach the batch barrier of round {round_}"
             if self._settings.consistency.is_async:
-                owed = "take the step that others wait for"
+                owed = "complete the step that other trainers wait for"
             elif self._settings.consistency.is_ring:
-                owed = f"bring gradients into the ring for round {round_}"
-            text = f"{names} did not {owed} within the round time-out of {limit:g} s, though alive"
+                owed = f"contribute to round {round_} in the ring"
+            text = f"{names} did not {owed} within the round time-out of {limit:g} s, although alive"
             self.run.mark_stuck(late, RoundTimeout(text, missing=late), now)
 
     # ------------------------------------------------------------------ trainers
@@ -165,12 +165,11 @@ class Cluster:
         """Admit a trainer to the run that gathers. A new run begins when all trainers of the last one have left."""
         _check_protocol(request.protocol)
         check_expectations(self.run, request)  # no later run could have it either
-        known = any(t.instance == request.instance and t.is_here for t in self.run.trainers.values())
+        known = any(t.instance == request.instance and t.is_present for t in self.run.trainers.values())
         if not known and self.run.is_over:
             if self.exit_when_done:
-                raise Ended(
-                    f"run {self.run.name} is over and this cluster serves no other (--exit-when-done)", code="run_over"
-                )
+                text = f"run {self.run.name} is over, and --exit-when-done ends the cluster; start a new cluster"
+                raise Ended(text, code="run_over")
             if not self.run.is_deserted:
                 raise NotReady(
                     f"run {self.run.name} is over, but not all of its trainers have left",
@@ -231,18 +230,18 @@ class Cluster:
         run, round_ = self.run, message.round + 1
         if not message.waiting_seconds or message.is_done:
             return
-        here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_here]
+        here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_present]
         gone = [t.rank for _, t in sorted(run.trainers.items()) if t.state == "done" and t.round < round_]
         if gone:
             names = name_ranks(gone)
             text = f"{names} left before round {round_}"
-            run.fail(Ended(f"{text}, and a ring needs all its trainers", code="trainer_left", ranks=gone), now)
+            run.fail(Ended(f"{text}, and a ring requires all trainers", code="trainer_left", ranks=gone), now)
         elif message.waiting_seconds > self._settings.round_timeout_seconds:
             missing = [trainer.rank for trainer in here if not (trainer.waiting_seconds or trainer.is_done)]
             self._time_out(round_, missing, message.waiting_seconds, now)
             if not missing:
                 limit = self._settings.round_timeout_seconds
-                text = f"all trainers wait for each other in round {round_} beyond the round time-out of {limit:g} s"
+                text = f"all trainers waited in round {round_} for longer than the round time-out of {limit:g} s"
                 run.fail(RoundTimeout(f"{text}; check the network between them", missing=[]), now)
 
     def _note_lost_rounds(self, rank: Rank, message: TrainerHeartbeat) -> None:
@@ -266,7 +265,7 @@ class Cluster:
                 run.number += 1
 
     def leave_trainer(self, rank: Rank, message: Leave, now: float) -> None:
-        """Remove a trainer. If it fails because it waited too long for others, they are blamed instead."""
+        """Remove a trainer. If it failed because it waited too long for other trainers, mark them as stuck first."""
         if self.run.member(rank, message.run, message.incarnation).is_resumed:
             self._undo_resumption(now)
         if message.outcome == "failed" and self.run.plan is not None:
@@ -283,7 +282,7 @@ class Cluster:
 
     @property
     def waiting_for(self) -> list[str]:
-        """The members that the run waits for, in words; empty while it trains and once it is over."""
+        """The members that the run waits for, in words; empty while the run trains and once it is over."""
         run = self.run
         if run.is_over:
             return []
@@ -303,11 +302,11 @@ class Cluster:
     def require_pservers(self) -> None:
         """Raise Conflict (`no_pservers`) with strategy `ring`."""
         if self._settings.consistency.is_ring:
-            text = "with strategy ring there are no pservers: the script itself holds values and writes checkpoints"
+            text = "strategy ring has no pservers: the training script holds the values and writes the checkpoints"
             raise Conflict(text, code="no_pservers", expected="strategy ps", actual="strategy ring")
 
     def require_training(self) -> None:
-        """Raise NotReady unless the run trains, and what `require_pservers` raises."""
+        """Raise NotReady unless the run trains, and the errors of `require_pservers`."""
         self.require_pservers()
         if self.run.state != "training":
             waits = self.waiting_for
@@ -435,6 +434,6 @@ class Cluster:
 def _check_protocol(version: int) -> None:
     if version != PROTOCOL_VERSION:
         raise BadInput(
-            "the sender uses another version of the protocol",
+            "the sender uses another protocol version; install the same version of Gradpost on all machines",
             code="unsupported_protocol", expected=PROTOCOL_VERSION, actual=version,
         )  # fmt: skip

@@ -76,14 +76,14 @@ class Coordinator:
         try:
             if not await asyncio.to_thread(self._file.lock):
                 text = f"another coordinator uses {self._settings.state_dir}"
-                raise StorageFailed(f"{text}; each needs a state_dir of its own (--state-dir, GRADPOST_STATE_DIR)")
+                raise StorageFailed(f"{text}; set another --state-dir or GRADPOST_STATE_DIR for this one")
             await asyncio.to_thread(self.audit.read)
         except OSError as error:
-            raise StorageFailed(f"{self._settings.state_dir} cannot be used: {error}") from error
+            raise StorageFailed(f"the coordinator cannot use {self._settings.state_dir}: {error}") from error
         try:
             record = await asyncio.to_thread(self._file.read)
         except OSError as error:
-            advice = "delete it to begin a new run, or to resume from the newest checkpoint"
+            advice = "delete this file to begin a new run, or to resume from the newest checkpoint"
             raise StorageFailed(f"{error}; {advice}") from error
         try:
             clock = asyncio.get_running_loop().time
@@ -181,7 +181,7 @@ class Coordinator:
     def _log_losses(self, after: float) -> float:
         """Log trainers that were lost after this time, and return the current time."""
         for rank, trainer in sorted(self.cluster.run.trainers.items()):
-            if not trainer.is_here and trainer.gone_at > after:
+            if not trainer.is_present and trainer.gone_at > after:
                 log.info(trainer.why, trainer=rank)
         return self.now()
 
@@ -215,7 +215,7 @@ class Coordinator:
     # ------------------------------------------------------------------ waiting
 
     async def wait_until(self, is_so: Callable[[], bool], seconds: float) -> None:
-        """Wait until a condition holds, up to some seconds. It is checked after every change."""
+        """Wait until a condition holds, for at most `seconds`. The condition is checked after every change."""
         async with self._condition:
             with contextlib.suppress(TimeoutError):
                 # Not `asyncio.wait_for`: before 3.12 it waits in another task, which a second cancellation, as of a

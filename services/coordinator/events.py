@@ -26,15 +26,15 @@ EventKind: TypeAlias = Literal["run", "pserver", "trainer", "rollback", "checkpo
 
 
 class Event(Message):
-    """One event."""
+    """One event of the cluster."""
 
     id: int
-    at: float = Field(description="seconds since 1970, by the coordinator's clock")
+    at: float = Field(description="time of the event, in seconds since 1970, by the coordinator's clock")
     kind: EventKind
     run: str
     round: Round
     text: str
-    facts: dict[str, Any] = Field(default={}, description="the values in the text, for programs")
+    facts: dict[str, Any] = Field(default={}, description="values that the text contains, for programs")
 
 
 class Events:
@@ -102,11 +102,15 @@ class Events:
         registry = cluster.registry
         now = {index: (member.info.incarnation, True) for index, member in registry.members.items()}
         now |= {index: (member.info.incarnation, False) for index, member in registry.lost.items()}
-        for index, (incarnation, is_here) in sorted(now.items()):
-            if self._pservers.get(index) == (incarnation, is_here):
+        for index, (incarnation, is_present) in sorted(now.items()):
+            if self._pservers.get(index) == (incarnation, is_present):
                 continue
-            address = (registry.members if is_here else registry.lost)[index].info.address
-            text = f"pserver {index} is here, at {address}" if is_here else f"pserver {index} at {address} is silent"
+            address = (registry.members if is_present else registry.lost)[index].info.address
+            text = (
+                f"pserver {index} has registered at {address}"
+                if is_present
+                else f"pserver {index} at {address} is silent"
+            )
             yield "pserver", text, {"pserver": index, "incarnation": incarnation}
         self._pservers = now
 

@@ -32,7 +32,7 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
         ("gradpost_trainers_awaited", "Lost trainers that the run waits for.", lambda: len(cluster.run.awaited)),
         (
             "gradpost_trainers_gone",
-            "Lost and failed trainers whose rank is not taken again; evicted ones do not count.",
+            "Lost and failed trainers whose rank is not taken again, without evicted trainers.",
             lambda: sum(t.state in ("lost", "failed") and not t.was_evicted for t in cluster.run.trainers.values()),
         ),
         ("gradpost_run_round", "Newest round that every trainer has completed.", lambda: cluster.run.round),
@@ -72,7 +72,7 @@ def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
     groups += [
         _group(trainer.metrics_address, role="trainer", trainer=str(rank))
         for rank, trainer in sorted(cluster.run.trainers.items())
-        if trainer.metrics_address and trainer.is_here
+        if trainer.metrics_address and trainer.is_present
     ]
     return groups
 
@@ -85,10 +85,10 @@ def is_own_address(address: str, client: str, server: str, hosts: KnownHosts) ->
     """
     host = urlsplit(address).hostname or ""
     peer, own = _normalize(client), _normalize(server)
-    is_here = is_loopback(peer) or peer == own
+    is_present = is_loopback(peer) or peer == own
     if is_loopback(host):
-        return is_here
-    return _normalize(host) == peer or hosts.lists(host) or (is_here and host in (own, reachable_host("0.0.0.0")))
+        return is_present
+    return _normalize(host) == peer or hosts.lists(host) or (is_present and host in (own, reachable_host("0.0.0.0")))
 
 
 def _normalize(host: str) -> str:

@@ -39,7 +39,7 @@ def plan_model(model: DeclareModel, settings: CoordinatorSettings, num_pservers:
     )
     wire.check_mode(settings.consistency)
     if wire.pulls_deltas and model.local_steps:
-        raise BadModel("pull_type int8 is impossible with local_steps: trainers change the base version of its deltas")
+        raise BadModel("pull_type int8 must not be set with local_steps: trainers change the deltas' base version")
     return make_plan(
         parameters,
         num_pservers,
@@ -87,7 +87,7 @@ def check_same_tensors(plan: SlicePlan, other: SlicePlan, whose: str) -> None:
         if mine != theirs:
             pairs = [(a, b) for a, b in zip_longest(mine, theirs) if a != b]
             raise ModelMismatch(
-                f"the trainers declare other {what} than {whose}", expected=str(pairs[0][1]), actual=str(pairs[0][0])
+                f"the trainers and {whose} declare different {what}", expected=str(pairs[0][1]), actual=str(pairs[0][0])
             )
 
 

@@ -54,7 +54,7 @@ class PserverRegistry:
     def register(self, request: RegisterPserver, now: float) -> PserverRegistered:
         """Return the index and incarnation of a process. A repeated request gets the same answer.
 
-        A process that has locked the folder of the current incarnation succeeds it before the lease ends.
+        A process that has locked the folder of the current incarnation replaces it before the lease ends.
         """
         index = self._choose_index(request)
         member = self.members.get(index)
@@ -80,21 +80,23 @@ class PserverRegistry:
         if request.index is None:
             if not free:
                 raise Conflict(
-                    f"the cluster has its {self.num_pservers} pservers; this one can join when one of them is lost, "
-                    "or when the coordinator is started with more",
+                    f"all {self.num_pservers} pservers are registered. Another pserver can join when one is lost, or "
+                    "when the coordinator is started with a larger num_pservers",
                     code="index_taken",
                     current=self.num_pservers,
                 )
             return free[0]
         if request.index >= self.num_pservers:
             raise Conflict(
-                f"pserver {request.index} is beyond this cluster",
+                f"pserver index {request.index} must be less than the number of pservers, {self.num_pservers}",
                 code="world_mismatch", expected=f"0 to {self.num_pservers - 1}", actual=request.index,
             )  # fmt: skip
         if request.index not in free:
             holder = self.members[request.index].info.address
             raise Conflict(
-                f"a living pserver at {holder} has index {request.index}", code="index_taken", current=holder
+                f"a living pserver at {holder} has index {request.index}; stop that pserver, or set another index",
+                code="index_taken",
+                current=holder,
             )
         return request.index
 
@@ -123,7 +125,8 @@ class PserverRegistry:
     def was_reachable(self, index: PserverIndex, incarnation: Incarnation, since: float, now: float) -> bool:
         """Return whether this incarnation was reachable for a lease, so that a trainer without a connection is cut off.
 
-        It is not if the pserver is about to stop, or sent nothing since: then its own lease only has not ended yet.
+        A pserver that is about to stop, or that sent no heartbeat since, was not reachable, even if its lease has not
+        ended.
         """
         member = self.members.get(index)
         if member is None or member.info.incarnation != incarnation or member.is_stopping:

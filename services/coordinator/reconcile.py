@@ -125,7 +125,7 @@ class Reconciler:
     # ------------------------------------------------------------------ freeze, decide
 
     async def _decide(self, run: Run, members: list[PserverMember], number: int) -> bool:
-        """Freeze the pservers, and put the decision into effect that follows from their answers."""
+        """Freeze the pservers, and put into effect the decision that follows from their answers."""
         targets = run.targets
         message = Freeze(run=run.name, attempt=run.attempt, number=number)
         try:
@@ -150,7 +150,7 @@ class Reconciler:
     async def _adopt(
         self, run: Run, members: list[PserverMember], decision: Decision, restore: dict[PserverIndex, Round | None]
     ) -> None:
-        """Persist a decision, then put it into effect: trainers receive what is in effect with any heartbeat."""
+        """Persist a decision, then put it into effect: any heartbeat reply may contain it from then on."""
         reach_failpoint("decide.before")
         wanted, run.wanted = run.wanted, None
         run.pending = decision
@@ -179,7 +179,7 @@ class Reconciler:
                 raise
             if not run.settings.consistency.is_async:
                 return None
-            ranges = await self._list_restorable(run, member)  # without a rollback, each goes on from its newest
+            ranges = await self._list_restorable(run, member)  # without a rollback, each continues from its newest
             return FrozenRounds(applied=max(last for _, last in ranges)) if ranges else None
         return FrozenRounds.model_validate_json(body)
 
@@ -349,5 +349,5 @@ async def want_checkpoint(
 
 
 async def read_state(http: httpx.AsyncClient, member: PserverMember) -> PserverState:
-    """Return the state of a pserver. Raises what `call_pserver` raises, and ValueError for a proxy's page."""
+    """Return the state of a pserver. Raises the errors of `call_pserver`, and ValueError for a proxy's page."""
     return PserverState.model_validate_json(await call_pserver(http, member, "GET", STATE))

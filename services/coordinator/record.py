@@ -44,7 +44,7 @@ class TrainerRecord(Message):
     why: str
     is_awaited: bool
     is_resumed: bool = False
-    round: Round = Field(default=0, description="of a trainer that is done: the newest round that it has completed")
+    round: Round = Field(default=0, description="newest completed round of a trainer that is done")
 
 
 class RunRecord(MembershipMessage):
@@ -59,7 +59,7 @@ class RunRecord(MembershipMessage):
     uploader: Rank
     attempt: int
     resume: Round | None
-    began: dict[int, Round | None] = Field(default={}, description="the round after which each attempt has begun")
+    began: dict[int, Round | None] = Field(default={}, description="round after which each attempt began")
     source: str | None
     has_begun: bool = True
     has_trained: bool = True
@@ -84,11 +84,11 @@ class Beginning(Message):
 
     run: str
     round: Round
-    controls: Controls | None = Field(default=None, description="current controls; null: those of its manifest")
+    controls: Controls | None = Field(default=None, description="current controls; null: the controls in the manifest")
 
 
 class ClusterRecord(Message):
-    """The whole file."""
+    """The content of the coordinator's state file."""
 
     trainer_incarnations: dict[Rank, Incarnation]
     pserver_incarnations: dict[PserverIndex, Incarnation]
@@ -161,7 +161,7 @@ def restore_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None
 
 def _restore_run(run: Run, record: RunRecord, now: float) -> None:
     run.name, run.state = record.name, record.state
-    if record.num_trainers is not None:  # of a run that goes on with other settings it is as near as they allow
+    if record.num_trainers is not None:  # of a run that continues with other settings it is as near as they allow
         fewest, most = run.sizes
         run.num_trainers = min(max(record.num_trainers, fewest), most)
     run.failure = None if record.failure is None else error_from_problem(record.failure)

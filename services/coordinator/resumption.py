@@ -69,7 +69,7 @@ def restore_state(
         if begins is not None:
             manifest = read_manifest(place, begins.run, begins.round)
             if manifest is None:
-                raise StorageFailed(f"there is no checkpoint of round {begins.round} of run {begins.run} any more")
+                raise StorageFailed(f"the checkpoint of round {begins.round} of run {begins.run} no longer exists")
             cluster.beginning = manifest.model_copy(update={"controls": _find_controls(record, manifest)})
         if run.plan is not None:
             log.info("restored the run", run=run.name, state=run.state, attempt=run.attempt)
@@ -84,7 +84,7 @@ def _resume(
 ) -> None:
     """Resume the recorded run with new processes: from the pservers' disks, or from a checkpoint.
 
-    With another slice plan the disks are of no use, and the newest checkpoint is used. A run without a plan goes on
+    With another slice plan the disks are of no use, and the newest checkpoint is used. A run without a plan continues
     gathering.
     """
     if record is not None:
@@ -138,7 +138,7 @@ def _find_beginning(record: ClusterRecord | None, place: CheckpointStorage) -> M
                 return manifest.model_copy(update={"controls": _find_controls(record, manifest)})
     if run is not None and run.has_trained:
         text = f"run {run.name} has no checkpoint in {place.url} that a run with other settings could begin with"
-        raise StorageFailed(f"{text}: resume it with the pservers and settings that it had")
+        raise StorageFailed(f"{text}; resume the run with its former settings and number of pservers")
     return next(iter(all_checkpoints(place)), None)
 
 
@@ -151,7 +151,7 @@ def _find_controls(record: ClusterRecord, manifest: Manifest) -> Controls:
 
 
 def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning: Manifest | None = None) -> None:
-    """Resume the recorded run, whatever its end was. Its trainers must be started again.
+    """Resume the recorded run, even if it finished or failed. Its trainers must be started again.
 
     If processes of that run report, only the coordinator was restarted, and `undo_resumption` restores the run.
     """

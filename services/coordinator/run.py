@@ -98,7 +98,7 @@ class Run:
 
     @property
     def nonfinite(self) -> NonfinitePolicy:
-        """The policy for gradients with NaN or infinity: that of the trainers, or of the settings."""
+        """The policy for gradients with NaN or infinity: the policy of the trainers, or of the settings."""
         return (self.declaration and self.declaration.nonfinite) or self.settings.nonfinite
 
     @property
@@ -110,12 +110,12 @@ class Run:
     @property
     def members(self) -> dict[Rank, Incarnation]:
         """The incarnations of the trainers that hold their rank."""
-        return {t.rank: t.incarnation for t in self.trainers.values() if t.is_here}
+        return {t.rank: t.incarnation for t in self.trainers.values() if t.is_present}
 
     @property
     def awaited(self) -> list[TrainerMember]:
         """The lost trainers that the run waits for."""
-        return [t for _, t in sorted(self.trainers.items()) if t.is_awaited and not t.is_here]
+        return [t for _, t in sorted(self.trainers.items()) if t.is_awaited and not t.is_present]
 
     @property
     def undeclared(self) -> list[TrainerMember]:
@@ -141,7 +141,7 @@ class Run:
 
     @property
     def newest_round(self) -> Round:
-        """The newest round that a trainer has completed. With strategy ring, all gradients are in it."""
+        """The newest round that a trainer has completed. With strategy ring, this round contains all gradients."""
         return max((trainer.round for trainer in self.trainers.values()), default=0)
 
     @property
@@ -209,7 +209,7 @@ class Run:
     def member(self, rank: Rank, run: str, incarnation: Incarnation) -> TrainerMember:
         """Return the sender of a message. Raises StaleRun or Conflict (`stale_trainer`)."""
         if run != self.name:
-            raise StaleRun("this message belongs to another run", expected=self.name, actual=run)
+            raise StaleRun("the message is for another run", expected=self.name, actual=run)
         trainer = self.trainers.get(rank)
         if trainer is None or trainer.incarnation != incarnation:
             raise Conflict(
@@ -218,7 +218,7 @@ class Run:
             )  # fmt: skip
         if trainer.state == "lost" and not self._may_return(trainer) and not self.is_over:
             raise Conflict(
-                f"trainer {rank} was lost, and the others go on without it: {trainer.why}", code="stale_trainer"
+                f"trainer {rank} was lost, and the run continues without it: {trainer.why}", code="stale_trainer"
             )
         return trainer
 
@@ -229,10 +229,10 @@ class Run:
         if self.declaration is not None:
             check_same_model(rank, message, f"run {self.name}", self.declaration)
         for other in self.trainers.values():
-            if other.declaration is not None and other.rank != rank and other.is_here:
+            if other.declaration is not None and other.rank != rank and other.is_present:
                 check_same_model(rank, message, f"trainer {other.rank}", other.declaration)
         if trainer.declaration is not None and self.plan is not None and message != trainer.declaration:
-            raise ModelMismatch(f"trainer {rank} declares another model than the run was planned for")
+            raise ModelMismatch(f"trainer {rank} must declare the model that run {self.name} was planned for")
         trainer.declaration = message
         if trainer.state in ("joined", "lost"):  # a lost one is awaited, and late
             trainer.revive()
@@ -273,7 +273,7 @@ class Run:
             self._revive(trainer)
 
     def _may_return(self, trainer: TrainerMember) -> bool:
-        """Return whether the run has not gone on without a lost trainer, so that it may return."""
+        """Return whether a lost trainer may return, because the run has not gone on without it."""
         return trainer.is_awaited or trainer.declaration is None or self.plan is None
 
     def _revive(self, trainer: TrainerMember) -> None:
@@ -300,7 +300,7 @@ class Run:
             trainer.lose(state, failure.detail, now, is_awaited=False)  # so the rank is free again
             return
         policy = self.settings.loss_policy
-        enough = len(self.members) - trainer.is_here >= self.settings.min_trainers
+        enough = len(self.members) - trainer.is_present >= self.settings.min_trainers
         is_newcomer = trainer.is_awaited and trainer.declaration is None  # another process may take its rank
         is_awaited = is_newcomer or policy == "wait" or (policy == "continue" and not enough)
         trainer.lose(state, failure.detail, now, is_awaited=is_awaited and not self.is_over)
@@ -316,7 +316,7 @@ class Run:
         trainer = self.member(rank, message.run, message.incarnation)
         returns_for_the_end = trainer.is_awaited and message.outcome == "done"  # it was lost after its last round
         has_failed_after_all = trainer.state == "done" and message.outcome == "failed" and not self.is_over
-        if not (trainer.is_here or returns_for_the_end or has_failed_after_all):
+        if not (trainer.is_present or returns_for_the_end or has_failed_after_all):
             return
         trainer.round = message.round
         if message.outcome == "failed":
@@ -345,7 +345,7 @@ class Run:
         """Mark trainers with an expired lease as lost, and fail the run for those that did not return in time."""
         for trainer in list(self.trainers.values()):
             age = now - trainer.seen_at
-            if trainer.is_here and age > lease_seconds:
+            if trainer.is_present and age > lease_seconds:
                 text = f"trainer {trainer.rank} was lost: no heartbeat for {age:.1f} s (lease {lease_seconds:g} s)"
                 self.lose(trainer, TrainerLost(text, ranks=[trainer.rank]), now)
         end_last_call(self, now)
@@ -363,13 +363,13 @@ class Run:
     def evict(self, rank: Rank, now: float) -> None:
         """Continue without a trainer. Another incarnation may join. Raises NotFound, Conflict (`cannot_evict`)."""
         trainer = self.trainers.get(rank)
-        if trainer is None or not (trainer.is_here or trainer.is_awaited):
-            raise NotFound(f"no trainer {rank} takes part", members=sorted(self.members))
-        others = len(self.members) - trainer.is_here
+        if trainer is None or not (trainer.is_present or trainer.is_awaited):
+            raise NotFound(f"trainer {rank} is not a member of run {self.name}", members=sorted(self.members))
+        others = len(self.members) - trainer.is_present
         needed = self.settings.min_trainers if self.settings.loss_policy == "continue" else 1
         if others < needed:
             raise Conflict(
-                f"without trainer {rank} there would be too few",
+                f"run {self.name} would have too few trainers without trainer {rank}",
                 code="cannot_evict", expected=f">= {needed}", actual=others,
             )  # fmt: skip
         trainer.lose("lost", f"trainer {rank} {EVICTED}", now, is_awaited=False)

@@ -1,4 +1,4 @@
-"""Settings of the coordinator, which are those of its runs as well."""
+"""Settings of the coordinator and of its runs."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
     max_trainers: int | None = Field(
         default=None,
         ge=1,
-        description="the most trainers of a run, which accepts any number from `num_trainers`; none: exactly "
-        "`num_trainers`",
+        description="largest number of trainers of a run, which accepts any number from `num_trainers` on; none: "
+        "exactly `num_trainers`",
     )
     last_call_seconds: float = Field(
         default=5.0,
         ge=0,
-        description="with `max_trainers`: a run with enough trainers begins when none has joined for so long, or at "
-        "once if a trainer has `WORLD_SIZE`",
+        description="time for which a run with `max_trainers` waits for further trainers after the newest one; a "
+        "trainer with `WORLD_SIZE` ends the wait immediately",
     )
     strategy: Strategy = _declared("strategy")
     mode: Mode = _declared("mode")
@@ -73,69 +73,73 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
     compensation: Compensation = _declared("compensation")
     dc_lambda: float = _declared("dc_lambda")
     min_block_size: int = Field(
-        default=DEFAULT_MIN_BLOCK_SIZE, ge=1, description="a parameter is cut into at most ceil(elements / this) blocks"
+        default=DEFAULT_MIN_BLOCK_SIZE,
+        ge=1,
+        description="limit of ceil(elements / min_block_size) blocks per parameter",
     )
-    placement: Placement = Field(default=DEFAULT_PLACEMENT, description="how blocks are placed on pservers")
-    slice_parameters: bool = Field(default=True, description="false: each parameter stays whole on one pserver")
+    placement: Placement = Field(default=DEFAULT_PLACEMENT, description="rule for the placement of blocks on pservers")
+    slice_parameters: bool = Field(
+        default=True, description="whether parameters are cut into blocks; if not, each stays on one pserver"
+    )
     nonfinite: NonfinitePolicy = Field(
         default="reject",
-        description="a gradient with NaN or infinity: `reject` it, `skip_round` on all pservers alike "
-        "(synchronous mode; what a `torch.amp.GradScaler` needs), or `allow` it",
+        description="policy for gradients with NaN or infinity: `reject` the push, `skip_round` on all pservers "
+        "(synchronous mode; required by `torch.amp.GradScaler`), or `allow` them",
     )
     push_type: PushType = Field(
         default="float32",
         description="type of the gradients of float32 parameters on the wire: `float32`, `bfloat16`, `float16`, `int8` "
-        "(groups of 256 share a scale) or `topk` (the largest of each block); trainers push the error "
-        "of the last two later",
+        "(groups of 256 share a scale) or `topk` (the largest elements of each block); trainers push the error of "
+        "`int8` and `topk` later",
     )
     pull_type: PullType = Field(
         default="float32",
         description="type of float32 parameters on the wire to trainers: `float32`, `bfloat16`, `float16` or `int8` "
         "(synchronous mode without `max_delay`: the delta to the round before, in groups of 256 that share a "
-        "scale); pservers hold float32, and send the error of the last one later",
+        "scale); pservers hold float32, and send the error of `int8` later",
     )
     topk: float = Field(default=DEFAULT_TOPK, gt=0, le=1, description="share of a block's elements that `topk` pushes")
     round_timeout_seconds: float = Field(
-        default=300.0, gt=0, description="how long trainers wait for one that is alive and does not progress"
+        default=300.0, gt=0, description="time that trainers wait for a trainer that is alive and does not progress"
     )
     on_trainer_loss: LossPolicy = Field(
         default="wait",
-        description="if a trainer is lost: `wait` for its next process, `continue` without it, or `fail`. "
+        description="policy for a lost trainer: `wait` for its next process, `continue` without it, or `fail`. "
         "`gradpost up` without `--max-restarts` sets `fail`",
     )
     min_trainers: int = Field(
         default=1,
         ge=1,
-        description="with `continue`: with fewer trainers the run waits for the lost ones",
+        description="least number of trainers with `continue`; a run with fewer waits for lost trainers",
     )
     rejoin_timeout_seconds: float = Field(
-        default=300.0, gt=0, description="how long the run waits for a lost trainer or pserver"
+        default=300.0, gt=0, description="time for which the run waits for a lost trainer or pserver"
     )
     durability: Durability | None = Field(
         default=None,
-        description="what a pserver writes before a round counts: `none`; `log`, which survives the process; `fsync`, "
-        "which survives the machine. None given: `log`, in the asynchronous modes `none`",
+        description="data that a pserver writes before a round counts: `none`; `log`, which survives a crash of the "
+        "process; `fsync`, which survives a crash of the machine. Default: `log`, in the asynchronous modes `none`",
     )
     checkpoint_rounds: int | None = Field(
         default=None,
         ge=1,
-        description="rounds, in the asynchronous modes contributions, from one checkpoint to the next, if the disks "
-        "are fast enough; with a log at most as many as `max_log_bytes` allows. Without either there are none, in the "
-        "asynchronous modes one every 1,000",
+        description="number of rounds (in the asynchronous modes contributions) between checkpoints, if the disks are "
+        "fast enough. A log limits the number by `max_log_bytes`. With neither this setting nor a log there are no "
+        "checkpoints, in the asynchronous modes one every 1,000 contributions",
     )
     max_log_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="size of a pserver's log at which the next checkpoint is due; none: four shards, and 1 MiB at "
-        "least",
+        description="size of a pserver's log at which the next checkpoint is due; none: four shards, and at least "
+        "1 MiB",
     )
     keep_checkpoints: int = Field(
         default=2,
         ge=1,
-        description="number of complete checkpoints that are kept; a pserver's log reaches back over as many",
+        description="number of complete checkpoints that are kept; a pserver's log reaches back over the same number",
     )
 
-    port: int = Field(default=7070, ge=0, le=65535, description="port to listen on; 0: a free one")
+    port: int = Field(default=7070, ge=0, le=65535, description="port to listen on; 0 for a free port")
     num_pservers: int = Field(default=1, ge=1, description="number of pservers of a complete cluster")
     resume: bool = Field(
         default=False,
@@ -149,7 +153,7 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
 
     @property
     def loss_policy(self) -> LossPolicy:
-        """The policy for lost trainers, without which a ring cannot continue."""
+        """The policy for lost trainers; always `fail` with strategy ring."""
         return "fail" if self.consistency.is_ring else self.on_trainer_loss
 
     @property
@@ -159,10 +163,10 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
         return self.durability or ("log" if has_log else "none")
 
     def checkpoint_interval(self, plan: SlicePlan) -> Round:
-        """Rounds between checkpoints, in asynchronous modes contributions, the same on every pserver; 0 for none.
+        """Return the rounds (in asynchronous modes contributions) between checkpoints on every pserver; 0 for none.
 
-        Each logs every block once, so that a number of them keeps the log of the largest shard within
-        `max_log_bytes`. Without a log an asynchronous pserver goes on from its newest checkpoint.
+        Each round logs every block once, so that a number of rounds keeps the log of the largest shard within
+        `max_log_bytes`. Without a log an asynchronous pserver continues from its newest checkpoint.
         """
         if self.log_durability == "none":
             return self.checkpoint_rounds or (CONTRIBUTIONS if self.consistency.is_async else 0)
@@ -172,7 +176,7 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
 
     @property
     def wanted_pservers(self) -> int:
-        """The number of pservers of a complete cluster; with strategy ring none."""
+        """The number of pservers of a complete cluster; 0 with strategy ring."""
         return 0 if self.consistency.is_ring else self.num_pservers
 
     @model_validator(mode="after")

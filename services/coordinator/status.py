@@ -31,18 +31,18 @@ def list_prospects(cluster: Cluster, now: float) -> list[tuple[str, float]]:
 
 
 def describe_notice(cluster: Cluster) -> str:
-    """Return the pause and the lost members in one line, which changes only when they do."""
+    """Return the pause and the lost members in one line, which changes only when these change."""
     texts = [text for text, _ in list_prospects(cluster, 0.0)]
     limit = cluster.run.settings.rejoin_timeout_seconds
-    lost = f"{'; '.join(texts)}: the run fails unless it comes back within {limit:g} s" if texts else ""
+    lost = f"{'; '.join(texts)}: the run fails unless every lost member returns within {limit:g} s" if texts else ""
     return "; ".join(filter(None, (describe_pause(cluster.run), lost)))
 
 
 def describe_pause(run: Run) -> str:
-    """Return the notice for trainers that wait while the run is paused; empty if it is not."""
+    """Return the notice for trainers that wait while the run is paused; empty if the run is not paused."""
     if run.state != "training" or not run.membership.newest_controls.is_paused:
         return ""
-    return "an administrator has paused the run; it goes on after POST /v1/controls/resume"
+    return "an administrator has paused the run; it continues after POST /v1/controls/resume"
 
 
 def describe_status(cluster: Cluster, now: float) -> ClusterStatus:
@@ -59,7 +59,7 @@ def describe_status(cluster: Cluster, now: float) -> ClusterStatus:
         waiting_for=tuple(cluster.waiting_for),
         prospects=(
             *filter(None, [describe_pause(run)]),
-            *(f"{what}; the run fails in {left:.0f} s unless it comes back" for what, left in prospects),
+            *(f"{what}; the run fails in {left:.0f} s unless this member returns" for what, left in prospects),
         ),
         failure=run.failure.to_problem() if run.failure else None,
         plan_digest=plan.digest if plan else None,

@@ -1,7 +1,8 @@
 """The trainers of a run, from joining to their end, their ranks and their number. Pure: the caller passes the time.
 
-A run may accept `num_trainers` to `max_trainers`. As with torchrun's `--nnodes MIN:MAX`, it then waits until none has
-joined for a while: the last call. Ranks are assigned at its end, since trainers learn them with the world size.
+A run may accept `num_trainers` to `max_trainers`. As with torchrun's `--nnodes MIN:MAX`, it then waits until no trainer
+has joined for a while: the last call. Ranks are assigned at the end of the last call, since trainers learn them with
+the world size.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class TrainerMember:
     is_stuck: bool = False  # lost although it is alive, because it does not progress
 
     @property
-    def is_here(self) -> bool:
+    def is_present(self) -> bool:
         """True if the trainer holds its rank."""
         return self.state in ("joined", "declared")
 
@@ -82,12 +83,12 @@ class TrainerMember:
 def join_run(run: Run, request: JoinTrainer, now: float) -> TrainerMember:
     """Return the member for a process: a new one, or the same again if its request is repeated.
 
-    Once the run has begun, only ranks of lost trainers are free. Raises Conflict, NotReady without a free rank, and
-    what `check_expectations` raises.
+    Once the run has begun, only ranks of lost trainers are free. Raises Conflict, NotReady without a free rank, and the
+    errors of `check_expectations`.
     """
     check_expectations(run, request)
     for trainer in run.trainers.values():
-        if trainer.instance == request.instance and trainer.is_here:
+        if trainer.instance == request.instance and trainer.is_present:
             trainer.seen_at = now
             return trainer
     if run.num_trainers is None and request.world_size is not None:
@@ -107,11 +108,11 @@ def join_run(run: Run, request: JoinTrainer, now: float) -> TrainerMember:
 
 
 def end_last_call(run: Run, now: float) -> None:
-    """Fix the number of trainers once enough are present and the last call is over, or no more may join."""
+    """Fix the number of trainers once enough are present and the last call is over, or no further trainer may join."""
     if run.num_trainers is not None:
         return
     fewest, most = run.sizes
-    here = [trainer for trainer in run.trainers.values() if trainer.is_here]
+    here = [trainer for trainer in run.trainers.values() if trainer.is_present]
     needed = max([fewest, *(trainer.rank + 1 for trainer in here if trainer.has_chosen)])
     is_over = all(now - trainer.joined_at >= run.settings.last_call_seconds for trainer in here)
     if len(here) == most or (len(here) >= needed and is_over):
@@ -121,7 +122,7 @@ def end_last_call(run: Run, now: float) -> None:
 def fix_num_trainers(run: Run, num_trainers: int) -> None:
     """Fix the number of trainers. Trainers without a rank are refused when they ask again."""
     run.num_trainers = num_trainers
-    here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_here]
+    here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_present]
     run.trainers = {t.rank: t for t in here if t.has_chosen and t.rank < num_trainers}
     free = [rank for rank in range(num_trainers) if rank not in run.trainers]
     for rank, trainer in zip(free, (t for t in here if not t.has_chosen), strict=False):
@@ -136,7 +137,7 @@ def check_expectations(run: Run, request: JoinTrainer) -> None:
     fewest, most = run.sizes
     if request.world_size is not None and not fewest <= request.world_size <= most:
         raise Conflict(
-            "the trainer was started for another number of trainers than the coordinator",
+            "the WORLD_SIZE of the trainer does not match num_trainers and max_trainers of the coordinator",
             code="world_mismatch",
             expected=f"WORLD_SIZE {fewest}" if fewest == most else f"WORLD_SIZE {fewest} to {most}",
             actual=f"WORLD_SIZE {request.world_size}",
@@ -144,13 +145,13 @@ def check_expectations(run: Run, request: JoinTrainer) -> None:
     most = request.world_size or most
     if request.rank is not None and request.rank >= most:
         raise Conflict(
-            f"rank {request.rank} is beyond this cluster",
+            f"rank {request.rank} must be less than the number of trainers, {most}",
             code="world_mismatch", expected=f"0 to {most - 1}", actual=f"rank {request.rank}",
         )  # fmt: skip
     if actual := run.settings.consistency.unmet(request.expects):
         served = asdict(run.settings.consistency)
         raise Conflict(
-            "the trainer was started for another mode than the servers run",
+            "the trainer expects other settings than the coordinator has; start both with the same settings",
             code="mode_mismatch",
             expected={name: served.get(name, "no such setting") for name in actual},
             actual=actual,
@@ -159,18 +160,19 @@ def check_expectations(run: Run, request: JoinTrainer) -> None:
 
 def choose_rank(run: Run, wanted: Rank | None) -> Rank:
     """Return the rank of a new trainer. Raises Conflict or NotReady without a free one."""
-    taken = {rank for rank, t in run.trainers.items() if t.is_here or t.state == "done"}
+    taken = {rank for rank, t in run.trainers.items() if t.is_present or t.state == "done"}
     free = [rank for rank in range(run.sizes[1]) if rank not in taken]
-    if run.plan is not None and (not free or (wanted in taken and not run.trainers[wanted].is_here)):
+    if run.plan is not None and (not free or (wanted in taken and not run.trainers[wanted].is_present)):
         raise NotReady(f"run {run.name} is under way", waiting_for=f"run {run.name} to end")
     if wanted is None:
         if not free:
             raise Conflict(
-                f"all {run.sizes[1]} ranks are taken by living trainers (num_trainers, max_trainers)",
+                f"all {run.sizes[1]} ranks are taken. Stop a trainer, or start the run with a larger num_trainers or "
+                "max_trainers",
                 code="rank_taken",
             )
         return free[0]
     if wanted not in free:
-        text = f"a living trainer has rank {wanted}; stop that one, or give this one another RANK"
+        text = f"a living trainer has rank {wanted}; stop that trainer, or start this one with another RANK"
         raise Conflict(text, code="rank_taken", current=run.trainers[wanted].incarnation)
     return wanted

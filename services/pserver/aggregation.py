@@ -15,10 +15,10 @@ PIECE = 1 << 18  # elements that are summed before they are scaled, so that they
 
 
 class Aggregator:
-    """Owns the gradient, one flat float32 tensor of the layout, and reuses it every round."""
+    """The aggregation of contributions into a gradient, one flat float32 tensor of the layout, reused every round."""
 
     def __init__(self, layout: ShardLayout, values: Tensor) -> None:
-        """`values` are the shard's, only read."""
+        """`values` are the values of the shard, which are only read."""
         self._layout = layout
         self._values = values
         self._gradient = torch.zeros(layout.num_elements)

@@ -1,11 +1,11 @@
 """The asynchronous modes: a queue and a worker for each block, and pulls beside them (ADR 5).
 
-push ──staged until the step is complete──► logged ──► into all its queues at once ──► each block's worker steps it
+push ──staged until the step is complete──► logged ──► together into all its queues ──► each block's worker steps it
 pull ──waits for clocks (its own, or with `max_staleness` those of all trainers)─────► reads as `read_consistency` says
 
-Contributions are numbered in the order in which they are committed. A checkpoint of number n is made while none is
-being committed and every queue is empty, so that it contains exactly the first n contributions. The log has the later
-ones.
+Contributions are numbered in the order in which they are committed. A checkpoint of number n is made while no
+contribution is being committed and every queue is empty, so that it contains exactly the first n contributions. The log
+has the later ones.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _computed_on(completion: Completion | None) -> Round:
 
 
 class QueueExecutor:
-    """Applies contributions as `Clocks` commits them. The round of a request is its trainer's step."""
+    """The executor of contributions that `Clocks` commits. The round of a request is its trainer's step."""
 
     def __init__(self, run: Run, restored: Restored | None) -> None:
         self._rules = rules = run.install.consistency
@@ -121,12 +121,12 @@ class QueueExecutor:
 
     @property
     def num_queued(self) -> int:
-        """Gradients in all queues."""
+        """The number of gradients in all queues."""
         return sum(queue.num_updates for queue in self.queues.values())
 
     @property
     def is_idle(self) -> bool:
-        """True if everything that was committed is applied."""
+        """True if all committed contributions are applied."""
         return self.num_queued == 0 and all(queue.failure is None for queue in self.queues.values())
 
     # ------------------------------------------------------------------ pushes
@@ -147,10 +147,10 @@ class QueueExecutor:
         return staged
 
     async def commit(self, fence: Fence) -> None:
-        """Log the whole contribution and put it into all its queues at once, waiting until all of them have room.
+        """Log the whole contribution and put it into all its queues together, once all of them have room.
 
-        Raises TryAgain if there is no room for long or it cannot be logged, and StorageFailed once that has failed for
-        the round time-out. Then all of it stays staged, and the same push has to be sent again.
+        Raises TryAgain if there is no room for long or the log cannot be written, and StorageFailed once the log has
+        failed for the round time-out. Then the whole contribution stays staged, and the same push must be sent again.
         """
         loop = asyncio.get_running_loop()
         begin = loop.time()
@@ -182,10 +182,10 @@ class QueueExecutor:
 
     def _make_hold_error(self, blocks: Iterable[str]) -> GradpostError:
         if self.schedule.is_paused:
-            return RoundPending("the run is paused by an administrator; send this again")
+            return RoundPending("the run is paused by an administrator; send the push again")
         full = self._held.find_full_queues(blocks)
-        what = f"the queue of block {full[0]!r} is full" if full else "this pserver is busy"
-        return TryAgain(f"{what}; send this again", code="queue_full", blocks=full[:10])
+        what = f"the queue of block {full[0]!r} is full" if full else f"pserver {self._run.index} is busy"
+        return TryAgain(f"{what}; send the push again", code="queue_full", blocks=full[:10])
 
     def _check_blocks_run(self, names: Iterable[str]) -> None:
         for name in names:
@@ -240,7 +240,7 @@ class QueueExecutor:
             self._run.storage.append(update, [view_bytes(block.tensor().float()) for block in blocks], loaded)
 
     async def _handle_failed_append(self, what: str, error: OSError) -> NoReturn:
-        """Make the trainers send again, until the round time-out for a full disk has passed."""
+        """Make the trainers send the push again, until the round time-out for a full disk has passed."""
         failure = self._run.storage_failed(what, error)
         now = asyncio.get_running_loop().time()
         self._metrics.log_failures.inc()
@@ -249,7 +249,7 @@ class QueueExecutor:
         if now - self._log_fails_since >= self._run.install.round_timeout_seconds:
             await self._run.fail(failure)
             raise copy.copy(failure)
-        raise TryAgain(f"{failure.detail}; send this again")
+        raise TryAgain(f"{failure.detail}; send the push again")
 
     async def _drain_and_snapshot(self, number: Round, destination: Destination) -> None:
         await self._drain()
@@ -260,7 +260,7 @@ class QueueExecutor:
         await self._run.write_checkpoint(destination)
 
     async def _drain(self) -> None:
-        """Wait until everything that was committed is applied, or a block has stopped."""
+        """Wait until all committed contributions are applied, or a block has stopped."""
 
         def is_over() -> bool:
             return self.is_idle or not all(queue.is_working for queue in self.queues.values())
@@ -269,12 +269,12 @@ class QueueExecutor:
             await self._condition.wait_for(is_over)
 
     async def wait_for_newest(self, round_: Round, *, is_over: bool) -> Round:
-        """Return the number of committed contributions; a run that `is_over` has the named one at least."""
+        """Return the number of committed contributions; for a run that `is_over`, at least `round_`."""
         await self._pauses.wait_for_turn()
         return max(self.schedule.num_committed, round_ if is_over else 0)
 
     async def begin_checkpoint(self, round_: Round, destination: Destination) -> None:
-        """Begin a checkpoint of the committed contributions, which counts as one of this number."""
+        """Begin a checkpoint of the committed contributions, to be stored under this number."""
         self._pauses.begin_pause(self._drain_and_snapshot(round_, destination))
 
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
@@ -341,7 +341,7 @@ class QueueExecutor:
     async def get(self, fence: Fence, pull: Pull) -> Reply:
         """Return the newest parameters, once the clocks allow it to a trainer that has pushed step `fence.round`.
 
-        Raises what `Run.wait_for` raises.
+        Raises the errors of `Run.wait_for`.
         """
         loop = asyncio.get_running_loop()
         begin = loop.time()
@@ -408,7 +408,7 @@ class QueueExecutor:
             self._run.waiting_since = None
 
     async def end_waits(self, reason: GradpostError) -> None:
-        """End the run once everything that was committed is applied, so that the last checkpoint contains it."""
+        """End the run once all committed contributions are applied, so that the last checkpoint contains them."""
 
         async def drain_and_end() -> None:
             await self._drain()

@@ -42,7 +42,7 @@ LOG_RETRY_SECONDS = 0.5  # between tries to write to a full disk
 
 
 class RoundsExecutor:
-    """Applies the rounds that `Rounds` orders. The reply of the applied round is encoded once, for all trainers."""
+    """The executor of the orders of `Rounds`. The reply of the applied round is encoded once, for all trainers."""
 
     def __init__(self, run: Run, restored: Restored | None) -> None:
         install = run.install
@@ -77,7 +77,7 @@ class RoundsExecutor:
 
     @property
     def num_queued(self) -> int:
-        """No gradient is queued: contributions are staged."""
+        """Always 0, because contributions are staged and not queued."""
         return 0
 
     @property
@@ -123,7 +123,7 @@ class RoundsExecutor:
                 await self._condition.wait()
 
     async def wait_until_changeable(self) -> None:
-        """Return at once, since a running apply does not depend on the members."""
+        """Return immediately, since a running apply does not depend on the members."""
 
     def install_members(self, membership: Membership) -> None:
         """Install a set of members, which may complete the batch barrier."""
@@ -183,7 +183,7 @@ class RoundsExecutor:
     async def _revoke_reply(self) -> None:
         """Wait for the last readers of the reply, whose values are about to change, and end the slow ones.
 
-        All members have read it, since their fetch barriers have arrived. With `max_delay` it is a copy.
+        All members have read it, since their fetch barriers have arrived. With `max_delay` the reply is a copy.
         """
         if self.schedule.max_delay:
             return
@@ -248,7 +248,7 @@ class RoundsExecutor:
                 if not self._has_warned_about_disagreement:
                     self._has_warned_about_disagreement = True
                     log.warning(
-                        "trainers push different hyper-parameters; the lowest rank's count",
+                        "trainers push different hyperparameters; the lowest rank's count",
                         round=apply.round, used=f"trainer {apply.ranks[0]}", ignored=f"trainer {rank}",
                     )  # fmt: skip
 
@@ -267,7 +267,7 @@ class RoundsExecutor:
     async def get(self, fence: Fence, pull: Pull) -> Reply:
         """Return version `pull.round`, or with `max_delay` a newer one.
 
-        Raises what `Run.wait_for` raises, and StaleRound when the version has been overwritten.
+        Raises the errors of `Run.wait_for`, and StaleRound when the version has been overwritten.
         """
         reply = await self._run.wait_for(fence, pull.wait_seconds, lambda: self._find_reply(fence))
         if pull.names:
@@ -296,14 +296,14 @@ class RoundsExecutor:
         return None
 
     def _serves(self, version: Round, fence: Fence) -> bool:
-        """Return whether this version may be the answer: with `max_delay` the newest is better than an old one."""
+        """Return whether this version may be the answer: with `max_delay` newer versions may be."""
         return version == fence.round or (version > fence.round and self.schedule.max_delay > 0)
 
     async def get_norm(self, fence: Fence, pull: Pull) -> NormAnswer:
         """Return the norm of this shard's part of a round's gradient.
 
         The global norm, `pull.norm`, lets the round be stepped, and the answer waits until that round is over. The
-        answer for a round that is over is the norm that was sent then, if one was. Raises as `get`.
+        answer for a round that is over is the norm that was sent then, if one was. Raises the same errors as `get`.
         """
         return await self._run.wait_for(fence, pull.wait_seconds, lambda: self._find_norm(fence, pull.norm))
 
@@ -326,9 +326,7 @@ class RoundsExecutor:
         assert self._run.install.max_grad_norm is not None
         if not agreed.own.is_same(measured.norm):
             round_ = measured.apply.round
-            raise NormChanged(
-                f"the gradient of round {round_} is another one since its norm was asked for", round=round_
-            )
+            raise NormChanged(f"the gradient of round {round_} changed after its norm was requested", round=round_)
         if self.schedule.measuring is not None:
             coefficient = clip_coefficient(agreed.norm, self._run.install.max_grad_norm)
             self._begin(self._apply(self.schedule.accept_norm(), coefficient))
@@ -346,7 +344,7 @@ class RoundsExecutor:
         elif rounds.is_paused:
             cause = "an administrator, who has paused the run"
         elif rounds.measuring is not None:
-            missing, owed = sorted(rounds.members), f"bring the global norm of round {rounds.open}"
+            missing, owed = sorted(rounds.members), f"send the global norm of round {rounds.open}"
             cause = "its global norm"
         is_measuring = rounds.measuring is not None and self._find_measured(rounds.measuring) is None
         if rounds.applying is not None or is_measuring:
@@ -385,7 +383,7 @@ class RoundsExecutor:
     # ------------------------------------------------------------------ the end
 
     async def end_waits(self, reason: GradpostError) -> None:
-        """End the run at once: a running apply goes on."""
+        """End the run immediately. A running apply continues."""
         await self._run.end(reason)
 
     def close(self, reason: GradpostError) -> None:

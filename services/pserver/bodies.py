@@ -1,7 +1,7 @@
 """Request bodies in buffers that are reused, because page faults are half the cost of receiving a large body.
 
-A buffer belongs to one `Body` until the last reference to it is gone: that of the request that received it, then those
-of the blocks staged from it. Then it returns to the pool by itself, so no path can forget it or free it early.
+A buffer belongs to one `Body`, referenced by its request and then by the blocks staged from it. The buffer returns to
+the pool when the last reference is released.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BufferPool:
         return np.empty(num_bytes, np.uint8).data
 
     def release(self, buffer: memoryview) -> None:
-        """Keep the buffer, unless more bytes would be idle than were ever in use at once."""
+        """Keep the buffer, unless more bytes would be idle than were ever in use at a time."""
         self.used_bytes -= len(buffer)
         if self.idle_bytes + len(buffer) <= self._peak_bytes:
             self.idle_bytes += len(buffer)
@@ -103,7 +103,7 @@ def content_length(headers: dict[str, str], limits: FrameLimits) -> int:
 
 
 async def receive_body(scope: Scope, receive: Receive, num_bytes: int, limits: FrameLimits, pool: BufferPool) -> Body:
-    """Receive exactly `num_bytes` and parse them. Waits for the client. Raises BadInput if it stops early."""
+    """Receive exactly `num_bytes` and parse them. Waits for the client. Raises BadInput if the body ends early."""
     body = Body(pool, num_bytes)
     filled = 0
     more = True

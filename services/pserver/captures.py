@@ -24,7 +24,7 @@ MAX_ROUNDS_AHEAD = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """Copies of one block's values, of shape (num_elements,), float32; `version` is that after the update."""
+    """Copies of one block's values, of shape (num_elements,), float32; `version` is the version after the update."""
 
     version: Round
     before: Tensor
@@ -32,7 +32,9 @@ class Stepped:
 
 
 class Probes:
-    """Waits for the next update of single blocks; all readers of a block share one wait.
+    """Pending reads of single blocks, each completed by the next update of its block.
+
+    All readers of a block share one.
 
     The compute thread calls `copy_before` and `finish_probes`.
     """
@@ -68,7 +70,7 @@ class Probes:
 class Captures:
     """Reads of the whole shard after given rounds, before its next write.
 
-    The compute thread calls `capture_round`; all else is called on the event loop.
+    The compute thread calls `capture_round`; other methods are called on the event loop.
     """
 
     def __init__(self) -> None:
@@ -77,13 +79,13 @@ class Captures:
     async def wait_for_round(self, round_: Round, read: Callable[[], T], seconds: float, newest: Round) -> T:
         """Return what `read` returns after a round that is not over; `newest` is the newest applied round.
 
-        Raises TimeoutError after `seconds`, StaleRound if the round was over too soon, FutureRound, TryAgain, and what
-        `read` raises.
+        Raises TimeoutError after `seconds`, StaleRound if the round was over too soon, FutureRound, TryAgain, and the
+        errors of `read`.
         """
         if round_ > newest + MAX_ROUNDS_AHEAD:
-            raise FutureRound(f"round {round_} is far ahead", current=newest)
+            raise FutureRound(f"round {round_} must be at most {newest + MAX_ROUNDS_AHEAD} now", current=newest)
         if sum(map(len, self._wanted.values())) >= MAX_CAPTURES:
-            raise TryAgain("too many requests wait for rounds to read", code="overloaded")
+            raise TryAgain(f"the limit of {MAX_CAPTURES} waiting reads is reached; retry later", code="overloaded")
         waiter: Future[T] = Future()
         capture = read, waiter
         self._wanted.setdefault(round_, []).append(capture)

@@ -29,9 +29,10 @@ Write: TypeAlias = Callable[[], object]
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time to each destination, so that the log does not grow while a place hangs.
+    """The writer of checkpoints, one at a time to each destination, so that the log does not grow while a place hangs.
 
-    Lives on the event loop; the compute thread calls `choose_destination`, too. Without storage none is ever due.
+    Lives on the event loop; the compute thread calls `choose_destination`, too. Without storage no checkpoint is ever
+    due.
     """
 
     def __init__(self, storage: RunStorage | None, interval: int, metrics: PserverMetrics) -> None:
@@ -65,7 +66,7 @@ class CheckpointWriter:
         return self._writing.get("place") == round_
 
     def choose_destination(self, round_: Round) -> Destination | None:
-        """Return the destination of the shard after this round, or None. It counts as being written from now on."""
+        """Return the destination of the shard after this round, or None. It counts as busy from now on."""
         destination: Destination | None = None
         if self._storage is None:
             return None
@@ -137,7 +138,7 @@ class CheckpointWriter:
         if destination == "place":  # then an own checkpoint is due; the folder is tried again after an interval
             self._newest = max(self._storage.rounds, default=0)
         self._metrics.checkpoint_failures.inc()
-        log.error("a checkpoint could not be written; training goes on", round=round_, error=str(error))
+        log.error("a checkpoint could not be written; training continues", round=round_, error=str(error))
 
     def _ended(self, round_: Round, destination: Destination) -> None:
         del self._writing[destination]

@@ -94,7 +94,7 @@ class Clocks(Generic[Payload]):
 
     @property
     def open_steps(self) -> dict[Rank, Round]:
-        """The next step of each rank, members or not."""
+        """The next step of each rank, including ranks that are not members."""
         return {rank: steps.open for rank, steps in sorted(self._steps.items())}
 
     def copy_history(self) -> History:
@@ -122,7 +122,7 @@ class Clocks(Generic[Payload]):
         return admit(step, steps.open, max(step, steps.open) if may_skip_steps else steps.open)
 
     def check_state(self, rank: Rank, incarnation: Incarnation, round_: Round, version: Round) -> None:
-        """Raise Conflict unless the trainer is a member. There is no common round, so any version will do."""
+        """Raise Conflict unless the trainer is a member. There is no common round, so every version is accepted."""
         check_member(self.members, rank, incarnation)
 
     def check_delay(self, rank: Rank, step: Round, computed_on: Round) -> None:
@@ -131,11 +131,12 @@ class Clocks(Generic[Payload]):
         Raises FutureRound if it was computed on parameters that this trainer cannot have.
         """
         if computed_on >= step:
-            raise FutureRound(f"step {step} cannot have been computed on version {computed_on}", current=step - 1)
+            text = f"step {step} of trainer {rank} must be computed on an earlier version than {computed_on}"
+            raise FutureRound(text, current=step - 1)
         oldest = oldest_start(step, self._rules.max_delay)
         if computed_on < oldest:
             raise Conflict(
-                f"trainer {rank} computed step {step} on parameters of its step {computed_on}",
+                f"trainer {rank} computed step {step} on version {computed_on}, which is too old",
                 code="delay_exceeded", expected=f">= {oldest} (max_delay {self._rules.max_delay})", actual=computed_on,
             )  # fmt: skip
 
@@ -183,7 +184,7 @@ class Clocks(Generic[Payload]):
         if step >= steps.open:
             if steps.is_restored:
                 raise ContributionMissing(f"this pserver was restarted and has lost step {step} of trainer {rank}")
-            raise FutureRound(f"step {step} has not been pushed", current=steps.open)
+            raise FutureRound(f"trainer {rank} has not pushed step {step}", current=steps.open)
         missing = set()
         if self._rules.wait_for_apply and steps.clock < step:
             missing.add(rank)

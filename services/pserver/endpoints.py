@@ -1,7 +1,7 @@
 """The binary endpoints: raw ASGI, because a path operation would cost more than the request.
 
-Each one parses the fence, checks it before the body is read, and calls the run. FastAPI cannot read their OpenAPI
-descriptions off a signature, so they stand at the end.
+Each one parses the fence, checks it before the body is read, and calls the run. FastAPI cannot derive their OpenAPI
+descriptions from a signature. They follow at the end of this file.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TensorEndpoints:
         await _send_json(scope, receive, send, answer)
 
     async def barrier(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count a batch or fetch barrier and answer at once."""
+        """Count a batch or fetch barrier and answer without waiting."""
         headers = _headers(scope)
         await discard_body(scope, receive)
         run, fence, barrier = self._pserver.run, Fence.from_headers(headers), Barrier.from_headers(headers)
@@ -117,7 +117,7 @@ class TensorEndpoints:
         rounds = run.executor
         if not isinstance(rounds, RoundsExecutor) or run.install.max_grad_norm is None:
             raise Conflict(
-                "the gradients of this run are not clipped, so that rounds have no norm (max_grad_norm)",
+                "this run does not clip gradients; norms require the synchronous mode and max_grad_norm",
                 code="mode_mismatch",
             )
         if pull.barrier is not None:
@@ -155,12 +155,12 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _require_rounds(run: Run, fence: Fence, what: str) -> RoundsExecutor:
-    """Return the executor of a synchronous run. Raises what is stale about the request, else Conflict."""
+    """Return the executor of a synchronous run. Raises the error of a stale request, else Conflict."""
     run.check_fence(fence)
     if isinstance(run.executor, RoundsExecutor):
         return run.executor
     raise Conflict(
-        f"a {what} belongs to the synchronous mode",
+        f"a {what} requires the synchronous mode",
         code="mode_mismatch", expected=f"no {what}", actual=run.install.consistency.mode,
     )  # fmt: skip
 
@@ -178,7 +178,7 @@ async def _receive_names(scope: Scope, receive: Receive) -> list[str]:
     except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise BadInput("the body of a get is empty or a JSON list of block names", code="malformed_frame")
+        raise BadInput("the body of a get must be empty or a JSON list of block names", code="malformed_frame")
     return names
 
 
@@ -214,20 +214,20 @@ _FENCE = [
     _header(name, f"part of the fence, such as {value}", required=True, type="string", pattern=HEADER_PATTERNS[name])
     for name, value in _EXAMPLE.to_headers().items()
 ]
-_BARRIER = _header(BARRIER_HEADER, "the kind of the barrier", required=True, type="string", enum=["batch", "fetch"])
+_BARRIER = _header(BARRIER_HEADER, "kind of the barrier", required=True, type="string", enum=["batch", "fetch"])
 _CARRIED_BARRIER = {**_BARRIER, "required": False}
 _VERDICT = _header(
-    VERDICT_HEADER, "whether the trainer's gradient is finite, as far as the pservers have found",
+    VERDICT_HEADER, "whether the trainer's gradient is finite, according to the pservers' answers to its pushes",
     type="string", enum=["finite", "nonfinite"],
 )  # fmt: skip
 _NORM = _header(
     NORM_HEADER,
-    "where gradients are clipped: digest, sum of squares of this shard and of all, separated by one space",
+    "with clipping: digest, sum of squares of this shard, sum of squares of all shards, separated by single spaces",
     type="string",
     maxLength=norms.MAX_TEXT,
     pattern="^[0-9A-Za-z]+ [!-~]+ [!-~]+$",
 )
-_WAIT = _header(WAIT_HEADER, "maximal time to wait, in seconds", type="number", minimum=0, maximum=MAX_WAIT_SECONDS)
+_WAIT = _header(WAIT_HEADER, "longest time to wait, in seconds", type="number", minimum=0, maximum=MAX_WAIT_SECONDS)
 _BASE = _header(
     HAVE_HEADER, "base version of the trainer: blocks that have not changed since are left out",
     type="integer", minimum=0, maximum=MAX_ORDINAL,
@@ -253,7 +253,7 @@ SEND_OPENAPI = _operation(
 )
 GET_OPENAPI = _operation(
     [_CARRIED_BARRIER, _VERDICT, _BASE, _NORM, _WAIT],
-    {"description": "exactly the version of the fence's round", "content": _BINARY},
+    {"description": "the version of the fence's round", "content": _BINARY},
     description="Waits for the round to be applied. The request may carry the batch barrier. The body may be a JSON "
     "list of block names; without one the answer is the whole shard.",
     requestBody=_NAMES_BODY,

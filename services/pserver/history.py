@@ -15,7 +15,7 @@ from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 @dataclass(slots=True)
 class History:
-    """By round: the ranks whose contributions it contains, and the ranks because of which it stepped nothing, if any.
+    """The ranks whose contributions each round contains, and the ranks because of which a round stepped nothing.
 
     In asynchronous modes instead, by rank: the incarnation and the number of the newest committed step.
     """
@@ -53,7 +53,9 @@ class History:
                 del known[old]
 
     def outcome(self, round_: Round) -> dict[str, str]:
-        """Return the metadata of the reply with this version: the skipped rounds, and the state of the GradScaler.
+        """Return the metadata of the reply for this version: ranks with non-finite gradients, and the GradScaler state.
+
+        `skipped_for` is this round; `skipped_before` maps earlier rounds.
 
         >>> History(nonfinite={6: (1,), 7: (0,)}).outcome(7)
         {'skipped_for': '[0]', 'skipped_before': '{"6": [1]}'}

@@ -91,7 +91,7 @@ BINARY: dict[int | str, dict[str, Any]] = {
 
 Names: TypeAlias = Annotated[list[Name], Query(max_length=MAX_TENSORS, description="names of blocks")]
 AtRound: TypeAlias = Annotated[
-    OrdinalText | None, Query(alias="round", description="a round that is not over; default: the newest")
+    OrdinalText | None, Query(alias="round", description="round to read, which is not over; default: the newest")
 ]
 Seconds: TypeAlias = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait for the round")]
 

@@ -1,4 +1,4 @@
-"""Bounds on what a pserver holds at once: bytes of bodies in flight, waiting pulls, copies of blocks for readers."""
+"""Limits of the memory of a pserver: bytes of bodies in flight, waiting pulls, copies of blocks for readers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 10.0  # of a reader that waits for room for a copy
 class InFlight:
     """Announced bytes of bodies, from their headers until their requests have ended.
 
-    Every trainer has an equal share, and may always send one body, however large: so no trainer keeps another out.
+    Every trainer has an equal share, and may always send one body of any size, so that no trainer can block another.
     Staged contributions do not count. The protocol bounds them (one for each trainer, round and block), and they end
     with the round only: if they counted, the push that completes a round could be refused for ever.
     """
@@ -32,18 +32,19 @@ class InFlight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all trainers."""
+        """The announced bytes of all trainers."""
         return self._by_rank.total()
 
     @contextmanager
     def reserve(self, rank: Rank, num_bytes: int, num_trainers: int) -> Iterator[None]:
-        """Count a body while the block runs. Raises TryAgain at once if the trainer's share is used up."""
+        """Count a body while the block runs. Raises TryAgain without waiting if the trainer's share is used up."""
         share = self._max_bytes // max(1, num_trainers)
         total = self._by_rank[rank] + num_bytes
         if self._by_rank[rank] and total > share:
             raise TryAgain(
-                f"bodies of trainer {rank} are in flight already", code="overloaded",
-                expected=f"<= {share} bytes together", actual=total,
+                f"trainer {rank} exceeds its share of request bodies in flight; retry when its earlier requests "
+                "have ended",
+                code="overloaded", expected=f"<= {share} bytes", actual=total,
             )  # fmt: skip
         self._by_rank[rank] += num_bytes
         try:
@@ -57,7 +58,7 @@ class InFlight:
 class WaitingPulls:
     """The pulls of each trainer that wait, or whose replies are being sent.
 
-    One too many ends the oldest: its client has most likely disconnected.
+    A pull beyond the limit ends the oldest pull, whose client has most likely disconnected.
     """
 
     def __init__(self, max_each: int = MAX_WAITING_PULLS) -> None:
@@ -78,7 +79,8 @@ class WaitingPulls:
                 pulls.append(place)
                 yield
         except TimeoutError:
-            raise TryAgain(f"trainer {rank} has sent {self._max_each} requests since", code="overloaded") from None
+            text = f"trainer {rank} sent {self._max_each} newer requests, so this one was ended"
+            raise TryAgain(text, code="overloaded") from None
         finally:
             if place in pulls:
                 pulls.remove(place)
@@ -87,7 +89,7 @@ class WaitingPulls:
 
 
 class Copies:
-    """A budget of memory for copies of blocks: many small ones or few large ones, and always one, however large."""
+    """A budget of memory for copies of blocks: many small or few large copies, and always one copy of any size."""
 
     def __init__(self, max_bytes: int = MAX_COPIED_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -96,14 +98,16 @@ class Copies:
 
     @asynccontextmanager
     async def reserve(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait for room and hold it while the block runs. Raises TryAgain if there is none for long."""
+        """Wait for room and hold it while the block runs. Raises TryAgain after `PATIENCE_SECONDS`."""
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
                     self._freed.clear()
                     await self._freed.wait()
         except TimeoutError:
-            raise TryAgain("too many requests read large blocks; send this again", code="overloaded") from None
+            text = f"no memory for a copy of {num_bytes} bytes after {PATIENCE_SECONDS:g} s"
+            text = f"{text} (limit {self._max_bytes} bytes for all readers); retry later"
+            raise TryAgain(text, code="overloaded") from None
         self._num_bytes += num_bytes
         try:
             yield

@@ -69,7 +69,7 @@ class PserverMetrics:
         self.nonfinite = counter("gradpost_nonfinite_pushes", "Pushes with NaN or infinity; not counted under `allow`.")
         self.disagreements = counter(
             "gradpost_hyper_parameter_disagreements",
-            "Contributions whose hyper-parameters were ignored, because the lowest rank pushed others.",
+            "Contributions whose hyperparameters were ignored, because the lowest rank pushed others.",
         )
         gauge("gradpost_compute_queue", "Tensor jobs that are queued or running.").set_function(
             lambda: compute.num_jobs
@@ -86,11 +86,11 @@ class LoadMeter:
 
     @property
     def num_held(self) -> int:
-        """Pushes that wait for room in a queue."""
+        """The number of pushes that wait for room in a queue."""
         return int(_read(self._metrics.held_pushes)["value"])
 
     def read(self) -> dict[str, Any]:
-        """Return members of PserverLoad."""
+        """Return the fields of PserverLoad that follow from the metrics."""
         applies, waits, staleness = (
             {key: value - before[key] for key, value in _read(histogram).items()}
             for histogram, before in zip(self._histograms, self._before, strict=True)

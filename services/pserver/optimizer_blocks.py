@@ -1,7 +1,7 @@
 """A shard's optimizer state, the ranges in which blocks are stepped, and state that a trainer loads.
 
-A trainer loads optimizer state, such as that of a checkpoint of its own, with its next contribution. It is staged and
-logged with the gradient and loaded before the step. So a round loads it on all pservers or on none.
+A trainer sends loaded optimizer state with its next contribution. The pserver stages and logs the state with the
+gradient, and loads it before the step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .tensors import StagedBlock, view_bytes
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """Optimizer state of the blocks in `states`; a slot of theirs that is not in `tensors` is empty."""
+    """Optimizer state of the blocks in `states`; a slot of these blocks that is not in `tensors` is empty."""
 
     states: Mapping[str, StepState]
     tensors: Mapping[str, Tensor]  # by `{slot}/{block}`, of shape (num_elements,), float32; only read
@@ -68,7 +68,7 @@ class LoadedState:
 
 
 def find_loaded(contributions: Sequence[Mapping[str, StagedBlock | StepState]]) -> LoadedState | None:
-    """Return the state that a round loads: that of the lowest rank with any."""
+    """Return the state that a round loads: the state from the lowest rank that loads any."""
     return next(filter(None, map(LoadedState.from_staged, contributions)), None)
 
 
@@ -149,7 +149,7 @@ class OptimizerBlocks:
     def load_blocks(self, states: Mapping[str, StepState], slots: Mapping[str, Tensor]) -> None:
         """Replace the counts and slots of these blocks. `{slot}/{block}` tensors of shape (num_elements,) are copied.
 
-        A slot of theirs that is not among these becomes empty. Every counter begins with these counts.
+        A slot of these blocks without a tensor becomes empty. Every counter begins with these counts.
         """
         for name in states:
             place = self._layout.place[name]

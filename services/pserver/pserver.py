@@ -111,13 +111,13 @@ class Pserver:
         return self._run
 
     async def open_folder(self, index: PserverIndex | None) -> HeldRun | None:
-        """Before a registration: end the current run, lock the folder, and restore the run in it.
+        """End the current run, lock the folder, and restore the run in it, before a registration.
 
         Damaged files are passed over. Raises FolderTaken if another process holds the folder, StorageFailed if it
         cannot be used, and TryAgain if its contents cannot be read now.
         """
         async with self._installing:
-            await self._replace_run(None, StalePserver("this pserver is being registered again"))
+            await self._replace_run(None, StalePserver("the pserver is being registered again"))
             self._changes = MembershipChanges()
             if self.disk is None:
                 return None
@@ -125,8 +125,9 @@ class Pserver:
                 await asyncio.to_thread(self.disk.open, self.index if index is None else index)
             except OSError as error:
                 if self.disk.folder is not None:
-                    raise TryAgain(f"the state of this pserver cannot be read: {error}") from error
-                text = f"the folder for the pserver's state cannot be used: {error} (state_dir)"
+                    folder = self.disk.folder.path
+                    raise TryAgain(f"pserver {self.disk.index} cannot read its state in {folder}: {error}") from error
+                text = f"the pserver cannot use its state folder: {error}. Set a state_dir that it can write to"
                 raise StorageFailed(text) from error
             self._has_opened_folder = True
             return self.disk.held
@@ -144,13 +145,14 @@ class Pserver:
             if self.disk is not None:
                 await self._write_identity(self.disk, answer)
             identity = f"pserver {answer.index} incarnation {answer.incarnation}"
-            await self._replace_run(None, StalePserver("this pserver was registered again", current=identity))
+            await self._replace_run(None, StalePserver("the pserver was registered again", current=identity))
 
     async def _write_identity(self, disk: Disk, answer: PserverRegistered) -> None:
         try:
             await asyncio.to_thread(disk.write_incarnation, answer.index, answer.incarnation)
         except OSError as error:
-            raise StorageFailed(f"pserver {answer.index} cannot write its identity: {error} (state_dir)") from error
+            text = f"pserver {answer.index} cannot write its identity: {error}. Set a state_dir that it can write to"
+            raise StorageFailed(text) from error
 
     async def _replace_run(self, run: Run | None, reason: GradpostError) -> None:
         """Replace the run. Requests to the old one, also in the middle of a body, fail with the reason."""
@@ -168,7 +170,7 @@ class Pserver:
         async with self._installing:
             if message.incarnation != self.incarnation or self.index is None:
                 raise StalePserver(
-                    "this installation was meant for another incarnation of this pserver",
+                    f"the installation is for another incarnation of pserver {self.index}",
                     expected=self.incarnation, actual=message.incarnation,
                 )  # fmt: skip
             await self._install_run(message)
@@ -177,17 +179,18 @@ class Pserver:
         current = self._run
         if current is not None and (current.install.run, current.install.attempt) == (message.run, message.attempt):
             if current.install.plan != message.plan:
-                raise Conflict("this run was installed with another plan")
+                raise Conflict(f"run {message.run} is installed with another slice plan on pserver {self.index}")
             members = InstallMembers(
                 run=message.run, attempt=message.attempt, number=message.number, **message.membership.to_fields()
             )
             await self._change_members(current, members)
             return
         if current is not None and current.install.run == message.run and message.attempt < current.install.attempt:
-            raise StaleRun("this attempt has been rolled back", current=current.install.attempt)
+            raise StaleRun(f"attempt {message.attempt} has been rolled back", current=current.install.attempt)
         assert self.index is not None
         if message.run in self._ended_runs:
-            raise StaleRun("this run has ended here", current=current.install.run if current else None)
+            text = f"run {message.run} has ended on pserver {self.index}"
+            raise StaleRun(text, current=current.install.run if current else None)
         changes = self._changes_of(message.run)
         changes.check_change(message.number)
         plan = SlicePlan.from_json(message.plan)
@@ -217,7 +220,7 @@ class Pserver:
     async def _open_storage(self, message: InstallRun) -> tuple[RunStorage | None, Restored | None]:
         if self.disk is None:
             if message.restore is not None or message.durability != "none":
-                raise StorageFailed("this pserver has no folder for its state (GRADPOST_STATE_DIR)")
+                raise StorageFailed(f"pserver {self.index} has no folder for its state; set GRADPOST_STATE_DIR")
             return None, None
         try:
             return await asyncio.to_thread(self.disk.open_run, message)
@@ -265,18 +268,17 @@ class Pserver:
         """Begin a change of members: hold every barrier back until the end of this change, or of a later one.
 
         Raises Conflict if it is late, StaleRun if this pserver has another attempt, NotReady if it has nothing of the
-        run. In all these cases the end of an earlier change has no effect any more: this change is decided on its
-        answers.
+        run. In all these cases the end of an earlier change no longer has an effect.
         """
         reach_failpoint("freeze.before")
         run = await self._opened_run()
         if run is not None and run.install.run != message.run:
-            raise NotReady(f"this pserver serves run {run.install.run}", waiting_for="an installation")
+            raise NotReady(f"pserver {self.index} serves run {run.install.run}", waiting_for="an installation")
         self._changes_of(message.run).begin_change(message.number)
         if run is None:
             frozen = self._freeze_held(message)
         elif run.install.attempt != message.attempt:
-            raise StaleRun("this pserver serves another attempt", current=run.install.attempt)
+            raise StaleRun(f"pserver {self.index} serves another attempt", current=run.install.attempt)
         else:
             frozen = await run.freeze()
         reach_failpoint("freeze.after")
@@ -290,11 +292,11 @@ class Pserver:
         async with self._installing:
             if not self._has_opened_folder:
                 if self.disk is None or self.disk.folder is None:
-                    raise TryAgain("this pserver has not opened its folder yet")
+                    raise TryAgain("the pserver has not opened its state folder yet")
                 try:
                     await asyncio.to_thread(self.disk.open, self.index)
                 except OSError as error:
-                    raise TryAgain(f"pserver {self.index} cannot read what it holds: {error}") from error
+                    raise TryAgain(f"pserver {self.index} cannot read its state: {error}") from error
                 self._has_opened_folder = True
             return self._run
 
@@ -302,9 +304,9 @@ class Pserver:
         """Return the progress of the run on the disk, of which nothing is staged."""
         held = None if self.disk is None else self.disk.held
         if held is None or held.run != message.run:
-            raise NotReady("this pserver holds nothing of the run", waiting_for="an installation")
+            raise NotReady(f"pserver {self.index} holds nothing of run {message.run}", waiting_for="an installation")
         if held.attempt != message.attempt:
-            raise StaleRun("this pserver holds another attempt", current=held.attempt)
+            raise StaleRun(f"pserver {self.index} holds another attempt of run {message.run}", current=held.attempt)
         return held.rounds
 
     async def find_restorable(self, run: str, newest: Round | None = None) -> Ranges:
@@ -322,7 +324,7 @@ class Pserver:
         if self.disk.held is not None and self.disk.held.run == run:
             return await self._search(self.disk.find_restorable, newest)
         if self.index is None:
-            raise NotReady("this pserver is not registered yet", waiting_for="its registration")
+            raise NotReady("the pserver is not registered yet", waiting_for="its registration")
         return await self._search(self.disk.find_checkpoints, run, self.index)
 
     async def _search(self, find: Callable[..., Ranges], *arguments: Any) -> Ranges:
@@ -341,7 +343,7 @@ class Pserver:
         """
         run = self.run
         if run.install.run != message.run:
-            raise StaleRun("this pserver serves another run", current=run.install.run)
+            raise StaleRun(f"pserver {self.index} serves another run", current=run.install.run)
         await run.want_checkpoint(message.round, is_over=message.is_over)
         if message.is_over:
             await run.wait_for_writes()
@@ -372,7 +374,7 @@ class Pserver:
         )
 
     async def stop(self) -> None:
-        """Before the process ends: end the waiting requests, and persist the shard."""
+        """End the waiting requests, and persist the shard, before the process ends."""
         if self._run is not None:
             await self._run.stop()
 

@@ -54,9 +54,7 @@ class Pulls:
         if pull is None and self._restored is not None and step < min(known, default=step + 1):
             return self._restored
         if pull is None:
-            raise StaleRound(
-                f"trainer {rank} pulled no parameters after its step {step}, or newer ones since", current=sorted(known)
-            )
+            raise StaleRound(f"trainer {rank} has no recorded pull after its step {step}", current=sorted(known))
         return pull
 
     def forget_trainer(self, rank: Rank) -> None:
@@ -65,7 +63,7 @@ class Pulls:
 
 
 def divide_rates(hyper_parameters: Sequence[HyperParameters], staleness: int) -> list[HyperParameters]:
-    """Return the groups' hyper-parameters with every learning rate divided by the staleness, or by 1 if it is 0.
+    """Return the groups' hyperparameters with every learning rate divided by the staleness, or by 1 if it is 0.
 
     Zhang, Gupta, Lian, Liu: Staleness-aware async-SGD for distributed deep learning (IJCAI 2016), eq. 6.
     """

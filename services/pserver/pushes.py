@@ -37,9 +37,8 @@ def read_push(body: Body, layout: ShardLayout, plan: SlicePlan, *, is_async: boo
         return Push({}, slots=_read_slots(body, layout, plan.optimizer))
     completion = Completion.from_metadata(metadata, plan.optimizer)
     if is_async and completion is not None and completion.computed_on is None:
-        raise BadInput(
-            f"the last push of a step lacks {COMPUTED_ON_KEY}", code="malformed_frame", expected="the step of a get"
-        )
+        text = f"the last push of a step must contain {COMPUTED_ON_KEY}"
+        raise BadInput(text, code="malformed_frame", expected="the step of a get")
     return Push(read_blocks(body, layout), completion)
 
 
@@ -98,13 +97,14 @@ def _read_block(
         entry = entries.get(name)
         if entry is None:
             raise BadInput(
-                f"the push contains a part of a block, but not {name!r}",
+                f"the push contains a part of a block and must also contain {name!r}",
                 code="malformed_frame", expected=f"{dtype} {list(shape)}",
             )  # fmt: skip
         if entry.dtype != dtype:
-            raise BadInput(f"block {name!r}", code="wrong_dtype", expected=dtype, actual=entry.dtype)
+            raise BadInput(f"block {name!r} has another dtype", code="wrong_dtype", expected=dtype, actual=entry.dtype)
         if entry.shape != shape:
-            raise BadInput(f"block {name!r}", code="wrong_shape", expected=list(shape), actual=list(entry.shape))
+            text = f"block {name!r} has another shape"
+            raise BadInput(text, code="wrong_shape", expected=list(shape), actual=list(entry.shape))
         found.append(entry)
     return StagedBlock(body, tuple(found), num_elements)
 

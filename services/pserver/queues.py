@@ -2,7 +2,7 @@
 
 contribution, contribution, ── freeze waits ──► pause or freeze ──► one contribution ──► the next pause, …
 
-A contribution is put into all its queues at once (ADR 5).
+A contribution enters all its queues together (ADR 5).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One trainer's gradient for this block, the pull that it was computed on, and the hyper-parameters of its step."""
+    """One trainer's gradient for this block, the pull that it was computed on, and the hyperparameters of its step."""
 
     committed: Committed[StagedBlock]
     block: StagedBlock
@@ -77,7 +77,7 @@ class Snapshot:
 
 
 class BlockQueue:
-    """A bounded queue that never waits for room: the caller puts an update only if all queues of it have room.
+    """A bounded queue that never waits for room: the caller puts a contribution only if all its queues have room.
 
     `apply` runs an update; if it raises, the block stops, and `failure` has the reason. `changed` is called then, and
     after every update.
@@ -120,7 +120,7 @@ class BlockQueue:
         self._queue.put_nowait(update)
 
     def put_snapshot(self, snapshot: Snapshot) -> None:
-        """Queue a snapshot, which needs no room; it may have failed at another block already."""
+        """Queue a snapshot, which needs no room and may have failed at another block."""
         self._queue.put_nowait(snapshot)
 
     def close(self) -> None:

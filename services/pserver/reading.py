@@ -27,7 +27,7 @@ class Reading:
 
 
 class DirectReader:
-    """`none` and `block`: reads on one thread, the compute thread for `block`, which then is in no update.
+    """The reader for `none` and `block`, on one thread; for `block` the compute thread, which then runs no update.
 
     A thread of its own reads while updates are written, so that even one block may be half old and half new.
     """
@@ -58,10 +58,10 @@ class DirectReader:
 
 
 class SnapshotReader:
-    """`shard`: puts a snapshot into all queues at once; each block is copied when its worker gets to it.
+    """The reader for `shard`, which puts a snapshot into all queues; each block is copied when its worker gets to it.
 
-    A contribution is put into all queues at once, too, so a snapshot contains all of its blocks or none. One snapshot
-    is made at a time; the reads that arrive meanwhile share the next one.
+    Contributions and snapshots enter all their queues together, so a snapshot has all blocks of a contribution or none.
+    One snapshot is made at a time; the reads that arrive meanwhile share the next one.
     """
 
     def __init__(

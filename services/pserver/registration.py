@@ -31,7 +31,7 @@ LAST_CHECKPOINT_SECONDS = 60.0  # for a place that hangs; the log contains the a
 
 
 class Registration:
-    """One background task. It ends when `stop` is set, and sets it when the coordinator reports the end of the run."""
+    """The background task, which ends when `stop` is set, and sets `stop` once the coordinator reports the end."""
 
     def __init__(
         self, pserver: Pserver, settings: PserverSettings, http: httpx.AsyncClient, *, local: str | None = None
@@ -128,7 +128,7 @@ class Registration:
                 return
             except (httpx.TransportError, GradpostError, ValueError) as error:  # ValueError: see `_register`
                 if not is_failing:
-                    log.warning("heartbeats fail; training goes on without the coordinator", error=repr(error))
+                    log.warning("heartbeats fail; training continues without the coordinator", error=repr(error))
                 is_failing = True
                 state = self._pserver.make_heartbeat()
                 if alone is None or alone[1] != state.round:

@@ -1,4 +1,4 @@
-"""The frame of one version, which many trainers read at once, and the encoding of the blocks that it is made of."""
+"""The reply frame of one version, shared by concurrent gets, and the encoding of its blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_DELTAS: Mapping[str, Sequence[EncodedTensor]] = {}
 
 
 class ChunkEncoder:
-    """Encodes blocks of `values`, the shard's flat float32 tensor, in chunks of about 1 MiB or without a copy."""
+    """An encoder of blocks of `values`, the shard's flat float32 tensor, in chunks of about 1 MiB or without a copy."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values

@@ -42,7 +42,7 @@ class Measured:
 
 
 class RoundWork:
-    """Aggregates, measures, logs, steps and encodes the rounds of one shard, on the compute thread."""
+    """The aggregation, measurement, log, step and encoding of the rounds of one shard, on the compute thread."""
 
     def __init__(self, shard: Shard, storage: RunStorage | None, identity: Mapping[str, str], *, borrows: bool) -> None:
         """`identity` is in a reply's metadata. With `borrows` replies contain views of the values, and are revoked."""
@@ -54,7 +54,7 @@ class RoundWork:
         self._changed = dict.fromkeys(shard.layout.place, shard.version)  # the round in which each block changed last
 
     def measure(self, apply: Apply[StagedBlock], controls: Controls) -> Measured:
-        """Aggregate in rank order, and compute the norm of the blocks that will be stepped."""
+        """Aggregate the contributions in rank order, and compute the norm of the blocks that will be stepped."""
         gradient, present = self._aggregate(apply, controls)
         norm = ShardNorm(_name_contributions(apply, controls), self._shard.aggregator.sum_of_squares(present))
         return Measured(apply, gradient, present, norm)
@@ -62,7 +62,7 @@ class RoundWork:
     def step(
         self, apply: Apply[StagedBlock], controls: Controls, measured: Measured | None, outcome: Mapping[str, str]
     ) -> Reply:
-        """Aggregate in rank order unless that is done, log, step, and encode the reply, with `outcome`.
+        """Aggregate the contributions in rank order unless done, log, step, and encode the reply with `outcome`.
 
         Raises OSError before anything has changed.
         """

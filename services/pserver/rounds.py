@@ -47,7 +47,7 @@ class Apply(Generic[Payload]):
 
     @property
     def hyper_parameters(self) -> list[HyperParameters]:
-        """The hyper-parameters of the lowest rank, which is the same rank on every pserver."""
+        """The hyperparameters of the lowest rank, which is the same rank on every pserver."""
         return self.contributions[0].hyper_parameters if self.contributions else []
 
 
@@ -231,7 +231,7 @@ class Rounds(Generic[Payload]):
     def count_fetch_barrier(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Order[Payload] | None:
         """Count a trainer's fetch barrier of an applied round. Returns the order that it completes, if any."""
         if self.admit(rank, incarnation, round_) == "open":
-            raise FutureRound(f"round {round_} has not been applied, so it was not fetched", current=self.applied)
+            raise FutureRound(f"round {round_} must be applied before its fetch barrier", current=self.applied)
         self._has_fetched(rank, round_)
         return self._start_apply()
 
@@ -299,7 +299,7 @@ class Rounds(Generic[Payload]):
         return self.applying
 
     def finish_apply(self, norm: ShardNorm | None = None) -> Order[Payload] | None:
-        """Make the applied round readable. Returns the order for the next one if it is complete already.
+        """Make the applied round readable. Returns the order for the next round if that is complete.
 
         `norm` is this shard's norm of the round, for trainers that ask again.
         """

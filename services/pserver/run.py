@@ -102,7 +102,7 @@ class Run:
 
     @property
     def round(self) -> Round:
-        """The number of applied rounds, or in asynchronous modes of applied contributions."""
+        """The number of applied rounds; in asynchronous modes, the number of applied contributions."""
         return self.schedule.applied
 
     @property
@@ -118,7 +118,7 @@ class Run:
     # ------------------------------------------------------------------ fences
 
     def check_fence(self, fence: Fence) -> None:
-        """Raise what is stale about a request's addressee, or the failure that ended the run."""
+        """Raise an error if the addressee of a request is stale, or the failure that ended the run."""
         fence.check_addressee(
             run=self.install.run,
             attempt=self.install.attempt,
@@ -155,9 +155,8 @@ class Run:
         self.check_fence(fence)
         self.check_member(fence)
         if fence.round != 0 or fence.rank != self.install.uploader:
-            raise Conflict(
-                f"trainer {self.install.uploader} uploads the initial values, as round 0", code="stale_trainer"
-            )
+            text = f"the initial values must be uploaded by trainer {self.install.uploader}, as round 0"
+            raise Conflict(text, code="stale_trainer")
         return "already_applied" if self.shard.is_initialised else "open"
 
     async def set_initial(self, fence: Fence, body: Body) -> PushAnswer:
@@ -181,7 +180,7 @@ class Run:
         return PushAnswer(status="staged", staged=len(body.frame.tensors), complete=self.shard.is_initialised)
 
     async def publish_initial(self) -> None:
-        """Make the first version readable once every value has arrived; a shard without blocks is readable at once.
+        """Make the first version readable once every value has arrived; without blocks, immediately.
 
         A restored shard begins with the version that was restored.
         """
@@ -226,7 +225,7 @@ class Run:
     async def push(self, fence: Fence, body: Body) -> PushAnswer:
         """Validate and stage one bucket. A repeated push gets the same answer; an error changes nothing.
 
-        In asynchronous modes the push that completes a step is answered once all of it is queued.
+        In asynchronous modes the push that completes a step is answered once the whole step is queued.
         """
         push = read_push(body, self.shard.layout, self.plan, is_async=self.install.consistency.is_async)
         is_finite = await self._check_finite(fence, push.blocks)
@@ -304,7 +303,7 @@ class Run:
         return found
 
     def _note_wait(self, fence: Fence, deadline: float) -> float:
-        """Return until when a request waits before it is looked at again. Raises the error that ends its wait."""
+        """Return the time until which a request waits before its next check. Raises the error that ends its wait."""
         if self.is_readable:
             wait = self.executor.note_wait(fence)
         else:
@@ -326,7 +325,7 @@ class Run:
         return min(deadline, timeout_at)
 
     def note_waiting(self) -> None:
-        """Note that trainers wait for others from now on, unless they do already."""
+        """Note that trainers wait for others from now on, unless a wait is noted."""
         if self.waiting_since is None:
             self.waiting_since = asyncio.get_running_loop().time()
 
@@ -339,7 +338,7 @@ class Run:
         return asyncio.get_running_loop().time() - since
 
     async def notify(self) -> None:
-        """Let every waiting request look again."""
+        """Make every waiting request check its condition again."""
         async with self.condition:
             self.condition.notify_all()
 
@@ -367,20 +366,21 @@ class Run:
         await self.end(failure)
 
     async def end(self, reason: GradpostError) -> None:
-        """End every wait with `reason`, and refuse later requests with it; the first reason stands."""
+        """End every wait with `reason`, and refuse later requests with it. A later reason has no effect."""
         if self.failure is None:
             self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
         self.executor.close(reason)
         await self.notify()
 
     async def stop(self) -> None:
-        """Before the process ends: end every wait, and persist what the shard contains."""
+        """End every wait, and persist the content of the shard, before the process ends."""
         if self.storage is not None and self.storage.is_over:
             await self.writer.prune_folder()  # no heartbeat reply may have reported the last complete checkpoint
         has_log = self.storage is not None and self.storage.has_log
         if self.failure is not None and (has_log or not isinstance(self.failure, FAILURES_OF_TRAINERS)):
             return  # what is acknowledged is in the log, or the shard is not intact
-        await self.executor.end_waits(TryAgain("this pserver is stopping; send this again, since it may come back"))
+        text = f"pserver {self.index} is stopping and may be restarted; send the request again"
+        await self.executor.end_waits(TryAgain(text))
         await self.executor.wait_for_apply()
         await self.writer.wait_for_writes("folder")
         is_persisted = self.storage is None or self.shard.version in self.storage.rounds
@@ -395,7 +395,7 @@ class Run:
         await self.writer.wait_for_writes()
 
     async def finish(self) -> None:
-        """After the end: wait until no work of this run is left on a thread or a disk."""
+        """Wait until no work of this ended run remains on a thread or a disk."""
         await self.wait_for_writes()
         async with self._publishing:  # checkpoint 0 may be about to be written
             pass
@@ -409,11 +409,11 @@ class Run:
         self.check_failure()
         self.check_readable()
         if self.storage is None:
-            raise NotReady("this pserver keeps nothing on a disk", waiting_for="a state folder")
+            raise NotReady(f"pserver {self.index} has no state folder", waiting_for="a state folder")
         return self.storage
 
     async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
-        """Write a checkpoint after this round, or number of contributions: at once if it is the newest one.
+        """Write a checkpoint after this round, or number of contributions: immediately if it is the newest one.
 
         `is_over` marks the last checkpoint of the run, which waits for the checkpoints before it. Raises StaleRound if
         the round is over, TryAgain while another checkpoint is being written.

@@ -65,7 +65,7 @@ class Schedule(Protocol[Payload]):
         """Return the progress of all trainers. Until members are installed no barrier counts. No apply may run."""
 
     def copy_history(self) -> History:
-        """Return the history that a checkpoint of now contains."""
+        """Return the history for a checkpoint of the current state."""
 
     def describe(self) -> dict[str, Any]:
         """Return the progress of each trainer, as members of PserverState."""
@@ -93,7 +93,7 @@ class Executor(Protocol):
 
     @property
     def schedule(self) -> Schedule[StagedBlock]:
-        """The decisions that it carries out."""
+        """The schedule whose decisions this executor carries out."""
 
     @property
     def missing(self) -> list[Rank]:
@@ -105,7 +105,7 @@ class Executor(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Gradients in the queues of blocks."""
+        """The number of gradients in the queues of blocks."""
 
     @property
     def is_idle(self) -> bool:
@@ -118,7 +118,7 @@ class Executor(Protocol):
         """Stage an admitted push."""
 
     async def commit(self, fence: Fence) -> None:
-        """Commit a complete contribution, if that needs no barrier. Raises TryAgain; then all of it stays staged."""
+        """Commit a complete contribution, if that needs no barrier. After TryAgain the whole of it stays staged."""
 
     async def get(self, fence: Fence, pull: Pull) -> Reply:
         """Return the parameters of a request's round, waiting up to `pull.wait_seconds` for them."""
@@ -138,7 +138,7 @@ class Executor(Protocol):
     async def wait_for_newest(self, round_: Round, *, is_over: bool) -> Round:
         """Return the newest round that is applied or being applied; if it is this one, wait until it is applied.
 
-        In asynchronous modes it is the number of committed contributions; a run that `is_over` has the named one.
+        In asynchronous modes it is the number of committed contributions; for a run that `is_over`, at least `round_`.
         """
 
     async def begin_checkpoint(self, round_: Round, destination: Destination) -> None:
@@ -158,4 +158,4 @@ class Executor(Protocol):
         """End the run with `reason` once the shard contains everything that was acknowledged."""
 
     def close(self, reason: GradpostError) -> None:
-        """End the waits of the executor's own with `reason`, which has ended the run."""
+        """End the executor's own waits with `reason`, which has ended the run."""

@@ -25,12 +25,11 @@ class PserverSettings(ServiceSettings):
     max_inflight_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="limit of the announced bytes of bodies being received. Each trainer has an equal share, and may "
-        "always send one body; other pushes get `overloaded`. Default: a quarter of the memory that the process may "
-        "use",
+        description="limit on the announced bytes of bodies that are being received. Each trainer has an equal share, "
+        "and may always send one body; other pushes get `overloaded`. Default: a quarter of the usable memory",
     )
     threads: int = Field(
-        default=1, ge=1, description="threads of torch for aggregating and stepping; results do not depend on them"
+        default=1, ge=1, description="torch threads for aggregating and stepping; results do not depend on the number"
     )
 
     @property

@@ -37,7 +37,7 @@ MASTER_BYTES = 4  # of an element
 
 
 class Shard:
-    """Blocks are float32 masters, whatever a parameter's dtype. Buffers are stored as they came and never stepped."""
+    """The shard. Blocks are float32 masters of parameters. Buffers are stored as they came and never stepped."""
 
     def __init__(self, plan: SlicePlan, pserver: PserverIndex) -> None:
         assert plan.optimizer is not None  # a run always has one
@@ -136,12 +136,12 @@ class Shard:
 
     @property
     def state(self) -> ShardState:
-        """Everything, with the shard's own tensors and mappings, which are valid until the next step."""
+        """The whole state, with the shard's own tensors and mappings, which are valid until the next step."""
         published = None if self.published is None else self.published.values
         return ShardState(self.version, self.values, published, self.optimizer.state, self.versions, self._buffers)
 
     def load_state(self, state: ShardState) -> None:
-        """Replace everything by a state, whose tensors are only read."""
+        """Replace the whole state by another one, whose tensors are only read."""
         self.values.copy_(state.values)
         if self.published is not None:
             self.published.load(state.published)

@@ -48,7 +48,7 @@ class OptimizerState:
 
 @dataclass(slots=True)
 class ShardState:
-    """Tensors are flat float32 in the shard's layout; mappings are by block name."""
+    """The state of a shard. Tensors are flat float32 in the shard's layout; mappings are by block name."""
 
     version: Round
     values: Tensor

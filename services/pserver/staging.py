@@ -50,7 +50,7 @@ class Contribution(Generic[Payload]):
 
     @property
     def is_complete(self) -> bool:
-        """True if all of it is staged. Its batch barrier is counted separately."""
+        """True if the whole contribution is staged. Its batch barrier is counted separately."""
         announced = self.completion
         if announced is None:
             return False
@@ -58,14 +58,14 @@ class Contribution(Generic[Payload]):
 
     @property
     def hyper_parameters(self) -> list[HyperParameters]:
-        """The hyper-parameters of a complete contribution."""
+        """The hyperparameters of a complete contribution."""
         assert self.completion is not None
         return self.completion.hyper_parameters
 
     def stage(self, rank: Rank, round_: Round, push: Push[Payload]) -> Staged:
         """Stage one push. `rank` and `round_` are for messages.
 
-        A ContributionConflict (other bytes or hyper-parameters for the same block or round, or more blocks or slots
+        A ContributionConflict (other bytes or hyperparameters for the same block or round, or more blocks or slots
         than announced) stages nothing.
         """
         where = f"trainer {rank} pushed", f"in round {round_}"
@@ -75,7 +75,7 @@ class Contribution(Generic[Payload]):
         _check_total("blocks", len(self.blocks) + len(blocks), [one.num_blocks for one in announced], *where)
         _check_total("slots", len(self.slots) + len(slots), [one.num_slots for one in announced], *where)
         if announced and announced[0].hyper_parameters != announced[-1].hyper_parameters:
-            raise ContributionConflict(f"{where[0]} two sets of hyper-parameters {where[1]}")
+            raise ContributionConflict(f"{where[0]} two sets of hyperparameters {where[1]}")
         self.blocks.update(blocks)
         self.slots.update(slots)
         self.completion = self.completion or push.completion
@@ -146,7 +146,7 @@ class MembershipChanges:
     def check_change(self, number: int) -> None:
         """Raise Conflict unless this change may be installed."""
         if not self.is_current(number):
-            raise Conflict("this change of members is over", current=max(self.begun, self.ended), actual=number)
+            raise Conflict("the change of members is over", current=max(self.begun, self.ended), actual=number)
 
     def is_current(self, number: int) -> bool:
         """Return whether this change may be installed.

@@ -81,7 +81,7 @@ class SparsePart:
         is_sorted = bool((indices[1:] > indices[:-1]).all())
         if not is_sorted or not 0 <= int(indices[0]) <= int(indices[-1]) < self.shape[0]:
             raise BadInput(
-                "the indices of a sparse block have to increase, from 0 to below its size", code="malformed_frame"
+                "the indices of a sparse block must increase, from 0 to below its size", code="malformed_frame"
             )
 
     def __getitem__(self, elements: slice) -> Tensor:
@@ -154,7 +154,7 @@ def _are_equal(one: memoryview, other: memoryview) -> bool:
 def digest_contribution(
     digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: Contribution[StagedBlock]
 ) -> None:
-    """Add everything that a trainer has staged."""
+    """Add all staged blocks and slots of a trainer to the digest."""
     digest.update(repr((identity, contribution.completion)).encode())
     for name, staged in [*sorted(contribution.blocks.items()), *sorted(contribution.slots.items())]:
         digest.update(name.encode())

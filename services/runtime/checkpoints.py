@@ -54,7 +54,7 @@ class Manifest(Message):
         default={}, description="names of tied parameters, and the parameters that they share"
     )
     shards: tuple[ShardFile, ...]
-    controls: Controls = Field(default=Controls(), description="controls of an administrator when it was written")
+    controls: Controls = Field(default=Controls(), description="administrator's controls at the time of writing")
     created: str = Field(description="date and time in UTC, ISO 8601")
 
     @property

@@ -26,7 +26,7 @@ PART_BYTES = 64 * 1024  # of a reply, for one write; asyncio copies what the ker
 
 
 def send_in_parts(app: ASGIApp) -> ASGIApp:
-    """Wrap `app` so that a large body is sent in parts, each after the client has taken the one before."""
+    """Wrap `app` so that a large body is sent in parts, each after the client has received the previous one."""
 
     async def divided(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_parts(message: Message) -> None:
@@ -72,7 +72,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Start the time-out for headers, or refuse if there are too many connections."""
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
-            self._refuse(TryAgain(f"{self.max_connections} connections are open already", code="overloaded"))
+            self._refuse(TryAgain(f"all {self.max_connections} connections are in use; retry", code="overloaded"))
         else:
             self._start_timer()
 
@@ -142,7 +142,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that cannot be parsed; a request that was refused already gets no second answer."""
+        """Refuse a request that cannot be parsed. If it was already refused, send nothing."""
         if not self.transport.is_closing() and self._refusal is None:
             self._refuse(BadInput(msg))
 

@@ -1,4 +1,4 @@
-"""Large replies that are created for each request: few at once, and sent part by part."""
+"""Large replies that are created for each request: few at a time, and sent part by part."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LargeReplies:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 await self._slots.acquire()
         except TimeoutError:
-            raise TryAgain("too many large replies are being read", code="overloaded") from None
+            raise TryAgain("too many clients are reading large replies; retry later", code="overloaded") from None
         try:
             yield
         finally:

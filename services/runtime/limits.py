@@ -46,11 +46,11 @@ class LimitRequests:
         needed = needed_scope(scope["method"], scope["path"])
         is_reader = needed == "read" or (needed is None and (scope["method"], scope["path"]) not in PROBES)
         if is_reader and self._num_readers >= max(1, self._max_requests // 2):
-            error = TryAgain(f"{self._num_readers} reading requests are being served already", code="overloaded")
+            error = TryAgain(f"the limit of {self._num_readers} reading requests is reached; retry", code="overloaded")
             await problem_response(error, instance=scope["path"])(scope, receive, send)
             return
         if self._num_requests >= self._max_requests and not self._end_slowest_upload():
-            error = TryAgain(f"{self._num_requests} requests are being served already", code="overloaded")
+            error = TryAgain(f"the limit of {self._num_requests} requests is reached; retry", code="overloaded")
             await problem_response(error, instance=scope["path"])(scope, receive, send)
             return
         upload = Upload(receive, self._body_timeout_seconds)

@@ -1,4 +1,4 @@
-"""`python -P -m services.runtime.probe https://localhost:7071/readyz`: exits with 0 if that answers with 200.
+"""`python -P -m services.runtime.probe https://localhost:7071/readyz`: exits with 0 if this URL answers with 200.
 
 A kubelet cannot present a certificate where mutual TLS needs one. It runs this command beside the service instead, with
 the TLS files of the service. The module imports little, because a kubelet runs it every few seconds.

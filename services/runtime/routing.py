@@ -104,11 +104,11 @@ class _Message(Request):
         self._num_items += body.count(b",") + body.count(b"[") + body.count(b"{")
         if self._num_items > MAX_MESSAGE_ITEMS:
             raise HTTPException(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a message may have {MAX_MESSAGE_ITEMS} items at most"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a message must have at most {MAX_MESSAGE_ITEMS} items"
             )
         if self._num_bytes + num_bytes > self._most:
             raise HTTPException(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"this message may have {self._most} bytes at most"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the message must have at most {self._most} bytes"
             )
         if self._count(num_bytes) > MAX_MESSAGES_BYTES:
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "too many large messages are being received")

@@ -38,7 +38,7 @@ async def wait_for_token(settings: ServiceSettings, stop: asyncio.Event) -> bool
     """
     if settings.sent_token is None:
         return True
-    return await TokenPair(settings.sent_token).wait(TOKEN_WAIT_SECONDS, log.info, stop.is_set)
+    return await TokenPair(settings.sent_token).wait_for_token(TOKEN_WAIT_SECONDS, log.info, stop.is_set)
 
 
 def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
@@ -53,7 +53,7 @@ def guard(app: FastAPI, settings: ServiceSettings, address: str) -> None:
     Raises RuntimeError if the application has answered a request before.
     """
     if app.middleware_stack is not None:
-        raise RuntimeError("an application that has answered already cannot be guarded")
+        raise RuntimeError("access control must be added before the application answers its first request")
     tokens = None if settings.tokens_dir is None else TokenFolder(settings.tokens_dir, log.warning)
     app.state.wants_token = tokens is not None
     names = [settings.host, *(urlsplit(url).hostname or "" for url in (address, settings.coordinator))]
@@ -115,7 +115,7 @@ class CheckAccess:
         for name, value in scope["headers"]:
             if name == b"host":
                 if host is not None:
-                    raise BadInput("a request has one Host header")
+                    raise BadInput("a request must have exactly one Host header")
                 host = value
             elif name == b"authorization":
                 authorization = value
@@ -123,17 +123,17 @@ class CheckAccess:
                 origin = value
             elif name == b"transfer-encoding" and value.lower() != b"chunked":
                 raise BadInput(
-                    "the only transfer coding is chunked", code="unsupported_transfer_coding", actual=_quote(value)
+                    "the transfer coding must be chunked", code="unsupported_transfer_coding", actual=_quote(value)
                 )
             elif name == b"content-encoding" and value.lower() != b"identity":
                 raise BadInput(
-                    "the body of a request is sent uncompressed",
+                    "the body of a request must be uncompressed",
                     code="unsupported_content_coding", actual=_quote(value),
                 )  # fmt: skip
         # Load balancers probe without a Host header; browsers always send one.
         if host is None and (scope["method"], scope["path"]) not in PROBES:
             if scope["http_version"] == "1.1":
-                raise BadInput("an HTTP/1.1 request needs a Host header")
+                raise BadInput("an HTTP/1.1 request must have a Host header")
             host = b""
         if host is not None and host not in self._good_authorities:
             self._check_host(host.decode("latin-1"))
@@ -147,8 +147,8 @@ class CheckAccess:
     def _check_host(self, authority: str) -> None:
         if split_port(authority)[0] not in self._hosts:
             raise BadInput(
-                "this service does not go by that host name; let it, with allowed_hosts (GRADPOST_ALLOWED_HOSTS) or "
-                "advertise_address (GRADPOST_ADVERTISE_ADDRESS)",
+                "the service does not accept this host name; add it to GRADPOST_ALLOWED_HOSTS, or set "
+                "GRADPOST_ADVERTISE_ADDRESS",
                 code="bad_host",
                 actual=authority[:300],
             )
@@ -160,15 +160,15 @@ class CheckAccess:
         token = parse_authorization(authorization)
         if not token:
             raise Unauthenticated(
-                f"this needs a bearer token of scope {needed}; the client sets token_file (GRADPOST_TOKEN_FILE)",
+                f"the request requires a bearer token of scope {needed}; set GRADPOST_TOKEN_FILE for the client",
                 needed=needed,
             )
         given = tokens.scope_of(token)
         scope[TOKEN_KEY] = token
         if given is None:
-            raise Unauthenticated("this bearer token is not one of those that are valid here", needed=needed)
+            raise Unauthenticated("the bearer token is not valid for this service", needed=needed)
         if not includes(given, needed):
-            raise Forbidden(f"this needs a token of scope {needed}, not {given}", needed=needed, given=given)
+            raise Forbidden(f"the request requires a token of scope {needed}, not {given}", needed=needed, given=given)
 
 
 def _quote(value: bytes) -> str:
@@ -185,12 +185,13 @@ def _check_origin(origin: str, authority: str) -> None:
     try:
         url = urlsplit(origin)
     except ValueError:
-        raise BadInput("the origin is not a URL", code="bad_origin", expected=authority, actual=origin[:300]) from None
+        raise BadInput("the origin must be a URL", code="bad_origin", expected=authority, actual=origin[:300]) from None
     default = _DEFAULT_PORTS.get(url.scheme, "")
     # Only the port of the scheme counts: a proxy may terminate TLS.
     theirs, ours = split_port(url.netloc), split_port(authority)
     if theirs[0] != ours[0] or not theirs[0] or (theirs[1] or default) != (ours[1] or default):
-        raise BadInput("a page of another site sent this", code="bad_origin", expected=authority, actual=origin[:300])
+        text = "a page of another site sent the request"
+        raise BadInput(text, code="bad_origin", expected=authority, actual=origin[:300])
 
 
 def _listed(names: str | None) -> list[str]:

@@ -85,7 +85,7 @@ async def serve(
 def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
     """Run `main` as a whole process, which exits with the code that it returns; the event requests the end.
 
-    SIGTERM and SIGINT set the event; a second SIGINT exits at once. An exception is exit code 1 and a log
+    SIGTERM and SIGINT set the event; a second SIGINT exits immediately. An exception is exit code 1 and a log
     entry: one line for a GradpostError, ListenError or SettingsError, also when a task group wraps it, a traceback for
     any other.
     """
@@ -292,7 +292,7 @@ class UvicornServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """See uvicorn.Server; the process handles signals itself."""
+        """Do nothing, because the process handles signals itself."""
         yield
 
 

@@ -24,43 +24,43 @@ class ServiceSettings(Settings):
 
     host: str = Field(
         default="127.0.0.1",
-        description="address to listen on; `0.0.0.0` for every interface. Beyond loopback it needs `tokens_dir`, or "
-        "`insecure`",
+        description="address to listen on; `0.0.0.0` for every interface. An address beyond loopback requires "
+        "`tokens_dir` or `insecure`",
     )
-    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: a free one")
+    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0 for a free port")
     advertise_address: BaseUrl | None = Field(
-        default=None, description="base URL under which others reach it; none: made from the host that it listens on"
+        default=None, description="base URL under which others reach the service; none: made from `host` and `port`"
     )
     lease_seconds: float = Field(
         default=10.0,
         gt=0,
-        description="seconds without a heartbeat after which a member is lost. The coordinator's value applies to "
-        "all; a pserver ignores its own",
+        description="seconds without a heartbeat after which a member is lost. The coordinator's value applies to all "
+        "members; pservers ignore this setting",
     )
     exit_when_done: bool = Field(
         default=False,
-        description="exit when the run is over and all trainers have left: 0 if it finished, 1 if it failed. A pserver "
-        "needs it too",
+        description="exit when the run is over and all trainers have left, with 0 if the run finished and 1 if it "
+        "failed. Pservers need this setting, too",
     )
     log_format: LogFormat = Field(default="auto", description="`auto`: console on a terminal, JSON lines elsewhere")
     log_level: LogLevel = Field(default="info", description="least important messages that are logged")
-    insecure: bool = Field(default=False, description="listen beyond loopback without tokens")
+    insecure: bool = Field(default=False, description="whether to listen beyond loopback without tokens")
     allowed_hosts: str | None = Field(
         default=None,
-        description="further host names of the service, separated by commas; `*.example.com` for all below it, `*` "
-        "for any. The coordinator also lists trainers' metrics at these hosts",
+        description="further host names of the service, separated by commas; `*.example.com` for all its subdomains, "
+        "`*` for any host. The coordinator also lists trainers' metrics at these hosts",
     )
     max_body_bytes: int = Field(
         default=_LIMITS.max_body_bytes, ge=1, description="largest frame that a pserver accepts; every block must fit"
     )
     max_header_bytes: int = Field(default=_LIMITS.max_header_bytes, ge=1, description="largest header of a frame")
-    max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1, description="most tensors of a frame")
+    max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1, description="largest number of tensors of a frame")
     max_requests: int = Field(
         default=2048,
         ge=1,
-        description="concurrent requests, including waiting ones; further ones are refused with `overloaded`",
+        description="limit of concurrent requests, including waiting ones; others are refused with `overloaded`",
     )
-    max_connections: int = Field(default=1024, ge=1, description="open connections; further ones are closed")
+    max_connections: int = Field(default=1024, ge=1, description="limit of open connections; others are closed")
     header_timeout_seconds: float = Field(
         default=30.0,
         gt=0,

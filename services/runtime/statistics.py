@@ -18,7 +18,7 @@ MAX_BINS = 64
 
 
 class Histogram(Message):
-    """Counts of finite values: bin i holds those from `(first + i) * width` to below `(first + i + 1) * width`.
+    """Counts of finite values: bin i holds values from `(first + i) * width` to below `(first + i + 1) * width`.
 
     `width` is a power of two, 2 ** `exponent`.
     """
@@ -112,7 +112,7 @@ class Statistics(Message):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields of `ParameterStatistics` that follow from these."""
+        """Return the fields of `ParameterStatistics` that follow from these statistics."""
         n = self.num_finite
         ratio = None
         if self.update_squares is not None and self.before_squares:
@@ -138,7 +138,7 @@ class Statistics(Message):
 
 
 class ValueHistogram(Message):
-    """Counts of finite values: bin i holds those from `begin + i * width` to below `begin + (i + 1) * width`."""
+    """Counts of finite values: bin i holds values from `begin + i * width` to below `begin + (i + 1) * width`."""
 
     begin: float
     width: float
@@ -148,9 +148,9 @@ class ValueHistogram(Message):
 class ParameterStatistics(Message):
     """Statistics of one parameter in the HTTP API; all but the counts of NaN and infinities are of finite elements.
 
-    `version` is the smallest round (in asynchronous modes number of contributions) of a pserver; `norm` the square
-    root of the sum of squares; `deviation` that of the whole population; `update_ratio` the norm of the newest update
-    over that of the values before it, null without an observed update.
+    `version` is the smallest round (in asynchronous modes number of contributions) of a pserver; `norm` the square root
+    of the sum of squares; `deviation` the standard deviation of the whole population; `update_ratio` the norm of the
+    newest update divided by the norm of the values before it, null without an observed update.
     """
 
     run: str

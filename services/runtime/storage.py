@@ -68,20 +68,20 @@ class LocalStorage(CheckpointStorage):
         self._folder = folder
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """See CheckpointStorage."""
+        """Write a file: see `CheckpointStorage.write`."""
         write_file(self._folder / name, chunks)
 
     def read(self, name: str) -> memoryview:
-        """See CheckpointStorage."""
+        """Read a file: see `CheckpointStorage.read`."""
         return read_file(self._folder / name)
 
     def list(self, folder: str) -> list[str]:
-        """See CheckpointStorage."""
+        """List a folder: see `CheckpointStorage.list`."""
         path = self._folder / folder
         return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
 
     def delete(self, name: str) -> None:
-        """See CheckpointStorage."""
+        """Delete a file or folder: see `CheckpointStorage.delete`."""
         path = self._folder / name
         if not path.is_dir():
             path.unlink(missing_ok=True)
@@ -114,7 +114,7 @@ class RemoteStorage(CheckpointStorage):
         return f"{self._root.rstrip('/')}/{name}".rstrip("/")
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """See CheckpointStorage."""
+        """Write a file: see `CheckpointStorage.write`."""
         path = self._path(name)
         with self._os_errors():
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -123,12 +123,12 @@ class RemoteStorage(CheckpointStorage):
                     file.write(chunk)
 
     def read(self, name: str) -> memoryview:
-        """See CheckpointStorage."""
+        """Read a file: see `CheckpointStorage.read`."""
         with self._os_errors():
             return memoryview(bytearray(self._fs.cat_file(self._path(name))))
 
     def list(self, folder: str) -> list[str]:
-        """See CheckpointStorage."""
+        """List a folder: see `CheckpointStorage.list`."""
         try:
             with self._os_errors():
                 self._fs.invalidate_cache()  # other processes write there, too
@@ -138,7 +138,7 @@ class RemoteStorage(CheckpointStorage):
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def delete(self, name: str) -> None:
-        """See CheckpointStorage."""
+        """Delete a file or folder: see `CheckpointStorage.delete`."""
         with suppress(FileNotFoundError), self._os_errors():
             self._fs.rm(self._path(name), recursive=True)
 

@@ -164,14 +164,14 @@ def contribution(error: str, name: str, rank: int = 1, value: float = 1.0, **met
 contribution("non_finite_gradient", "NaN", value=float("nan"))
 contribution("contribution_conflict", "other bytes under the same identity", rank=0, value=2.0)
 contribution(
-    "contribution_conflict", "other hyper-parameters", rank=0, hyper_parameters=json.dumps([{**NUMBERS[0], "lr": 1}])
+    "contribution_conflict", "other hyperparameters", rank=0, hyper_parameters=json.dumps([{**NUMBERS[0], "lr": 1}])
 )
 contribution("contribution_conflict", "more blocks than it says", num_blocks="0")
 contribution("malformed_frame", "num_blocks that is no number", num_blocks="many")
 states = frame({"__metadata__": {"states": f'{{"w.block0":[0,false,{LARGE}]}}'}})
 bad("slots: a large state", "malformed_frame", send(states, rank=1))
-contribution("bad_hyper_parameters", "no hyper-parameters", hyper_parameters=None)
-contribution("bad_hyper_parameters", "hyper-parameters of two groups", hyper_parameters=json.dumps(NUMBERS * 2))
+contribution("bad_hyper_parameters", "no hyperparameters", hyper_parameters=None)
+contribution("bad_hyper_parameters", "hyperparameters of two groups", hyper_parameters=json.dumps(NUMBERS * 2))
 
 
 def with_headers(

@@ -251,7 +251,7 @@ def test_checkpoints(long_run: FaultyRun, gradpost: Gradpost, tmp_path: Path) ->
     said = gradpost("checkpoint", "restore", "--round", 3, exit_code=2).stderr
     assert "gradpost checkpoint list prints the complete ones" in said
     said = gradpost("checkpoint", "restore", "--round", created["round"]).stdout
-    assert f"goes on from round {created['round'] + 1:,} (attempt 1)" in said
+    assert f"continues from round {created['round'] + 1:,} (attempt 1)" in said
     long_run.wait_for_line(f"the next step is {created['round'] + 1}", of="trainer 0")
     nothing = gradpost("checkpoint", "list", "--checkpoints", tmp_path / "none").stdout
     assert nothing == f"there is no complete checkpoint in {tmp_path}/none\n"

@@ -267,10 +267,10 @@ def await_event(cluster: LocalCluster, text: str) -> None:
 def test_pservers_that_are_not_reached_are_found() -> None:
     with LocalCluster(lease_seconds=60) as cluster:
         for index in range(2):
-            await_event(cluster, f"pserver {index} is here, at ")
+            await_event(cluster, f"pserver {index} has registered at ")
         cluster.pservers[0].stop()
         cluster.start_pserver(0, GRADPOST_ADVERTISE_ADDRESS="http://ps-0.invalid:7071")
-        await_event(cluster, "pserver 0 is here, at http://ps-0.invalid:7071")
+        await_event(cluster, "pserver 0 has registered at http://ps-0.invalid:7071")
         cluster.pservers[1].signal(SIGSTOP)
         began = time.monotonic()
         found = {finding.check: finding for finding in check_cluster(cluster.address)}
@@ -282,7 +282,7 @@ def test_pservers_that_are_not_reached_are_found() -> None:
 
 @pytest.mark.extended
 def test_a_closed_cluster(closed: Closed) -> None:
-    await_event(closed.cluster, "pserver 0 is here")
+    await_event(closed.cluster, "pserver 0 has registered")
     tls = {
         f"GRADPOST_TLS_{name}": str(path)
         for name, path in (

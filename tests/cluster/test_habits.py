@@ -164,7 +164,7 @@ def test_one_optimizer_a_session(session: Session) -> None:
 
 
 def test_an_interrupted_step_is_finished_with_its_own_gradient(own_cluster: StartCluster) -> None:
-    """As by the stop button of a notebook: the script goes on with another batch, after the others have."""
+    """The stop button of a notebook: the script continues with another batch, after the others have."""
     cluster, has_interrupted = own_cluster(pservers=1, on_trainer_loss="fail"), threading.Event()
     main = threading.main_thread().ident
     assert main is not None

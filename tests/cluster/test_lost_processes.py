@@ -116,7 +116,7 @@ def test_a_killed_or_stopped_trainer_is_named(
             "trainer 2 did not reach the batch barrier of round 4 within the round time-out of 2 s",
             marks=pytest.mark.extended,
         ),
-        pytest.param("ring", "trainer 2 did not bring gradients into the ring for round 4", marks=pytest.mark.ring),
+        pytest.param("ring", "trainer 2 did not contribute to round 4 in the ring", marks=pytest.mark.ring),
     ],
 )
 def test_a_trainer_that_hangs_while_its_heartbeats_live_is_named(

@@ -46,7 +46,7 @@ def test_a_round_waits_for_the_log_and_goes_on_without_a_checkpoint(tmp_path: Pa
         run.restart_pserver(1, GRADPOST_FAILPOINTS=full)
         for text in (
             "the log cannot be written; the round waits",
-            "a checkpoint could not be written; training goes on",
+            "a checkpoint could not be written; training continues",
         ):
             assert "No space left on device" in run.wait_for_line(text, of="pserver 1")
         run.check_results()
@@ -166,7 +166,7 @@ def test_a_partition_that_heals_within_the_lease_costs_nothing_but_time(apart: N
             assert run.round_of(0) <= stands_at + 1
             apart.heal()
         run.check_results()
-        assert not [line for line in run.lines if "was lost" in line or "though alive" in line]
+        assert not [line for line in run.lines if "was lost" in line or "although alive" in line]
 
 
 @pytest.mark.alone
@@ -174,7 +174,7 @@ def test_a_trainer_that_stays_cut_off_is_named_and_waited_for(apart: Namespace) 
     with start_apart(60, apart) as run:
         run.wait_for_round(10)
         apart.cut(port_of(run, 0), "both")
-        assert "within the round time-out of 4 s, though alive" in run.wait_for_line("trainer 1 did not reach")
+        assert "within the round time-out of 4 s, although alive" in run.wait_for_line("trainer 1 did not reach")
         run.wait_for(lambda: run.cluster.status().waiting_for == ("trainer 1",), "the status to name trainer 1")
         apart.heal()
         run.check_results()

@@ -46,7 +46,7 @@ def test_the_commands_work(stage: Stage) -> None:
     more = {"PSERVER": pserver, "BACKUP": str(stage.folder / "backup")}
     printed = stage.shell(SHELL, **more)
     assert (stage.folder / "model.safetensors").stat().st_size > 40
-    assert "goes on from round 1 (attempt 1)" in printed
+    assert "continues from round 1 (attempt 1)" in printed
     assert "tokens/admin: replaced" in printed
     [run] = (stage.folder / "backup" / "checkpoints").iterdir()
     assert printed.count(run.name) > 4

@@ -212,7 +212,7 @@ SOURCES = [
     "tests",
     "trainer_client",
 ]
-FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Who(?:ever)|Those|What|Whether|The same)\b")
+FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Who(?:ever)|Those|What|Whether|The same|As|By|How|Where)\b")
 # Spelt so that this file contains none of the words.
 ARCHAISM = re.compile(r"\b(a(?:new)|who(?:ever)|(?:no|some|every)(?:body))\b", re.IGNORECASE)
 QUOTATION = re.compile(r"""`[^`]*`|"[^"]*"|“[^”]*”""")

@@ -162,7 +162,7 @@ class BroadcastBuffer:
         }
 
     @torch.no_grad()
-    def begin(self, collectives: Collectives, source: int, *, sends: bool) -> None:
+    def begin_broadcast(self, collectives: Collectives, source: int, *, sends: bool) -> None:
         """Begin to broadcast the tensors of process `source`, which alone `sends`; all processes call it.
 
         `write_back` follows the end in the other processes.

@@ -132,7 +132,7 @@ class HostLeader:
         self._send_values(self._values)
 
     def _send_values(self, values: BroadcastBuffer) -> None:
-        values.begin(self._host.collectives, 0, sends=True)
+        values.begin_broadcast(self._host.collectives, 0, sends=True)
         self._host.finish()
 
 
@@ -175,7 +175,7 @@ class HostFollower:
     def replace_values(self, names: Collection[str]) -> None:
         """Implement `StepEngine.replace_values`. The values of process 0 count, and come with the next step."""
         if self._local is not None:
-            self._local.begin()
+            self._local.begin_count()
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Implement `StepEngine.add_gradient`."""
@@ -212,11 +212,11 @@ class HostFollower:
         self._receive_values(self._values, result)
 
     def _receive_values(self, values: BroadcastBuffer, results: Mapping[str, Any]) -> None:
-        values.begin(self._host.collectives, 0, sends=False)
+        values.begin_broadcast(self._host.collectives, 0, sends=False)
         self._host.finish()
         values.write_back()
         self._averages.write_back()
         self.progress.version = results["round"]
         self._client.adopt_results(results["round"], Outcomes(*results["outcomes"]), results["grad_norm"])
         if self._local is not None:
-            self._local.begin()
+            self._local.begin_count()

@@ -26,7 +26,7 @@ class LocalSteps:
         self._anchors: dict[str, Tensor] = {}
         self._outer: dict[str, Tensor] = {}  # memory of what is pushed
 
-    def begin(self) -> None:
+    def begin_count(self) -> None:
         """Begin to count steps: the parameters have the values of the pservers now."""
         self._done = 0
         for name, parameter in self._parameters.items():

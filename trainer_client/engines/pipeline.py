@@ -98,7 +98,7 @@ class Pipeline:
         if not is_away(gradient):
             self._add(step, name, gradient)
             return
-        self._copies.begin(step, {name: gradient})
+        self._copies.begin_copies(step, {name: gradient})
         for arrived, host in self._copies.arrived():
             self._add(step, arrived, host)
 
@@ -119,7 +119,7 @@ class Pipeline:
             self._layouts[self._slot(self._outgoing.step)] = None
             self._outgoing = None
 
-    def begin(
+    def begin_step(
         self,
         step: Round,
         contribution: Contribution,
@@ -131,7 +131,7 @@ class Pipeline:
 
         Blocks for copies from and to a device.
         """
-        self._destinations.begin()
+        self._destinations.begin_step()
         gradients = self._copy_to_host(step, contribution.gradients)
         outgoing = self._outgoing = self._outgoing or self._begin_pushes(step)
         is_async = self._client.joined.consistency.is_async
@@ -155,7 +155,7 @@ class Pipeline:
         away = {name: gradients[name] for name in reversed(list(gradients)) if is_away(gradients[name])}
         if not away:
             return gradients
-        self._copies.begin(step, away)
+        self._copies.begin_copies(step, away)
         for arrived, host in self._copies.finish():
             self._add(step, arrived, host)
         return {**gradients, **{name: self._copies.host(step, name) for name in away}}

@@ -93,7 +93,7 @@ class PserverEngine:
         self._pipeline.write_back(version, names, is_noticed=is_noticed)
         self.pending = self.pending - names
         if self._local is not None:
-            self._local.begin()
+            self._local.begin_count()
 
     def _go_back(self, error: RolledBack) -> None:
         before = self.progress.begun
@@ -117,7 +117,7 @@ class PserverEngine:
         """Implement `StepEngine.replace_values`."""
         self._pipeline.forget_versions()
         if self._local is not None:
-            self._local.begin()
+            self._local.begin_count()
         values = {name: self._parameters[name].detach().to("cpu", torch.float32, copy=True) for name in names}
         masters = {name: value.reshape(-1) for name, value in values.items()}
         self._loading.load_masters(masters, self.progress.begun)
@@ -163,7 +163,7 @@ class PserverEngine:
         pushed = contribution._replace(gradients=gradients)
         slots = self._loading.frames_for(step)
         try:
-            self._pipeline.begin(step, pushed, computed_on=self.progress.version, slots=slots)
+            self._pipeline.begin_step(step, pushed, computed_on=self.progress.version, slots=slots)
         except BaseException as error:
             if not isinstance(error, GradpostError) and self._pipeline.newest_pushed == step:
                 self._keep_contribution()

@@ -105,7 +105,7 @@ def _write(optimizer: str, found: ParameterState, shape: torch.Size) -> dict[str
 
 
 def _scalar(value: float) -> Tensor:
-    """Return a count as torch keeps it."""
+    """Return a number as a tensor like those that torch keeps as step counts."""
     wide = torch.get_default_dtype() == torch.float64
     return torch.tensor(float(value), dtype=torch.float64 if wide else torch.float32, device="cpu")
 

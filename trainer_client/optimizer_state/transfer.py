@@ -143,7 +143,7 @@ class Loading:
         self._client = client
         self._after: Round = -1  # the round after which the newest ones were loaded; -1: none ever were
         self._frames: list[StateFrames] = []
-        self._has_stepped = False  # in this life of the trainer
+        self._has_stepped = False  # in this incarnation of the trainer
 
     def load(self, slots: OptimizerState, begun: Round) -> None:
         """Push this state with the step after `begun`, in place of earlier state that was not pushed."""
@@ -204,7 +204,7 @@ class Loading:
             self._forget()
 
     def note_rollback(self, version: Round) -> None:
-        """Forget the loaded state if it is in this version, after which the run goes on, or was lost."""
+        """Forget the loaded state if it is in this version, after which the run continues, or was lost."""
         is_taken = self.slots is None and not self._masters
         is_lost = version < self._after or (version == self._after and is_taken)
         if version > self._after:  # they are in it

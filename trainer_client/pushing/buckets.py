@@ -68,7 +68,7 @@ class BucketEntry:
         return not more and source.dtype == TORCH_DTYPES[dtype] and has_wire_layout(source)
 
     def parts(self) -> list[memoryview]:
-        """The bytes of the block on the wire."""
+        """Return the bytes that are sent, as views of the bucket's memory."""
         return [writable_bytes(tensor) for tensor in ((self.lent,) if self.lent is not None else self.own)]
 
 

@@ -49,7 +49,7 @@ class Exchange:
         self._transport = make_bulk_transport(tls, http2=http2, local=local)
         self._tokens = tokens
 
-    async def begin(
+    async def begin_request(
         self,
         method: str,
         url: httpx.URL,
@@ -85,7 +85,7 @@ class Exchange:
         body: Sequence[memoryview] = (),
     ) -> httpx.Response:
         """Send a request and return its response with the whole body, which is small. Raises httpx.TransportError."""
-        response = await self.begin(method, url, headers, body=body)
+        response = await self.begin_request(method, url, headers, body=body)
         try:
             await response.aread()
         finally:

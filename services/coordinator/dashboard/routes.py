@@ -80,13 +80,13 @@ class File:
 
 
 def read_file(name: str) -> File | None:
-    """Return a file of the page; None if there is none of this name. The first call takes tenths of a second."""
+    """Return a file of the page; None if the page has no such file. The first call takes tenths of a second."""
     return _read_file(name) if name in _NAMES else None
 
 
 @cache
 def read_page(*, wants_token: bool) -> File:
-    """Return the page. `wants_token` spares it a request that would be refused."""
+    """Return the page. With `wants_token` the page sends no request before it has a token."""
     ids = _STYLE_ID.findall(_read_charts())
     body = (_FOLDER / _PAGE).read_bytes()
     body = body.replace(_MARK, b"".join(b'<template id="%s"></template>' % one for one in ids))

@@ -28,7 +28,7 @@ _NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<f4"}
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor whose values are read later: from these pservers in order, so many bytes of each (None: zeros)."""
+    """A tensor whose values are read later: from pservers in order, a number of bytes from each (None: zeros)."""
 
     name: str
     dtype: str

@@ -89,7 +89,7 @@ def owners_of(blocks: Sequence[Block]) -> list[PserverIndex]:
 
 @asynccontextmanager
 async def open_parameter(coordinator: Coordinator, name: str, form: Format) -> AsyncIterator[Stream]:
-    """Open one parameter; in the synchronous mode all of it is of one round.
+    """Open one parameter; in the synchronous mode all blocks are of one round.
 
     In asynchronous modes pservers have no version in common, and `round` is the oldest.
     Raises NotFound, BadInput, TryAgain, NotReady.
@@ -119,7 +119,7 @@ async def open_slots(coordinator: Coordinator, name: str) -> AsyncIterator[Strea
     """Open the optimizer slots of one parameter: a safetensors file of float32 tensors of its shape.
 
     A slot that no update has used is left out; zeros stand for the blocks that did not use it. The metadata `steps` is
-    how often the parameter was stepped.
+    the number of steps of the parameter.
     """
     spec, blocks = find_parameter(current_plan(coordinator), name)
     async with open_frames(coordinator, SLOTS, _names_of(blocks)) as frames:
@@ -238,7 +238,7 @@ def _describe_shards(run: str, shards: Mapping[PserverIndex, IncomingFrame]) -> 
 
 
 async def wait_for_newer(coordinator: Coordinator, name: str, after: Round, seconds: float) -> bool:
-    """Wait until a parameter has a version after this one. Returns False after so many seconds.
+    """Wait until a parameter has a version after this one. Returns False after `seconds`.
 
     Another attempt counts as newer. Versions are those of the pservers' heartbeats. Raises NotFound, NotReady.
     """

@@ -43,7 +43,7 @@ def find_member(coordinator: Coordinator, index: PserverIndex) -> PserverMember:
     """Return a living pserver. Raises NotReady if it is not registered."""
     member = coordinator.cluster.registry.members.get(index)
     if member is None:
-        raise NotReady(f"pserver {index} is not here", waiting_for=f"pserver {index}")
+        raise NotReady(f"pserver {index} is not registered", waiting_for=f"pserver {index}")
     return member
 
 
@@ -134,8 +134,8 @@ async def open_frames(
 ) -> AsyncIterator[dict[PserverIndex, IncomingFrame]]:
     """Open the frames of these pservers with these blocks (none: all of them).
 
-    They are of one version, except in asynchronous modes. Raises NotReady, RoundPending, and TryAgain if the versions
-    never agree.
+    The frames are of one version, except in asynchronous modes. Raises NotReady, RoundPending, and TryAgain if the
+    versions never agree.
     """
     has_common_versions = coordinator.cluster.run.settings.consistency.has_common_versions
     named: dict[str, Any] = {}
@@ -162,7 +162,7 @@ async def open_frames(
         rounds = [version for _, _, version in versions]
         newest = max([*rounds, *(int(error.facts.get("current") or 0) for error in late)])
         named, ahead = {"round": newest + ahead, "wait_seconds": WAIT_SECONDS}, 2 * ahead
-    raise TryAgain(f"the pservers moved on {TRIES} times while they were being read")
+    raise TryAgain(f"the pservers applied rounds during each of {TRIES} attempts to read them; retry later")
 
 
 @asynccontextmanager

@@ -43,7 +43,7 @@ MAX_WAIT_SECONDS = 30.0
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _VALUES: dict[int | str, dict[str, Any]] = {
     200: {"content": {CONTENT_TYPE: _BINARY, "application/octet-stream": _BINARY, "application/json": {}}},
-    304: {"description": "unchanged, or no newer version in that time"},
+    304: {"description": "The parameter is unchanged, or had no newer version in time."},
 }
 _FILE: dict[int | str, dict[str, Any]] = {200: {"content": {CONTENT_TYPE: _BINARY}}}
 
@@ -76,13 +76,13 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         name: Name,
         request: Request,
         form: Annotated[Format, Query(alias="format")] = "safetensors",
-        after_version: Annotated[OrdinalText | None, Query(description="wait for a newer one, else 304")] = None,
+        after_version: Annotated[OrdinalText | None, Query(description="version to wait beyond, else 304")] = None,
         wait_seconds: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)] = MAX_WAIT_SECONDS,
     ) -> Response:
         """Return one parameter, live, with its version in the ETag and the body.
 
-        In the synchronous mode all of it is of one round. JSON is for parameters of at most 1,000 elements; it has NaN
-        and the infinities as strings.
+        In the synchronous mode all blocks are of one round. JSON is for parameters of at most 1,000 elements; NaN and
+        the infinities are strings in it.
         """
         known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
         if known != [""] and after_version is None:
@@ -171,7 +171,7 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the reply. Raises TryAgain without a free place."""
         if self._places.locked():
-            raise TryAgain(f"{MAX_STREAMS} streams of events are open", code="overloaded")
+            raise TryAgain(f"the limit of {MAX_STREAMS} event streams is reached; retry later", code="overloaded")
         async with self._places:
             await super().__call__(scope, receive, send)
 

@@ -101,7 +101,7 @@ class StatisticsCache:
         coordinator, plan = self._coordinator, batch.plan
         run = coordinator.cluster.run
         if run.plan is not plan:
-            raise TryAgain("another run has begun meanwhile")
+            raise TryAgain("another run began during the request")
         found: dict[str, bytes] = {}
         for _ in range(TRIES):
             missing = [spec for spec in batch.specs if spec.name not in found]
@@ -116,7 +116,7 @@ class StatisticsCache:
                     )
             if len(found) == len(batch.specs):
                 return found
-        raise TryAgain(f"the pservers moved on {TRIES} times while they were being asked")
+        raise TryAgain(f"the pservers installed changes during each of {TRIES} attempts to read them; retry later")
 
     async def _ask_one(self, run: Run, index: PserverIndex, blocks: Sequence[Block]) -> dict[str, Statistics]:
         names = [block.name for block in blocks if block.pserver == index]

@@ -44,7 +44,7 @@ class FolderTaken(GradpostError):  # noqa: N818 - as all of its kind
 
 
 class Identity(Message):
-    """The incarnation of the pserver that wrote this, and its run."""
+    """The incarnation of the pserver that wrote the file, and its run."""
 
     incarnation: Incarnation = 0
     run: InstallRun | None = None
@@ -54,7 +54,7 @@ class Identity(Message):
     def _accept_earlier(cls, run: Any) -> Any:
         match run:
             case {"consistency": {"step_count": "trainer"}}:
-                raise ValueError("step_count is trainer, and its log does not name the trainers whose steps it counts")
+                raise ValueError("step_count must not be trainer: the log does not name the trainers of the steps")
             case {"consistency": consistency}:
                 return {**run, "consistency": leave_out_removed(consistency)}
         return run
@@ -69,8 +69,8 @@ class StateFolder:
         lock = lock_folder(self.path)
         if lock is None:
             raise FolderTaken(
-                f"{self.path} is in use by another process; a pserver needs a folder of its own "
-                "(GRADPOST_PSERVER_INDEX, GRADPOST_STATE_DIR)"
+                f"{self.path} is in use by another process; start this pserver with another "
+                "GRADPOST_PSERVER_INDEX or GRADPOST_STATE_DIR"
             )
         self._lock = lock
         try:
@@ -95,7 +95,7 @@ class StateFolder:
         try:
             return unseal(path.read_bytes(), Identity, str(path))
         except DamagedFile as error:
-            raise DamagedFile(f"{error}; delete it, and the run goes back to the newest checkpoint") from None
+            raise DamagedFile(f"{error}; delete this file to continue the run from the newest checkpoint") from None
 
     def write_identity(self, incarnation: Incarnation, run: InstallRun | None) -> None:
         """Persist the identity of this process. Raises FolderTaken if a later incarnation has taken the folder."""
@@ -115,7 +115,7 @@ class StateFolder:
 
 
 def open_folder(state_dir: Path, index: PserverIndex | None) -> StateFolder | None:
-    """Return the folder of this index or, without one, the first that is not locked; None if there is none.
+    """Return the folder of this index or, without one, the first folder that is not locked; None without such a folder.
 
     Raises FolderTaken if the index is given and another process has locked its folder.
     """

@@ -66,7 +66,7 @@ class OwnCheckpoints:
 
     @property
     def rounds(self) -> Collection[Round]:
-        """The rounds of the complete checkpoints, as far as is known."""
+        """The rounds of the known complete checkpoints."""
         return tuple(self._rounds)
 
     def write(self, round_: Round, chunks: Sequence[Buffer]) -> None:
@@ -329,7 +329,7 @@ class RunStorage:
         return None
 
     def _read(self, round_: Round) -> tuple[ShardState, History, int] | None:
-        """Return a checkpoint's shard, history and bytes. Return None, and use it no more, if it is damaged."""
+        """Return a checkpoint's shard, history and bytes. Return None and discard it if it is damaged."""
         try:
             if round_ in self.own_checkpoints.rounds:
                 data = self.own_checkpoints.read(round_)
@@ -379,7 +379,7 @@ class RunStorage:
         """Return the ranges of rounds, first and last, that the log's digests allow to restore, newest first.
 
         With `newest` the checkpoint that leads to that round is read, and left out if it is damaged. The run may go
-        back to any of these rounds, so none is deleted before the run goes on and makes another checkpoint.
+        back to any of these rounds, so none is deleted before the run continues and makes another checkpoint.
         """
         ranges: list[tuple[Round, Round]] = []
         with self._pruning:

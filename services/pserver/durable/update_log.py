@@ -6,7 +6,7 @@
 Every checkpoint begins a new segment. A shard is restored from a checkpoint and the later updates. In asynchronous
 modes the round of an update is its number among the contributions committed on this pserver.
 
-Overwriting a file takes a fraction of the time of writing a new one: the kernel has its pages already, and the disk its
+Overwriting a file takes a fraction of the time of writing a new one: the kernel already has its pages, and the disk its
 blocks. Its old records do not count, since every record begins with its segment's **mark**, a random number in the
 file's name: the new name makes them void.
 """
@@ -137,7 +137,7 @@ class UpdateLog:
         except OSError as error:
             if self._newest is None:
                 raise
-            log.warning("the log cannot begin a new file and goes on in the old one", round=round_, error=str(error))
+            log.warning("the log cannot begin a new file and continues in the old one", round=round_, error=str(error))
             return
         self.close()
         self._newest, self.num_bytes = (segment, fd), 0

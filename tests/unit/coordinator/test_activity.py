@@ -141,14 +141,14 @@ def test_changes_of_the_cluster_become_events():
     cluster.register_pserver(registration("0", index=0), 0.0)
     cluster.join_trainer(joining("1", 1), 0.0)
     events.detect_changes(cluster)
-    assert texts(events) == ["pserver 0 is here, at http://0:1", "trainer 1 has joined"]
+    assert texts(events) == ["pserver 0 has registered at http://0:1", "trainer 1 has joined"]
     events.detect_changes(cluster)
     assert len(texts(events)) == 2
     seen = events.newest_id
     train(cluster)
     events.detect_changes(cluster)
     assert texts(events, seen) == [
-        "pserver 1 is here, at http://1:1",
+        "pserver 1 has registered at http://1:1",
         "trainer 0 has declared its model",
         "trainer 1 has declared its model",
         "run run1 is training",
@@ -257,7 +257,7 @@ def test_an_entry_that_is_written_in_part_is_an_error_and_not_listed(
     log, real = read(tmp_path), os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda fd, data: real(fd, data[: len(data) // 2]))
-        with pytest.raises(OSError, match="did not take a whole line"):
+        with pytest.raises(OSError, match="has no room for a whole line"):
             add(log)
     assert add(log, "resume") == 1
     for each in (log, read(tmp_path)):

@@ -50,7 +50,7 @@ async def test_a_rollback_is_refused_if_its_checkpoint_is_deleted_during_another
         coordinator.cluster.run.complete_checkpoints[:] = [4]
         may_go_on.set()
         await pausing
-        with pytest.raises(NotFound, match="complete are: 4"):
+        with pytest.raises(NotFound, match="complete rounds: 4"):
             await rolling_back
         assert coordinator.cluster.run.rollback_to is None
 
@@ -60,7 +60,7 @@ async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeyp
     pservers = FakePservers()
     async with training(pservers) as coordinator:
         may_go_on = pservers.hold("0")
-        with pytest.raises(TryAgain, match="under way"):
+        with pytest.raises(TryAgain, match="pending after"):
             await Administration(coordinator).pause("me")
         assert outcomes(coordinator) == ["requested"]
         may_go_on.set()
@@ -104,7 +104,7 @@ async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() 
 @pytest.mark.parametrize(
     ("does_a_trainer_leave", "expected"),
     [
-        (True, "the rounds after 2 cannot be repeated, because trainer 1 left; the run goes on"),
+        (True, "the rounds after 2 cannot be repeated, because trainer 1 left; the run continues without a rollback"),
         (False, "a pserver did not report which rounds it can restore"),
     ],
 )

@@ -160,7 +160,7 @@ async def test_a_requested_checkpoint_is_not_made_in_the_next_attempt():
 async def test_a_checkpoint_needs_every_pserver():
     async with training() as coordinator:
         coordinator.cluster.registry.members.clear()
-        with pytest.raises(NotReady, match="needs every pserver"):
+        with pytest.raises(NotReady, match="requires every pserver"):
             await Administration(coordinator).make_checkpoint("me")
 
 
@@ -193,7 +193,7 @@ async def test_a_paused_asynchronous_run_with_unequal_pservers_has_no_checkpoint
         coordinator.cluster.run.membership = Membership({}, controls=(Controls(is_paused=True),))
         writers.rounds = [94, 93]
         writers.report(coordinator.cluster, written=[[], []])
-        with pytest.raises(TryAgain, match=r"is paused, and its pservers have taken \[93, 94\] contributions"):
+        with pytest.raises(TryAgain, match=r"is paused while its pservers have applied \[93, 94\] contributions"):
             await asyncio.wait_for(Administration(coordinator).make_checkpoint("me"), 5)
         assert writers.named == []
 

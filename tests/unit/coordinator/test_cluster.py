@@ -52,9 +52,9 @@ def test_a_repeated_registration_gets_the_same_answer_and_renews_the_lease():
 def test_a_pserver_too_many_is_refused():
     registry = make_registry(1)
     registry.register(registration("a"), 0)
-    with raises_code("index_taken", match="has its 1 pservers"):
+    with raises_code("index_taken", match="all 1 pservers are registered"):
         registry.register(registration("b"), 0)
-    with raises_code("world_mismatch", match="pserver 1 is beyond"):
+    with raises_code("world_mismatch", match="pserver index 1 must be less"):
         registry.register(registration("b", index=1), 0)
     assert list(registry.members) == [0]
 

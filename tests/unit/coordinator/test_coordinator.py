@@ -60,7 +60,7 @@ async def test_an_unsuccessful_wait_for_the_plan_names_what_is_missing():
     [
         (httpx.ReadTimeout("the response was lost"), 2),
         # The installation may arrive before the response to the registration.
-        (StalePserver("this installation was meant for another incarnation of this pserver"), 1),
+        (StalePserver("the installation is for another incarnation of pserver 0"), 1),
     ],
 )
 async def test_an_installation_is_repeated(error: Exception, num_installations: int) -> None:

@@ -56,7 +56,7 @@ def test_a_trainer_that_names_a_world_size_determines_it():
     assert join_run(run, joining("b", 2, world_size=3), 0).rank == 2
     assert (run.num_trainers, run.missing_ranks) == (3, [0, 1, 2])
     for size in (1, 5):
-        with raises_code("world_mismatch", match="another number of trainers"):
+        with raises_code("world_mismatch", match="WORLD_SIZE of the trainer does not match"):
             join_run(elastic(), joining("c", world_size=size), 0)
 
 
@@ -78,7 +78,7 @@ def test_ranks_fit_the_size_of_the_run_in_any_order_of_arrival(steps):
         with contextlib.suppress(GradpostError):
             join_run(run, joining(name, rank, world_size=size), now)
         assert all(rank == trainer.rank for rank, trainer in run.trainers.items())
-        assert all(run.trainers[rank] is trainer for rank, trainer in before.items() if trainer.is_here)
+        assert all(run.trainers[rank] is trainer for rank, trainer in before.items() if trainer.is_present)
         if run.num_trainers is not None:
             assert 2 <= run.num_trainers <= 4
             assert all(rank < run.num_trainers for rank in run.trainers)

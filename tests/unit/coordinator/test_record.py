@@ -286,7 +286,7 @@ def test_if_the_coordinator_alone_was_restarted_a_run_that_was_over_stays_over(t
 @pytest.mark.parametrize("sender", ["pserver", "trainer"])
 def test_a_new_process_gets_no_place_while_earlier_processes_may_live(tmp_path, sender):
     cluster = resumed_with_one_done(tmp_path)
-    with pytest.raises(NotReady, match="are still alive must report first"):
+    with pytest.raises(NotReady, match="before the restart must report first"):
         cluster.join_trainer(joining("new"), RESTART + 1)
     if sender == "pserver":
         cluster.pserver_heartbeat(0, beat(run="run1"), RESTART + 2)

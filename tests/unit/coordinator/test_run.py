@@ -386,7 +386,7 @@ def test_another_incarnation_that_never_declares_is_given_up(policy: LossPolicy)
     join_run(run, joining("another process", 1), 2)
     assert [t.rank for t in run.undeclared] == [1]
     run.expire(2 + round_timeout, 1000)
-    assert run.trainers[1].is_here
+    assert run.trainers[1].is_present
     run.expire(3 + round_timeout, 1000)
     assert "did not declare a model" in run.awaited[0].why
     run.revive_stuck(set())

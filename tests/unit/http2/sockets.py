@@ -86,7 +86,7 @@ class Talker(H2Peer):
         return ErrorCode(codes[0]) if codes else None
 
     async def raw_end(self) -> ErrorCode | None:
-        """As `end`, where h2 cannot parse the frames, since it does not know the streams."""
+        """Do what `end` does where h2 cannot parse the frames, since it does not know the streams."""
         data = bytearray()
         async with asyncio.timeout(10):
             with contextlib.suppress(ConnectionError):

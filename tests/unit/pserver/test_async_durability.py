@@ -276,7 +276,7 @@ async def test_a_contribution_without_any_block_waits_for_a_slow_disk_like_all_o
         with SlowLog().of(pserver) as log:
             first = asyncio.create_task(pserver.push(0, 2))
             await until(lambda: log.num_begun)
-            with raises_code("queue_full", match="this pserver is busy; send this again"):
+            with raises_code("queue_full", match="pserver 0 is busy; send the push again"):
                 await pserver.push(1, 2, {})
         await first
         await pserver.push(1, 2, {})

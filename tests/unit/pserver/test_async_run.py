@@ -245,11 +245,11 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
     async with asynchronous(max_delay=1) as pserver:
         for step in (1, 2):
             await pserver.push(0, step, ones(), computed_on=0)
-        with raises_code("delay_exceeded", match="computed step 3 on parameters of its step 0"):
+        with raises_code("delay_exceeded", match="computed step 3 on version 0, which is too old"):
             await pserver.push(0, 3, ones(), computed_on=0)
         with pytest.raises(FutureRound):
             await pserver.push(0, 3, ones(), computed_on=3)
-        with pytest.raises(StaleRound, match="pulled no parameters after its step 2"):
+        with pytest.raises(StaleRound, match="no recorded pull after its step 2"):
             await pserver.push(0, 3, ones(), computed_on=2)
         await pserver.get(0, 2)
         await pserver.push(0, 3, ones(), computed_on=2)
@@ -258,14 +258,14 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
 
 async def test_there_are_no_barriers() -> None:
     async with asynchronous() as pserver:
-        with raises_code("mode_mismatch", match="a batch barrier belongs to the synchronous mode"):
+        with raises_code("mode_mismatch", match="a batch barrier requires the synchronous mode"):
             await pserver.barrier(0, 1)
         with raises_code("mode_mismatch"):
             await pserver.get(0, 0, with_barrier=True)
 
 
 async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
-    """By how much each block has moved in a get that comes when only the first block has had its second update."""
+    """Return the change of each block in a get that comes between the second updates of two blocks."""
     gate, reached = threading.Event(), threading.Event()
     apply_block = pserver.run.shard.apply_block
 

@@ -133,7 +133,7 @@ async def test_a_pserver_that_has_not_read_its_folder_answers_try_again(tmp_path
     next_life = Pserver(b.compute, PserverMetrics(CollectorRegistry(), b.compute), LIMITS, disk=Disk(tmp_path))
     freeze = Freeze(run=b.install.run, attempt=0, number=2)
     for ask in (next_life.freeze(freeze), next_life.find_restorable(b.install.run)):
-        with pytest.raises(TryAgain, match="has not opened its folder") as refusal:
+        with pytest.raises(TryAgain, match="has not opened its state folder") as refusal:
             await ask
         assert not isinstance(refusal.value, NotReady)  # which is what one says that holds nothing
     await next_life.open_folder(0)
@@ -166,7 +166,7 @@ async def test_a_run_that_could_not_go_back_is_found_again(tmp_path: Path, monke
             patch.setattr(RunStorage, "restore", failing(OSError("input/output error")))
             with pytest.raises(TryAgain, match="cannot open the state of the run"):
                 await b.pserver.install_run(back)
-            with pytest.raises(TryAgain, match="cannot read what it holds"):
+            with pytest.raises(TryAgain, match="cannot read its state"):
                 await b.pserver.find_restorable(b.install.run)
         assert await b.pserver.find_restorable(b.install.run) == [(0, 3)]
         with pytest.raises(StaleRun):

@@ -142,7 +142,8 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
         with structlog.testing.capture_logs() as logs:
             await asyncio.wait_for(staying.run("http://pserver:1", stop), 10)
     compute.close()
-    assert "the state of this pserver cannot be read: Input/output error" in [line["event"] for line in logs]
+    text = f"pserver 0 cannot read its state in {tmp_path / 'pserver-0'}: Input/output error"
+    assert text in [line["event"] for line in logs]
     [message] = registered
     assert message.held is not None
     assert message.held.rounds.applied == 1

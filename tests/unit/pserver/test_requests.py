@@ -217,7 +217,7 @@ async def test_a_copy_without_room_is_overloaded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.02)
     copies = Copies(max_bytes=10)
     async with copies.reserve(8):
-        with raises_code("overloaded", match="large blocks"):
+        with raises_code("overloaded", match="no memory for a copy of 3 bytes after 0.02 s"):
             async with copies.reserve(3):
                 raise AssertionError
     async with copies.reserve(10):

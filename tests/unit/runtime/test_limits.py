@@ -197,6 +197,7 @@ class Replies:
     """An application with a large reply, which waits for `may_end`, and one that fails."""
 
     def __init__(self, max_at_once: int) -> None:
+        self.begun = asyncio.Semaphore(0)
         self.may_end = asyncio.Event()
         self.num_made = 0
         self.app: FastAPI = Sample().make_app()
@@ -212,6 +213,7 @@ class Replies:
 
     async def make(self) -> list[bytes]:
         self.num_made += 1
+        self.begun.release()
         await self.may_end.wait()
         return [bytes(PART_BYTES + 1), b"end"]
 
@@ -224,7 +226,8 @@ async def test_large_replies_wait_for_a_slot_and_release_it(monkeypatch: pytest.
     replies = Replies(max_at_once=2)
     async with running(replies.app) as server, httpx.AsyncClient(base_url=server.address) as client:
         begun = [asyncio.create_task(client.get("/large")) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        for _ in begun:
+            await replies.begun.acquire()
         refused = await client.get("/large")
         assert (refused.status_code, refused.json()["code"]) == (503, "overloaded")
         replies.may_end.set()
@@ -239,7 +242,7 @@ async def test_a_large_reply_is_not_made_for_a_client_that_left_meanwhile() -> N
     replies = Replies(max_at_once=1)
     async with running(replies.app) as server, httpx.AsyncClient(base_url=server.address) as client:
         first = asyncio.create_task(client.get("/large"))
-        await asyncio.sleep(0.1)
+        await replies.begun.acquire()
         for _ in range(5):
             with pytest.raises(httpx.ReadTimeout):
                 await client.get("/large", timeout=httpx.Timeout(5, read=0.05))

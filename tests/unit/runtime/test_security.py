@@ -268,7 +268,7 @@ async def test_it_is_never_too_late_in_silence() -> None:
     app = Sample().make_app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://service") as http:
         assert (await http.get("/healthz")).status_code == 200
-    with pytest.raises(RuntimeError, match="cannot be guarded"):
+    with pytest.raises(RuntimeError, match="access control must be added"):
         await serve(app, ServiceSettings(), stop=asyncio.Event())
 
 

@@ -254,7 +254,7 @@ def test_complete_checkpoints_have_a_manifest_and_come_newest_first(place):
     for round_ in (5, 10, 1000):
         write_manifest(place, manifest(round_))
     place.write(f"{round_folder('run1', 2000)}/pserver-0-of-1.safetensors", [SHARD])  # not complete yet
-    place.write("run1/notes.txt", [b"of somebody else"])
+    place.write("run1/notes.txt", [b"of another program"])
     assert list_rounds(place, "run1") == [2000, 1000, 10, 5]
     assert [found.round for found in complete_checkpoints(place, "run1")] == [1000, 10, 5]
     assert complete_checkpoints(place, "run2") == []

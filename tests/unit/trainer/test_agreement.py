@@ -1,4 +1,4 @@
-"""How a trainer makes all pservers clip one gradient by the norm of all of it."""
+"""A trainer makes all pservers clip one gradient by its global norm."""
 
 from __future__ import annotations
 

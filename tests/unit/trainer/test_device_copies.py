@@ -53,13 +53,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 def test_gradients_arrive_in_order_each_after_what_made_it(device: Device) -> None:
     copies = GradientCopies(1)
-    copies.begin(1, {"b": torch.ones(3)})
-    copies.begin(1, {"a": torch.full((2,), 2.0)})
+    copies.begin_copies(1, {"b": torch.ones(3)})
+    copies.begin_copies(1, {"a": torch.full((2,), 2.0)})
     assert device.waits == [("side", 1), ("side", 3)]  # 2 and 4 are the ends of the copies
     assert list(copies.arrived()) == []
     device.done = 2
     assert [name for name, _ in copies.arrived()] == ["b"]
-    copies.begin(1, {"b": torch.zeros(3), "c": torch.ones(1)})
+    copies.begin_copies(1, {"b": torch.zeros(3), "c": torch.ones(1)})
     assert [(name, host.tolist()) for name, host in copies.finish()] == [("a", [2.0, 2.0]), ("c", [1.0])]
     assert copies.host(1, "b").tolist() == [1.0] * 3, "it was copied when it left"
     assert device.done == device.recorded
@@ -69,7 +69,7 @@ def test_memory_is_kept_and_belongs_to_a_step(device: Device) -> None:
     copies = GradientCopies(2)
     places = []
     for step in range(4):
-        copies.begin(step, {"a": torch.full((2,), float(step))})
+        copies.begin_copies(step, {"a": torch.full((2,), float(step))})
         [(_, host)] = copies.finish()
         places.append(host.data_ptr())
     assert places[:2] == places[2:]
@@ -78,12 +78,12 @@ def test_memory_is_kept_and_belongs_to_a_step(device: Device) -> None:
 
 def test_what_is_given_up_may_still_be_read(device: Device) -> None:
     copies = GradientCopies(1)
-    copies.begin(1, {"a": torch.ones(2)})
+    copies.begin_copies(1, {"a": torch.ones(2)})
     [(_, before)] = copies.finish()
-    copies.begin(1, {"a": torch.zeros(2)})
+    copies.begin_copies(1, {"a": torch.zeros(2)})
     copies.forget()
     assert device.done == device.recorded, "the gradient's memory may be given back"
-    copies.begin(1, {"a": torch.full((2,), 3.0)})
+    copies.begin_copies(1, {"a": torch.full((2,), 3.0)})
     [(_, host)] = copies.finish()
     assert host.data_ptr() != before.data_ptr()
 
@@ -91,7 +91,7 @@ def test_what_is_given_up_may_still_be_read(device: Device) -> None:
 def test_gradients_may_change_their_form(device: Device) -> None:
     copies = GradientCopies(1)
     for gradient in (torch.ones(2), torch.ones(3), torch.ones(3, dtype=torch.bfloat16)):
-        copies.begin(1, {"a": gradient})
+        copies.begin_copies(1, {"a": gradient})
         [(_, host)] = copies.finish()
         assert (host.dtype, host.tolist()) == (gradient.dtype, gradient.tolist())
 
@@ -100,7 +100,7 @@ def test_gradients_may_change_their_form(device: Device) -> None:
 def test_a_parameter_is_written_between_two_computations(device: Device, are_awaited: bool) -> None:
     copies = ParameterCopies(are_awaited=are_awaited)
     parameter = torch.zeros(2, 2)
-    copies.begin({"w": parameter})
+    copies.wait_for_copies({"w": parameter})
     marked = device.recorded
     torch.get_device_module(parameter.device).Event().record()  # something else is computed, on other parameters
     copies.copy(parameter, torch.ones(2, 2, dtype=torch.bfloat16).t())
@@ -108,5 +108,5 @@ def test_a_parameter_is_written_between_two_computations(device: Device, are_awa
     end = device.recorded
     assert device.waits == [("side", marked if are_awaited else end - 1), ("main", end)]
     assert device.done == 0
-    copies.begin({"w": parameter})
+    copies.wait_for_copies({"w": parameter})
     assert device.done == end, "host memory is not written to before it was copied"

@@ -148,7 +148,7 @@ async def exchanging(tokens: TokenPair | None = None, **settings: Any) -> AsyncI
 async def test_a_body_is_sent_and_received_in_portions(sizes: tuple[int, ...]) -> None:
     parts = [memoryview(bytes([number + 1]) * size) for number, size in enumerate(sizes)]
     async with exchanging() as (exchange, url):
-        response = await exchange.begin("POST", url.join("/echo"), {"x-a": "b"}, body=parts)
+        response = await exchange.begin_request("POST", url.join("/echo"), {"x-a": "b"}, body=parts)
         portions = [portion async for portion in response.aiter_raw()]
         await response.aclose()
     assert (response.status_code, response.http_version) == (200, "HTTP/1.1")
@@ -180,7 +180,7 @@ async def test_connections_are_kept_and_there_are_as_many_as_requests() -> None:
     async with exchanging() as (exchange, url):
         used = set()
         for _ in range(2):
-            begun = await asyncio.gather(*(exchange.begin("GET", url.join("/healthz"), {}) for _ in range(30)))
+            begun = await asyncio.gather(*(exchange.begin_request("GET", url.join("/healthz"), {}) for _ in range(30)))
             for response in begun:
                 connection = response.extensions["network_stream"].get_extra_info("socket")
                 used.add(connection.getsockname())

@@ -193,7 +193,7 @@ async def test_a_failure_in_a_heartbeat_ends_every_wait():
 
 
 async def test_a_coordinator_of_another_run_ends_every_wait():
-    async with member(FakeCoordinator(heartbeat=[StaleRun("this message belongs to another run")])) as membership:
+    async with member(FakeCoordinator(heartbeat=[StaleRun("the message is for another run")])) as membership:
         with pytest.raises(StaleRun):
             await asyncio.wait_for(membership.guard(wait_for_ever()), 3)
 

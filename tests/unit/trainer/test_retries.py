@@ -109,13 +109,13 @@ async def test_a_new_incarnation_has_a_deadline_of_its_own() -> None:
 
     async def answer(request: httpx.Request) -> httpx.Response:
         response = answers.pop(0)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.6)
         if response is None:
             news.pservers[0] = RESTARTED
             raise httpx.ConnectError("refused")
         return response
 
-    async with client_of(answer, news, deadline_seconds=0.25) as client:
+    async with client_of(answer, news, deadline_seconds=1) as client:
         await client.barrier(1, BATCH)
     assert answers == []
 

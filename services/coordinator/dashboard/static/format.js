@@ -51,7 +51,7 @@ export const age = (value) => (value < 60 ? `${value.toFixed(1)} s` : seconds(va
 export const clock = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");
 
 export function names(kind, ranks) {
-  if (ranks.length === 0) return "nobody";
+  if (ranks.length === 0) return `no ${kind}`;
   const shown = ranks.slice(0, 12).join(", ") + (ranks.length > 12 ? ` and ${ranks.length - 12} more` : "");
   return `${kind}${ranks.length > 1 ? "s" : ""} ${shown}`;
 }

@@ -60,7 +60,7 @@ def test_a_log_that_does_not_say_whose_steps_were_counted_is_refused(tmp_path):
     train(tmp_path, 2, (0,))
     identity = tmp_path / "state" / "pserver-0" / IDENTITY
     rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(step_count="trainer"))
-    with pytest.raises(DamagedFile, match="whose steps it counts; delete it, and the run goes"):
+    with pytest.raises(DamagedFile, match="trainers of the steps; delete this file to continue the run"):
         Disk(tmp_path / "state").open(0)
 
 
@@ -69,7 +69,7 @@ def test_an_identity_that_is_damaged_is_not_believed(tmp_path, accident):
     train(tmp_path, 2, (0,))
     path = tmp_path / "state" / "pserver-0" / IDENTITY
     accident(path)
-    with pytest.raises(DamagedFile, match="delete it, and the run goes back to the newest checkpoint"):
+    with pytest.raises(DamagedFile, match="delete this file to continue the run from the newest checkpoint"):
         Disk(tmp_path / "state").open(0)
     path.unlink()
     disk = Disk(tmp_path / "state")  # the lock was let go
