@@ -89,4 +89,4 @@ def list_checkpoints(place_url: str | None, coordinator: str | None, token_file:
 
 def pass_over(run: str, round_: Round, error: OSError) -> None:
     """Print that a checkpoint cannot be read."""
-    print_line(f"passing over round {round_:,} of run {run}: {error}")
+    print_line(f"skipping round {round_:,} of run {run}: {error}")

@@ -53,7 +53,7 @@ _MARKS: dict[Level, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of one check; `advice` says what to do, `why` what happens otherwise."""
+    """The outcome of one check; `advice` says what to do, and `why` what happens without it."""
 
     check: str
     level: Level
@@ -132,7 +132,7 @@ def check_disk() -> Finding:
     usage = shutil.disk_usage(folder)
     detail = f"{usage.free / 1e9:.1f} GB of {usage.total / 1e9:.0f} GB are free in {folder}"
     if usage.free < MIN_FREE_SHARE * usage.total:
-        advice = "make room, or keep the state elsewhere: --state-dir or GRADPOST_STATE_DIR"
+        advice = "free some space, or keep the state on another disk with --state-dir or GRADPOST_STATE_DIR"
         return Finding("disk", "warning", detail, advice, "rounds wait while a service here cannot write its log")
     return Finding("disk", "ok", detail)
 
@@ -144,7 +144,7 @@ def check_tokens(token_file: Path | None = None) -> Finding:
     except (CommandError, SettingsError):
         return Finding("tokens", "skipped", "the settings cannot be read")
     if path is None:
-        return Finding("tokens", "ok", "none is set")
+        return Finding("tokens", "ok", "no token is set")
     file = TokenFile(path)
     if file.read() is None:
         detail = file.problem or f"there is no token file {path}"
@@ -181,14 +181,14 @@ def check_coordinator(
 ) -> tuple[Finding, ClusterStatus | None]:
     """Check that the coordinator answers and has this version; return its status with the finding.
 
-    The default address is only tried: a coordinator that is missing there is no error.
+    If no address is given, the default address is tried, where a missing coordinator is not an error.
     """
     try:
         is_named = bool(coordinator or find_setting("coordinator"))
         with open_view(coordinator, token_file) as view:
             address, version, status = view.coordinator, view.protocol_version(), view.status()
     except (Unauthenticated, Forbidden) as error:
-        advice = "send a token of scope read: --token-file or GRADPOST_TOKENS_DIR"
+        advice = "give a token of scope read with --token-file or GRADPOST_TOKENS_DIR"
         return Finding("coordinator", "broken", str(error), advice), None
     except (CommandError, SettingsError) as error:
         advice = "correct the address, the token file, the certificates or the setting"
@@ -196,14 +196,16 @@ def check_coordinator(
     except GradpostError as error:
         if not is_named:
             detail = f"GRADPOST_COORDINATOR is not set, and {error}"
-            return Finding("coordinator", "skipped", detail, "name one with --coordinator to check its cluster"), None
+            return Finding(
+                "coordinator", "skipped", detail, "name a coordinator with --coordinator to check its cluster"
+            ), None
         advice = "start it (gradpost serve coordinator), or correct --coordinator or GRADPOST_COORDINATOR"
         return Finding("coordinator", "broken", str(error), advice, "trainers and pservers cannot join"), None
     if version != str(PROTOCOL_VERSION):
         return Finding(
             "coordinator", "broken",
             f"{address} speaks version {version} of the protocol, this is version {PROTOCOL_VERSION}",
-            "install the same version of Gradpost on both machines", "it refuses trainers of this machine",
+            "install the same version of Gradpost on both machines", "the coordinator refuses trainers of this machine",
         ), None  # fmt: skip
     return Finding("coordinator", "ok", f"{address}: run {status.run} is {status.state}"), status
 
@@ -226,7 +228,7 @@ def check_versions(status: ClusterStatus | None = None) -> Finding:
             different.append(f"{package} " + "; ".join(f"{v} ({', '.join(same)})" for v, same in sorted(names.items())))
     if different:
         return Finding(
-            "versions", "warning", ". ".join(different), "install the same everywhere, as requirements.lock has it",
+            "versions", "warning", ". ".join(different), "install the versions in requirements.lock on all machines",
             "another torch may round differently; another gradpost may lack a feature that the others expect",
         )  # fmt: skip
     number = sum(software is not None for software in members.values())
@@ -251,8 +253,12 @@ def check_addresses(coordinator: str, pservers: Sequence[PserverStatus]) -> list
     for address, same in indices.items():
         if len(same) > 1:
             detail = f"pservers {', '.join(map(str, same))} advertise the same address, {address}"
-            advice = "give each its own: --host, --port, --advertise-address"
-            findings.append(Finding("addresses", "broken", detail, advice, "one receives no request, and rounds hang"))
+            advice = "give each pserver its own address with --host, --port or --advertise-address"
+            findings.append(
+                Finding(
+                    "addresses", "broken", detail, advice, "one of the pservers receives no request, and rounds hang"
+                )
+            )
     if not findings and pservers:
         where = "all on loopback: a cluster on one machine" if loopback else "none is loopback"
         findings.append(Finding("addresses", "ok", f"{count(len(pservers), 'pserver')}, {where}"))
@@ -333,7 +339,7 @@ def check_pserver(pserver: PserverStatus, one: Reached) -> Finding:
     name = f"pserver {pserver.index}"
     if one.state is None:
         return Finding(
-            name, "broken", f"{pserver.address} is not reached from here: {one.trouble}",
+            name, "broken", f"{pserver.address} cannot be reached from here: {one.trouble}",
             "check that it runs, its --host and --advertise-address, the firewall, and the token and certificates here",
             "a trainer on this machine could not train",
         )  # fmt: skip
@@ -349,7 +355,7 @@ def check_pserver(pserver: PserverStatus, one: Reached) -> Finding:
         return Finding(
             name, "broken", f"{pserver.address} answers, but not over HTTP/2: {one.http2_trouble}",
             "use a proxy that speaks HTTP/2, or start the pserver with GRADPOST_HTTP2=false",
-            "it tells trainers to use HTTP/2, and rounds hang",
+            "trainers use HTTP/2, as the pserver advertises, and rounds hang",
         )  # fmt: skip
     if not pserver.http2:
         return Finding(
@@ -390,7 +396,7 @@ def check_pserver_disks(disks: dict[int, tuple[float, float]]) -> Finding:
     if full:
         return Finding(
             "pserver disks", "warning", ", ".join(full),
-            "make room, use a --state-dir on another disk, or lower --max-log-bytes of the coordinator",
+            "free some space, use a --state-dir on another disk, or lower --max-log-bytes of the coordinator",
             "a round that cannot be logged waits for room, and in the end the run fails",
         )  # fmt: skip
     least = min(free for free, _ in disks.values())

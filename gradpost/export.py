@@ -51,14 +51,14 @@ def export_model(
         try:
             tensors = read_model(place, manifest)
         except (DamagedFile, OSError) as error:
-            print_line(f"passing over round {manifest.round:,}: {error}")
+            print_line(f"skipping round {manifest.round:,}: {error}")
             continue
         _write(target, tensors, manifest.run, manifest.round)
         return
     what = ("" if round_ is None else f" of round {round_:,}") + ("" if run is None else f" of run {run}")
     others = [f"{one.round:,} of run {one.run}" for one in manifests if one not in wanted]
-    there = f"there are those of rounds {', '.join(others)}" if others else "where else, is --checkpoints"
-    raise CommandError(f"there is no complete checkpoint{what} in {place.url}; {there}", exit_code=EXIT_FAILED)
+    there = f"Choose one of rounds {', '.join(others)}" if others else "Give another location with --checkpoints"
+    raise CommandError(f"there is no complete checkpoint{what} in {place.url}. {there}", exit_code=EXIT_FAILED)
 
 
 def _exclude_undone(manifests: list[Manifest], state_dir: Path | None) -> list[Manifest]:
@@ -80,7 +80,7 @@ def _export_stopped_run(
 ) -> bool:
     """Write the newest round in the pservers' folders if it is newer than the run's complete checkpoints.
 
-    Returns whether it was. Prints which newer rounds are incomplete.
+    Returns True if a round was written. Prints which newer rounds are incomplete.
     """
     if state_dir is None:
         return False
@@ -212,7 +212,10 @@ def read_record(state_dir: Path) -> RunRecord:
 
 @contextmanager
 def open_stopped_run(state_dir: Path, place: CheckpointStorage, name: str | None) -> Iterator[StoppedRun]:
-    """Lock and read the folders of the newest run (`name`, if given). Raises NotRestorable, OSError."""
+    """Lock the folders of the newest run, and yield what they can restore.
+
+    Raises NotRestorable if that fails or the run is not `name`; raises OSError.
+    """
     run = read_record(state_dir)
     if run.plan is None:
         raise NotRestorable(f"{state_dir} has no run that has begun")
@@ -240,7 +243,7 @@ def _open_folder(state_dir: Path, index: PserverIndex) -> StateFolder:
     try:
         return StateFolder(state_dir, index)
     except FolderTaken:
-        raise NotRestorable(f"pserver {index} is running") from None
+        raise NotRestorable(f"pserver {index} is still running") from None
     except DamagedFile as error:
         raise NotRestorable(str(error)) from None
 
@@ -248,7 +251,7 @@ def _open_folder(state_dir: Path, index: PserverIndex) -> StateFolder:
 def _open_storage(run: RunRecord, plan: SlicePlan, folder: StateFolder, place: CheckpointStorage) -> RunStorage:
     install = folder.identity.run
     if install is None or install.run != run.name or SlicePlan.from_json(install.plan).digest != plan.digest:
-        raise NotRestorable(f"the folder of pserver {folder.index} has nothing of run {run.name}")
+        raise NotRestorable(f"the folder of pserver {folder.index} contains no data of run {run.name}")
     storage = RunStorage(install.model_copy(update={"began": run.began}), folder.index, folder.log_path, place)
     storage.find_checkpoints()
     return storage

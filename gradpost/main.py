@@ -207,8 +207,8 @@ def list_(
 ) -> None:
     """List complete checkpoints, newest first.
 
-    They are those in --checkpoints or of the run of --coordinator; else those in GRADPOST_CHECKPOINTS, of the run of
-    GRADPOST_COORDINATOR, or of the newest `up` in this folder. Reading a place needs no service.
+    They are read from --checkpoints or from the run of --coordinator; else from GRADPOST_CHECKPOINTS, the run of
+    GRADPOST_COORDINATOR, or the newest `up` in this folder. Reading a place needs no service.
     """
     from .checkpoint import list_checkpoints
 
@@ -332,7 +332,7 @@ def create_token(
 ) -> None:
     """Write random tokens into files that only their owner can read. Existing files are kept without --rotate.
 
-    Services and trainers use new tokens without a restart. To revoke a leaked token at once, rotate twice.
+    Services and trainers use new tokens without a restart. To revoke a leaked token immediately, rotate twice.
     """
     from .tokens import create_tokens
 
@@ -357,7 +357,7 @@ def doctor(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for a warning, too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check this machine, its settings and the cluster, with advice for each problem; exit with 1 if any is broken.
+    """Check this machine, its settings and the cluster, with advice for each problem; exit with 1 if one is broken.
 
     Run it on the machine of a trainer or a service.
     """

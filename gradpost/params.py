@@ -32,7 +32,7 @@ def show_parameters(
 
 def _format_of(output: Path) -> str:
     if output.suffix not in FORMATS:
-        raise CommandError(f"--output must end in {', '.join(FORMATS)}, which says the format; not {output.name!r}")
+        raise CommandError(f"--output must end in {', '.join(FORMATS)}, which selects the format; not {output.name!r}")
     return FORMATS[output.suffix]
 
 
@@ -44,7 +44,9 @@ def _write(output: Path, data: bytes) -> None:
 
 def _write_model(output: Path, view: ClusterView) -> None:
     if output.suffix != ".safetensors":
-        raise CommandError(f"a whole model is written as FILE.safetensors, not {output.name!r}; or name a parameter")
+        raise CommandError(
+            f"a whole model must be written as FILE.safetensors, not {output.name!r}. Otherwise name a parameter"
+        )
     with whole_file(output) as partial, partial.open("wb") as file:
         for piece in view.model():
             file.write(piece)

@@ -164,7 +164,7 @@ def _warn_of_imbalance(plan: SlicePlan, placement: Placement, slice_parameters: 
     ratio = largest * plan.num_pservers / sum(held)
     advice = ""
     if not slice_parameters:
-        advice = "; leave --whole out"
+        advice = "; omit --whole"
     elif placement != "balanced":
         advice = "; try --placement balanced"
     warn(f"pserver {held.index(largest)} holds {ratio:.1f} times the mean share, and the others wait for it{advice}")

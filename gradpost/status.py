@@ -36,11 +36,12 @@ def asking(coordinator: str | None, token_file: Path | None = None, scope: Scope
             yield view
         except (Unauthenticated, Forbidden) as error:
             raise CommandError(
-                f"the coordinator refuses: {error} (--token-file, or GRADPOST_TOKENS_DIR)", exit_code=EXIT_FAILED
+                f"the coordinator refuses the request: {error}. Give a token with --token-file or GRADPOST_TOKENS_DIR",
+                exit_code=EXIT_FAILED,
             ) from None
         except Unreachable as error:
             raise CommandError(
-                f"no coordinator: {error} (its address is --coordinator or GRADPOST_COORDINATOR)",
+                f"no coordinator: {error}. Give its address with --coordinator or GRADPOST_COORDINATOR",
                 exit_code=EXIT_FAILED,
             ) from None
 
@@ -172,7 +173,7 @@ def show_events(coordinator: str | None, token_file: Path | None, *, follow: boo
 
 
 def _follow(view: ClusterView) -> Iterator[dict[str, Any]]:
-    """Yield events without an end, over restarts of the coordinator. Raises Unreachable if it is not there at first."""
+    """Yield events indefinitely, over restarts of the coordinator. Raises Unreachable if it is missing at first."""
     view.status()
     newest, is_unreachable = 0, False
     while True:

@@ -113,7 +113,7 @@ class EventFiles:
                 self.num_points += 1
 
     def add_parameters(self, found: Sequence[dict[str, Any]]) -> None:
-        """Write the new ones of responses of `/v1/statistics`, one for each parameter."""
+        """Write the new statistics in responses of `/v1/statistics`, one response for each parameter."""
         for one in sorted(found, key=lambda one: int(one["version"])):
             name, round_, place = one["name"], one["version"], self._folder / one["run"] / "parameters"
             newest = self._versions.get((place, name), -1)

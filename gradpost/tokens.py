@@ -32,7 +32,7 @@ def create_tokens(folder: Path | None, scopes: Sequence[Scope], *, rotate: bool)
                 # The older one first, so that a valid token exists at any time.
                 _write(file.with_name(scope + PREVIOUS), file.read_text(encoding="ascii").strip())
                 _write(file, _make_token(scope))
-                print_line(f"{file}: replaced; the token before stays valid until the next time")
+                print_line(f"{file}: replaced; the previous token stays valid until the next rotation")
             else:
                 print_line(f"{file}: kept")
     except OSError as error:
@@ -51,7 +51,7 @@ def show(folder: Path | None, scope: Scope) -> None:
 def _find_folder(folder: Path | None) -> Path:
     folder = folder or find_path("tokens_dir")
     if folder is None:
-        raise CommandError("which folder? Give --dir, or set GRADPOST_TOKENS_DIR")
+        raise CommandError("no folder of tokens is given. Give --dir, or set GRADPOST_TOKENS_DIR")
     return folder
 
 

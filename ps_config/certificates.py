@@ -66,7 +66,7 @@ close_handshake: ContextVar[Callable[[], object] | None] = ContextVar("close_han
 
 
 class _AlertingObject(ssl.SSLObject):
-    """Sends the alert of a failed handshake, before which asyncio would close the connection.
+    """An object that sends the alert of a failed handshake, before which asyncio would close the connection.
 
     The first call does not raise the error. The connection ends when the other end closes it or sends more, or a
     second later through `close_handshake`.
@@ -75,7 +75,7 @@ class _AlertingObject(ssl.SSLObject):
     _refused: ssl.SSLError | None = None
 
     def do_handshake(self) -> None:
-        """See ssl.SSLObject."""
+        """Perform the handshake, and let its alert be sent before its error is raised."""
         if self._refused is not None:
             raise self._refused
         try:
@@ -97,7 +97,7 @@ class FreshContext(ssl.SSLContext):
     """
 
     def __new__(cls, files: TlsFiles, build: Build) -> FreshContext:
-        """`build` makes the inner context; what it raises at first, the constructor raises."""
+        """Create the context. The first inner context is built by the constructor, with the errors of `build`."""
         return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)  # the inner context's protocol counts
 
     def __init__(self, files: TlsFiles, build: Build) -> None:
@@ -107,15 +107,15 @@ class FreshContext(ssl.SSLContext):
         self._context = build()
 
     def set_alpn_protocols(self, alpn_protocols: Iterable[str]) -> None:
-        """See ssl.SSLContext. Holds for inner contexts that are built later, too."""
+        """Set the protocols of this context, also for inner contexts that are built later."""
         self._alpn = list(alpn_protocols)
 
     def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
-        """See ssl.SSLContext."""
+        """Wrap a socket with the current inner context."""
         return self._current().wrap_socket(*args, **kwargs)
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """See ssl.SSLContext."""
+        """Wrap two buffers with the current inner context."""
         return self._current().wrap_bio(*args, **kwargs)
 
     def _current(self) -> ssl.SSLContext:
@@ -169,7 +169,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def hint_at_tls(address: str, error: Exception) -> str:
-    """Return what a message about `error` adds if the service at `address` may serve TLS; else an empty string.
+    """Return a hint for a message about `error` if the service at `address` may serve TLS; else an empty string.
 
     A port that serves TLS accepts the connection and closes it without an answer to plain HTTP.
     """
@@ -192,7 +192,7 @@ def _naming(ca: Path | None) -> Iterator[None]:
     try:
         yield
     except ssl.SSLError:
-        raise CertificateError(f"the TLS file {ca} holds no certificate of an authority in PEM form") from None
+        raise CertificateError(f"the TLS file {ca} must hold the certificate of an authority in PEM form") from None
 
 
 def _load_chain(context: ssl.SSLContext, files: TlsFiles) -> None:
@@ -208,7 +208,7 @@ def _load_chain(context: ssl.SSLContext, files: TlsFiles) -> None:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise CertificateError(f"the TLS key {key} does not belong to the certificate {cert}") from None
-        raise CertificateError(f"{cert} and {key} hold no TLS certificate and no private key in PEM form") from None
+        raise CertificateError(f"{cert} and {key} must hold a TLS certificate and a private key in PEM form") from None
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -21,13 +21,13 @@ MAX_LINE = 100  # characters of a gateway's page that are shown
 
 
 class BearerAuth(httpx.Auth):
-    """Sends the token of a file. If a service refuses it, sends the token that it replaced."""
+    """Authentication with the token of a file or, if a service refuses it, with the token that it replaced."""
 
     def __init__(self, tokens: TokenPair) -> None:
         self._tokens = tokens
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """See httpx.Auth. Raises SettingsError if there is no token."""
+        """Yield the request with the token. Raises SettingsError if there is no token."""
         for token in self._tokens.read():
             request.headers["authorization"] = f"Bearer {token}"
             response = yield request
@@ -36,13 +36,13 @@ class BearerAuth(httpx.Auth):
 
 
 class ControlTransport(httpx.AsyncHTTPTransport):
-    """Raises httpx.ConnectError also for a client certificate that the service refuses.
+    """A transport that raises httpx.ConnectError also for a client certificate that the service refuses.
 
     In TLS 1.3 that happens after the handshake, and httpcore passes the `ssl.SSLError` on as it is.
     """
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """See httpx.AsyncHTTPTransport. Raises httpx.TransportError."""
+        """Send the request as httpx does, and convert ssl.SSLError to httpx.ConnectError."""
         try:
             return await super().handle_async_request(request)
         except ssl.SSLError as error:
@@ -81,5 +81,5 @@ def raise_for_problem(response: httpx.Response) -> None:
         raise error
     lines = (line.strip() for line in response.text.splitlines())
     first = printable(next(filter(None, lines), "an empty page")[:MAX_LINE])
-    text = f"{response.url} answered {response.status_code} without a problem document: {first}"
-    raise GatewayPage(f"{text}; is it Gradpost?", request=response.request)
+    text = f"{response.url} answered {response.status_code}, but not as Gradpost: {first}"
+    raise GatewayPage(f"{text}. Check the address and any proxy", request=response.request)

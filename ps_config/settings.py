@@ -17,7 +17,7 @@ BaseUrl = Annotated[str, AfterValidator(check_base_url)]
 
 
 class Settings(BaseSettings):
-    """Argument over `GRADPOST_*` over the file `GRADPOST_SETTINGS_FILE` over default. Values are read once.
+    """Settings from arguments, `GRADPOST_*`, the file `GRADPOST_SETTINGS_FILE` and defaults, in this order, read once.
 
     Raises SettingsError for a variable or key that is no setting of any role, and pydantic's ValidationError for a
     wrong value.
@@ -54,8 +54,8 @@ class Settings(BaseSettings):
     )
     token_file: Path | None = Field(
         default=None,
-        description="file of the token that the process sends; none: in `tokens_dir`, a service sends `admin` and a "
-        "trainer `train`",
+        description="file of the token that the process sends; none: a service sends `admin` of `tokens_dir`, and "
+        "a trainer `train`",
     )
 
     @property
@@ -80,7 +80,7 @@ class Settings(BaseSettings):
         if (self.tls_client_cert is None) != (self.tls_client_key is None):
             raise ValueError("tls_client_cert and tls_client_key go together: give both or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("tls_client_ca needs tls_cert and tls_key: callers present certificates over TLS alone")
+            raise ValueError("tls_client_ca needs tls_cert and tls_key: callers present certificates over TLS only")
         return self
 
     @classmethod

@@ -178,7 +178,7 @@ class Request:
         return {"type": "http.request", "body": body, "more_body": has_more}
 
     async def _send(self, message: Message) -> None:
-        """See ASGI; a body may be a memoryview, which must not change meanwhile. A reset stream gets nothing.
+        """Send an ASGI message, unless the stream was reset. A memoryview as body must not change meanwhile.
 
         The application does not wait until a small response is sent, so that a closed window does not occupy a request.
         """

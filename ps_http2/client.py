@@ -230,12 +230,12 @@ class ClientConnection(Connection):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
+        """Implement `asyncio.BaseProtocol.connection_made`."""
         super().connection_made(transport)
         self._timer = asyncio.get_running_loop().call_later(PING_SECONDS, self._check_liveness)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
+        """Implement `asyncio.BaseProtocol.connection_lost`."""
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
@@ -259,12 +259,12 @@ class ClientConnection(Connection):
         return stream
 
     def stream_requested(self, stream_id: int) -> Stream | None:
-        """See Connection; late headers of a closed stream are discarded."""
+        """Implement `Connection.stream_requested`; late headers of a closed stream are discarded."""
         self.check_not_idle(stream_id)
         return None
 
     def headers_received(self, stream: Stream, headers: Headers) -> None:
-        """See Connection."""
+        """Implement `Connection.headers_received`."""
         found = [value for name, value in headers if name == b":status"]
         if len(found) != 1 or not (found[0].isdigit() and len(found[0]) == 3):
             self.stream_error(stream, ErrorCode.PROTOCOL_ERROR, "a response without a status")
@@ -285,7 +285,7 @@ class ClientConnection(Connection):
         stream.notify()
 
     def goaway_received(self, last_stream_id: int) -> None:
-        """See Connection."""
+        """Implement `Connection.goaway_received`."""
         self.is_closing = True
         for stream in [stream for stream in self.streams.values() if stream.stream_id > last_stream_id]:
             text = "the server closes the connection and has not processed this request"
@@ -293,11 +293,11 @@ class ClientConnection(Connection):
         self._stream_may_open.set()
 
     def stream_closed(self, stream: Stream) -> None:
-        """See Connection."""
+        """Implement `Connection.stream_closed`."""
         self._stream_may_open.set()
 
     def settings_received(self) -> None:
-        """See Connection."""
+        """Implement `Connection.settings_received`."""
         self._stream_may_open.set()
 
     def close(self) -> None:

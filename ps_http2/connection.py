@@ -89,7 +89,7 @@ class Connection(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------ asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
+        """Implement `asyncio.BaseProtocol.connection_made`."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._writer.start(transport)
@@ -99,7 +99,7 @@ class Connection(asyncio.BufferedProtocol):
         self.pump()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
+        """Implement `asyncio.BaseProtocol.connection_lost`."""
         self.is_closing = True
         for stream in [*self.streams.values()]:
             text = f"the connection is lost: {exc or 'closed'}"
@@ -107,11 +107,11 @@ class Connection(asyncio.BufferedProtocol):
         self._writer.stop()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """See asyncio."""
+        """Implement `asyncio.BufferedProtocol.get_buffer`."""
         return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """See asyncio."""
+        """Implement `asyncio.BufferedProtocol.buffer_updated`."""
         self.received_bytes += nbytes
         try:
             self._reader.buffer_updated(nbytes)
@@ -132,14 +132,14 @@ class Connection(asyncio.BufferedProtocol):
             rest = rest[count:]
 
     def eof_received(self) -> None:
-        """See asyncio; the transport closes itself."""
+        """Implement `asyncio.BufferedProtocol.eof_received`; the transport closes itself."""
 
     def pause_writing(self) -> None:
-        """See asyncio."""
+        """Implement `asyncio.BaseProtocol.pause_writing`."""
         self._writer.is_paused = True
 
     def resume_writing(self) -> None:
-        """See asyncio."""
+        """Implement `asyncio.BaseProtocol.resume_writing`."""
         self._writer.is_paused = False
         self.pump()
 
@@ -147,11 +147,11 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def has_ended(self) -> bool:
-        """See Receiver."""
+        """Implement `Receiver.has_ended`."""
         return self._transport.is_closing()
 
     def data_started(self, stream_id: int, flags: int, length: int, payload: int) -> Stream | None:
-        """See Receiver."""
+        """Implement `Receiver.data_started`."""
         if not payload and not flags & frames.END_STREAM:
             self.count_unproductive_frame()
         self._receive_window -= length
@@ -178,7 +178,7 @@ class Connection(asyncio.BufferedProtocol):
         return stream
 
     def data_received(self, stream: Stream, num_bytes: int, data: memoryview | None) -> None:
-        """See Receiver."""
+        """Implement `Receiver.data_received`."""
         assert stream.sink is not None
         stream.received_bytes += num_bytes
         try:
@@ -193,7 +193,7 @@ class Connection(asyncio.BufferedProtocol):
             self.remove_stream(stream, failure)
 
     def data_ended(self, stream: Stream | None, flags: int) -> None:
-        """See Receiver."""
+        """Implement `Receiver.data_ended`."""
         if self._receive_window < CONNECTION_WINDOW // 2:
             self._queue(frames.pack_number(frames.WINDOW_UPDATE, 0, CONNECTION_WINDOW - self._receive_window))
             self._receive_window = CONNECTION_WINDOW
@@ -214,7 +214,7 @@ class Connection(asyncio.BufferedProtocol):
         self._remove_if_closed(stream)
 
     def header_block_received(self, stream_id: int, flags: int, block: bytes) -> None:
-        """See Receiver."""
+        """Implement `Receiver.header_block_received`."""
         try:
             headers: Headers = list(self._decoder.decode(block, raw=True))
         except HPACKError as error:
@@ -246,7 +246,7 @@ class Connection(asyncio.BufferedProtocol):
             self._remove_if_closed(stream)
 
     def frame_received(self, frame_type: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """See Receiver."""
+        """Implement `Receiver.frame_received`."""
         if frame_type == frames.WINDOW_UPDATE:
             self._on_window_update(stream_id, frames.unpack_number(payload))
         elif frame_type == frames.RST_STREAM:

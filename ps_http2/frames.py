@@ -91,15 +91,15 @@ def pack_settings(settings: Mapping[int, int]) -> bytes:
 def unpack_settings(payload: bytes) -> list[tuple[int, int]]:
     """Return identifiers and values of a SETTINGS frame. Raises ProtocolError for values that are out of bounds."""
     if len(payload) % _SETTING.size:
-        raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "the length of SETTINGS is no multiple of 6 bytes")
+        raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "the length of SETTINGS must be a multiple of 6 bytes")
     settings = list(_SETTING.iter_unpack(payload))
     for name, value in settings:
         if name == INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
-            raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, f"an initial window of {value} bytes")
+            raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, f"the initial window of {value} bytes is too large")
         if name == MAX_FRAME_SIZE and not MIN_FRAME_BYTES <= value <= MAX_FRAME_BYTES:
-            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, f"frames of at most {value} bytes")
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, f"the maximum frame size of {value} bytes is out of range")
         if name == ENABLE_PUSH and value > 1:
-            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH is {value}")
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH must be 0 or 1, not {value}")
     return settings
 
 

@@ -81,7 +81,7 @@ class ServerConnection(Connection):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
+        """Implement `asyncio.BaseProtocol.connection_made`."""
         super().connection_made(transport)
         self._connections.add(self)
         self._loop = asyncio.get_running_loop()
@@ -106,20 +106,20 @@ class ServerConnection(Connection):
         self._timer = self._loop.call_later(self._period, self._check_progress)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
+        """Implement `asyncio.BaseProtocol.connection_lost`."""
         self._connections.discard(self)
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """See uvicorn: the server stops."""
+        """Close the connection gracefully, because uvicorn stops."""
         self.go_away()
 
     # ------------------------------------------------------------------ requests
 
     def stream_requested(self, stream_id: int) -> Stream | None:
-        """See Connection."""
+        """Implement `Connection.stream_requested`."""
         if stream_id % 2 == 0:
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "clients open streams with odd identifiers")
         if stream_id <= self.highest_stream:
@@ -138,7 +138,7 @@ class ServerConnection(Connection):
         return self.new_stream(stream_id)
 
     def headers_received(self, stream: Stream, headers: Headers) -> None:
-        """See Connection."""
+        """Implement `Connection.headers_received`."""
         stream.headers = headers
         try:
             scope = read_scope(headers)
@@ -159,7 +159,7 @@ class ServerConnection(Connection):
         self._tasks.discard(task)
 
     def stream_aborted(self, stream: Stream) -> None:
-        """See Connection. A client that has its whole response may reset the rest of its body."""
+        """Implement `Connection.stream_aborted`. A client with its whole response may reset the rest of its body."""
         if stream.is_local_closed:
             return
         self._num_unanswered += 1
@@ -167,7 +167,7 @@ class ServerConnection(Connection):
             raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "too many requests were cancelled")
 
     def stream_closed(self, stream: Stream) -> None:
-        """See Connection."""
+        """Implement `Connection.stream_closed`."""
         if stream.error is None:
             self._num_unanswered = max(0, self._num_unanswered - 1)
 

@@ -30,16 +30,16 @@ class StreamOwner(Protocol):
     """The methods of a connection that its streams call."""
 
     def send_headers(self, stream: Stream, headers: Headers, *, end_stream: bool = False) -> None:
-        """See Connection."""
+        """Provide `Connection.send_headers`."""
 
     def pump(self) -> None:
-        """See Connection."""
+        """Provide `Connection.pump`."""
 
     def raise_window(self, stream: Stream, num_bytes: int) -> None:
-        """See Connection."""
+        """Provide `Connection.raise_window`."""
 
     def reset_stream(self, stream: Stream, code: ErrorCode, text: str) -> None:
-        """See Connection."""
+        """Provide `Connection.reset_stream`."""
 
 
 class StreamResetError(Exception):
@@ -196,15 +196,15 @@ class BodyReader:
         return data, not self._stream.is_remote_closed
 
     def get_buffer(self) -> memoryview:
-        """See Sink."""
+        """Implement `Sink.get_buffer`."""
         return self._target[self._num_written :]
 
     def buffer_updated(self, num_bytes: int) -> None:
-        """See Sink."""
+        """Implement `Sink.buffer_updated`."""
         self._num_written += num_bytes
 
     def feed(self, data: memoryview) -> None:
-        """See Sink."""
+        """Implement `Sink.feed`."""
         room = self.get_buffer()[: len(data)]
         if len(room):
             room[:] = data[: len(room)]

@@ -37,7 +37,8 @@ class Consistency:
     strategy: Annotated[
         Strategy,
         Field(
-            description="what aggregates gradients: pservers (`ps`), or the trainers, with `torch.distributed` (`ring`)"
+            description="the processes that aggregate gradients: pservers (`ps`), or the trainers, with "
+            "`torch.distributed` (`ring`)"
         ),
     ] = "ps"
     max_delay: Annotated[
@@ -60,7 +61,9 @@ class Consistency:
     ] = "block"
     max_queued: Annotated[
         Positive,
-        Field(description="asynchronous modes: gradients in the queue of each block; a full queue delays pushes"),
+        Field(
+            description="asynchronous modes: the most gradients in the queue of each block; a full queue delays pushes"
+        ),
     ] = 16
     compensation: Annotated[
         Compensation,
@@ -69,7 +72,7 @@ class Consistency:
             "(DC-ASGD)"
         ),
     ] = "none"
-    dc_lambda: Annotated[Real, Field(ge=0, description="λ of DC-ASGD")] = 0.04
+    dc_lambda: Annotated[Real, Field(ge=0, description="factor λ of DC-ASGD")] = 0.04
 
     def __post_init__(self) -> None:
         if self.mode == "ssp" and self.max_staleness is None:

@@ -4,7 +4,7 @@
     ├── BadInput            the request is wrong and changed nothing; sending it again will not help
     ├── Conflict            the request is stale or contradicts the run; `current` says what holds now
     ├── TryAgain            nothing is wrong; the same request again may succeed
-    └── Ended               what the request waits for will not happen; the message names the cause
+    └── Ended               the awaited event will not happen; the message names the cause
 
 An error is raised as its family with a code, `BadInput("no JSON", code="malformed_frame")`. A code that a program
 handles separately has a class of its own. A service answers an error as an RFC 9457 problem document; the client
@@ -161,7 +161,7 @@ class RoundTimeout(Ended):
 
 
 class StorageFailed(Ended):
-    """A disk does not take what `durability` demands."""
+    """A disk does not store the data that `durability` demands."""
 
 
 class Unreachable(Ended):
@@ -181,8 +181,9 @@ class ErrorCode(NamedTuple):
 _TABLE = (  # code, family, status, may be retried, meaning
     ("internal_error", GradpostError, 500, False, "a bug; the service's log has the traceback"),
     ("bad_request", BadInput, 400, False, "the request is wrong and changed nothing"),
-    ("malformed_frame", BadInput, 400, False, "the body is no complete safetensors stream, or its metadata is wrong"),
-    ("bad_header", BadInput, 400, False, "a `gradpost-` header is missing or not what it should be"),
+    ("malformed_frame", BadInput, 400, False, "the body is not a complete safetensors stream, or its metadata is "
+    "wrong"),
+    ("bad_header", BadInput, 400, False, "a `gradpost-` header is missing or invalid"),
     ("unsupported_protocol", BadInput, 400, False, "the sender uses another version of the protocol"),
     ("body_too_large", BadInput, 413, False, "a body, a frame's header or its number of tensors is above the limit"),
     ("length_required", BadInput, 411, False, "a frame came without a Content-Length"),
@@ -195,7 +196,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("non_finite_gradient", NonFiniteGradient, 422, False, "a gradient holds NaN or infinity, under `reject`"),
     ("gradient_changed", BadInput, 422, False, "a script changed a gradient that `overlap` had sent"),
     ("bad_model", BadModel, 422, False, "the declared parameters or settings cannot be planned"),
-    ("unsupported_optimizer", BadInput, 422, False, "the optimizer is not on the list, or its flags are not its flags"),
+    ("unsupported_optimizer", BadInput, 422, False, "the optimizer is not on the list, or has wrong flags"),
     ("bad_hyper_parameters", BadInput, 422, False, "the hyperparameters of a push do not fit the run's optimizer"),
     ("not_found", NotFound, 404, False, "there is no such path or parameter"),
     ("method_not_allowed", BadInput, 405, False, "the path exists, but not with this method"),
@@ -207,8 +208,9 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("stale_run", StaleRun, 409, False, "the request belongs to another run or attempt"),
     ("plan_mismatch", Conflict, 409, False, "the request was made for another slice plan"),
     ("stale_pserver", StalePserver, 409, False, "the request was meant for another pserver or incarnation"),
-    ("stale_trainer", Conflict, 409, False, "the trainer is no member, or not the uploader, or has rejoined"),
-    ("stale_round", StaleRound, 409, False, "the round is over, before the trainer's first, or no answered get's"),
+    ("stale_trainer", Conflict, 409, False, "the trainer is not a member, is not the uploader, or has rejoined"),
+    ("stale_round", StaleRound, 409, False, "the round is over, before the trainer's first, or not that of an "
+    "answered get"),
     ("cannot_evict", Conflict, 409, False, "the run could not continue without this trainer"),
     ("future_round", FutureRound, 409, False, "the round is not open yet"),
     ("norm_changed", NormChanged, 409, False, "the gradient has changed since its norm was read; read the norm again"),
@@ -221,14 +223,14 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("world_mismatch", Conflict, 409, False, "the rank, the world size or the index does not fit the cluster"),
     ("mode_mismatch", Conflict, 409, False, "the trainer was started for another mode"),
     ("no_pservers", Conflict, 409, False, "with strategy `ring` there are no pservers"),
-    ("model_mismatch", ModelMismatch, 409, False, "the trainer declares another model than the others, or than it did"),
+    ("model_mismatch", ModelMismatch, 409, False, "the trainer declares another model than the others, or than before"),
     ("try_again", TryAgain, 503, True, "nothing is wrong; the same request may succeed"),
     ("not_ready", NotReady, 503, True, "something has not begun; `waiting_for` names what is missing"),
     ("round_pending", RoundPending, 503, True, "the barrier is not complete; `missing` names the trainers"),
     ("queue_full", TryAgain, 503, True, "a block's queue has no room for the contribution"),
     ("overloaded", TryAgain, 503, True, "the service has too many requests, or bytes of bodies, at once"),
     ("slow_body", TryAgain, 408, True, "the body did not arrive in time and was discarded"),
-    ("ended", Ended, 410, False, "what the caller waits for will not happen"),
+    ("ended", Ended, 410, False, "the event that the caller waits for will not happen"),
     ("trainer_lost", TrainerLost, 410, False, "a trainer is lost, and the policy does not let the run continue"),
     ("trainer_left", Ended, 410, False, "a trainer of a ring left before the last round"),
     ("ring_broken", Ended, 504, False, "the ring's connections broke, and no trainer was lost; trainers raise it"),

@@ -47,13 +47,15 @@ class Fence:
             if text is None:
                 raise BadInput(f"the header {header} is missing", code="bad_header")
             if is_number:
-                what, expected = "not a number", "digits"
+                what, expected = "a number", "digits"
                 is_valid = text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
             else:
-                what, expected = "no identifier", "ASCII"
+                what, expected = "an identifier", "ASCII"
                 is_valid = text.isascii() and text.isprintable() and 0 < len(text) <= MAX_TEXT
             if not is_valid:
-                raise BadInput(f"the header {header} is {what}", code="bad_header", expected=expected, actual=text[:40])
+                raise BadInput(
+                    f"the header {header} must be {what}", code="bad_header", expected=expected, actual=text[:40]
+                )
             values[name] = int(text) if is_number else text
             if name == "protocol" and values[name] != PROTOCOL_VERSION:
                 raise BadInput(

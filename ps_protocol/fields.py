@@ -51,7 +51,7 @@ PserverIndex: TypeAlias = Ordinal
 
 def _read_ordinal(value: object) -> object:
     if isinstance(value, str) and not (value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS):
-        raise ValueError(f"not a number of at most {MAX_DIGITS} digits")
+        raise ValueError(f"must be a number of at most {MAX_DIGITS} digits")
     return value
 
 
@@ -68,7 +68,7 @@ _NONFINITE = ("NaN", "Infinity", "-Infinity")
 
 def _read_number(value: object) -> object:
     if isinstance(value, bool) or (isinstance(value, str) and value not in _NONFINITE):
-        raise ValueError(f"not a number, nor one of {', '.join(_NONFINITE)}")
+        raise ValueError(f"must be a number or one of {', '.join(_NONFINITE)}")
     return value
 
 
@@ -123,9 +123,9 @@ Results: TypeAlias = Annotated[
 def _check_base_url(value: str) -> str:
     url = urlsplit(value)  # raises ValueError, as `port` does
     if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or url.port == 0:
-        raise ValueError("not a base URL such as http://10.0.0.7:7071")
+        raise ValueError("must be a base URL such as http://10.0.0.7:7071")
     if any(character.isspace() for character in value):
-        raise ValueError("a URL has no spaces")
+        raise ValueError("a URL must not have spaces")
     return value
 
 
@@ -137,7 +137,7 @@ BaseUrl: TypeAlias = Annotated[
 def _check_origin(value: str) -> str:
     url = urlsplit(_check_base_url(value))
     if url.path not in ("", "/") or "@" in url.netloc:
-        raise ValueError("not a scheme, a host and a port alone, such as http://10.0.0.7:7072")
+        raise ValueError("must be only a scheme, a host and a port, such as http://10.0.0.7:7072")
     return value
 
 

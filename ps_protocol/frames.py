@@ -93,7 +93,7 @@ def encode_header(
 def parse_frame(body: memoryview | bytes | bytearray, limits: FrameLimits = DEFAULT_LIMITS) -> Frame:
     """Parse and check a whole frame, at least as strictly as the reference parser: no holes, no overlaps, no rest.
 
-    Raises BadInput (`malformed_frame`, `body_too_large`) for any bytes that are no frame.
+    Raises BadInput (`malformed_frame`, `body_too_large`) for any bytes that are not a frame.
 
     >>> frame = parse_frame(encode_header([("w.block0", "F32", (2,))], {"num_blocks": "1"}) + bytes(8))
     >>> frame.tensors
@@ -109,14 +109,14 @@ def parse_frame(body: memoryview | bytes | bytearray, limits: FrameLimits = DEFA
     frame = parse_header(bytes(body[LENGTH_BYTES:data_begin]), limits)
     if frame.data_bytes != len(body) - data_begin:
         expected, actual = f"{frame.data_bytes} bytes", len(body) - data_begin
-        raise _malformed("the data is not as long as the header says", expected=expected, actual=actual)
+        raise _malformed("the data must be as long as the header states", expected=expected, actual=actual)
     return frame
 
 
 def parse_length(start: memoryview | bytes | bytearray, limits: FrameLimits) -> int:
     """Return the offset of the data, from the first eight bytes of a frame."""
     if len(start) < LENGTH_BYTES:
-        raise _malformed("a frame starts with the header's length", expected="8 bytes", actual=len(start))
+        raise _malformed("a frame must start with the header's length", expected="8 bytes", actual=len(start))
     header_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
     if header_bytes > limits.max_header_bytes:
         raise _too_large("the frame's header is too large", f"{limits.max_header_bytes} bytes", header_bytes)
@@ -177,7 +177,7 @@ def _parse_entry(name: str, value: Any) -> TensorEntry:
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("a key occurs twice in one object")
     return result
 
 

@@ -49,7 +49,7 @@ class Controls(Message):
     frozen: tuple[Name, ...] = Field(
         default=(), max_length=MAX_TENSORS, description="parameters that are not stepped, as if without a gradient"
     )
-    is_paused: Flag = Field(default=False, description="the round and later ones are not applied")
+    is_paused: Flag = Field(default=False, description="whether this round and later rounds are not applied")
 
     @model_validator(mode="before")
     @classmethod
@@ -157,8 +157,8 @@ class FrozenRounds(Message):
     """
 
     applied: Round
-    is_short: Flag = Field(default=False, description="later rounds were logged and cannot be read")
-    is_readable: Flag = Field(default=True, description="the initial values are complete")
+    is_short: Flag = Field(default=False, description="whether later rounds were logged that cannot be read")
+    is_readable: Flag = Field(default=True, description="whether the initial values are complete")
     participants: ByOrdinal[Ordinals] = Field(default={})
     complete: ByOrdinal[Ordinals] = Field(default={})
     counted: ByOrdinal[Ordinals] = Field(default={})
@@ -186,11 +186,13 @@ class RegisterPserver(Message):
 
     protocol: Protocol
     instance: Instance
-    address: BaseUrl = Field(description="base URL under which trainers reach it")
-    http2: Flag = Field(description="trainers send tensors over HTTP/2, with prior knowledge")
+    address: BaseUrl = Field(description="base URL under which trainers reach the pserver")
+    http2: Flag = Field(description="whether trainers send tensors over HTTP/2, with prior knowledge")
     local: LocalName | None = Field(default=None, description="abstract Unix socket for trainers on its host")
-    index: PserverIndex | None = Field(default=None, description="None: the coordinator chooses")
-    previous: Incarnation = Field(default=0, description="the incarnation before, whose folder it has locked")
+    index: PserverIndex | None = Field(default=None, description="requested index; null: the coordinator chooses")
+    previous: Incarnation = Field(
+        default=0, description="the previous incarnation, whose folder the pserver has locked"
+    )
     held: HeldRun | None = None
 
 
@@ -219,23 +221,28 @@ class InstallRun(MembershipMessage):
     run: Identifier
     attempt: Ordinal
     plan: Object
-    incarnation: Incarnation = Field(description="of the addressed pserver")
+    incarnation: Incarnation = Field(description="incarnation of the addressed pserver")
     consistency: Consistency
     nonfinite: NonfinitePolicy
-    max_grad_norm: Real | None = Field(default=None, description="rounds are applied once a get carries their norm")
+    max_grad_norm: Real | None = Field(
+        default=None, description="norm to clip to: a round is applied once a get carries its norm"
+    )
     round_timeout_seconds: Number = Field(
-        description="after which waiting requests fail; the sum of round time-out, rejoin time-out and lease"
+        description="time after which waiting requests fail: the sum of round time-out, rejoin time-out and lease"
     )
     durability: Durability = "none"
     checkpoint_rounds: Count = Field(
-        default=0, description="rounds after which it writes a checkpoint if none was named; 0: never"
+        default=0,
+        description="number of rounds after which the pserver writes a checkpoint if none was named; 0: never",
     )
     keep_checkpoints: Positive = 2
     restore: Round | None = None
     began: ByOrdinal[Round | None] = Field(
         default={}, description="the round that each attempt began with; null: initial values"
     )
-    source: Identifier | None = Field(default=None, description="run whose checkpoint is restored, if it is another")
+    source: Identifier | None = Field(
+        default=None, description="run whose checkpoint is restored, if that is another run"
+    )
     uploader: Rank
     number: Count
 

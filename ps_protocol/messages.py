@@ -52,7 +52,7 @@ RunState = Literal["gathering", "training", "finished", "failed"]
 
 
 class Software(Message):
-    """Versions of what a process runs on."""
+    """The software versions of a process."""
 
     gradpost: Label
     python: Label
@@ -74,8 +74,10 @@ class Link(Message):
     from the first byte of the answer to its last.
     """
 
-    is_local: Flag = Field(default=False, description="over a Unix socket, on the same host")
-    round_trip_seconds: Real | None = Field(default=None, description="of a small request after connecting")
+    is_local: Flag = Field(default=False, description="whether the connection is a Unix socket, on the same host")
+    round_trip_seconds: Real | None = Field(
+        default=None, description="round-trip time of a small request after connecting"
+    )
     pushes: Traffic = Traffic()
     pulls: Traffic = Traffic()
 
@@ -100,14 +102,16 @@ class PserverProgress(Message):
     """The newest applied round of a pserver, and its open batch barrier."""
 
     round: Round
-    missing: Ordinals = Field(default=(), description="trainers that its open batch barrier waits for")
+    missing: Ordinals = Field(default=(), description="trainers that the open batch barrier waits for")
     waiting_seconds: Real = 0.0
 
 
 class ShardWork(Message):
     """The shard of a pserver, and its traffic since it installed this attempt of the run."""
 
-    batch_barriers: Ordinals = Field(default=(), description="of the open round")
+    batch_barriers: Ordinals = Field(
+        default=(), description="trainers whose batch barrier of the open round is complete"
+    )
     participants: Ordinals = Field(default=(), description="trainers in the newest applied round")
     clocks: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
     num_blocks: Count
@@ -127,7 +131,9 @@ class PserverLoad(ShardWork):
     num_applies: Count
     apply_seconds: Real
     num_waits: Count
-    wait_seconds: Real = Field(description="from the first trainer's barrier to the last one's")
+    wait_seconds: Real = Field(
+        description="total time from the first trainer's batch barrier of a round to the last trainer's"
+    )
     staleness: tuple[tuple[Real | None, Count], ...] = Field(default=(), max_length=100)
 
 
@@ -139,11 +145,13 @@ class PserverHeartbeat(PserverProgress):
     attempt: Ordinal = 0
     failure: Object | None = Field(default=None, description="the failure of the run on this pserver")
     checkpoints: tuple[ShardFile, ...] = Field(
-        default=(), max_length=MAX_MEMBERS, description="its complete shards of checkpoints"
+        default=(), max_length=MAX_MEMBERS, description="complete shards of checkpoints on the pserver"
     )
     coming_checkpoints: Ordinals = Field(default=(), description="named rounds whose shard is not written yet")
-    is_stopping: Flag = Field(default=False, description="it persists its state, exits, and will return")
-    load: PserverLoad | None = Field(default=None, description="for inspection; no decision depends on it")
+    is_stopping: Flag = Field(
+        default=False, description="whether the pserver persists its state, exits, and will return"
+    )
+    load: PserverLoad | None = Field(default=None, description="work of the pserver, for inspection only")
     software: Software | None = None
 
 
@@ -154,7 +162,9 @@ class PserverHeartbeatReply(Message):
     checkpoint of the whole model. `notice` is for trainers that wait.
     """
 
-    complete: Ordinals | None = Field(default=None, description="null: not listed yet")
+    complete: Ordinals | None = Field(
+        default=None, description="newest rounds with a complete checkpoint; null: not listed yet"
+    )
     notice: Note = ""
     stop: Flag = False
     exit_code: Count = 0
@@ -167,7 +177,9 @@ class PserverInfo(Message):
     address: BaseUrl
     incarnation: Incarnation
     http2: Flag
-    local: LocalName | None = Field(default=None, description="tried first, if `address` is without TLS")
+    local: LocalName | None = Field(
+        default=None, description="abstract Unix socket, which is tried first if `address` is without TLS"
+    )
 
 
 class JoinTrainer(Message):
@@ -221,7 +233,7 @@ class DeclareModel(Message):
     topk: Real | None = Field(default=None, gt=0, le=1, description="share of a block's elements that `topk` pushes")
     local_steps: Count = Field(default=0, description="steps of the trainers' own optimizers between pushes")
     max_grad_norm: Real | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="clip the aggregated gradient to this norm"
+        default=None, gt=0, allow_inf_nan=False, description="norm to which the aggregated gradient is clipped"
     )
     aliases: dict[Name, Name] = Field(
         default={}, max_length=MAX_TENSORS, description="further names of tied tensors, for exported models"
@@ -251,8 +263,12 @@ class PlanReady(Message):
     uploader: Rank
     start: Round = Field(default=1, description="the first round, or step, that this trainer pushes for")
     nonfinite: NonfinitePolicy = Field(default="reject", description="treatment of a gradient with NaN or infinity")
-    rendezvous: Text | None = Field(default=None, max_length=300, description="strategy ring: as rank 0 declared it")
-    max_grad_norm: Real | None = Field(default=None, description="gets carry the global norm of the gradient")
+    rendezvous: Text | None = Field(
+        default=None, max_length=300, description="strategy ring: the rendezvous that rank 0 declared"
+    )
+    max_grad_norm: Real | None = Field(
+        default=None, description="norm to clip to: gets carry the global norm of the gradient"
+    )
 
 
 class TrainerProgress(Message):
@@ -261,14 +277,17 @@ class TrainerProgress(Message):
     incarnation: Incarnation
     round: Round = Field(
         description="the newest round whose version this trainer has received from every pserver, 0 before the first; "
-        "in asynchronous modes its newest step whose parameters it has received"
+        "in asynchronous modes the newest step of this trainer whose parameters it has received"
     )
     results: Results = Field(default_factory=dict)
     software: Software | None = None
-    links: ByOrdinal[Link] = Field(default={}, description="its connection to each pserver")
-    waiting_seconds: Real = Field(default=0.0, ge=0, description="strategy ring: how long it waits in the next round")
+    links: ByOrdinal[Link] = Field(default={}, description="the trainer's connection to each pserver")
+    waiting_seconds: Real = Field(
+        default=0.0, ge=0, description="strategy ring: how long the trainer has waited in the next round"
+    )
     is_done: Flag = Field(
-        default=False, description="strategy ring: it has no batches left and joins the others' collectives"
+        default=False,
+        description="strategy ring: whether the trainer has no batches left and joins the others' collectives",
     )
 
 
@@ -276,7 +295,7 @@ class TrainerHeartbeat(TrainerProgress):
     """The heartbeat of a trainer."""
 
     run: Identifier
-    attempt: Ordinal = Field(default=0, description="the attempt of `round`")
+    attempt: Ordinal = Field(default=0, description="attempt that `round` belongs to")
     unreachable: ByOrdinal[tuple[Incarnation, Real]] = Field(
         default={}, description="pservers that do not answer this trainer: incarnation and seconds"
     )
@@ -307,8 +326,8 @@ class Leave(Message):
     run: Identifier
     incarnation: Incarnation
     outcome: Literal["done", "failed"]
-    round: Round = Field(default=0, description="as in `TrainerHeartbeat`")
-    attempt: Ordinal | None = Field(default=None, description="as in `TrainerHeartbeat`; null: not known")
+    round: Round = Field(default=0, description="the newest received round, as in `TrainerHeartbeat`")
+    attempt: Ordinal | None = Field(default=None, description="attempt that `round` belongs to; null: not known")
     reason: Reason = ""
 
 
@@ -327,7 +346,7 @@ class PserverState(PserverProgress, ShardWork):
     incarnation: Incarnation | None
     run: Identifier | None
     members: Ordinals
-    fetch_barriers: Ordinals = Field(default=(), description="of the applied round")
+    fetch_barriers: Ordinals = Field(default=(), description="trainers that have read the applied round")
     transports: tuple[Label, ...] = Field(max_length=100)
     digest: Label | None
     failure: Object | None
@@ -338,10 +357,12 @@ class PserverStatus(PserverProgress):
 
     index: PserverIndex
     address: BaseUrl
-    http2: Flag = Field(default=True, description="whether trainers send it tensors over HTTP/2")
+    http2: Flag = Field(default=True, description="whether trainers send tensors to the pserver over HTTP/2")
     incarnation: Incarnation
     heartbeat_age_seconds: Real
-    software: Software | None = Field(default=None, description="null until its next heartbeat")
+    software: Software | None = Field(
+        default=None, description="software versions of the pserver; null until its next heartbeat"
+    )
 
 
 class TrainerStatus(TrainerProgress):
@@ -351,7 +372,9 @@ class TrainerStatus(TrainerProgress):
     state: Literal["joined", "declared", "done", "failed", "lost"]
     heartbeat_age_seconds: Real
     metrics_address: BaseUrl | None
-    unreachable: ByOrdinal[Real] = Field(default={}, description="pservers that do not answer it, with the seconds")
+    unreachable: ByOrdinal[Real] = Field(
+        default={}, description="pservers that do not answer the trainer, with the seconds"
+    )
 
 
 class ClusterStatus(Message):
@@ -364,7 +387,7 @@ class ClusterStatus(Message):
     num_trainers: Count
     waiting_for: tuple[Note, ...] = Field(max_length=MAX_TENSORS)
     prospects: tuple[Note, ...] = Field(
-        default=(), max_length=MAX_TENSORS, description="a pause; lost members, and when the run fails"
+        default=(), max_length=MAX_TENSORS, description="a pause, or lost members and the time when the run fails"
     )
     failure: Object | None
     plan_digest: Label | None
@@ -373,7 +396,7 @@ class ClusterStatus(Message):
     round: Round
     pservers: tuple[PserverStatus, ...] = Field(max_length=MAX_MEMBERS)
     trainers: tuple[TrainerStatus, ...] = Field(max_length=MAX_MEMBERS)
-    software: Software | None = Field(default=None, description="of the coordinator")
+    software: Software | None = Field(default=None, description="software versions of the coordinator")
 
 
 class ShardSummary(Message):
@@ -416,7 +439,9 @@ class PushAnswer(Message):
     staged: Count = 0
     duplicates: Count = 0
     complete: Flag = False
-    finite: Flag = Field(default=True, description="policy skip_round: it holds neither NaN nor infinity")
+    finite: Flag = Field(
+        default=True, description="policy skip_round: whether the pushed gradient holds neither NaN nor infinity"
+    )
 
 
 class BarrierAnswer(Message):

@@ -63,7 +63,7 @@ class AgreedNorm:
                     if _is_sum(norm.total, norm.own.sum_of_squares):
                         return norm
         raise BadInput(
-            "the header gradpost-norm is no norm",
+            "the header gradpost-norm is not a norm",
             code="bad_header", expected="digest, own sum, total", actual=text[:40],
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ class OptimizerSpec:
                 return check_optimizer(name, group_flags)
             case _:
                 raise BadInput(
-                    "an optimizer is an object of its name and its group_flags, nothing else",
+                    "an optimizer must be an object of name and group_flags, nothing else",
                     code="unsupported_optimizer",
                 )
 
@@ -112,7 +112,7 @@ def check_optimizer(name: str, group_flags: Sequence[Mapping[str, Any]]) -> Opti
             or not all(isinstance(v, bool) for v in flags.values())
         ):
             raise BadInput(
-                f"the flags of group {index} are not those of {name}",
+                f"the flags of group {index} must be those of {name}",
                 code="unsupported_optimizer", expected=f"booleans {', '.join(rule.flags)}", actual=f"{flags!s:.200}",
             )  # fmt: skip
     return OptimizerSpec(name, tuple(dict(sorted(flags.items())) for flags in group_flags))
@@ -137,7 +137,7 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
         names = SCALER_NUMBERS if is_scaler else (_MEAN if spec.rule(index) == MEAN else RULES[spec.name]).numbers
         if not isinstance(numbers, dict) or set(numbers) != set(names):
             raise BadInput(
-                f"group {index} of {spec.name} needs exactly its numbers",
+                f"group {index} of {spec.name} must have exactly the expected numbers",
                 code="bad_hyper_parameters",
                 expected=", ".join(names),
                 actual=f"{', '.join(map(str, numbers)):.200}" if isinstance(numbers, dict) else type(numbers).__name__,
@@ -168,7 +168,10 @@ def _check_number(group: int, key: str, value: object) -> None:
         ok, expected = _is_number(value) and value >= 0, "a finite number of at least 0"  # type: ignore[operator]
     if not ok:
         raise BadInput(
-            f"{key} of group {group} is wrong", code="bad_hyper_parameters", expected=expected, actual=f"{value!r:.80}"
+            f"{key} of group {group} is invalid",
+            code="bad_hyper_parameters",
+            expected=expected,
+            actual=f"{value!r:.80}",
         )
 
 
@@ -251,7 +254,11 @@ def read_states(text: str) -> dict[str, StepState]:
     except (ValueError, RecursionError) as error:
         raise BadInput(f"the step states are not JSON: {error}", code="malformed_frame") from None
     if not isinstance(values, dict):
-        raise BadInput("the step states are an object by block", code="malformed_frame", actual=type(values).__name__)
+        raise BadInput(
+            "the step states must be an object with a member for each block",
+            code="malformed_frame",
+            actual=type(values).__name__,
+        )
     return {name: _read_state(name, value) for name, value in values.items()}
 
 
@@ -262,7 +269,7 @@ def _read_state(name: str, value: object) -> StepState:
         ):
             return StepState(steps, has_momentum, float(mu_product))
     raise BadInput(
-        f"the step state of block {name!r:.200} is none",
+        f"the step state of block {name!r:.200} is invalid",
         code="malformed_frame",
         expected="steps, whether there is momentum, and a finite product",
         actual=f"{value!r:.80}",

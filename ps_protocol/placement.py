@@ -30,7 +30,7 @@ def place_hash(blocks: Sequence[SizedName], num_pservers: int) -> list[PserverIn
 def place_balanced(blocks: Sequence[SizedName], num_pservers: int) -> list[PserverIndex]:
     """Place the largest block first, on the least loaded pserver (Graham's LPT rule).
 
-    The order of the blocks, then the lowest index decide between equals.
+    Blocks of equal size keep their order. Of equally loaded pservers, the one with the lowest index is chosen.
 
     >>> place_balanced([("a.block0", 4), ("b.block0", 16), ("c.block0", 8)], 2)
     [1, 0, 1]

@@ -150,7 +150,7 @@ class SlicePlan:
                     wire=WireTypes.from_json(rest["wire"]) if rest else UNCHANGED,
                 )
             case _:
-                raise BadModel(f"a slice plan is an object of {', '.join(f.name for f in fields(cls) if f.init)}")
+                raise BadModel(f"a slice plan must be an object of {', '.join(f.name for f in fields(cls) if f.init)}")
         _check_model(plan.parameters, [(b.name, b.shape, b.dtype) for b in plan.buffers], plan.optimizer)
         _check_placed(plan)
         return plan
@@ -275,7 +275,7 @@ def _check_model(
         _check_tensor("buffer", name, shape, dtype, tuple(DTYPE_BYTES), names)
         parameter, _, index = name.rpartition(".block")
         if parameter in names_of_parameters and index.isdecimal():
-            raise BadModel(f"buffer {name!r:.200} is called like a block of parameter {parameter!r:.200}")
+            raise BadModel(f"buffer {name!r:.200} has the name of a block of parameter {parameter!r:.200}")
 
 
 def _check_tensor(
@@ -319,18 +319,20 @@ def _parse_parameter(value: Any) -> ParameterSpec:
     match value:
         case [str(name), [*shape], str(dtype), group]:
             return ParameterSpec(name, tuple(shape), dtype, group)
-    raise BadModel("a parameter of a plan is name, shape, dtype and group", actual=f"{value!r:.200}")
+    raise BadModel("a parameter of a plan must be a list of name, shape, dtype and group", actual=f"{value!r:.200}")
 
 
 def _parse_block(value: Any) -> Block:
     match value:
         case [str(name), *numbers] if len(numbers) == 4 and all(map(is_size, numbers)):
             return Block(name, *numbers)
-    raise BadModel("a block of a plan is parameter, index, begin, end and pserver", actual=f"{value!r:.200}")
+    raise BadModel(
+        "a block of a plan must be a list of parameter, index, begin, end and pserver", actual=f"{value!r:.200}"
+    )
 
 
 def _parse_buffer(value: Any) -> BufferSpec:
     match value:
         case [str(name), [*shape], str(dtype), pserver] if is_size(pserver):
             return BufferSpec(name, tuple(shape), dtype, pserver)
-    raise BadModel("a buffer of a plan is name, shape, dtype and pserver", actual=f"{value!r:.200}")
+    raise BadModel("a buffer of a plan must be a list of name, shape, dtype and pserver", actual=f"{value!r:.200}")

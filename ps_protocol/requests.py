@@ -101,12 +101,12 @@ class Barrier:
         """Parse lower-case headers. Raises BadInput."""
         verdict = headers.get(VERDICT_HEADER, "finite")
         if verdict not in ("finite", "nonfinite"):
-            raise _bad_header(VERDICT_HEADER, "is no verdict", "finite or nonfinite", verdict)
+            raise _bad_header(VERDICT_HEADER, "is not a verdict", "finite or nonfinite", verdict)
         match headers.get(BARRIER_HEADER):
             case "batch" | "fetch" as kind:
                 return cls(kind, verdict == "finite")
             case other:
-                raise _bad_header(BARRIER_HEADER, "names no barrier", "batch or fetch", other)
+                raise _bad_header(BARRIER_HEADER, "is not a barrier", "batch or fetch", other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +141,18 @@ class Pull:
         """Parse lower-case headers; the names are in the body. Raises BadInput."""
         barrier = Barrier.from_headers(headers) if BARRIER_HEADER in headers else None
         if barrier is not None and barrier.kind != "batch":
-            raise BadInput("other requests may carry the batch barrier only", code="bad_header", expected="batch")
+            raise BadInput("a pull may carry the batch barrier only", code="bad_header", expected="batch")
         norm = AgreedNorm.from_header(headers[NORM_HEADER]) if NORM_HEADER in headers else None
         base = headers.get(HAVE_HEADER)
         if base is not None and not (base.isascii() and base.isdigit() and len(base) <= MAX_DIGITS):
-            raise _bad_header(HAVE_HEADER, "is no round", "digits", base)
+            raise _bad_header(HAVE_HEADER, "is not a round", "digits", base)
         wait = headers.get(WAIT_HEADER, "0")
         try:
             seconds = float(wait)
         except ValueError:
             seconds = -1.0
         if not 0 <= seconds <= MAX_WAIT_SECONDS:
-            raise _bad_header(WAIT_HEADER, "is no time to wait", f"0 to {MAX_WAIT_SECONDS:g}", wait)
+            raise _bad_header(WAIT_HEADER, "is not a waiting time", f"0 to {MAX_WAIT_SECONDS:g}", wait)
         return cls(round_, barrier, (), None if base is None else int(base), norm, seconds)
 
     @property

@@ -50,7 +50,7 @@ class Patience:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Count the time from now on, unless it is counted already."""
+        """Start to count the time, unless it is already being counted."""
         if self._since is None:
             self._since = self._now()
 

@@ -56,7 +56,7 @@ class WireTypes:
             case {"push": push, "pull": pull, "topk": float() | int() as topk, **rest} if not rest:
                 types = cls(push, pull, float(topk))
             case _:
-                raise BadModel("wire types are push, pull and topk", actual=f"{value!r:.200}")
+                raise BadModel("wire types must be an object of push, pull and topk", actual=f"{value!r:.200}")
         types.check()
         return types
 
@@ -70,7 +70,7 @@ class WireTypes:
             if kind not in kinds:
                 raise BadModel(f"there is no such {name} type", expected=", ".join(kinds), actual=f"{kind!r:.80}")
         if not 0 < self.topk <= 1:
-            raise BadModel("topk is a share of a block's elements", expected="above 0, up to 1", actual=self.topk)
+            raise BadModel("topk must be a share of a block's elements", expected="above 0, up to 1", actual=self.topk)
 
     def pushed(self, name: str, dtype: str, num_elements: int) -> list[WireTensor]:
         """Return the tensors of a gradient of this block on the wire; `dtype` is the parameter's.
@@ -103,8 +103,8 @@ class WireTypes:
         """Raise BadModel for wire types that a run of this mode cannot have."""
         if self.pulls_deltas and (consistency.is_async or consistency.max_delay):
             raise BadModel(
-                "pull_type int8 belongs to the synchronous mode without max_delay: only there all trainers have the "
-                "values of the round before. Take bfloat16"
+                "pull_type int8 needs the synchronous mode without max_delay, where all trainers have the values "
+                "of the previous round. Use bfloat16"
             )
 
 

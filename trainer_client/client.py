@@ -64,7 +64,7 @@ class RunClient:
     """
 
     def __init__(self, coordinator: str | None = None, **arguments: Any) -> None:
-        """Read the settings: `arguments` are those of `TrainerSettings`; None stands for `GRADPOST_*`."""
+        """Read the settings: `arguments` are fields of `TrainerSettings`; for None, `GRADPOST_*` is read."""
         self.settings: TrainerSettings = read_settings(coordinator=coordinator, **arguments)
         self.metrics = TrainerMetrics()
         self.joined: TrainerJoined
@@ -105,8 +105,8 @@ class RunClient:
         given = {name: value for name, value in arguments.items() if value is not None}
         if late := given.keys() - DECLARED_SETTINGS:
             raise TypeError(
-                f"{', '.join(sorted(late))} cannot be set any more: pass it to connect(), before the trainer joins. "
-                f"What may be set later is {', '.join(sorted(DECLARED_SETTINGS))}"
+                f"{', '.join(sorted(late))} can be set only before the trainer joins. Pass it to connect(); later "
+                f"a script may set only {', '.join(sorted(DECLARED_SETTINGS))}"
             )
         self.settings = TrainerSettings.model_validate({**self.settings.model_dump(), **given})
 
@@ -290,13 +290,13 @@ class RunClient:
         await self.push_all(0, frames, initial=True)
 
     async def push(self, round_: Round, pserver: PserverIndex, frame: Payload) -> bool:
-        """Push one frame, whose memory must not change until this returns; True if the pserver found it finite."""
+        """Push one frame, which must not change until this returns. Return True if the pserver found it finite."""
         self._pushed_round = round_
         answer = await self.membership.guard(self.pservers[pserver].push(round_, frame))
         return answer.finite
 
     async def push_all(self, round_: Round, frames: Sequence[Sequence[Payload]], *, initial: bool = False) -> bool:
-        """Push the frames of each pserver, some of them at the same time; True if all of them were found finite."""
+        """Push the frames of each pserver, some of them concurrently. Return True if all were found finite."""
         if not initial:
             self._pushed_round = round_
 
@@ -320,11 +320,17 @@ class RunClient:
             tensor = torch.as_tensor(tensor, device="cpu").detach()
             if tuple(tensor.shape) != spec.shape:
                 raise BadInput(
-                    f"tensor for {name!r}", code="wrong_shape", expected=list(spec.shape), actual=list(tensor.shape)
+                    f"the tensor for {name!r} has the wrong shape",
+                    code="wrong_shape",
+                    expected=list(spec.shape),
+                    actual=list(tensor.shape),
                 )
             if tensor.dtype != TORCH_DTYPES[spec.dtype]:
                 raise BadInput(
-                    f"tensor for {name!r}", code="wrong_dtype", expected=spec.dtype, actual=str(tensor.dtype)
+                    f"the tensor for {name!r} has the wrong dtype",
+                    code="wrong_dtype",
+                    expected=spec.dtype,
+                    actual=str(tensor.dtype),
                 )
             flat[name] = tensor.reshape(-1)
         return flat
@@ -389,7 +395,7 @@ class RunClient:
         indices: Sequence[PserverIndex],
         get: Callable[[PserverIndex, AgreedNorm | None], Coroutine[Any, Any, Pulled]],
     ) -> list[Pulled]:
-        """Call `get` for these pservers; if gradients are clipped with the round's norm, which all are asked for."""
+        """Call `get` for these pservers. If gradients are clipped, all pservers are asked for their norm first."""
         if self.max_grad_norm is None or pull.round == 0:
             return await self.membership.guard(_gather(get(index, None) for index in indices))
 
@@ -427,12 +433,12 @@ class RunClient:
         await self.membership.guard(_gather(self.pservers[i].get_buffers(wanted) for i, wanted in owned.items()))
 
     async def ask_all(self, ask: Callable[[PserverClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """Return the answers of all pservers, which are asked concurrently, in the order of their indices."""
+        """Call `ask` for all pservers concurrently, and return the results in the order of their indices."""
         return await self.membership.guard(_gather(ask(pserver) for pserver in self.pservers))
 
 
 async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all at once and return their results; the first error cancels the rest and is raised as it is."""
+    """Run coroutines concurrently, and return their results. The first error cancels the rest, and is raised."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)

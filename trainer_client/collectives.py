@@ -65,7 +65,7 @@ class Collectives:
         return True
 
     async def finish(self) -> None:
-        """Wait for all that was begun, on the I/O loop. Raises RuntimeError as torch.distributed does."""
+        """Wait on the I/O loop for all collectives that were begun. Raises RuntimeError as torch.distributed does."""
         if self._broken is not None:
             raise self._broken
         for work in self._begun:
@@ -131,7 +131,7 @@ async def run_aside(work: Callable[[], Any]) -> Any:
 
 
 def _keep_for_ever(thing: object) -> None:
-    """Keep a thing alive beyond the end of the process, because the destructor of a group waits for its collectives.
+    """Keep an object alive beyond the end of the process, because the destructor of a group waits for its collectives.
 
     The tensors of a collective must outlive it, too: gloo's thread would release them after Python has ended. A thread
     could hold them, but from Python 3.12 on none can start in a process that is ending.

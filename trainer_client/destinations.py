@@ -23,7 +23,7 @@ from .tensors import TORCH_DTYPES, has_wire_layout, writable_bytes
 class Destinations:
     """Sets of host tensors by parameter name, one for each step that may be on its way, in the dtype on the wire.
 
-    They are the parameters' own memory if the script computes nothing meanwhile. A delta is added to pulled values,
+    The sets are the parameters' own memory if the script computes nothing meanwhile. A delta is added to pulled values,
     which the script must not have changed: then the sets are separate, too.
     """
 
@@ -42,7 +42,7 @@ class Destinations:
         self.follow_parameters()
 
     def follow_parameters(self) -> None:
-        """Use the memory that the parameters have by now, unless the sets are separate."""
+        """Use the memory that the parameters have now, unless the sets are separate."""
         if not self._is_apart:
             self.sets = [make_destinations(self._parameters, self._dtypes)]
 
@@ -133,10 +133,10 @@ class ShardDestination:
 
 
 class Deltas:
-    """Memory for the deltas of one pserver's blocks, made once: some 26 bytes for 100 bytes of values.
+    """Memory for the deltas of one pserver's blocks, made once: about 26 bytes for 100 bytes of values.
 
-    Deltas are received apart and added once all of them are there. A reply that breaks off leaves the values unchanged,
-    and may be requested again.
+    Deltas are received separately, and added once all of them have arrived. A reply that breaks off leaves the values
+    unchanged, and may be requested again.
     """
 
     def __init__(self, values: Mapping[str, memoryview]) -> None:
@@ -159,7 +159,11 @@ class Deltas:
         """
         names = [name for name in received if name in self._blocks]
         if set(received) != {*names, *(name + SCALES for name in names)}:
-            raise BadInput("a delta has integers and scales", code="malformed_frame", actual=sorted(received)[:8])
+            raise BadInput(
+                "a delta must have integers and scales for each block",
+                code="malformed_frame",
+                actual=sorted(received)[:8],
+            )
         num_elements = 0
         for name in names:
             add_delta(*self._blocks[name])

@@ -38,7 +38,7 @@ class SideStreams:
         return event
 
     def copy(self, target: Tensor, source: Tensor, device: torch.device, after: Any) -> Any:
-        """Begin a copy after the event `after`, and return the event of its end. Both tensors must stay until then."""
+        """Begin a copy after the event `after`, and return the event of its end. Keep both tensors alive until then."""
         module: Any = torch.get_device_module(device)
         stream = self.of(device)
         stream.wait_event(after)
@@ -64,7 +64,7 @@ class GradientCopies:
         self._begun: set[str] = set()  # of the step that begins next
 
     def begin_copies(self, step: int, gradients: Mapping[str, Tensor]) -> None:
-        """Begin to copy the gradients of this step that were not begun before. Does not block."""
+        """Begin the missing copies of this step's gradients. Does not block."""
         host = self._sets[step % len(self._sets)]
         for name, gradient in gradients.items():
             if name in self._begun:
@@ -85,7 +85,7 @@ class GradientCopies:
             yield name, host
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the rest, each as soon as it has arrived. Blocks for the device."""
+        """Yield the remaining gradients, each as soon as it has arrived. Blocks for the device."""
         for name, (_, host, done) in self._under_way.items():
             done.synchronize()
             yield name, host
@@ -144,8 +144,8 @@ def check_devices(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not hasattr(getattr(torch, tensor.device.type, None), "Stream"):
             raise BadModel(
-                f"{name!r} is on {tensor.device}, and PyTorch has no streams to copy it there: move the model to the "
-                "CPU or to CUDA before it is wrapped"
+                f"{name!r} is on {tensor.device}, for which PyTorch has no streams. Move the model to the CPU or "
+                "to CUDA before it is wrapped"
             )
 
 

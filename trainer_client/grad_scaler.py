@@ -47,7 +47,7 @@ class ScalerState:
 
 
 def as_float32(number: float) -> float:
-    """Return the nearest number that a scale can be; infinity if it is too large for one."""
+    """Return the nearest float32; infinity if the number is too large."""
     return torch.tensor(number, dtype=torch.float32).item()
 
 
@@ -63,14 +63,14 @@ class GradScaler(torch.amp.GradScaler):
     in a run that has just begun.
 
     With `max_delay` = k the outcome of a round counts k steps later, so a scale that is too large may be halved k + 1
-    times. With `overlap` gradients are unscaled before they leave. With `overlap_pulls`, calls that need the new scale
-    (`scale`, `get_scale`, `state_dict`) wait for the newest step. Asynchronous modes and local steps have no rounds in
-    common: each trainer has its own scale there, as with torch's.
+    times. With `overlap` gradients are unscaled before they are sent. With `overlap_pulls`, calls that need the new
+    scale (`scale`, `get_scale`, `state_dict`) wait for the newest step. Asynchronous modes and local steps have no
+    rounds in common: each trainer has its own scale there, as with torch's.
 
     Args:
         optimizer: the optimizer whose gradients are scaled; it has one GradScaler.
-        device: the device of losses, as torch's: "cuda" or "cpu".
-        settings: torch's: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
+        device: the device of losses, as in torch: "cuda" or "cpu".
+        settings: as in torch: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
 
     Raises:
         BadModel: where rounds are shared, and `nonfinite` is not `skip_round`.
@@ -94,15 +94,15 @@ class GradScaler(torch.amp.GradScaler):
         policy = self._client.nonfinite
         if self._is_shared and policy != "skip_round":
             raise BadModel(
-                "a step that one trainer's GradScaler skips has to be skipped by all: set nonfinite to skip_round "
-                "(GRADPOST_NONFINITE), or use bfloat16, which needs no GradScaler",
+                "all trainers must skip a step that the GradScaler of one trainer skips. Set "
+                "GRADPOST_NONFINITE=skip_round, or use bfloat16, which needs no GradScaler",
                 expected="skip_round",
                 actual=policy,
             )
         if self._client.settings.overlap and not self._is_shared:
             raise BadModel(
-                "with overlap=True what has overflowed has left before a GradScaler finds it, and without rounds "
-                "no other trainer skips it: use bfloat16, which needs no GradScaler, or overlap=False"
+                "with overlap=True, gradients are sent before a GradScaler detects overflow, and in asynchronous "
+                "modes other trainers do not skip them. Use bfloat16 or overlap=False"
             )
 
     def _begin_with(self, state: ScalerState) -> None:
@@ -115,16 +115,16 @@ class GradScaler(torch.amp.GradScaler):
         return asdict(self._state)
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply the outputs by the scale of the run, as torch's GradScaler does by its own."""
+        """Scale a loss as torch.amp.GradScaler does, with the scale of the run."""
         self._catch_up()
         if self._overlap is not None:
             self._inverse = 1 / self._state.scale
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients as torch's GradScaler does.
+        """Unscale the gradients as torch.amp.GradScaler does.
 
-        With `overlap` the gradients that were sent are unscaled already, and the script must not change them.
+        With `overlap`, gradients already sent are already unscaled; the script must not change them.
         """
         self._check(optimizer)
         if self._overlap is None:
@@ -133,7 +133,7 @@ class GradScaler(torch.amp.GradScaler):
             self._unscale_rest(self._overlap)
 
     def _unscale(self, gradient: Tensor) -> None:
-        """Divide a gradient, in place, by the scale of this step, unless all have been."""
+        """Divide a gradient in place by the scale of this step. Do nothing once all are unscaled."""
         if self._inverse is not None:
             gradient.mul_(self._inverse)
 
@@ -143,13 +143,13 @@ class GradScaler(torch.amp.GradScaler):
         self._inverse = None
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step like `RemoteOptimizer.step`, with unscaled gradients; no trainer steps if those of one are not finite.
+        """Step as `RemoteOptimizer.step` does, with unscaled gradients; one trainer's overflow skips the step on all.
 
-        Takes no closure, whose gradients would come after those that are unscaled; nor does torch's.
+        Takes no closure, as torch's does not: its gradients would come after the unscaling.
         """
         self._check(optimizer)
         if self.is_enabled() and (args or kwargs):
-            raise BadModel("a GradScaler's step takes no closure: call backward before it")
+            raise BadModel("a GradScaler's step takes no closure. Call backward() before it")
         if not self._is_shared:
             return super().step(optimizer, *args, **kwargs)
         if self._overlap is None:
@@ -159,10 +159,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check(self, optimizer: Optimizer) -> None:
         if optimizer is not self._remote:
-            raise BadModel("this GradScaler belongs to another optimizer; local ones have torch.amp.GradScaler")
+            raise BadModel(
+                "this GradScaler belongs to another optimizer. Use torch.amp.GradScaler for a local optimizer"
+            )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Go on with the scale that follows from the round; or with this one, which all trainers have to set."""
+        """Set the scale that follows from the round; or `new_scale`, which must be the same on all trainers."""
         if not self._is_shared:
             super().update(new_scale)
         elif new_scale is None:
@@ -203,19 +205,19 @@ class GradScaler(torch.amp.GradScaler):
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of torch's GradScaler."""
+        """Return the state as torch.amp.GradScaler does."""
         self._catch_up()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. It has no effect in a run that has taken steps with a GradScaler, whose state counts."""
+        """Load a state. If the run has taken steps with a GradScaler, the run's state is used instead."""
         super().load_state_dict(state_dict)
         if self.is_enabled():
             self._begin_with(ScalerState(0, state_dict["scale"], int(state_dict["_growth_tracker"])))
 
 
 class StepScaling:
-    """The loss scale of a RemoteOptimizer's steps: that of a GradScaler, of torch's, or none."""
+    """The loss scaling of a RemoteOptimizer: by a GradScaler, by torch's GradScaler, or none."""
 
     def __init__(
         self, optimizer: RemoteOptimizer, progress: StepProgress, overlap: Overlap | None, *, is_shared: bool
@@ -231,10 +233,10 @@ class StepScaling:
     def attach(self, describe: Callable[[], HyperParameters], unscale: Callable[[Tensor], None]) -> None:
         """Attach a GradScaler: `unscale` every gradient before it is added early, and push its state in each round.
 
-        Raises BadModel for a second one.
+        Raises BadModel for a second GradScaler.
         """
         if self._describe is not None:
-            raise BadModel("a RemoteOptimizer has one GradScaler")
+            raise BadModel("a RemoteOptimizer must not have a second GradScaler")
         self._describe = describe
         if self.overlap is not None:
             self.overlap.attach_scaler(unscale)
@@ -261,8 +263,8 @@ class StepScaling:
             return True
         client = self._optimizer.session.client
         if client.nonfinite != "skip_round" and self.is_shared:
-            text = f"the gradients of trainer {client.joined.rank} have overflowed, and nonfinite is {client.nonfinite}"
-            raise NonFiniteGradient(f"{text}: with a GradScaler it has to be skip_round, so that all skip the round")
+            text = f"trainer {client.joined.rank}'s gradients overflowed, but with nonfinite={client.nonfinite}"
+            raise NonFiniteGradient(f"{text} other trainers do not skip the round. Set GRADPOST_NONFINITE=skip_round")
         for parameter in parameters:
             parameter.grad = None
         return False
@@ -275,5 +277,5 @@ class StepScaling:
             self._has_warned = True
             session.client.log.warning(
                 "torch's GradScaler backs off alone when this trainer's gradients overflow, and scales drift apart; "
-                "with gradpost.GradScaler(optimizer) all trainers have the same one"
+                "with gradpost.GradScaler(optimizer) all trainers have the same scale"
             )

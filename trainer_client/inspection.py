@@ -58,7 +58,7 @@ OPENAPI = "/openapi.json"
 class ClusterView:
     """The inspection API of a coordinator and its pservers; safe to use from several threads.
 
-    Every method raises Unreachable if there is no answer, the GradpostError that an answer stands for, and
+    Every method raises Unreachable if there is no answer, the GradpostError that an answer contains, and
     SettingsError if there is no token in `token_file`.
     """
 
@@ -217,4 +217,6 @@ class ClusterView:
 
 
 def _something_else(url: str) -> Unreachable:
-    return Unreachable(f"{url} answered something else; is it Gradpost, and of this version?")
+    return Unreachable(
+        f"{url} did not answer as this version of Gradpost. Check the address, any proxy and the installed version"
+    )

@@ -25,7 +25,7 @@ class IoLoop(asyncio.SelectorEventLoop):
     """
 
     async def getaddrinfo(self, host: Any, port: Any, **options: int) -> list[Any]:
-        """See asyncio."""
+        """Resolve a host name as asyncio does, or by a blocking call while the interpreter ends."""
         try:
             return await super().getaddrinfo(host, port, **options)
         except RuntimeError:
@@ -33,7 +33,7 @@ class IoLoop(asyncio.SelectorEventLoop):
 
 
 async def _end_tasks() -> None:
-    """Cancel until none is left: a task may begin meanwhile, or lose a cancellation that meets its result.
+    """Cancel all tasks until none is left: a task may begin meanwhile, or lose a cancellation that meets its result.
 
     The latter is `asyncio.wait_for` before Python 3.12.
     """
@@ -44,7 +44,7 @@ async def _end_tasks() -> None:
 
 
 class IoThread:
-    """An event loop on a daemon thread. Closing it cancels what is left and waits for the thread to end."""
+    """An event loop on a daemon thread. Closing it cancels the remaining tasks, and waits for the thread to end."""
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop = IoLoop()
@@ -73,21 +73,21 @@ class IoThread:
         self.loop.close()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine there and return at once. Raises RuntimeError in a forked child."""
+        """Start a coroutine on the loop, and return immediately. Raises RuntimeError in a forked child."""
         if self.is_inherited:
             coroutine.close()
         self.check_process()
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for its result; an interrupt of the caller cancels it."""
+        """Run a coroutine on the loop, and wait for its result; an interrupt of the caller cancels it."""
         return self.wait(self.start(coroutine))
 
     def wait(self, future: Future[T]) -> T:
-        """Wait for what was started; an interrupt of the caller cancels it.
+        """Wait for a started coroutine; an interrupt of the caller cancels it.
 
-        A GradpostError comes without its way through the client: it names what happened, and forty lines of
-        coroutines above it would only bury the name.
+        A GradpostError is raised without its traceback through the client, because forty lines of coroutines would hide
+        its message.
         """
         try:
             return future.result()

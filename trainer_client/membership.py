@@ -76,7 +76,7 @@ class Membership:
     # ------------------------------------------------------------------ joining
 
     async def join(self, metrics_address: str | None) -> TrainerJoined:
-        """Take a place, retrying until the coordinator is there and a run can be joined.
+        """Join the run, retrying until the coordinator answers and a run can be joined.
 
         A rank that is held by a living trainer is tried for a quarter of `retry_seconds`, then `rank_taken` is raised.
         """
@@ -146,7 +146,7 @@ class Membership:
             try:
                 await self._request_with_retry("POST", LEAVE.format(rank=self.joined.rank), message)
             except Unreachable as error:
-                text = "the coordinator has not heard that this trainer is done, and counts it as lost"
+                text = "the coordinator was not notified that this trainer is done, and counts it as lost"
                 self.log.error(f"{text}: {error}")
             except GradpostError:
                 pass  # the run is over, or continues without it
@@ -188,7 +188,7 @@ class Membership:
                 continue
             except GradpostError as error:
                 if error.status >= 500 or error.may_be_retried:  # it stops, or stumbled: no word on this run
-                    text = f"the coordinator at {self._coordinator} did not take a heartbeat: {error}"
+                    text = f"the coordinator at {self._coordinator} refused a heartbeat: {error}"
                     self._log_once("heartbeats", text)
                     continue
                 self.fail(error)
@@ -205,7 +205,7 @@ class Membership:
         """End all waits with this error; the first one counts."""
         if self.failure is None:
             for index, page in self.news.pages.items():
-                error.detail += f"; instead of pserver {index} something else answers: {page}"
+                error.detail += f"; another program answers instead of pserver {index}: {page}"
             self.failure = error
             self._waits.end_all()
 

@@ -29,7 +29,7 @@ class TrainerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.rounds = self._add(Counter, "rounds", "Rounds completed by `RemoteOptimizer.step`.")
-        self.skipped = self._add(Counter, "rounds_skipped", "Rounds that stepped nothing for NaN or infinity.")
+        self.skipped = self._add(Counter, "rounds_skipped", "Rounds that were skipped because of NaN or infinity.")
         self.round = self._add(Gauge, "round", "Newest completed round.")
         self.step_seconds = self._add(Histogram, "step_seconds", "One `step()`: push, barrier and pull.")
         self.push_seconds = self._add(
@@ -43,8 +43,8 @@ class TrainerMetrics:
         self.barrier_wait = self._add(
             Histogram,
             "barrier_wait_seconds",
-            "From asking a pserver for a round, with the batch barrier, to the first byte of its answer: the wait for "
-            "the other trainers and the apply.",
+            "The wait for the other trainers and the apply: from the request of a round, with the batch barrier, "
+            "to the first byte of the pserver's answer.",
         )
         self.local_pservers = self._add(
             Gauge, "local_pservers", "Pservers on the trainer's own host, which it reaches over Unix sockets."
@@ -70,7 +70,7 @@ class TrainerMetrics:
         self.loop_lag = self._add(
             Histogram,
             "event_loop_lag_seconds",
-            "How late a timer ran on the I/O thread that is due four times a second.",
+            "The delay of a timer on the I/O thread, which is due four times a second.",
         )
 
     def _add(self, kind: type[M], name: str, text: str, *labels: str) -> M:

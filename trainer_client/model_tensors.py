@@ -84,7 +84,7 @@ def log_names(log: FilteringBoundLogger, model: TrainedModel) -> None:
 
 
 def name_parameters(optimizer: Optimizer, model: nn.Module | None) -> tuple[dict[str, Tensor], int]:
-    """Return names from the model, `named_parameters()` or the position, and the number of the latter."""
+    """Return names from the model, `named_parameters()` or the position, and the number of names by position."""
     from_model = {} if model is None else {id(p): _plain(name) for name, p in model.named_parameters()}
     named: dict[str, Tensor] = {}
     by_position = 0
@@ -169,7 +169,7 @@ class BufferAverages:
     def changed_values(self) -> dict[str, Tensor]:
         """Return flat host copies of the buffers that are no longer their mean, by name. Raises BadModel.
 
-        One with NaN or infinity is left out: it would spoil the mean for all trainers.
+        A buffer with NaN or infinity is left out: it would spoil the mean for all trainers.
         """
         copies = dict(zip(self.means, _copy_flat(self._buffers(), torch.device("cpu")), strict=True))
         are_finite = bool(torch.cat(list(copies.values())).isfinite().all()) if copies else True
@@ -219,4 +219,7 @@ def check_alike(ours: Mapping[str, str], theirs: Mapping[str, str], process: int
     different = [name for name in ours if ours[name] != theirs.get(name)]
     if different:
         names = " and ".join(different)
-        raise ModelMismatch(f"process {process} of this host is about to train something else than process 0: {names}")
+        raise ModelMismatch(
+            f"process {process} of this host differs from process 0 in {names}. Run the same "
+            "script with the same settings in both"
+        )

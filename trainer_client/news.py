@@ -58,7 +58,7 @@ class News:
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def update(self, reply: TrainerHeartbeatReply, now: float) -> None:
-        """Take over the coordinator's answer to a heartbeat."""
+        """Update the state from the coordinator's answer to a heartbeat."""
         self.heard_at = now
         self.newest_attempt, self.resume, self.uploader = reply.attempt, reply.resume, reply.uploader
         for info in reply.pservers:

@@ -1,4 +1,4 @@
-"""Communication beside the computation: gradients leave during backward, and pulls end during the next forward pass.
+"""Communication beside the computation: gradients are sent during backward, and pulls end during the next forward pass.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704). Peng et
 al. 2019, "A Generic Communication Scheduler for Distributed DNN Training Acceleration" (SOSP).
@@ -87,7 +87,7 @@ class Overlap:
         with self._lock:
             if name in self._added:
                 raise BadInput(
-                    f"another backward pass came to {name!r}, whose gradient left after the first one. With several "
+                    f"another backward pass reached {name!r}, whose gradient was sent before. With several "
                     "passes in a step, give their number as accumulate_steps, or run all but the last in "
                     "`with optimizer.accumulate():`",
                     code="gradient_changed",
@@ -134,8 +134,8 @@ class Overlap:
         try:
             if is_scaled:
                 raise BadModel(
-                    "with overlap=True gradients have left before torch's GradScaler unscales them; use "
-                    "gradpost.GradScaler(optimizer), bfloat16, which needs none, or overlap=False"
+                    "with overlap=True, gradients are sent before torch's GradScaler unscales them. Use "
+                    "gradpost.GradScaler(optimizer), bfloat16, which needs no GradScaler, or overlap=False"
                 )
             self._check_added()
         except GradpostError:
@@ -148,9 +148,9 @@ class Overlap:
         for name, (gradient, version) in self._added.items():
             if self._parameters[name].grad is not gradient or gradient._version != version:
                 raise BadInput(
-                    f"the gradient of {name!r} was changed after it had left. What is to be done to gradients before "
-                    "the step, such as clipping or a GradScaler's unscale_, needs overlap=False; "
-                    "max_grad_norm clips what is aggregated, with overlap, too",
+                    f"the gradient of {name!r} was changed after it was sent. Set overlap=False to change "
+                    "gradients before the step, such as by clipping or unscale_; max_grad_norm clips the "
+                    "aggregated gradient with overlap, too",
                     code="gradient_changed",
                 )
 
@@ -242,11 +242,11 @@ class ForwardWaits:
         return is_rolled_back
 
     def check(self, name: str) -> None:
-        """Raise BadModel if a parameter that has a gradient now is one whose new value was not waited for."""
+        """Raise BadModel if a gradient was computed with a parameter whose new value no module waited for."""
         if name not in self._waited_for:
             raise BadModel(
                 f"the script computes with {name!r}, but does not call the module that it belongs to, which would wait "
-                "for it: this model needs overlap_pulls=False"
+                "for it: set overlap_pulls=False for this model"
             )
 
     def begin_step(self) -> None:

@@ -32,7 +32,7 @@ class ParameterClient(RunClient):
     """
 
     def __init__(self, coordinator: str | None = None, **arguments: Any) -> None:
-        """Read the settings: `arguments` are those of `TrainerSettings`; None stands for `GRADPOST_*`."""
+        """Read the settings: `arguments` are fields of `TrainerSettings`; for None, `GRADPOST_*` is read."""
         super().__init__(coordinator, **arguments)
         self._is_finite = True  # the gradient that was sent last
 
@@ -49,7 +49,7 @@ class ParameterClient(RunClient):
         """Push the gradients of one round (parameter name -> tensor of its shape and dtype), block by block.
 
         A parameter that is left out has no gradient in this round. Returns when every pserver has acknowledged every
-        push; the batch barrier may follow. In asynchronous modes the step is over then.
+        push; the batch barrier may follow. In asynchronous modes that completes the step.
         """
         flat = self.flatten(gradients)
         is_async = self.joined.consistency.is_async

@@ -194,7 +194,7 @@ def digest_values(parameters: Mapping[str, Tensor]) -> Digests:
 
 
 def find_rewritten(parameters: Mapping[str, Tensor], before: Digests) -> list[str]:
-    """Return the names of parameters whose values are others than those of the digests."""
+    """Return the names of parameters whose values differ from the digests."""
     return [name for name, digest in digest_values(parameters).items() if digest != before[name]]
 
 

@@ -121,7 +121,7 @@ class PserverClient:
             self._kept[round_] = frames
 
     async def _push_again(self, round_: Round) -> bool:
-        """Push what was pushed for a round once more: a restarted pserver may have lost what was staged there."""
+        """Push a round's contribution again, because a restarted pserver may have lost the staged blocks."""
         frames = list(self._kept.get(round_, ()))
         await asyncio.gather(*(self.push(round_, frame) for frame in frames))
         return bool(frames)
@@ -129,7 +129,7 @@ class PserverClient:
     # ------------------------------------------------------------------ small answers
 
     async def barrier(self, round_: Round, barrier: Barrier) -> None:
-        """Send a barrier by itself."""
+        """Send a barrier without a pull."""
         await self._ask(BarrierAnswer, routes.BARRIER, round_, barrier.to_headers())
 
     async def norm(self, pull: Pull) -> ShardNorm | None:
@@ -192,13 +192,13 @@ class PserverClient:
         await self._fetch("GET", routes.BUFFERS, Pull(0), ShardDestination(buffers))
 
     async def describe_optimizer_state(self, round_: Round) -> HeldState:
-        """Return which optimizer state there is after a round that this trainer has pulled."""
+        """Return the step states and the names of the slots after a round that this trainer has pulled."""
         metadata = (await self._fetch("POST", routes.SLOTS, Pull(round_), ShardDestination({}))).metadata
         names = json.loads(metadata[routes.SLOT_NAMES_KEY])
         return HeldState(read_states(metadata[routes.STATES_KEY]), frozenset(names))
 
     async def get_optimizer_state(self, round_: Round, slots: Mapping[str, memoryview]) -> None:
-        """Fetch slots (`{slot}/{block}` -> its writable bytes) as of that round."""
+        """Fetch slots (`{slot}/{block}` -> its writable bytes) as of this round."""
         await self._fetch("POST", routes.SLOTS, Pull(round_, names=tuple(slots)), ShardDestination(slots))
 
     async def _fetch(
@@ -247,7 +247,8 @@ class PserverClient:
         is_it = version == round_ or (version > round_ and self._max_delay > 0)
         if actual != (fence.run, str(fence.attempt)) or not is_it:
             raise GradpostError(
-                f"pserver {self.index} answered with another version than {round_}; this is a bug, please report it",
+                f"pserver {self.index} replied with another run, attempt or version than requested; this is a "
+                "bug, please report it",
                 actual=dict(metadata),
             )
         return version

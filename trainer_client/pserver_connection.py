@@ -1,4 +1,4 @@
-"""The way to one pserver: where it is by now, and how requests to it are repeated until it answers."""
+"""The connection to one pserver: its current address, and how requests are repeated until it answers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PserverConnection:
         return self.news.has_recent_heartbeat(asyncio.get_running_loop().time(), self.retry_seconds)
 
     def refresh(self) -> None:
-        """Take over the pserver's newest address and incarnation. Raises RolledBack if the run has a newer attempt."""
+        """Adopt the pserver's newest address and incarnation. Raises RolledBack if the run has a newer attempt."""
         if self.news.newest_attempt > self.fence.attempt:
             round_ = self.news.resume
             raise RolledBack(f"the run went back to round {round_}", round=round_)

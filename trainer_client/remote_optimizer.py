@@ -43,8 +43,8 @@ class RemoteOptimizer(WrappingOptimizer):
     (`GRADPOST_*`); the argument wins.
 
     Args:
-        optimizer: an element-wise optimizer of torch.optim; in a ring any but LBFGS. State that it has, such as that of
-            a checkpoint, moves to the run with the first step of the trainer that brings the initial values.
+        optimizer: an element-wise optimizer of torch.optim; in a ring any but LBFGS. Its state, such as that of a
+            checkpoint, moves to the run with the first step of the trainer that brings the initial values.
         model: gives the parameters their names, and shares its buffers and frozen parameters. Its float buffers, such
             as the statistics of batch norm, are averaged over all trainers in every step.
         session: the result of `connect()`; by default the open session, or a new one made with `arguments`.
@@ -243,7 +243,7 @@ class RemoteOptimizer(WrappingOptimizer):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Wait for the steps that are on their way, and take the newest parameters.
+        """Wait for the steps that are on their way, and write the newest parameters.
 
         An interrupted or failed step is finished first, with its own gradient. Without such a step, `max_delay` and
         `overlap_pulls` it does nothing.
@@ -259,8 +259,8 @@ class RemoteOptimizer(WrappingOptimizer):
                 parameter.clamp_(-0.01, 0.01)
 
         All trainers enter it between the same two steps; the values of the lowest rank that changed any count. A block
-        that restores the values may run on one trainer alone. It begins with `synchronize`, and reads all values twice.
-        Before the first step it is not needed. Raises BadModel after the first step of asynchronous modes.
+        that restores the values may run on one trainer alone. The block begins with `synchronize`, and reads all values
+        twice. Before the first step no block is needed. Raises BadModel after the first step of asynchronous modes.
         """
         if self._work.is_async and not self._guard.is_before_first_step and self._local is None:
             raise BadModel(
@@ -278,9 +278,9 @@ class RemoteOptimizer(WrappingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the `state_dict` of the wrapped optimizer in a single process, with state fetched from the pservers.
 
-        The state is that of the newest step, which is waited for; it is float32, in host memory. With local steps, and
-        in a ring, it is the wrapped optimizer's own. Where several processes of a host are one trainer, only process 0
-        has state; with `max_delay` all of them must call `synchronize` before. Blocks for the pservers only.
+        The state is that of the newest step, for which this method waits; it is float32, in host memory. With local
+        steps, and in a ring, it is the wrapped optimizer's own. Where several processes of a host are one trainer, only
+        process 0 has state; with `max_delay` all of them must call `synchronize` before. Blocks for the pservers only.
         """
         if not isinstance(self._state, StateOnPservers):
             return super().state_dict()

@@ -1,4 +1,4 @@
-"""Batches of several epochs, beginning after those that a run has taken already. Pure but for loaders and schedules."""
+"""Batches of several epochs, beginning after the batches that are in the run. Pure but for loaders and schedules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Position(NamedTuple):
 
 @dataclass
 class Call:
-    """The batches of one call: `epochs` passes over a loader, of which each round takes so many."""
+    """The batches of one call: `epochs` passes over a loader, of which each round takes `batches_per_round`."""
 
     loader: Iterable[Any]
     epochs: int
@@ -38,11 +38,11 @@ class Call:
 
 
 class ResumableBatches:
-    """The batches of all calls of a script: each call continues behind those of the calls before it.
+    """The batches of all calls of a script: each call continues after the batches of earlier calls.
 
-    A script that is started again makes the same calls, so that each leaves out what the run has of it. `position` is
-    asked before each batch; after a rollback the batches after the run's new position come again, those of earlier
-    calls included.
+    A restarted script makes the same calls, and each call skips its batches that are in the run. `position` is called
+    before each batch. After a rollback the batches after the run's new position are repeated, also those of earlier
+    calls.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class ResumableBatches:
         before = self._calls[-1] if self._calls else Call((), 0, 1, 0, 0, 0)
         if before.end is None:
             raise BadModel(
-                "the batches of one call are iterated to their end, or closed, before those of the next call"
+                "an earlier batches() iterator is unfinished. Iterate it to its end, or close() it, before using "
+                "the next one"
             )
         batches_per_round = batches_per_step * self._steps_per_round
         call = Call(loader, epochs, batches_per_round, before.first_epoch + before.epochs, before.end)
@@ -92,7 +93,7 @@ class ResumableBatches:
                 call.end = max(call.begin, self._position().round)
 
     def _follow(self) -> Position:
-        """Return the run's position, which the schedule has by now. Raises BadModel."""
+        """Return the run's position, after moving the schedule there. Raises BadModel."""
         position = self._position()
         if self.schedule is not None:
             self.schedule.move_to(position)
@@ -137,7 +138,7 @@ class _Schedule:
         self._num_rollbacks: int | None = None  # those after which it was moved
 
     def move_to(self, position: Position) -> None:
-        """Move it at the start and after a rollback. Raises BadModel if the script does not step it in between."""
+        """Move the schedule at the start and after a rollback. Raises BadModel unless the script steps it too."""
         if position.num_rollbacks != self._num_rollbacks:
             self._move_to(position.round)
             self._num_rollbacks = position.num_rollbacks
@@ -153,7 +154,7 @@ class _Schedule:
             )
 
     def _move_to(self, round_: Round) -> None:
-        """Bring it to the step that ends this round, from its state at the first call if it is ahead of that."""
+        """Step the schedule to the end of this round, from its state at the first call if it is ahead."""
         target = round_ * self._steps_per_round
         if self._start > target:
             raise BadModel(
@@ -176,7 +177,7 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batches_of(loader: Iterable[Any], first_epoch: int, epochs: int, skipped: int) -> Generator[Any, None, int]:
-    """Yield the batches behind those that are skipped; return how many are still to be skipped then."""
+    """Yield the batches after the skipped ones; return the number of batches that remain to be skipped."""
     for epoch in range(first_epoch, first_epoch + epochs):
         for part in _parts(loader):
             if hasattr(part, "set_epoch"):
@@ -196,7 +197,7 @@ def _batches_of(loader: Iterable[Any], first_epoch: int, epochs: int, skipped: i
 
 
 def _parts(loader: Iterable[Any]) -> list[Any]:
-    """Return a loader, its samplers, and theirs."""
+    """Return a loader, its samplers, and the samplers that those wrap."""
     parts: list[Any] = [loader]
     for part in parts:  # grows meanwhile
         inner = (getattr(part, name, None) for name in ("sampler", "batch_sampler"))

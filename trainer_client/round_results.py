@@ -56,7 +56,7 @@ class NormAgreement:
         return self._agreed[0].norm if self._agreed and self._agreed[0] else None
 
     async def bring(self, index: int, get: Callable[[AgreedNorm | None], Awaitable[T]]) -> T:
-        """Call `get` with the norm for this pserver, and again if the gradient is another one meanwhile.
+        """Call `get` with the norm for this pserver, and again if the gradient has changed meanwhile.
 
         Raises NormChanged if that never ends.
         """
@@ -73,7 +73,7 @@ class NormAgreement:
         async with self._lock:
             while self._num_asked <= known or not self._agreed:
                 if self._num_asked == MAX_ASKED:
-                    raise NormChanged("the pservers do not agree on whose gradients a round is made of")
+                    raise NormChanged("the pservers disagree about the trainers whose gradients are in a round")
                 if self._num_asked > known:
                     await asyncio.sleep(PAUSE_SECONDS)
                 norms = await self._ask()
@@ -85,10 +85,10 @@ class NormAgreement:
 
 
 async def finish_rounds(pservers: Sequence[PserverClient], last: Round, max_delay: int) -> None:
-    """Bring the norms of rounds before `last` that may not be over everywhere; returns when they are.
+    """Send the norms of rounds before `last` that may not be over on all pservers, and wait until they are.
 
-    For a trainer that has come later: those whose rounds they are may all be gone. How far pservers can be apart says
-    how many there are.
+    Called by a trainer that has joined later, because all trainers of these rounds may have left. There are as many
+    rounds as pservers can be apart.
     """
     for round_ in range(max(1, last - 1 - 2 * max_delay), last):
         agreement = NormAgreement(partial(_ask_norms, pservers, round_))

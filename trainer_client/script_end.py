@@ -1,7 +1,7 @@
 """The end of a script: done, or failed by an exception. Nothing of the user's interpreter is replaced.
 
-The code of `sys.exit(3)` outside of a `with` block is not visible to a process: it leaves as done, and whatever started
-it sees the code.
+The code of `sys.exit(3)` outside of a `with` block is not visible to a process: it leaves as done, and its parent
+process sees the code.
 """
 
 from __future__ import annotations

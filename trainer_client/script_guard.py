@@ -149,9 +149,9 @@ class ScriptGuard:
         known = {name: parameter for name, parameter in frozen.items() if name in self._frozen_at_start}
         if changed := find_rewritten(known, self._frozen_at_start):
             self._log.warning(
-                f"the script has changed {len(changed)} frozen parameters since the wrap, such as {min(changed)!r}: "
-                "exports, and trainers that do not load the same, have the values of the wrap. Load the model before "
-                "RemoteOptimizer(…)"
+                f"the script has changed {len(changed)} frozen parameters since the optimizer was wrapped, such "
+                f"as {min(changed)!r}: exports, and trainers that do not load the same, have the earlier values. "
+                "Load the model before RemoteOptimizer(…)"
             )
 
 

@@ -57,12 +57,12 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """The number of trainers, or of the processes of all hosts."""
+        """The number of trainers or, with several processes on a host, of processes."""
         return self._joined.world_size if self.host is None else self.host.place.world_size
 
     @property
     def run(self) -> str:
-        """Identity of the run."""
+        """The identity of the run."""
         return self._joined.run
 
     @property
@@ -86,7 +86,7 @@ class Session:
         return self._is_open and not self.io.is_inherited
 
     def check_open(self, call: str) -> None:
-        """Raise RuntimeError unless this process is still in the run; `call` is what needs that."""
+        """Raise RuntimeError unless this process is still in the run; `call` is named in the error."""
         self.io.check_process()
         if not self._is_open:
             raise RuntimeError(
@@ -95,19 +95,19 @@ class Session:
             )
 
     def call_at_close(self, finish: Callable[[], object]) -> None:
-        """Call this when the script is done, before this trainer leaves; a GradpostError makes it leave as failed.
+        """Call `finish` when the script is done, before this trainer leaves; after a GradpostError it leaves as failed.
 
-        It waits for the last step's parameters, or joins a ring, in which other trainers may have more batches.
+        `finish` waits for the last step's parameters, or joins a ring, in which other trainers may have more batches.
         """
         self._finish = finish
 
     def report(self, **results: float) -> None:
         """Report numbers of the run, such as `loss` or `accuracy`; `gradpost up` and `status` show the latest.
 
-        Costs nothing: they travel with the next heartbeat, and stand on the trainer's `/metrics`. The lowest rank's
-        word counts in the summary, whose line leaves out `loss`, since that is progress and no result; of a host's
-        processes that of the first one. Raises ValueError for more than 256 names, or one that is longer than 200
-        characters or cannot be printed.
+        Costs nothing: they travel with the next heartbeat, and stand on the trainer's `/metrics`. The summary contains
+        the numbers of the lowest rank, and of a host's processes those of the first. Its line omits `loss`, which is
+        progress and not a result. Raises ValueError for more than 256 names, or one that is longer than 200 characters
+        or cannot be printed.
         """
         self.check_open("report()")
         update = {check_result_name(name): float(value) for name, value in results.items()}
@@ -120,7 +120,7 @@ class Session:
         self.io.loop.call_soon_threadsafe(self.client.membership.results.update, update)
 
     def summary(self) -> RunSummary:
-        """The run in a few numbers, as the servers saw it. Blocks for an answer of the coordinator."""
+        """Return the run in a few numbers, as the servers saw it. Blocks for an answer of the coordinator."""
         return self.io.run(self.client.summary())
 
     def close(self, outcome: str = "done", reason: str = "") -> None:
@@ -191,9 +191,9 @@ def connect(
 ) -> Session:
     """Join the run and return the session; the same open session if called again without arguments.
 
-    Call it first, to know rank and world size before the data is loaded. What is None comes from the settings:
-    `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are those of `RemoteOptimizer`. Blocks until the
-    coordinator has a place; raises Unreachable if it does not answer, Conflict if there is none.
+    Call it first, to know rank and world size before the data is loaded. An argument that is None comes from the
+    settings: `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are those of `RemoteOptimizer`. Blocks
+    until the coordinator has a place; raises Unreachable if it does not answer, Conflict if there is none.
     """
     global _current
     given = {"coordinator": coordinator, "rank": rank, "world_size": world_size, **arguments}

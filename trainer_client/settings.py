@@ -14,18 +14,20 @@ from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, 
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import PullType, PushType
 
-_OF_THE_PLAN = "none: the coordinator's"
+_OF_THE_PLAN = "none: the coordinator's setting"
 BUCKET_BYTES = 32 * 1024 * 1024
 EARLY_BUCKET_BYTES = 4 * 1024 * 1024  # the last one leaves after backward, so nothing hides it
 
 
 def _fixed_number(value: object) -> object:
-    """None for a range, as torchrun takes it for `PET_NNODES`: so many pods or fewer say nothing of their number."""
+    """Return None for a range, which torchrun allows for `PET_NNODES`, because it does not state the number of pods."""
     return None if isinstance(value, str) and ":" in value else value
 
 
 def _expected(name: str) -> Any:
-    return declare_setting(name, default=None, description="refuse to train if the servers have another")
+    return declare_setting(
+        name, default=None, description="expected value; the trainer is refused if the servers have another value"
+    )
 
 
 class TrainerSettings(Settings):
@@ -43,14 +45,14 @@ class TrainerSettings(Settings):
         default=None,
         ge=0,
         validation_alias=AliasChoices("rank", "RANK", "PET_NODE_RANK", "JOB_COMPLETION_INDEX"),
-        description="which trainer this is, from 0; else `PET_NODE_RANK` (of a Kubeflow TrainJob's pod) or "
+        description="rank of this trainer, from 0; else `PET_NODE_RANK` (of a Kubeflow TrainJob's pod) or "
         "`JOB_COMPLETION_INDEX` (of any Indexed Job's); none: the coordinator chooses",
     )
     world_size: Annotated[int | None, BeforeValidator(_fixed_number)] = Field(
         default=None,
         ge=1,
         validation_alias=AliasChoices("world_size", "WORLD_SIZE", "PET_NNODES"),
-        description="how many trainers there are; refused if the coordinator has another number. Else `PET_NNODES`, "
+        description="number of trainers; refused if the coordinator has another number. Else `PET_NNODES`, "
         "unless that is a range",
     )
     one_trainer_per_host: bool = Field(
@@ -79,12 +81,13 @@ class TrainerSettings(Settings):
         gt=0,
         allow_inf_nan=False,
         description="synchronous mode: before the optimizer steps, the aggregated gradient is clipped to this norm, "
-        "taken over all parameters. The same on all trainers; none: it is not",
+        "taken over all parameters. It must be the same on all trainers; none: no clipping",
     )
     local_steps: int = Field(
         default=0,
         ge=0,
-        description="so many steps of the trainer's own optimizer are pushed as one; 0: none. The same on all trainers",
+        description="number of steps of the trainer's own optimizer that are pushed as one; 0: no local steps. It "
+        "must be the same on all trainers",
     )
     outer_lr: float | None = Field(
         default=None,
@@ -93,32 +96,34 @@ class TrainerSettings(Settings):
         "asynchronous modes",
     )
     outer_momentum: float = Field(default=0.0, ge=0, description="local steps: the momentum of that SGD")
-    outer_nesterov: bool = Field(default=False, description="local steps: whether that is Nesterov's")
+    outer_nesterov: bool = Field(default=False, description="local steps: whether that momentum is Nesterov's")
     bucket_bytes: int | None = Field(
         default=None,
         ge=1,
-        description=f"about how many bytes of blocks travel in one request; a block is never cut. None: "
+        description=f"approximate number of bytes of blocks in one request; a block is never cut. None: "
         f"{BUCKET_BYTES >> 20} MiB, with `overlap` {EARLY_BUCKET_BYTES >> 20} MiB",
     )
     overlap: bool = Field(
         default=False,
-        description="whether gradients leave while backward still runs; then they must not change before the step, "
+        description="whether gradients are sent while backward still runs; then they must not change before the step, "
         "and several backward passes in a step need `accumulate_steps`, or `with optimizer.accumulate():`",
     )
     overlap_pulls: bool = Field(
         default=False,
-        description="overlap: whether a step ends before its parameters are here; each module of `model` waits for its "
-        "own before it computes, and other readers call `synchronize()` before",
+        description="overlap: whether a step ends before its parameters are pulled; each module of `model` waits "
+        "for its own parameters before it computes, and other readers must call `synchronize()` first",
     )
     accumulate_steps: int = Field(
-        default=1, ge=1, description="overlap: after how many backward passes a gradient is complete"
+        default=1, ge=1, description="overlap: number of backward passes after which a gradient is complete"
     )
     local_transport: bool = Field(
         default=True,
-        description="whether it reaches pservers on its own host over Unix sockets, if they offer that and run as the "
-        "same user",
+        description="whether the trainer connects to pservers on its own host over Unix sockets, if they offer "
+        "that and run as the same user",
     )
-    retry_seconds: float = Field(default=60.0, gt=0, description="how long a service that does not answer is tried")
+    retry_seconds: float = Field(
+        default=60.0, gt=0, description="how long requests to a service that does not answer are repeated"
+    )
     metrics_host: str = Field(
         default="127.0.0.1",
         description="address on which metrics are shown, and under which the coordinator lists them. The port checks "
@@ -128,7 +133,7 @@ class TrainerSettings(Settings):
         default=0,
         ge=0,
         le=65535,
-        description="its port; 0: a free one; `metrics_port=None` as an argument: none at all",
+        description="port of the metrics; 0: a free port; `metrics_port=None` as an argument: no port",
     )
 
     @property
@@ -156,6 +161,6 @@ def read_settings(**arguments: object) -> TrainerSettings:
     """
     for name in arguments.keys() - TrainerSettings.model_fields.keys():
         near = difflib.get_close_matches(name, TrainerSettings.model_fields, n=1)
-        raise TypeError(f"{name} is no setting of a trainer" + (f"; did you mean {near[0]}?" if near else ""))
+        raise TypeError(f"{name} is not a setting of a trainer" + (f"; did you mean {near[0]}?" if near else ""))
     given = {name: value for name, value in arguments.items() if value is not None}
     return TrainerSettings(**given)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ def wire_dtype(name: str, tensor: Tensor) -> str:
     try:
         return WIRE_DTYPES[tensor.dtype]
     except KeyError:
-        raise BadModel(f"{name!r} is {tensor.dtype}, which the protocol does not carry") from None
+        raise BadModel(f"{name!r} is {tensor.dtype}, which the protocol does not support") from None
 
 
 def writable_bytes(tensor: Tensor) -> memoryview:
@@ -71,7 +71,8 @@ def check_form(name: str, tensor: Tensor | None, shape: Sequence[int], dtype: to
     """Return a parameter or buffer. Raises BadModel if its shape or dtype is not that of the run, or if it is gone."""
     if tensor is None or (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
         raise BadModel(
-            f"{name!r} has become another tensor; all trainers agreed on it when the run began",
+            f"{name!r} has another shape or dtype than when the run began, or is missing. Change the model before "
+            "the run",
             expected=f"{dtype} {list(shape)}",
             actual=None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}",
         )

@@ -26,7 +26,7 @@ class WrappingOptimizer(Optimizer):
 
     def __init__(self, wrapped: Optimizer) -> None:
         if isinstance(wrapped, WrappingOptimizer):
-            raise BadModel("the optimizer is remote already")
+            raise BadModel("the optimizer is already a RemoteOptimizer")
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups = wrapped.param_groups  # the very same list: schedulers may hold either
         self._wrapped = wrapped

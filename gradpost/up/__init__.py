@@ -51,7 +51,7 @@ def run_up(
     cluster = read_settings(CoordinatorSettings, {**given, **pservers})
     if cluster.strategy == "ring" and max_restarts:
         raise CommandError(
-            "--max-restarts: a ring cannot continue without a trainer, and a restarted one cannot rejoin it"
+            "--max-restarts needs pservers: a ring cannot continue without a trainer, which cannot rejoin it"
         )
     read_settings(PserverSettings, {})
     resolved = resolve_command(command)  # before a folder is made for the run

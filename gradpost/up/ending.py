@@ -34,7 +34,7 @@ class Ending:
 
 
 def end_by_signal(received: signal.Signals, now: float) -> Ending:
-    """Return the ending for a signal that this process received: scripts get it at once."""
+    """Return the ending for a signal that this process received: scripts get it immediately."""
     forwarded = received if received == signal.SIGINT else signal.SIGTERM
     words = {signal.SIGINT: "interrupted", signal.SIGPIPE: "the reader of the output is gone"}
     return Ending(128 + received, words.get(received, f"ended by {received.name}"), now, forwarded)

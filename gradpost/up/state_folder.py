@@ -34,7 +34,7 @@ def newest_folder(root: Path) -> Path | None:
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Return whether a run has begun in this folder; otherwise, its script may have failed at once."""
+    """Return whether a run has begun in this folder; otherwise, its script may have failed immediately."""
     try:
         record = RecordFile(folder).read()
     except OSError:  # damaged, so there was a record
@@ -55,7 +55,7 @@ def resume_folder(root: Path) -> RunFolder:
     """Lock and return the folder of the run to resume. Raises CommandError if there is none, or it is running."""
     folder = newest_folder(root)
     if folder is None:
-        raise CommandError(f"there is no run to resume in {root} (--state-dir)")
+        raise CommandError(f"there is no run to resume in {root}. Give another folder with --state-dir")
     if (lock := lock_folder(folder)) is None:
         raise CommandError(f"the newest run, in {folder}, is still running")
     return RunFolder(folder, lock)

@@ -228,7 +228,7 @@ def test_the_whole_model_that_trains(gradpost: Gradpost, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
     said = gradpost("params", "-o", tmp_path / "nowhere" / "m.safetensors", exit_code=1).stderr
     assert said.endswith("m.safetensors cannot be written: No such file or directory\n")
-    assert "is written as FILE.safetensors" in gradpost("params", "-o", tmp_path / "m.npy", exit_code=2).stderr
+    assert "must be written as FILE.safetensors" in gradpost("params", "-o", tmp_path / "m.npy", exit_code=2).stderr
     assert "there is no parameter 'x'" in gradpost("params", "x", exit_code=2).stderr
 
 
@@ -244,7 +244,7 @@ def test_checkpoints(long_run: FaultyRun, gradpost: Gradpost, tmp_path: Path) ->
     gradpost("checkpoint", "export", target, "--checkpoints", place, "--round", created["round"])
     make_model().load_state_dict(load_file(target), strict=True)
     said = gradpost("checkpoint", "export", target, "--checkpoints", place, "--round", 3, exit_code=1).stderr
-    assert f"there is no complete checkpoint of round 3 in {place}; there are those of rounds " in said
+    assert f"there is no complete checkpoint of round 3 in {place}. Choose one of rounds " in said
     said = gradpost("checkpoint", "export", tmp_path / "no" / "m", "--checkpoints", place, exit_code=1).stderr
     assert "cannot be written" in said
     assert said.count("\n") == 1
@@ -252,7 +252,7 @@ def test_checkpoints(long_run: FaultyRun, gradpost: Gradpost, tmp_path: Path) ->
     assert "gradpost checkpoint list prints the complete ones" in said
     said = gradpost("checkpoint", "restore", "--round", created["round"]).stdout
     assert f"continues from round {created['round'] + 1:,} (attempt 1)" in said
-    long_run.wait_for_line(f"the next one is {created['round'] + 1}", of="trainer 0")
+    long_run.wait_for_line(f"the next step is {created['round'] + 1}", of="trainer 0")
     nothing = gradpost("checkpoint", "list", "--checkpoints", tmp_path / "none").stdout
     assert nothing == f"there is no complete checkpoint in {tmp_path}/none\n"
 

@@ -277,7 +277,7 @@ def test_pservers_that_are_not_reached_are_found() -> None:
         assert time.monotonic() - began < 20
         cluster.pservers[1].signal(SIGCONT)
     assert "the name ps-0.invalid is not known here: " in found["pserver 0"].detail
-    assert found["pserver 1"].detail.endswith(" is not reached from here: no answer within 5 s")
+    assert found["pserver 1"].detail.endswith(" cannot be reached from here: no answer within 5 s")
 
 
 @pytest.mark.extended
@@ -292,5 +292,5 @@ def test_a_closed_cluster(closed: Closed) -> None:
     found = doctor(closed.cluster, GRADPOST_TOKENS_DIR=str(closed.tokens), **tls)
     assert found["pserver 0"]["detail"] == f"{closed.cluster.status().pservers[0].address} answers over HTTP/2"
     found = doctor(closed.cluster, exit_code=1, **tls)
-    assert found["coordinator"]["advice"].startswith("send a token of scope read")
+    assert found["coordinator"]["advice"].startswith("give a token of scope read")
     assert "pserver 0" not in found

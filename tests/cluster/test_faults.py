@@ -131,7 +131,7 @@ def test_rounds_that_a_log_has_lost_are_taken_again(tmp_path: Path, damage: Call
         run.check_results()  # the loop takes the lost rounds again
         run.wait_for_line(said)
         run.wait_for_line("the run is rolled back")
-        run.wait_for_line("have to be taken again", 2)
+        run.wait_for_line("must be repeated", 2)
 
 
 SSP = {**COUNTING, "mode": "ssp", "max_staleness": 2}

@@ -119,7 +119,7 @@ def test_a_stopped_process_is_named_within_a_lease() -> None:
         run.wait_for_round(5)
         stopped = pid_of(run, 3)
         os.kill(stopped, SIGSTOP)
-        run.wait_for_line("ended 2 Ended: process 1 of this host has said nothing for 2 s", seconds=15)
+        run.wait_for_line("ended 2 Ended: process 1 of this host has sent nothing for 2 s", seconds=15)
         run.wait_for(lambda: "Ended: process 1" in str(run.cluster.status()), "the reason at the coordinator", 10)
         os.kill(stopped, SIGKILL)
 

@@ -250,7 +250,7 @@ def is_waiting(ring_cluster: LocalCluster, rank: int, round_: int) -> bool:
 def test_an_interrupt_of_a_trainer_that_is_done_is_reported_at_once(ring_cluster: LocalCluster, tmp_path: Path) -> None:
     command = write_script(tmp_path, rounds=UNEQUAL)
     children = [ring_cluster.start_trainer(rank, command) for rank in range(3)]
-    for text in ("no batches are left here", "[trainer 1] round 30"):
+    for text in ("this trainer has no batches left", "[trainer 1] round 30"):
         assert wait_until(lambda text=text: any(text in line for line in ring_cluster.output), 60), ring_cluster.output
     children[0].signal(SIGINT)
     assert [child.wait(LONG_LEASE / 2) for child in children[1:]] == [1, 1]  # it is not its lease that ends
@@ -315,7 +315,7 @@ def test_a_trainer_that_is_done_waits_for_longer_than_the_others(ring_cluster: L
         in_each_round="if session.rank == 2 and optimizer.round == 9: time.sleep(8)  # it scores its model",
     )
     assert ring_cluster.run_trainers(command, timeout=60) == [0, 0, 0], ring_cluster.output
-    assert not [line for line in ring_cluster.output if "does not take part any more" in line]
+    assert not [line for line in ring_cluster.output if "no longer takes part" in line]
     assert ring_cluster.status().state == "finished"
 
 

@@ -185,9 +185,9 @@ def forget(model: Net, optimizer: RemoteOptimizer) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (pass_again, r"another backward pass came to '[\w.]+'.*accumulate_steps"),
-        (clip, r"gradient of '[\w.]+' was changed after it had left.*max_grad_norm"),
-        (forget, "was changed after it had left"),
+        (pass_again, r"another backward pass reached '[\w.]+'.*accumulate_steps"),
+        (clip, r"gradient of '[\w.]+' was changed after it was sent.*max_grad_norm"),
+        (forget, "was changed after it was sent"),
     ],
 )
 def test_a_gradient_that_has_left_may_not_change(

@@ -125,7 +125,9 @@ def test_frozen_parameters_that_are_loaded_late_are_a_warning(
 
     run_all(alone, train)
     said = capsys.readouterr().err
-    assert said.count("has changed 2 frozen parameters since the wrap, such as '0.bias'") == (not is_early)
+    assert said.count("has changed 2 frozen parameters since the optimizer was wrapped, such as '0.bias'") == (
+        not is_early
+    )
 
 
 def in_place(model: nn.Module) -> None:

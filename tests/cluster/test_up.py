@@ -241,7 +241,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         ("-- python", {"GRADPOST_PSERVER": "1"}, 2, "unknown environment variable GRADPOST_PSERVER"),
         ("--strategy ring --pservers 2 -- true", {}, 2, "num_pservers would have no effect with strategy ring"),
         ("--strategy ring --max-restarts 1 -- true", {}, 2, "--max-restarts: a ring cannot continue without a trainer"),
-        ("--resume -- python", {}, 2, "there is no run to resume in .gradpost (--state-dir)"),
+        ("--resume -- python", {}, 2, "there is no run to resume in .gradpost. Give another folder with --state-dir"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_starts(

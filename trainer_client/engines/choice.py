@@ -33,15 +33,15 @@ def check_combination(session: Session, model: TrainedModel, *, has_outer: bool)
         (rules.is_ring and (local or pulls), "local_steps and overlap_pulls need pservers, and the strategy is ring"),
         (
             not local and (has_outer or settings.outer_is_set),
-            "an outer optimizer (outer, outer_lr, …) has work only with local_steps",
+            "an outer optimizer (outer, outer_lr, …) needs local_steps",
         ),
         (
             local and settings.overlap,
-            "local_steps with overlap: the change that is pushed is known only after the last local step",
+            "local_steps cannot be used with overlap: the pushed change is known only after the last local step",
         ),
         (
             local and rules.max_delay > 0,
-            "local_steps with max_delay: a delayed pull would overwrite the local steps since then",
+            "local_steps cannot be used with max_delay: a delayed pull would overwrite the local steps since then",
         ),
         (
             pulls and model.module is None,
@@ -50,10 +50,13 @@ def check_combination(session: Session, model: TrainedModel, *, has_outer: bool)
         (pulls and not settings.overlap, "overlap_pulls needs overlap=True"),
         (
             pulls and session.host is not None,
-            "overlap_pulls is for trainers that are one process: the others of this host wait for parameters in "
-            "step(). Use overlap without it, or one_trainer_per_host=False",
+            "overlap_pulls needs trainers of one process: the other processes of this host wait for parameters in "
+            "step(). Use overlap alone, or one_trainer_per_host=False",
         ),
-        (pulls and rules.max_delay > 0, "overlap_pulls with max_delay: pulls come behind the computation already"),
+        (
+            pulls and rules.max_delay > 0,
+            "overlap_pulls cannot be used with max_delay, whose pulls run beside the computation anyway",
+        ),
         (
             session.client.is_declared,
             "a session has one RemoteOptimizer; give it the parameters of all models, as groups",
@@ -128,7 +131,7 @@ def _make_outer(session: Session, model: TrainedModel) -> Optimizer:
 
 
 class StartedEngine(NamedTuple):
-    """The engine of a process, and the one that talks to the pservers: the same, or that of a host's leader."""
+    """The engine of a process, and the engine that uses the pservers: the same engine, or that of a host's leader."""
 
     engine: StepEngine
     pserver: PserverEngine | None  # None in a ring, and in the processes of a host that only follow

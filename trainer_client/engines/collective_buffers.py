@@ -54,7 +54,7 @@ class FlatBucket:
 
 
 def cut_buckets(parameters: Mapping[str, Tensor], bucket_bytes: int, device: torch.device) -> list[FlatBucket]:
-    """Buckets for all parameters, about `bucket_bytes` each, in the order in which backward makes gradients.
+    """Return buckets of about `bucket_bytes` for all parameters, in the order in which backward makes gradients.
 
     A parameter is never cut: one that is larger has a bucket of its own.
 
@@ -71,7 +71,7 @@ def cut_buckets(parameters: Mapping[str, Tensor], bucket_bytes: int, device: tor
 
 
 class FlatGradients:
-    """The gradients of one step after the other, in buckets that leave in the same order in all processes.
+    """The gradients of one step after the other, in buckets that all processes send in the same order.
 
     Collectives need that order. Used by one thread at a time; no method blocks.
     """
@@ -83,16 +83,16 @@ class FlatGradients:
         device: torch.device,
         send: Callable[[FlatBucket], None],
     ) -> None:
-        """Allocate the buckets; `send` begins the collective of one, whose memory must not change until `clear`."""
+        """Allocate the buckets. `send` begins the collective of a bucket, which must not change until `clear`."""
         self.buckets = cut_buckets(parameters, bucket_bytes, device)
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.parts}
         self._num_sent = 0  # buckets of this step, in order
         self._parameters = parameters
         self._send = send
-        self._is_spoiled = False  # a bucket has left with discarded gradients
+        self._is_spoiled = False  # a bucket was sent with discarded gradients
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a flat gradient. Buckets leave once they and all earlier ones are full, without frozen parameters."""
+        """Add a flat gradient. A bucket is sent once it and all earlier buckets are full, but for frozen parameters."""
         self.check()
         self.bucket_of[name].put(name, gradient)
         while self._num_sent < len(self.buckets) and self._is_full(self.buckets[self._num_sent]):
@@ -113,16 +113,18 @@ class FlatGradients:
         """Raise ContributionConflict if the step cannot be taken, `gradient_changed` if a gradient comes too late."""
         if self._is_spoiled:
             raise ContributionConflict(
-                "gradients of a discarded step have left for the other processes; the script has to end"
+                "gradients of a discarded step were sent to the other processes. Restart the script"
             )
         for bucket in self.buckets[: self._num_sent]:
             if late := bucket.parts.keys() & (gradients or {}).keys() - bucket.filled:
                 raise BadInput(
-                    f"{min(late)!r} was frozen, and has a gradient now, whose bucket has left", code="gradient_changed"
+                    f"{min(late)!r} was frozen when its bucket was sent, but has a gradient. Clear its .grad, or "
+                    "change requires_grad before the step's first backward pass",
+                    code="gradient_changed",
                 )
 
     def send_rest(self, gradients: Mapping[str, Tensor]) -> None:
-        """Send the other buckets with these flat gradients, and zeros for parameters without one."""
+        """Send the other buckets with these flat gradients, and zeros for parameters without a gradient."""
         for bucket in self.buckets[self._num_sent :]:
             bucket.complete(gradients)
             self._send_next()
@@ -134,15 +136,15 @@ class FlatGradients:
             bucket.clear()
 
     def discard(self) -> bool:
-        """Discard the added gradients; return True if a bucket has left, so that this step cannot be taken again."""
-        has_left = self._num_sent > 0
-        self._is_spoiled = self._is_spoiled or has_left
+        """Discard the added gradients; return True if a bucket was sent, so that this step cannot be repeated."""
+        was_sent = self._num_sent > 0
+        self._is_spoiled = self._is_spoiled or was_sent
         for bucket in self.buckets:
             bucket.clear()
-        return has_left
+        return was_sent
 
     def mark_spoiled(self, *, is_spoiled: bool) -> None:
-        """Note if the other processes are at another step, so that none can be taken."""
+        """Note if the other processes are at another step, so that this process can take no step."""
         self._is_spoiled = is_spoiled
 
 

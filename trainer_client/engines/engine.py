@@ -1,4 +1,4 @@
-"""`StepEngine`: the way from one step's gradients to new parameters, whatever computes them."""
+"""`StepEngine`: the interface that turns one step's gradients into new parameters."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class StepEngine(Protocol):
         """
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Add a flat gradient, (numel,), of the next step while backward still runs; it may leave at once."""
+        """Add a flat gradient, (numel,), of the next step while backward still runs; it may be sent immediately."""
 
     def discard_gradients(self) -> None:
-        """Discard the added gradients. What has left cannot be recalled: the step may fail if it is taken again."""
+        """Discard the added gradients. Sent gradients cannot be recalled: the step may fail if it is repeated."""
 
     def step(self, contribution: Contribution) -> None:
         """Push all gradients of the next step, and wait for the parameters of the step that is due.
 
-        That is this step, or with `max_delay` an earlier one; with `overlap_pulls` no step is waited for. Raises
-        NonFiniteGradient under `nonfinite=reject`, after which the step may be taken again.
+        The step that is due is this step, or with `max_delay` an earlier step. With `overlap_pulls` no step is due.
+        Raises NonFiniteGradient under `nonfinite=reject`, after which the step may be taken again.
         """
 
     def synchronize(self) -> bool:

@@ -53,15 +53,15 @@ class HostLeader:
         )
 
     def follow_parameters(self) -> None:
-        """See StepEngine."""
+        """Implement `StepEngine.follow_parameters`."""
         self._engine.follow_parameters()
 
     def replace_values(self, names: Collection[str]) -> None:
-        """See StepEngine. The values of this process count for the host."""
+        """Implement `StepEngine.replace_values`. The values of this process count for the host."""
         self._engine.replace_values(names)
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """See StepEngine. Buckets that all processes have reduced meanwhile go on to the run."""
+        """Implement `StepEngine.add_gradient`. Buckets that all processes have reduced are passed on to the run."""
         self._gradients.add(name, gradient)
         while self._host.collectives.has_ended(self._num_handed_on):
             bucket = self._gradients.buckets[self._num_handed_on]
@@ -75,12 +75,12 @@ class HostLeader:
         return bucket.parts
 
     def discard_gradients(self) -> None:
-        """See StepEngine."""
+        """Implement `StepEngine.discard_gradients`."""
         self._gradients.discard()
         self._engine.discard_gradients()
 
     def step(self, contribution: Contribution) -> None:
-        """See StepEngine. Blocks for the host's other processes, which get the parameters, or what went wrong."""
+        """Implement `StepEngine.step`. Blocks for the other processes, which receive parameters or the error."""
         with self._host.reporting_failure():
             try:
                 of_host = self._sum_up(contribution)
@@ -93,8 +93,8 @@ class HostLeader:
     def _sum_up(self, contribution: Contribution) -> Contribution:
         """Return the contribution of the host.
 
-        A parameter has no gradient if it has none in any process. If those of one have overflowed, the host takes part
-        with nothing.
+        A parameter has no gradient if no process has one. If the gradients of a process have overflowed, the host
+        contributes none.
         """
         gradients = contribution.gradients
         self._gradients.check(gradients)
@@ -112,7 +112,7 @@ class HostLeader:
         return contribution._replace(gradients={name: means[name] for name in self._names if name not in absent})
 
     def synchronize(self) -> bool:
-        """See StepEngine. Without `max_delay` there is nothing to wait for."""
+        """Implement `StepEngine.synchronize`. Without `max_delay` there is nothing to wait for."""
         if not self._client.joined.consistency.max_delay:
             return False
         with self._host.reporting_failure():
@@ -170,23 +170,23 @@ class HostFollower:
         self._values = BroadcastBuffer(model.pulled, device)
 
     def follow_parameters(self) -> None:
-        """See StepEngine. Values are copied to wherever the parameters are."""
+        """Implement `StepEngine.follow_parameters`. Values are copied to the parameters' current memory."""
 
     def replace_values(self, names: Collection[str]) -> None:
-        """See StepEngine. The values of process 0 count, and come with the next step."""
+        """Implement `StepEngine.replace_values`. The values of process 0 count, and come with the next step."""
         if self._local is not None:
             self._local.begin_count()
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """See StepEngine."""
+        """Implement `StepEngine.add_gradient`."""
         self._gradients.add(name, gradient)
 
     def discard_gradients(self) -> None:
-        """See StepEngine."""
+        """Implement `StepEngine.discard_gradients`."""
         self._gradients.discard()
 
     def step(self, contribution: Contribution) -> None:
-        """See StepEngine. Process 0 decides the hyperparameters. Raises what went wrong in process 0, too."""
+        """Implement `StepEngine.step`. Process 0 decides the hyperparameters. Raises the errors of process 0, too."""
         gradients = contribution.gradients
         self.progress.begun += 1
         self._gradients.check(gradients)
@@ -198,7 +198,7 @@ class HostFollower:
         self._receive_result()
 
     def synchronize(self) -> bool:
-        """See StepEngine. Without `max_delay` there is nothing to wait for."""
+        """Implement `StepEngine.synchronize`. Without `max_delay` there is nothing to wait for."""
         if not self._client.joined.consistency.max_delay:
             return False
         self._host.send("synchronize")

@@ -1,7 +1,7 @@
 """Local steps: the trainer's own optimizer steps H times, and the difference is the gradient of an outer optimizer.
 
 With an outer SGD of rate 1 that is local SGD (Stich, ICLR 2019): parameters are averaged every H steps. With Nesterov
-momentum it is DiLoCo (Douillard et al., 2023). Pushed is what the parameters were minus what they are.
+momentum it is DiLoCo (Douillard et al., 2023). The pushed gradient is the earlier parameters minus the current ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LocalSteps:
 
     @property
     def starting_values(self) -> dict[str, Tensor]:
-        """The values from which steps count: those of the pservers, or at first those of the script."""
+        """The parameters before the local steps: those of the pservers, or at first those of the script."""
         return self._anchors or dict(self._parameters)
 
     def step(self) -> bool:
@@ -47,7 +47,7 @@ class LocalSteps:
         return self._done >= self._num_steps
 
     def outer_gradients(self) -> dict[str, Tensor]:
-        """Return what the parameters were minus what they are, by name, (numel,); valid until the next call."""
+        """Return the earlier parameters minus the current ones, by name, (numel,); valid until the next call."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 if name not in self._outer:

@@ -3,8 +3,8 @@
     step t:  begin(t) ──push to every pserver──► pull ──► destinations[t mod (k + 1)]
                                                   └─ step t may only return once step t - k has been pulled
 
-Pushes leave in the order of the steps, and so do pulls; a push of step t + 1 and the pull of step t overlap. A step
-that fails takes those behind it along: none of them is pushed.
+Pushes leave in the order of the steps, and so do pulls; a push of step t + 1 and the pull of step t overlap. If a step
+fails, all later steps fail with it, and are not pushed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Pipeline:
     # ------------------------------------------------------------------ memory. Nothing may be under way.
 
     def follow_parameters(self) -> None:
-        """Use the memory that the parameters have by now."""
+        """Use the memory that the parameters have now."""
         self._destinations.follow_parameters()
         self._memory = [
             self._client.destinations(
@@ -78,7 +78,7 @@ class Pipeline:
             destination.version = None
 
     def pull_start(self, version: Round) -> None:
-        """Pull the version that the next step follows. Whatever was on its way is given up."""
+        """Pull `version`, from which the next step starts. Discard all steps and pulls in flight."""
         self._give_up()
         self.forget_versions()
         self._io.run(self._client.pull(version, self._memory[self._slot(version)]))
@@ -94,7 +94,7 @@ class Pipeline:
     # ------------------------------------------------------------------ gradients out
 
     def add(self, step: Round, name: str, gradient: Tensor) -> None:
-        """Add a flat gradient of the step that will begin next; it may leave at once, and must not change any more."""
+        """Add a flat gradient of the next step. It may be sent immediately, and must not change any more."""
         if not is_away(gradient):
             self._add(step, name, gradient)
             return
@@ -108,7 +108,7 @@ class Pipeline:
         self._outgoing.add(name, gradient, self._layout(step).holding.get(name, ()))
 
     def discard_gradients(self) -> None:
-        """Discard the gradients of a step that has not begun; what is staged already stays."""
+        """Discard the gradients of a step that has not begun. Pservers keep the blocks that are staged."""
         self._copies.forget()
         self._cancel_pushes()
 
@@ -202,7 +202,7 @@ class Pipeline:
         metrics.round.set(step)
 
     def wait(self, step: Round) -> Round:
-        """Wait until this step has been pulled; return the newest pulled one. Raises what went wrong."""
+        """Wait until this step was pulled, and return the newest pulled step. Raises the error of a failed step."""
         try:
             while (pull := self._pulls.get(self.newest + 1)) is not None and (self.newest < step or pull.done()):
                 self._io.wait(pull)
@@ -215,7 +215,7 @@ class Pipeline:
         return self.newest
 
     def wait_for(self, step: Round, names: Collection[str]) -> None:
-        """Wait until some parameters of this step, which is the newest, are in its set. Raises as `wait`."""
+        """Wait until some parameters of this step, which is the newest, are in its set. Raises the errors of `wait`."""
         if step > self.newest and not all(map(self._arrivals[step].wait, names)):
             self.wait(step)
 

@@ -77,7 +77,7 @@ class PserverEngine:
     def _initial_values(self) -> dict[str, Tensor]:
         """Return the values that the run begins with. Raises `pserver_lost` after the first round."""
         if self.progress.version > 0:
-            text = "the pservers have lost all that was trained, and there is no checkpoint"
+            text = "the pservers have lost all rounds, and there is no checkpoint"
             raise Ended(f"{text}; this trainer had round {self.progress.version}", code="pserver_lost")
         begun = {} if self._local is None else self._local.starting_values
         values = {**self._parameters, **begun, **self._stored}
@@ -101,8 +101,8 @@ class PserverEngine:
         self.progress.num_rollbacks += 1
         version = self._io.run(self._client.go_back())
         self._client.log.warning(
-            f"{error.detail}: {before - version} steps of this trainer are lost and have to be taken again; "
-            f"the next one is {version + 1}"
+            f"{error.detail}: {before - version} steps of this trainer are lost and must be repeated; "
+            f"the next step is {version + 1}"
         )
         # In the middle of a forward pass its backward pass is still to come; its gradients are dropped.
         self._start_after(version, is_noticed=not self._is_by_parameter)
@@ -110,11 +110,11 @@ class PserverEngine:
     # ------------------------------------------------------------------ the parameters
 
     def follow_parameters(self) -> None:
-        """See StepEngine."""
+        """Implement `StepEngine.follow_parameters`."""
         self._pipeline.follow_parameters()
 
     def replace_values(self, names: Collection[str]) -> None:
-        """See StepEngine."""
+        """Implement `StepEngine.replace_values`."""
         self._pipeline.forget_versions()
         if self._local is not None:
             self._local.begin_count()
@@ -125,22 +125,22 @@ class PserverEngine:
     # ------------------------------------------------------------------ the step
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """See StepEngine. A gradient on a device leaves once it has been copied: with a later one, or in `step`."""
+        """Implement `StepEngine.add_gradient`. A gradient on a device is sent with a later one, or in `step`."""
         self._check_repeated({name: gradient}, (name,))
         self._pipeline.add(self.progress.begun + 1, name, gradient)
 
     def discard_gradients(self) -> None:
-        """See StepEngine."""
+        """Implement `StepEngine.discard_gradients`."""
         self._pipeline.discard_gradients()
 
     def step(self, contribution: Contribution) -> None:
-        """See StepEngine."""
+        """Implement `StepEngine.step`."""
         self._begin(contribution)
         if not self._is_by_parameter:
             self._finish(self.progress.begun - self._pipeline.max_delay)
 
     def synchronize(self) -> bool:
-        """See StepEngine. An interrupted or failed step is taken once more first, with the gradient that it had."""
+        """Implement `StepEngine.synchronize`. An interrupted or failed step is first repeated as it was."""
         is_behind = self._unfinished is not None or self.progress.begun > self.progress.version
         if self._unfinished is not None:
             self._begin(self._unfinished)
@@ -200,12 +200,12 @@ class PserverEngine:
     # ------------------------------------------------------------------ steps that fail
 
     def _note_failure(self, error: BaseException) -> None:
-        """Note that no step is on its way. Raises ContributionConflict if this one can never succeed."""
+        """Note that no step is on its way. Raises ContributionConflict if the step can never succeed."""
         self.progress.begun = self._pipeline.newest  # a step that fails takes those behind it along
         self.pending = set()
         if isinstance(error, ContributionConflict) and self._refused is not None:
-            text = "what was staged when an earlier try of this step was refused cannot be taken back; the script"
-            raise ContributionConflict(f"{text} has to end, and may be started again ({self._refused})") from error
+            text = f"blocks staged by a rejected attempt of this step ({self._refused}) cannot be discarded"
+            raise ContributionConflict(f"{text}. Restart the script") from error
         self._refused = error if isinstance(error, NonFiniteGradient) else None
         if isinstance(error, Unreachable) or not isinstance(error, NonFiniteGradient | ContributionConflict | Ended):
             self._keep_contribution()
@@ -227,31 +227,29 @@ class PserverEngine:
         """
         if self._has_lost_steps:
             raise ContributionConflict(
-                "step() was interrupted or failed while several steps were on their way, and pservers may have counted "
-                "some of them: the script has to end, and may be started again"
+                "step() was interrupted or failed with several steps in flight, and pservers may have counted "
+                "some of them. Restart the script"
             )
         if self._unfinished is None:
             return
         for name in names:
             old, new = self._unfinished.gradients.get(name), gradients.get(name)
             if old is not new and (old is None or new is None or not torch.equal(old, new)):
-                finish = (
-                    "Call synchronize() to finish that round, and then compute this gradient again on its parameters"
-                )
-                remedy = "The script has to end, and may be started again" if self._leads_host else finish
+                finish = "Call synchronize() to finish that round, and then compute the gradient again"
+                remedy = "Restart the script" if self._leads_host else finish
                 raise ContributionConflict(
-                    f"step() was interrupted or failed in round {self.progress.begun + 1}, whose gradient of {name!r} "
-                    f"pservers may have counted, and this one is another. {remedy}"
+                    f"step() was interrupted or failed in round {self.progress.begun + 1}, and pservers may have "
+                    f"counted its gradient of {name!r}, which differs from the new gradient. {remedy}"
                 )
 
     # ------------------------------------------------------------------ optimizer state
 
     def load_optimizer_state(self, slots: OptimizerState) -> None:
-        """Push this state with the next step, if it is this trainer's to push. Does not block."""
+        """Push this state with the next step, if the run accepts it from this trainer. Does not block."""
         self._loading.load(slots, self.progress.begun)
 
     def pull_optimizer_state(self, needed: Callable[[str, StepState], Sequence[str]]) -> OptimizerState:
-        """Return the state as of the newest step, which is waited for, or the loaded state that has not left.
+        """Wait for the newest step and return its state, or the loaded state that was not pushed.
 
         A host's leader waits for no step, and does not go back, without the other processes: raises BadModel if steps
         are on their way, RolledBack if the run goes back.
@@ -260,7 +258,7 @@ class PserverEngine:
             if not self._leads_host:
                 self._finish(self.progress.begun)
             elif self.progress.version < self.progress.begun:
-                raise BadModel("steps are on their way: all processes of the host have to call synchronize() before")
+                raise BadModel("steps are in flight. Call synchronize() in all processes of the host first")
             if self._loading.slots is not None:
                 return self._loading.slots
             try:

@@ -55,7 +55,7 @@ class RingEngine:
         model.averages.write_back()
 
     def _agree_on_bucket_bytes(self) -> int:
-        """Return the number of the lowest rank, since all trainers must cut the same buckets."""
+        """Return `bucket_bytes` of the lowest rank, since all trainers must cut the same buckets."""
         chosen = torch.tensor([self._client.settings.chosen_bucket_bytes], device=self._group.device)
         self._group.collectives.broadcast(chosen)
         self._group.wait()
@@ -82,11 +82,11 @@ class RingEngine:
     # ------------------------------------------------------------------ the parameters
 
     def replace_values(self, names: Collection[str]) -> None:
-        """See StepEngine. The values of the lowest rank that calls it count for all parameters."""
+        """Implement `StepEngine.replace_values`. The lowest rank that calls it sets all parameters."""
         self._has_written = True
 
     def follow_parameters(self) -> None:
-        """See StepEngine. A parameter's average lies in its bucket if it has the same form there."""
+        """Implement `StepEngine.follow_parameters`. Averages stay in their bucket if they have the same form."""
         self._averages: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             part = self._gradients.bucket_of[name].parts[name]
@@ -96,11 +96,11 @@ class RingEngine:
     # ------------------------------------------------------------------ gradients into the ring
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """See StepEngine."""
+        """Implement `StepEngine.add_gradient`."""
         self._gradients.add(name, gradient)
 
     def discard_gradients(self) -> None:
-        """See StepEngine."""
+        """Implement `StepEngine.discard_gradients`."""
         self._gradients.discard()
 
     def _send(self, bucket: FlatBucket) -> None:
@@ -144,7 +144,7 @@ class RingEngine:
     def join_others(self) -> None:
         """Take part in the others' rounds, without gradients and without stepping, until all trainers are done.
 
-        The collectives need all trainers; blocks for them. An error that ends the run of the others ends it, too, and
+        The collectives need all trainers; blocks for them. An error that ends the run ends the joint rounds, too, and
         is not raised. The script's tensors are not used any more. A trainer that gave up a round in the middle cannot
         take part.
         """
@@ -159,9 +159,11 @@ class RingEngine:
             while self._has_joined:
                 self.step(Contribution({}, []))
                 if last == self.progress.version - 1:
-                    log.info("no batches are left here; the others have some, and this trainer takes part without any")
+                    log.info(
+                        "this trainer has no batches left, and joins the rounds of the other trainers without gradients"
+                    )
         except GradpostError as error:
-            log.warning(f"this trainer was done, and does not take part any more: {error}")
+            log.warning(f"this trainer was done, and no longer takes part: {error}")
         finally:
             self._client.begin_round(self._client.membership.round)
 
@@ -174,11 +176,11 @@ class RingEngine:
     # ------------------------------------------------------------------ the step
 
     def synchronize(self) -> bool:
-        """See StepEngine."""
+        """Implement `StepEngine.synchronize`."""
         return False  # no step is ever on its way
 
     def step(self, contribution: Contribution) -> None:
-        """See StepEngine. Under `reject` the other trainers wait for another gradient of this one."""
+        """Implement `StepEngine.step`. Under `reject` the other trainers wait for another gradient of this one."""
         progress = self.progress
         self._gradients.check(contribution.gradients)
         self._is_midway = True
@@ -196,7 +198,7 @@ class RingEngine:
                 raise
 
     def _decide(self, tally: Tally) -> None:
-        """End the round as all trainers do, or send again what it still lacks."""
+        """End the round as all trainers do, or send the gradients again that it lacks."""
         if tally.is_void:
             self._is_void = False
             self._clear_round()
@@ -205,9 +207,8 @@ class RingEngine:
             self._end_of_all()
         elif not tally.has_same_numbers:
             raise BadModel(
-                "the numbers of optimizers and GradScalers, such as learning rates, are not the same on all trainers "
-                f"in round {self.progress.begun}, and parameters would drift apart. All trainers have to set and load "
-                "the same; a schedule that looks at a loss has to look at one that all have",
+                f"hyperparameters or GradScaler states differ between trainers in round {self.progress.begun}. "
+                "Set the same values on all; give ReduceLROnPlateau a loss averaged over all trainers",
                 actual=[*(dict(group) for group in _numbers(self._optimizer)), *self._contribution.hyperparameters],
             )
         elif not tally.nonfinite or self._client.nonfinite != "reject":
@@ -221,8 +222,8 @@ class RingEngine:
                 f"{self.progress.begun}"
             )
         else:
-            waits = f"round {self.progress.begun} waits for another gradient"
-            self._log(f"{waits}: NaN or infinity in those of", tally.nonfinite)
+            waits = f"round {self.progress.begun} waits for a corrected gradient"
+            self._log(f"{waits}: NaN or infinity in the gradients of", tally.nonfinite)
             self._clear_round()
             self._send_all()
 
@@ -268,7 +269,7 @@ class RingEngine:
         return None if max_norm is None else self._clip(max_norm)
 
     def _apply(self, present: Collection[str]) -> None:
-        """Step with the averages in place of the script's own gradients, which are there again afterwards."""
+        """Step with the averages in place of the script's own gradients, which are restored afterwards."""
         own = {name: parameter.grad for name, parameter in self._parameters.items()}
         try:
             with torch.no_grad():

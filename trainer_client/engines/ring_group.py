@@ -58,12 +58,12 @@ class Group:
         return address
 
     def open(self, rendezvous: str | None) -> None:
-        """Connect with all others. Blocks for them; raises what ended the run, BadModel, Ended (`ring_broken`)."""
-        assert rendezvous is not None, "rank 0 has declared where to meet"
+        """Connect with all other trainers. Blocks for them. Raises the run's error, BadModel, Ended (`ring_broken`)."""
+        assert rendezvous is not None, "rank 0 has declared the rendezvous"
         if rendezvous == OWN_GROUP and not _has_group(self.rank, self.size):
             raise BadModel(
-                "trainer 0 has called torch.distributed.init_process_group, and this one has not, or with another "
-                "rank or world size",
+                "trainer 0 has called torch.distributed.init_process_group, but this trainer has not, or with "
+                "another rank or world size. Call it on all trainers or on none",
                 expected=f"rank {self.rank} of {self.size}",
             )
         work = run_aside(lambda: self._make_group(rendezvous))
@@ -128,7 +128,7 @@ FACTS = 5  # of each rank
 
 
 class TallyVector:
-    """Counts of gradients, and five facts of each rank, in the order of `fill`. Float32, kept."""
+    """A float32 vector with the number of gradients of each parameter, and five facts of each rank as in `fill`."""
 
     def __init__(self, names: Sequence[str], rank: Rank, size: int, device: torch.device) -> None:
         self._names = names

@@ -157,9 +157,9 @@ class Host:
                 peer.send("alive")
                 peer.silent_periods += 1
                 if peer.silent_periods > limit:
-                    text = f"process {peer.process} of this host has said nothing for {lease_seconds:g} s"
+                    text = f"process {peer.process} of this host has sent nothing for {lease_seconds:g} s"
                     self._client.membership.fail(
-                        Ended(f"{text}: it is stopped, or so busy that no other thread of it runs", code="host_broken")
+                        Ended(f"{text}: it is stopped, or too busy to run its other threads", code="host_broken")
                     )
 
     async def leave(self, outcome: str, reason: str) -> None:
@@ -223,7 +223,7 @@ class Host:
             async with asyncio.timeout(patience):
                 return await work
         except TimeoutError:
-            text = f"{peers} was waited for, for {patience:g} s, and has not come ({kind})"
+            text = f"no {kind!r} message from {peers} within {patience:g} s. Check their logs"
             raise Ended(text, code="host_broken") from None
         finally:
             logging.cancel()
@@ -249,7 +249,7 @@ class Host:
         self._client.at_leave.append(self.collectives.close)
 
     def finish(self) -> None:
-        """Wait for all collectives that were begun, in which all processes take part. Raises as `receive`."""
+        """Wait for all collectives that all processes have begun. Raises the errors of `receive`."""
         self._run(self._with_news(self.collectives.finish()))
         self.collectives.release()
 
@@ -310,7 +310,7 @@ class Peer:
             self._writer.write(encode(kind, **facts))
 
     async def receive(self, kind: str) -> Line:
-        """Receive its next message, which must be of this kind. Raises its reported failure, Ended, BadModel.
+        """Receive the process's next message, of this kind. Raises its reported failure, Ended, BadModel.
 
         A cancelled wait leaves the message in the inbox.
         """
@@ -323,7 +323,7 @@ class Peer:
             raise self.left_early_error()
         if line["kind"] != kind:
             raise BadModel(
-                f"process {self.process} of this host has called another method of its optimizer than this one",
+                f"process {self.process} of this host has called another method of its optimizer than this process",
                 expected=kind,
                 actual=line["kind"],
             )
@@ -358,7 +358,7 @@ class Peer:
         self._inbox.put_nowait(line)
 
     async def close(self) -> None:
-        """Send the rest, and close the connection."""
+        """Send the queued messages, and close the connection."""
         self._listening.cancel()
         self._writer.close()
         with contextlib.suppress(OSError):

@@ -46,7 +46,7 @@ def find_place(environ: Mapping[str, str]) -> HostPlace | None:
     """Return the place from torchrun's variables; None without torchrun, or with one process on each host.
 
     `gradpost up` sets LOCAL_RANK and LOCAL_WORLD_SIZE, too, for trainers that are one process each. Raises
-    SettingsError if torchrun's variables are not all there.
+    SettingsError if one of torchrun's variables is missing.
 
     >>> environ = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "3", "GROUP_WORLD_SIZE": "4"}
     >>> find_place({**environ, "RANK": "7", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"})
@@ -60,7 +60,9 @@ def find_place(environ: Mapping[str, str]) -> HostPlace | None:
         return HostPlace(**{field: int(environ[variable]) for field, variable in _VARIABLES.items()})
     except (KeyError, ValueError) as error:
         needed = ", ".join(_VARIABLES.values())
-        raise SettingsError(f"torchrun sets {needed}, and here one of them is missing or no number: {error}") from None
+        raise SettingsError(
+            f"torchrun sets {needed}, but one of these variables is missing or is not a number: {error}"
+        ) from None
 
 
 _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined] # not in its stubs

@@ -44,9 +44,9 @@ OptimizerState = Mapping[str, ParameterState]  # by parameter name; without thos
 def needed_slots(
     optimizer: str, group: Mapping[str, Any], state: StepState, dtype: torch.dtype = torch.float32
 ) -> tuple[str, ...]:
-    """Return the slots that torch would have of a parameter of this group, and its master if it is a 16-bit one.
+    """Return the slots that torch keeps for a parameter of this group, and the master of a 16-bit parameter.
 
-    A parameter that was never stepped has none, but that SGD may have stepped it without a trace.
+    A parameter that was never stepped has neither; SGD's state does not show whether a parameter was stepped.
     """
     if state == FRESH and optimizer != "SGD":
         return ()
@@ -78,7 +78,7 @@ def write_state(
 ) -> dict[Tensor, Any]:
     """Return the state of each parameter that has one, as torch's optimizer keeps it; `names` are by id.
 
-    `groups` say with which value the optimizer fills a new sum (Adagrad), which is its own argument's.
+    `groups` contain the value that Adagrad fills a new sum with, which is its own argument.
     Slots are float32 whatever the parameter is: `load_state_dict` rounds them. They share memory with `slots`.
     """
     state: dict[Tensor, Any] = {}
@@ -124,7 +124,7 @@ def read_state(
         case {"state": dict(state), "param_groups": [*saved]}:
             pass
         case _:
-            raise BadModel("a state_dict of an optimizer is an object of state and param_groups")
+            raise BadModel("the state_dict of an optimizer must be a dict with state and param_groups")
     _check_groups(spec, groups, saved)
     rest = dict(state)
     slots: dict[str, ParameterState] = {}
@@ -137,7 +137,10 @@ def read_state(
                 if found is not None:
                     slots[name] = found
     if rest:
-        raise BadModel("the state is of more parameters than the optimizer has", actual=f"{list(rest)!s:.80}")
+        raise BadModel(
+            "the loaded state_dict has state of parameters that the optimizer does not have",
+            actual=f"{list(rest)!s:.80}",
+        )
     return slots
 
 
@@ -150,27 +153,34 @@ def _check_groups(spec: OptimizerSpec, groups: Groups, saved: list[Any]) -> None
     sizes, theirs = ([len(group.get("params", ())) for group in some] for some in (groups, saved))
     if sizes != theirs:
         raise BadModel(
-            "the state is of an optimizer with other parameter groups",
+            "the loaded state_dict must have the parameter groups of the optimizer",
             expected=f"groups of {sizes} parameters", actual=f"{theirs!s:.80}",
         )  # fmt: skip
     names = RULES[spec.name].numbers
     for index, (group, flags) in enumerate(zip(saved, spec.group_flags, strict=True)):
         if missing := [name for name in names if name not in group]:
-            raise BadModel(f"the state is not of {spec.name}: group {index} lacks {', '.join(missing)}")
+            raise BadModel(
+                f"the loaded state_dict is not of {spec.name}: param_groups[{index}] lacks {', '.join(missing)}"
+            )
         for flag, value in flags.items():
             if bool(group.get(flag, value)) != value:
                 raise BadModel(
-                    f"the state is of an optimizer with another {flag} in group {index}; it is fixed for a run",
+                    f"{flag} in param_groups[{index}] of the loaded state_dict must be that of the run, where it "
+                    "is fixed",
                     expected=value, actual=group[flag],
                 )  # fmt: skip
-    check_hyper_parameters(spec, [{name: _plain(name, group[name]) for name in names} for group in saved])
+    check_hyper_parameters(
+        spec, [{name: _plain(name, i, group[name]) for name in names} for i, group in enumerate(saved)]
+    )
 
 
-def _plain(name: str, value: Any) -> float | list[float]:
+def _plain(name: str, index: int, value: Any) -> float | list[float]:
     try:
         return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)
     except (TypeError, ValueError):
-        raise BadModel(f"{name} of the state is no number", actual=f"{value!r:.80}") from None
+        raise BadModel(
+            f"{name} in param_groups[{index}] of the loaded state_dict must be a number", actual=f"{value!r:.80}"
+        ) from None
 
 
 def _read(
@@ -178,7 +188,7 @@ def _read(
 ) -> ParameterState | None:
     """Return the state of one parameter; None if there is none."""
     if not isinstance(entry, Mapping):
-        raise BadModel(f"the state of {name!r} is none of a parameter", actual=type(entry).__name__)
+        raise BadModel(f"the loaded state of {name!r} must be a dict", actual=type(entry).__name__)
     entry = dict(entry)
     master = entry.pop(MASTER, None)
     found = _read_optimizer_slots(optimizer, group, name, parameter, entry) if entry else None
@@ -191,8 +201,8 @@ def _read(
 def split_masters(slots: OptimizerState, parameters: Mapping[str, Tensor]) -> tuple[OptimizerState, dict[str, Tensor]]:
     """Return slots without masters, and the masters, (numel,) float32, that the parameters were rounded from.
 
-    A master was not if its parameter was loaded from another checkpoint, or stepped by `torch.optim`, which leaves a
-    master alone.
+    A master is left out if its parameter was loaded from another checkpoint, or stepped by `torch.optim`, which does
+    not change masters.
     """
     without, masters = dict(slots), {}
     for name, (state, of_parameter) in slots.items():
@@ -223,17 +233,21 @@ def _read_optimizer_slots(
     if optimizer == "Adagrad" and state.steps == 0:
         # It would be filled again with the optimizer's own.
         if not bool((slots["sum"] == float(group["initial_accumulator_value"])).all()):
-            raise BadModel(f"the state of {name!r} has a sum before the first step")
+            raise BadModel(f"before the first step, the sum of {name!r} must be initial_accumulator_value")
         return None
     return ParameterState(state, slots)
 
 
 def _read_slot(name: str, slot: str, parameter: Tensor, value: Any) -> Tensor:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout != torch.strided:
-        raise BadModel(f"{slot} of {name!r} is no tensor of numbers", actual=f"{getattr(value, 'dtype', value)!s:.80}")
+        raise BadModel(
+            f"{slot} of {name!r} must be a dense tensor of floats", actual=f"{getattr(value, 'dtype', value)!s:.80}"
+        )
     if value.shape != parameter.shape:
         raise BadModel(
-            f"{slot} of {name!r} has another shape", expected=list(parameter.shape), actual=list(value.shape)
+            f"{slot} of {name!r} must have the parameter's shape",
+            expected=list(parameter.shape),
+            actual=list(value.shape),
         )
     return value.detach().to("cpu", torch.float32).reshape(-1)
 
@@ -241,7 +255,7 @@ def _read_slot(name: str, slot: str, parameter: Tensor, value: Any) -> Tensor:
 def _read_steps(name: str, entry: Mapping[str, Any]) -> int:
     steps = _read_scalar(name, "step", entry, default=0.0)
     if not (0 <= steps <= MAX_STEPS and steps == int(steps)):
-        raise BadModel(f"step of {name!r} is no number of steps", actual=steps)
+        raise BadModel(f"step of {name!r} must be a number of steps", actual=steps)
     return int(steps)
 
 
@@ -250,7 +264,7 @@ def _read_scalar(name: str, key: str, entry: Mapping[str, Any], default: float) 
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise BadModel(f"{key} of {name!r} is no number", actual=f"{value!r:.80}") from None
+        raise BadModel(f"{key} of {name!r} must be a number", actual=f"{value!r:.80}") from None
     if not abs(number) < float("inf"):
-        raise BadModel(f"{key} of {name!r} is not finite", actual=number)
+        raise BadModel(f"{key} of {name!r} must be finite", actual=number)
     return number

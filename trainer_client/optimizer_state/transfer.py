@@ -29,7 +29,7 @@ async def pull_optimizer_state(
 ) -> dict[str, ParameterState]:
     """Return newly allocated slots of all stepped parameters, as of a round that this trainer has pulled.
 
-    Waits for pservers alone. `needed` says which slots of a parameter are wanted; one that no pserver has is zeros.
+    Waits for pservers only. `needed` says which slots of a parameter are wanted; a slot that no pserver has is zeros.
     """
     held = await client.ask_all(lambda pserver: pserver.describe_optimizer_state(round_))
     found: dict[str, ParameterState] = {}
@@ -146,11 +146,11 @@ class Loading:
         self._has_stepped = False  # in this incarnation of the trainer
 
     def load(self, slots: OptimizerState, begun: Round) -> None:
-        """Push this state with the step after `begun`, in place of earlier state that has not left."""
+        """Push this state with the step after `begun`, in place of earlier state that was not pushed."""
         if not self._is_pushed_here(begun):
             return
         if self._belongs_to_run(begun):
-            self._client.log.info(f"the run is at round {begun} and has slots of its own: those loaded are left out")
+            self._client.log.info(f"the run is at round {begun} and has slots of its own: the loaded slots are ignored")
             return
         if begun == 0 and not slots:  # there is nothing that they could replace
             self.slots = None
@@ -162,8 +162,8 @@ class Loading:
         """Push these values of parameters, (numel,) float32, with the step after `begun`."""
         if self._belongs_to_run(begun):
             self._client.log.warning(
-                f"the run is at round {begun} and has parameters of its own: the values that this script has loaded "
-                "are left out, and training continues from those of the run. Load a checkpoint only where "
+                f"the run is at round {begun} and has parameters of its own: the values that this script has "
+                "loaded are ignored, and training continues from the run's values. Load a checkpoint only if "
                 "optimizer.round is 0"
             )
             return
@@ -212,7 +212,7 @@ class Loading:
         if self._after >= 0 and is_lost:
             self._forget()
             self._after = -1
-            self._client.log.warning("what this script has loaded is lost with the steps after it")
+            self._client.log.warning("the state that this script has loaded is lost with the steps after it")
 
     def _forget(self) -> None:
         self.slots, self._masters, self._frames = None, {}, []

@@ -84,17 +84,17 @@ class StateInTrainer:
         self._state = self._remote.state = self._wrapped.state = InitializedState(dict, state)
 
     def load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """See WrappedState."""
+        """Implement `WrappedState.load`."""
         type(self._wrapped).load_state_dict(self._wrapped, state_dict)
         return {**state_dict, "state": {}}
 
     def adopt_loaded(self) -> list[dict[str, Any]]:
-        """See WrappedState."""
+        """Implement `WrappedState.adopt_loaded`."""
         self._share(self._wrapped.state)
         return self._wrapped.param_groups
 
     def check_reset(self) -> None:
-        """See WrappedState."""
+        """Implement `WrappedState.check_reset`."""
         for optimizer in (self._remote, self._wrapped):
             if optimizer.state is not self._state:
                 self._share(optimizer.state)
@@ -135,7 +135,7 @@ class StateOnPservers:
             dict.clear(self._state)  # which is no reset by the script
 
     def load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """See WrappedState. The state is pushed with the next step."""
+        """Implement `WrappedState.load`. The state is pushed with the next step."""
         slots = read_state(self._spec, full_groups(self._remote), self._names, state_dict)
         pairs = zip(self._remote.param_groups, state_dict["param_groups"], strict=True)
         if self._engine is not None:
@@ -143,12 +143,12 @@ class StateOnPservers:
         return {**state_dict, "state": {}, "param_groups": [{**group, **theirs} for group, theirs in pairs]}
 
     def adopt_loaded(self) -> list[dict[str, Any]]:
-        """See WrappedState."""
+        """Implement `WrappedState.adopt_loaded`."""
         self._show()
         return self._remote.param_groups
 
     def check_reset(self) -> None:
-        """See WrappedState. The next step begins without state."""
+        """Implement `WrappedState.check_reset`. The next step begins without state."""
         is_replaced = self._remote.state is not self._state
         if any(self._state.values()) or (is_replaced and self._remote.state):
             refuse_entries()

@@ -32,7 +32,7 @@ ENTRY_HEADER_BYTES = 100  # of one block without its name: dtype, shape and offs
 
 @dataclass(slots=True)
 class BucketEntry:
-    """One block of a bucket: the tensors that it is on the wire, and the memory that they are sent from."""
+    """One block of a bucket: its tensors on the wire, and the memory that they are sent from."""
 
     block: Block
     tensors: list[WireTensor]
@@ -42,11 +42,11 @@ class BucketEntry:
 
     @property
     def num_bytes(self) -> int:
-        """On the wire."""
+        """The size of the block on the wire."""
         return sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in self.tensors)
 
     def fill(self, kind: PushType, source: Tensor, *, borrow: bool) -> None:
-        """Take over a flat parameter or gradient."""
+        """Fill the block from a flat parameter or gradient."""
         if borrow and self._fits(source):
             self.lent = source
             return
@@ -56,7 +56,7 @@ class BucketEntry:
         encode_gradient(kind, source, self.remainder, self.own)
 
     def place_in(self, buffer: bytearray, offset: int) -> None:
-        """Keep its tensors there, from this offset on."""
+        """Place the block's tensors in this memory, from the offset on."""
         views = []
         for _, dtype, (count,) in self.tensors:
             views.append(torch.frombuffer(buffer, dtype=TORCH_DTYPES[dtype], count=count, offset=offset))
@@ -73,10 +73,10 @@ class BucketEntry:
 
 
 class Bucket:
-    """One frame of what is there: filled from tensors, then handed to the network.
+    """One frame, which is filled from tensors and then sent.
 
-    What was handed out by `frame()` must not change until the request has ended and the round was pulled everywhere;
-    only then may the bucket be filled again. Small blocks lie together in memory of its own.
+    The parts that `frame()` returned must not change until the request has ended and the round was pulled from all
+    pservers. Only then may the bucket be filled again. Small blocks lie together in memory of its own.
     """
 
     def __init__(self, pserver: PserverIndex, slots: list[BucketEntry], kind: PushType) -> None:
@@ -99,10 +99,10 @@ class Bucket:
         self._segments.append(memoryview(self._small)[begin:offset])
 
     def fill(self, flat: Mapping[str, Tensor], *, borrow: bool = False) -> None:
-        """Encode the blocks of flattened parameters or gradients (parameter name -> shape (numel,)) that there are.
+        """Encode the blocks of flattened parameters or gradients (parameter name -> shape (numel,)).
 
-        With `borrow` large ones that are on the wire as they are in memory are not copied: then these tensors must not
-        change as long as the bucket's own memory must not.
+        With `borrow`, large tensors that have the same form on the wire are not copied. They must not change then for
+        as long as the bucket's own memory must not.
         """
         self.present = [slot for slot in self.slots if slot.block.parameter in flat]
         for slot in self.present:
@@ -111,7 +111,7 @@ class Bucket:
             slot.fill(self._kind, source, borrow=borrow and slot.num_bytes >= MIN_LENT_BYTES)
 
     def frame(self, metadata: Mapping[str, str] | None = None) -> Payload:
-        """The encoded frame of what was filled with this metadata, in parts."""
+        """Return the encoded frame of the filled blocks with this metadata, in parts."""
         header = encode_header([tensor for slot in self.present for tensor in slot.tensors], metadata)
         parts = [memoryview(header)]
         for segment in self._segments if len(self.present) == len(self.slots) else self.present:
@@ -132,9 +132,9 @@ def describe_push(
 
 
 def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback | None = None) -> list[list[Bucket]]:
-    """Buckets of each pserver for all blocks, about `bucket_bytes` each, the last layers first, as backward makes them.
+    """Return each pserver's buckets of about `bucket_bytes` for all blocks, in the order of backward: last layer first.
 
-    With `feedback` they carry gradients, as the plan has them on the wire, without it values as they are. Every
+    With `feedback` they contain gradients in the plan's wire type, without it unchanged values. Every
     pserver has at least one bucket, maybe an empty one, because every pserver must learn that a contribution is
     complete.
     """

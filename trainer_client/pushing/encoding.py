@@ -1,4 +1,4 @@
-"""From a gradient to its bytes on the wire; what these leave out is kept, and pushed later.
+"""The encoding of a gradient for the wire; the part that the encoding loses is kept, and pushed later.
 
 Error feedback: Seide et al. 2014, "1-Bit Stochastic Gradient Descent" (Interspeech); Karimireddy et al. 2019, "Error
 Feedback Fixes SignSGD" (arXiv:1901.09847). Scales for groups of elements: Dettmers et al. 2021, "8-bit Optimizers via
@@ -43,7 +43,7 @@ class Remainder:
 
 
 class ErrorFeedback:
-    """The remainders of all blocks, for one trainer; they are its own alone, and end with it."""
+    """The remainders of all blocks, for one trainer. They belong to this trainer only, and end with it."""
 
     def __init__(self) -> None:
         self._remainders: dict[str, Remainder] = {}
@@ -69,10 +69,11 @@ class ErrorFeedback:
 def encode_gradient(
     kind: PushType, source: Tensor, remainder: Remainder | None, destinations: Sequence[Tensor]
 ) -> None:
-    """Write a flat gradient to the tensors that it is on the wire (`SlicePlan.pushed`).
+    """Write a flat gradient to its tensors on the wire (`SlicePlan.pushed`).
 
-    What is kept of `remainder`, without which it is only converted, is added to it first; what is left then is the
-    next one. A gradient that is not finite is pushed as such, and leaves nothing.
+    The current `remainder` is added to the gradient first, and the part that is not pushed becomes the next remainder.
+    Without `remainder` the gradient is only converted. A gradient that is not finite is pushed unchanged, and leaves no
+    remainder.
     """
     if remainder is None:
         destinations[0].copy_(source)

@@ -1,7 +1,7 @@
-"""The gradients of one step on their way out: buckets leave as they are full, and in the end all that is left.
+"""The gradients of one step on their way out: full buckets are sent early, the others at the end.
 
-The last bucket of each pserver is kept for the end, because its frame says what there was, and with which numbers the
-optimizer is to step: that is known in `step()`, whatever has left before.
+The last bucket of each pserver is kept for the end, because its frame describes the whole contribution and the
+hyperparameters, which are known only in `step()`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ END_SECONDS = 5.0  # for requests that are given up; they end at once
 
 @dataclass
 class Acknowledged:
-    """A flag on the I/O loop: every push of a step was acknowledged, or one has failed."""
+    """A flag on the I/O loop: every push of a step was acknowledged, or a push has failed."""
 
     event: asyncio.Event = field(default_factory=asyncio.Event)
     succeeded: bool = False
 
     async def wait(self) -> bool:
-        """Wait until it is known."""
+        """Wait until the flag is set."""
         await self.event.wait()
         return self.succeeded
 
@@ -50,7 +50,7 @@ def nothing_to_wait_for() -> Acknowledged:
 class Outgoing:
     """One step's pushes. `join` runs on the I/O loop; all else is called by one thread at a time.
 
-    With `borrow` gradients are sent from where they lie, and must not change until the step was pulled.
+    With `borrow` gradients are sent from their own memory, and must not change until the step was pulled.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Outgoing:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def add(self, name: str, gradient: Tensor, buckets: Sequence[Bucket]) -> None:
-        """Take a flat gradient that will not change any more. `buckets` are those that its blocks are in."""
+        """Add a flat gradient, which must not change any more. `buckets` are those that its blocks are in."""
         self._gradients[name] = gradient
         for bucket in buckets:
             if bucket.parameters <= self._gradients.keys() and bucket is not self._layout[bucket.pserver][-1]:
@@ -91,7 +91,7 @@ class Outgoing:
         computed_on: Round | None,
         slots: Sequence[StateFrames] | None = None,
     ) -> None:
-        """Push all that has not left; parameters without a gradient are left out. `slots` go along, to each pserver."""
+        """Push the remaining buckets, without parameters that have no gradient. `slots` are pushed, too."""
         for pserver, one in enumerate(slots or ()):
             for frame in one.frames:
                 self._pushes.append(self._io.start(self._send(pserver, frame)))
@@ -113,11 +113,11 @@ class Outgoing:
     async def _send(self, pserver: PserverIndex, frame: Payload) -> bool:
         note_task(self._tasks)
         if not await self._before.wait():
-            raise GradpostError(f"step {self.step} was not pushed, because the one before it failed")
+            raise GradpostError(f"step {self.step} was not pushed, because the step before it failed")
         return await self._client.push(self.step, pserver, frame)
 
     async def join(self) -> bool:
-        """Wait until everything is acknowledged; whether every pserver found it finite. Raises what went wrong."""
+        """Wait for all acknowledgements; return True if all pushes were finite. Raises the error of a push."""
         try:
             verdicts = await asyncio.gather(*map(asyncio.wrap_future, self._pushes))
             self.acknowledged.succeeded = True
@@ -141,7 +141,7 @@ class Outgoing:
 
 
 def _interleave(layout: Sequence[Sequence[Bucket]]) -> list[tuple[Bucket, Sequence[Bucket]]]:
-    """Buckets in the order in which they leave: one of each pserver in turn, so that all of them are busy."""
+    """Return the buckets in the order of sending: one of each pserver in turn, so that all are busy."""
     longest = max(map(len, layout), default=0)
     return [(shard[i], shard) for i in range(longest) for shard in layout if i < len(shard)]
 

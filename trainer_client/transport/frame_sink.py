@@ -38,7 +38,7 @@ class FrameSink:
         self._filled = 0  # bytes of it
 
     def feed(self, data: bytes | memoryview) -> None:
-        """See Sink."""
+        """Implement `Sink.feed`."""
         rest = memoryview(data)
         if self._frame is None:
             rest = self._feed_start(rest)
@@ -51,7 +51,7 @@ class FrameSink:
             self.buffer_updated(len(room))
 
     def get_buffer(self) -> memoryview:
-        """See Sink; empty until the header is complete."""
+        """Implement `Sink.get_buffer`; empty until the header is complete."""
         if self._frame is None:
             return _EMPTY
         tensors = self._frame.tensors
@@ -63,7 +63,7 @@ class FrameSink:
         return _EMPTY
 
     def buffer_updated(self, num_bytes: int) -> None:
-        """See Sink."""
+        """Implement `Sink.buffer_updated`."""
         self._filled += num_bytes
         self.num_bytes += num_bytes
         if self._on_block is not None and self._frame is not None:
@@ -87,7 +87,7 @@ class FrameSink:
                 self.delta_names.append(entry.name)
             if destination is None or len(destination) != entry.end - entry.begin:
                 raise BadInput(
-                    f"the reply's tensor {entry.name!r} is not what was asked for",
+                    f"the reply's tensor {entry.name!r} was not requested in this form",
                     code="malformed_frame",
                     expected="no such tensor" if destination is None else f"{len(destination)} bytes",
                     actual=f"{entry.end - entry.begin} bytes",

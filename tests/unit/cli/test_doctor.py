@@ -136,7 +136,7 @@ def test_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert check_tokens() == Finding("tokens", "ok", "none is set")
+    assert check_tokens() == Finding("tokens", "ok", "no token is set")
     monkeypatch.setenv("GRADPOST_TOKENS_DIR", str(tmp_path))
     assert (check_tokens().level, check_tokens().detail) == ("broken", f"there is no token file {tmp_path / 'read'}")
     put(tmp_path / "read", "r" * 30)
@@ -168,7 +168,7 @@ def test_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (finding.level, found is not None) == (level, level == "ok")
     with serving({STATUS: STATE.model_dump_json(), "/openapi.json": "[]"}) as url:
         assert check_coordinator(url)[0].detail.endswith(
-            "answered something else; is it Gradpost, and of this version?"
+            "did not answer as this version of Gradpost. Check the address, any proxy and the installed version"
         )
     assert check_coordinator("here")[0].level == "broken"
 
@@ -235,7 +235,7 @@ STATE_OF_PSERVER = PserverState(
         (pserver(0, http2=False), Reached(state=STATE_OF_PSERVER), "warning", "answers over HTTP/1.1"),
         (pserver(0), Reached(state=STATE_OF_PSERVER, http2_trouble="x"), "broken", "answers, but not over HTTP/2: x"),
         (pserver(1), Reached(state=STATE_OF_PSERVER), "broken", "as pserver 0 of incarnation 1, not as pserver 1"),
-        (pserver(0), Reached(trouble="no route"), "broken", "is not reached from here: no route"),
+        (pserver(0), Reached(trouble="no route"), "broken", "cannot be reached from here: no route"),
     ],
 )
 def test_a_pserver(told: PserverStatus, one: Reached, level: str, words: str) -> None:

@@ -131,7 +131,9 @@ def test_the_newest_complete_checkpoint_of_a_running_run_is_exported(tmp_path, c
     stop_at(tmp_path, 7, 6)
     assert lock_folder(tmp_path / "pserver-1") is not None
     assert_is_round(export(tmp_path), 4)
-    assert "exporting complete checkpoints only, without the logs: pserver 1 is running" in capsys.readouterr().out
+    assert (
+        "exporting complete checkpoints only, without the logs: pserver 1 is still running" in capsys.readouterr().out
+    )
 
 
 def test_rounds_that_were_undone_while_a_pserver_was_down_are_not_exported(tmp_path):

@@ -166,7 +166,7 @@ def test_a_pipe_can_be_read(model: Path) -> None:
     [
         (["--param", "a:3", "--param", "b:1", "--pservers", "2"], ""),  # 1.5 times the mean is not more
         (["--param", "a:31", "--param", "b:10", "--pservers", "2"], "pserver 0 holds 1.5 times the mean share"),
-        (["--param", "w:100000", "--pservers", "3", "--whole"], "holds 3.0 times the mean share, .*; leave --wh"),
+        (["--param", "w:100000", "--pservers", "3", "--whole"], "holds 3.0 times the mean share, .*; omit --whole"),
         (["--param", "w:100000", "--pservers", "3"], ""),
         (["--param", "a:9", "--param", "b:1", "--pservers", "2", "--placement", "round_robin"], "; try --pla"),
         (["--param", "e:0", "--pservers", "3"], ""),
@@ -198,7 +198,7 @@ def test_an_uneven_plan_causes_a_warning(run_command: RunCommand, options: list[
         (["--param", "w:3", "--min-block-size", "0"], "min_block_size is too small (expected at least 1 "),
         (["/no/such/file"], "cannot read /no/such/file: No such file or directory"),
         (["/"], "cannot read /: Is a directory"),
-        (["/dev/null"], "/dev/null is not a safetensors file: a frame starts with the header's length"),
+        (["/dev/null"], "/dev/null is not a safetensors file: a frame must start with the header's length"),
     ],
 )  # fmt: skip
 def test_errors_are_one_line(run_command: RunCommand, options: list[str], message: str) -> None:

@@ -105,8 +105,8 @@ def test_a_coordinator_that_does_not_answer_is_named(run_command: RunCommand) ->
     outcome = run_command("status", "--coordinator", f"http://127.0.0.1:{port}")
     assert (outcome.exit_code, outcome.stdout) == (1, "")
     assert outcome.stderr == (
-        f"gradpost: error: no coordinator: no answer from http://127.0.0.1:{port}: [Errno 111] Connection refused "
-        "(its address is --coordinator or GRADPOST_COORDINATOR)\n"
+        f"gradpost: error: no coordinator: no answer from http://127.0.0.1:{port}: [Errno 111] Connection refused. "
+        "Give its address with --coordinator or GRADPOST_COORDINATOR\n"
     )
 
 
@@ -114,16 +114,24 @@ def test_a_port_that_closes_the_connection_may_serve_tls(run_command: RunCommand
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: server.accept()[0].close())
         outcome = run_command("status", "--coordinator", f"http://127.0.0.1:{server.getsockname()[1]}")
-    assert "; if it serves TLS, its address begins with https: (its address is --coordinator" in outcome.stderr
+    assert "; if it serves TLS, its address begins with https:. Give its address with --coordinator" in outcome.stderr
 
 
 @pytest.mark.parametrize(
     ("answers", "status", "message"),
     [
-        ({}, 200, "answered 404 without a problem document: "),
-        ({STATUS: "<html>"}, 502, "answered 502 without a problem document: <html>; is it Gradpost?"),
-        ({STATUS: "<html>"}, 200, "answered something else; is it Gradpost, and of this version?"),
-        ({STATUS: '{"run": "5f0c"}'}, 200, "answered something else; is it Gradpost, and of this version?"),
+        ({}, 200, "answered 404, but not as Gradpost: "),
+        ({STATUS: "<html>"}, 502, "answered 502, but not as Gradpost: <html>. Check the address and any proxy"),
+        (
+            {STATUS: "<html>"},
+            200,
+            "did not answer as this version of Gradpost. Check the address, any proxy and the installed version",
+        ),
+        (
+            {STATUS: '{"run": "5f0c"}'},
+            200,
+            "did not answer as this version of Gradpost. Check the address, any proxy and the installed version",
+        ),
     ],
 )
 def test_another_server_is_recognized(

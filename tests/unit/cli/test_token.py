@@ -52,7 +52,7 @@ def test_a_rotation_keeps_the_previous_token_valid(run_command: RunCommand, tmp_
     run_command(*create)
     first = read(tmp_path)
     outcome = run_command(*create, "--scope", "read", "--rotate")
-    assert outcome.stdout == f"{tmp_path}/read: replaced; the token before stays valid until the next time\n"
+    assert outcome.stdout == f"{tmp_path}/read: replaced; the previous token stays valid until the next rotation\n"
     second = read(tmp_path)
     assert second["read.previous"] == first["read"] != second["read"]
     assert {name: second[name] for name in ("train", "admin")} == {name: first[name] for name in ("train", "admin")}
@@ -67,7 +67,7 @@ def test_a_rotation_keeps_the_previous_token_valid(run_command: RunCommand, tmp_
 def test_missing_tokens_and_folders_are_errors(run_command: RunCommand, tmp_path: Path) -> None:
     outcome = run_command("token", "show")
     assert (outcome.exit_code, outcome.stdout) == (2, "")
-    assert outcome.stderr == "gradpost: error: which folder? Give --dir, or set GRADPOST_TOKENS_DIR\n"
+    assert outcome.stderr == "gradpost: error: no folder of tokens is given. Give --dir, or set GRADPOST_TOKENS_DIR\n"
     outcome = run_command("token", "show", "--dir", tmp_path)
     assert (outcome.exit_code, outcome.stdout) == (1, "")
     assert outcome.stderr.startswith(f"gradpost: error: there is no token file {tmp_path}/read; ")

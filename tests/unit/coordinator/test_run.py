@@ -148,9 +148,9 @@ def test_a_model_that_cannot_be_planned_is_refused_at_once(changes, error):
 @pytest.mark.parametrize(
     ("rules", "changes", "why"),
     [
-        ({"mode": "async"}, {"pull_type": "int8"}, "belongs to the synchronous mode without max_delay"),
-        ({"mode": "ssp"}, {"pull_type": "int8"}, "belongs to the synchronous mode without max_delay"),
-        ({"max_delay": 1}, {"pull_type": "int8"}, "Take bfloat16"),
+        ({"mode": "async"}, {"pull_type": "int8"}, "needs the synchronous mode without max_delay"),
+        ({"mode": "ssp"}, {"pull_type": "int8"}, "needs the synchronous mode without max_delay"),
+        ({"max_delay": 1}, {"pull_type": "int8"}, "Use bfloat16"),
         ({}, {"pull_type": "int8", "local_steps": 4}, "with local_steps"),
     ],
 )

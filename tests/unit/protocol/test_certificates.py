@@ -142,10 +142,10 @@ def test_a_context_that_could_not_be_rebuilt_is_rebuilt_later(authority: Authori
     ("wrong", "message"),
     [
         ({"ca": "nothing.pem"}, r"nothing\.pem cannot be read: No such file or directory"),
-        ({"ca": "service.key"}, r"service\.key holds no certificate of an authority in PEM form"),
+        ({"ca": "service.key"}, r"service\.key must hold the certificate of an authority in PEM form"),
         (
             {"cert": "service.key"},
-            r"service\.key and .*service\.key hold no TLS certificate and no private key in PEM form",
+            r"service\.key and .*service\.key must hold a TLS certificate and a private key in PEM form",
         ),
         ({"key": "other.key"}, r"the TLS key .*other\.key does not belong to the certificate .*service\.pem"),
         ({"key": "encrypted.key"}, r"the TLS key .*encrypted\.key is encrypted: write it without a passphrase"),

@@ -49,14 +49,14 @@ def test_a_missing_header_is_named(header: str) -> None:
     "text", ["", "-1", "+1", "1.0", "1e3", " 1", "1_0", "0x1", "٣", "²", "nan", "9" * 19, "1\n"], ids=ascii
 )
 def test_a_header_that_is_no_number_is_named(header: str, text: str) -> None:
-    with raises_code("bad_header", match=f"the header {header} is not a number"):
+    with raises_code("bad_header", match=f"the header {header} must be a number"):
         Fence.from_headers({**HEADERS, header: text})
 
 
 @pytest.mark.parametrize("header", ["gradpost-run", "gradpost-plan"])
 @pytest.mark.parametrize("text", ["", "ä", "a\nb", "\0", "x" * 129], ids=ascii)
 def test_a_header_that_is_no_identifier_is_named(header: str, text: str) -> None:
-    with raises_code("bad_header", match=f"the header {header} is no identifier"):
+    with raises_code("bad_header", match=f"the header {header} must be an identifier"):
         Fence.from_headers({**HEADERS, header: text})
 
 

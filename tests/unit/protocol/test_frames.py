@@ -147,7 +147,7 @@ def entry_text(offsets: str, shape: str = "2") -> str:
 
 
 REFUSED = {
-    "no frame": (b"", "starts with the header's length"),
+    "no frame": (b"", "start with the header's length"),
     "a header longer than the body": ((100).to_bytes(8, "little") + b"{}", "ends within its header"),
     "a header shorter than itself": ((30).to_bytes(8, "little") + raw_frame({"t": entry()}, b"ab")[8:], "not JSON"),
     "NUL in a name": (raw_frame('{"a\0":1}'), "not JSON"),
@@ -174,8 +174,8 @@ REFUSED = {
     "a product beyond 63 bits": (raw_frame({"t": entry(shape=[1 << 40] * 3)}, b"ab"), "do not fit dtype and shape"),
     "a hole at the start": (raw_frame({"t": entry(data_offsets=[1, 3])}, b"abc"), "hole or overlaps"),
     "an overlap": (raw_frame({"t": entry(), "u": entry(data_offsets=[1, 3])}, b"abc"), "hole or overlaps"),
-    "data too short": (raw_frame({"t": entry()}, b"a"), "not as long as the header says"),
-    "data too long": (raw_frame({"t": entry()}, b"abc"), "not as long as the header says"),
+    "data too short": (raw_frame({"t": entry()}, b"a"), "must be as long as the header states"),
+    "data too long": (raw_frame({"t": entry()}, b"abc"), "must be as long as the header states"),
 }  # fmt: skip
 
 

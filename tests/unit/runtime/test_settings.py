@@ -76,5 +76,5 @@ def test_settings_are_frozen() -> None:
 
 @pytest.mark.parametrize("rules", [{"mode": "async"}, {"mode": "ssp"}, {"max_delay": 1}], ids=str)
 def test_a_pull_type_that_the_mode_cannot_have_is_refused_at_the_start(rules: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="pull_type int8 belongs to the synchronous mode without max_delay"):
+    with pytest.raises(ValidationError, match="pull_type int8 needs the synchronous mode without max_delay"):
         CoordinatorSettings(pull_type="int8", **rules)

@@ -92,7 +92,7 @@ async def test_a_gradient_that_changed_after_its_norm_was_read_is_asked_for_agai
 async def test_pservers_that_never_agree_are_asked_a_limited_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_results, "PAUSE_SECONDS", 0.0)
     pservers = Pservers([*norms("a", 1.0), *norms("b", 1.0)])
-    with pytest.raises(NormChanged, match="do not agree on whose gradients"):
+    with pytest.raises(NormChanged, match="disagree about the trainers"):
         await NormAgreement(pservers.ask).bring(0, lambda norm: pservers.get(0, norm))
     assert pservers.num_asked == round_results.MAX_ASKED
 

@@ -131,7 +131,7 @@ PAGES = [
 
 def describe_page(page: httpx.Response) -> str:
     first_line = page.text.strip().partition("\n")[0] or "an empty page"
-    return rf"answered {page.status_code} without a problem document: {re.escape(first_line)}; is it Gradpost\?"
+    return rf"answered {page.status_code}, but not as Gradpost: {re.escape(first_line)}. Check the address"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.status_code))

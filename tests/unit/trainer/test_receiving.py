@@ -112,9 +112,9 @@ def test_a_frame_that_is_too_long_is_refused(places):
     [
         ([*TENSORS, ("c", "F32", (1,))], "lacks 'c'"),
         ([*TENSORS, ("c", "F32", (0,))], "lacks 'c'"),
-        (TENSORS[1:], "'a' is not what was asked for"),
-        ([("a", "F32", (4,)), *TENSORS[1:]], "'a' is not what was asked for"),
-        ([*TENSORS[:-1], ("last", "F32", (1,))], "'last' is not what was asked for"),
+        (TENSORS[1:], "'a' was not requested in this form"),
+        ([("a", "F32", (4,)), *TENSORS[1:]], "'a' was not requested in this form"),
+        ([*TENSORS[:-1], ("last", "F32", (1,))], "'last' was not requested in this form"),
     ],
 )
 def test_another_frame_than_was_asked_for_is_refused_before_anything_is_written(wanted, message):
@@ -196,7 +196,7 @@ async def test_half_of_a_delta_is_refused(received: list[str]) -> None:
 
 def test_a_delta_that_was_not_asked_for_is_refused() -> None:
     sink = FrameSink({"w": writable_bytes(torch.ones(3))})
-    with raises_code("malformed_frame", match="'w' is not what was asked for"):
+    with raises_code("malformed_frame", match="'w' was not requested in this form"):
         sink.feed(encode_header([INTEGERS, SCALES], {SINCE_KEY: "4"}) + DELTA)
 
 

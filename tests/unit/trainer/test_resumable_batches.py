@@ -163,7 +163,7 @@ def test_a_call_before_the_end_of_the_previous_one_is_refused() -> None:
     batches = ResumableBatches(lambda: Position(0, 0))
     unfinished = batches.iterate([1, 2], 1)
     next(unfinished)
-    with pytest.raises(BadModel, match="before those of the next call"):
+    with pytest.raises(BadModel, match="iterator is unfinished"):
         next(batches.iterate([3], 1))
     unfinished.close()
     assert next(batches.iterate([3], 1)) == 3

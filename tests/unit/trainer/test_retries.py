@@ -132,13 +132,15 @@ async def test_the_page_of_a_gateway_is_handled_as_no_answer() -> None:
     async with client_of(answer, news) as client:
         await client.barrier(1, BATCH)
     assert (answers, news.pages, news.failing) == ([], {}, {})
-    assert "answered 502 without a problem document: 404 page not found; is it Gradpost?" in pages[-1][0]
+    assert "answered 502, but not as Gradpost: 404 page not found. Check the address" in pages[-1][0]
 
 
 async def test_the_final_error_names_the_page_of_a_gateway() -> None:
     page = httpx.Response(413, html="<html>\n<h1>413</h1>")
     async with client_of(lambda _: page, News(), retry_seconds=0.1) as client:
-        with pytest.raises(Unreachable, match=r"http://pserver/v1/barrier answered 413 .* <html>; is it Gradpost"):
+        with pytest.raises(
+            Unreachable, match=r"http://pserver/v1/barrier answered 413, but not as Gradpost: <html>. Check the address"
+        ):
             await client.barrier(1, BATCH)
 
 

@@ -63,7 +63,7 @@ def test_a_sum_before_the_first_step_is_refused() -> None:
     optimizer, names = stepped("Adagrad")
     last = optimizer.param_groups[0]["params"][2]
     optimizer.state[last] = {"step": torch.tensor(0.0), "sum": torch.full((5,), 0.25)}
-    with pytest.raises(BadModel, match="'c' has a sum before the first step"):
+    with pytest.raises(BadModel, match="before the first step, the sum of 'c'"):
         read_state(describe_optimizer(optimizer), optimizer.param_groups, names, optimizer.state_dict())
 
 
