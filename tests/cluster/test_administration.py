@@ -57,6 +57,7 @@ def run() -> Iterator[FaultyRun]:
         yield run
 
 
+@pytest.mark.extended
 def test_rates_and_frozen_parameters_count_from_the_named_round_on(run: FaultyRun) -> None:
     """One pserver dies meanwhile, and replays what was set from its log; then the coordinator does."""
     admin, oracle = Administrator(run), Oracle()

@@ -221,7 +221,7 @@ def test_a_model_that_is_read_has_statistics_of_its_weights(cluster: LocalCluste
 
 @pytest.mark.parametrize(
     "settings",
-    [{"max_delay": 2}, {"mode": "async", "compensation": "dc"}],
+    [pytest.param({"max_delay": 2}, marks=pytest.mark.extended), {"mode": "async", "compensation": "dc"}],
     ids=str,
 )
 def test_such_a_model_comes_of_every_mode(own_cluster: StartCluster, settings: dict[str, Any]) -> None:

@@ -241,6 +241,7 @@ async def test_a_trainer_without_the_right_token_learns_it_at_once(
         await fail_to_join(closed, token_file=token and closed.tokens / token)
 
 
+@pytest.mark.extended
 @pytest.mark.asyncio
 async def test_a_trainer_waits_for_its_token(closed: Closed, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="there is no token file"):

@@ -257,13 +257,8 @@ def test_a_script_leaves_as_it_ends(
     check_end(alone, [sys.executable, str(script)], code, reason)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        '"$0" -i script.py < typed',
-        pytest.param(f'cat script.py typed | "$0" -c "{ON_A_TERMINAL}"', marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("command", ['"$0" -i script.py < typed', f'cat script.py typed | "$0" -c "{ON_A_TERMINAL}"'])
 def test_an_exception_at_a_prompt_does_not_end_the_script(alone: LocalCluster, command: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(end=""))
     (tmp_path / "typed").write_text("undefined\nexit()\n")
@@ -334,6 +329,7 @@ sys.exit(child.exitcode)
 """
 
 
+@pytest.mark.extended
 def test_a_forked_child_cannot_train_in_the_session_of_its_parent(alone: LocalCluster) -> None:
     check_end(alone, [sys.executable, "-c", OF_A_PARENT], 0, None)
 

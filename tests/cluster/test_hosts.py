@@ -52,6 +52,7 @@ def assert_like_one_process(found: Found) -> None:
     assert_close(found[LATE][0], train_net_locally("AdamW", num_trainers=WORLD), ROUNDING, ROUNDING)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", IN_SYNC)
 def test_two_hosts_are_two_trainers(found: Found, name: str) -> None:
     assert_all_identical(found[name])

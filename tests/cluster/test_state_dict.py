@@ -339,7 +339,8 @@ def test_slots_count_when_the_first_trainer_is_gone(own_cluster: StartCluster) -
     assert run_all(own_cluster(on_trainer_loss="continue"), train)[1].tolist() == [-2.0] * 10
 
 
-@pytest.mark.parametrize("cls", [torch.optim.SGD, pytest.param(torch.optim.AdamW, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
 def test_masters_of_16_bit_parameters_go_on_with_the_same_bits(
     other_cluster: LocalCluster, cls: Callable[..., torch.optim.Optimizer]
 ) -> None:

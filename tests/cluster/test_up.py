@@ -195,6 +195,7 @@ def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals, code: 
         assert up.has_left_nothing(), up.left()
 
 
+@pytest.mark.extended
 def test_kill_9_leaves_nothing_either(tmp_path: Path) -> None:
     with RunningUp("--pservers", 1, "--", "python", "-c", STUBBORN, folder=tmp_path, cold=True) as up:
         up.wait_for("[trainer 0] ready", "[trainer 1] ready")
@@ -213,6 +214,7 @@ def test_it_ends_when_its_output_is_not_read(tmp_path: Path) -> None:
         assert up.has_left_nothing(), up.left()
 
 
+@pytest.mark.extended
 def test_a_service_that_dies_ends_it(tmp_path: Path) -> None:
     with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", IDLE, folder=tmp_path, cold=True) as up:
         up.wait_for("[trainer 0] ready")
