@@ -198,7 +198,7 @@ class Pserver:
         if current is not None and current.install.run != message.run:
             self._ended_runs.append(current.install.run)
         del current  # its shard is freed before another is allocated
-        await self._replace_run(None, StaleRun("this pserver serves another run now", current=message.run))
+        await self._replace_run(None, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         reach_failpoint("open.before")
         storage, restored = await self._open_storage(message)
         reach_failpoint("open.after")
@@ -207,7 +207,7 @@ class Pserver:
             message, self.index, make_executor,
             compute=self._compute, metrics=self._metrics, storage=storage, restored=restored,
         )  # fmt: skip
-        await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
+        await self._replace_run(run, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         changes.end_change(message.number)
         await run.publish_initial()
         log.info("run installed", round=run.round)

@@ -66,7 +66,7 @@ def test_fewer_bytes_are_the_same_ones(pair: LocalCluster, wire: dict[str, str],
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Treat all parameters as if they were in a device's own memory; return how many copies were made."""
     counts = {"out": 0, "in": 0}
-    begin, copy = GradientCopies.begin, ParameterCopies.copy
+    begin, copy = GradientCopies.begin_copies, ParameterCopies.copy
 
     def begin_and_count(self: GradientCopies, step: int, gradients: Any) -> None:
         counts["out"] += len(gradients)
@@ -76,7 +76,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counts["in"] += 1
         copy(self, parameter, host)
 
-    monkeypatch.setattr(GradientCopies, "begin", begin_and_count)
+    monkeypatch.setattr(GradientCopies, "begin_copies", begin_and_count)
     monkeypatch.setattr(ParameterCopies, "copy", copy_and_count)
     monkeypatch.setattr(pipeline, "is_away", lambda _: True)
     monkeypatch.setattr(destinations, "is_away", lambda _: True)

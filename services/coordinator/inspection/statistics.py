@@ -116,7 +116,7 @@ class StatisticsCache:
                     )
             if len(found) == len(batch.specs):
                 return found
-        raise TryAgain(f"the pservers installed changes during each of {TRIES} attempts to read them; retry later")
+        raise TryAgain(f"the pservers applied rounds during each of {TRIES} attempts to read them; retry later")
 
     async def _ask_one(self, run: Run, index: PserverIndex, blocks: Sequence[Block]) -> dict[str, Statistics]:
         names = [block.name for block in blocks if block.pserver == index]

@@ -268,7 +268,7 @@ class Disk:
             storage.find_checkpoints()
             restored = storage.restore(install.restore)
             if restored is None:
-                raise StorageFailed(f"round {install.restore} of run {install.run} cannot be restored on this pserver")
+                raise StorageFailed(f"pserver {self.index} cannot restore round {install.restore} of run {install.run}")
             restored.is_short = True  # there were later rounds
         storage.resume(restored.round, install)
         if imported is not None:
