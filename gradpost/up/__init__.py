@@ -50,9 +50,7 @@ def run_up(
     pservers = {} if num_pservers is None else {"num_pservers": num_pservers}
     cluster = read_settings(CoordinatorSettings, {**given, **pservers})
     if cluster.strategy == "ring" and max_restarts:
-        raise CommandError(
-            "--max-restarts needs pservers: a ring cannot continue without a trainer, which cannot rejoin it"
-        )
+        raise CommandError("--max-restarts needs pservers: a ring cannot continue without a trainer, or take it back")
     read_settings(PserverSettings, {})
     resolved = resolve_command(command)  # before a folder is made for the run
     root = Path(given.pop("state_dir", named_root()))

@@ -242,7 +242,12 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         ("-- python", {"GRADPOST_THREADS": "many"}, 2, "GRADPOST_THREADS: input should be a valid integer"),
         ("-- python", {"GRADPOST_PSERVER": "1"}, 2, "unknown environment variable GRADPOST_PSERVER"),
         ("--strategy ring --pservers 2 -- true", {}, 2, "num_pservers would have no effect with strategy ring"),
-        ("--strategy ring --max-restarts 1 -- true", {}, 2, "--max-restarts: a ring cannot continue without a trainer"),
+        (
+            "--strategy ring --max-restarts 1 -- true",
+            {},
+            2,
+            "--max-restarts needs pservers: a ring cannot continue without a trainer",
+        ),
         ("--resume -- python", {}, 2, "there is no run to resume in .gradpost. Give another folder with --state-dir"),
     ],
 )
