@@ -73,7 +73,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def member(coordinator: FakeCoordinator, *, joins: bool = True, **settings: Any) -> AsyncIterator[Membership]:
     async with httpx.AsyncClient(transport=httpx.MockTransport(coordinator)) as http:
-        membership = Membership(read_settings(retry_seconds=0.2, **settings), http)
+        membership = Membership(read_settings(**{"retry_seconds": 0.2} | settings), http)
         if joins:
             await membership.join(None)
         yield membership
@@ -162,7 +162,7 @@ async def test_a_coordinator_that_cannot_be_reached_is_given_up_with_a_hint(answ
 @pytest.mark.parametrize(("code", "is_repeated"), [("rank_taken", True), ("world_mismatch", False)])
 async def test_only_a_conflict_that_may_pass_is_tried_again(code: str, is_repeated: bool):
     coordinator = FakeCoordinator(trainers=[Conflict("no place", code=code)])
-    async with member(coordinator, joins=False) as membership:
+    async with member(coordinator, joins=False, retry_seconds=2) as membership:
         with raises_code(code):
             await membership.join(None)
     assert (coordinator.num_requests("trainers") > 1) == is_repeated
