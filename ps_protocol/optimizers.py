@@ -137,7 +137,7 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
         names = SCALER_NUMBERS if is_scaler else (_MEAN if spec.rule(index) == MEAN else RULES[spec.name]).numbers
         if not isinstance(numbers, dict) or set(numbers) != set(names):
             raise BadInput(
-                f"group {index} of {spec.name} must have exactly the expected numbers",
+                f"group {index} of {spec.name} must have exactly the expected hyperparameters",
                 code="bad_hyper_parameters",
                 expected=", ".join(names),
                 actual=f"{', '.join(map(str, numbers)):.200}" if isinstance(numbers, dict) else type(numbers).__name__,

@@ -123,9 +123,9 @@ def test_betas_are_two_fractions(value: Any) -> None:
         (None, "a list with one object for each parameter group .*expected 1 groups; actual NoneType"),
         ([], "expected 1 groups; actual 0 groups"),
         ([SGD_NUMBERS, SGD_NUMBERS], "expected 1 groups; actual 2 groups"),
-        ([None], "group 0 of SGD must have exactly the expected numbers .*actual NoneType"),
+        ([None], "group 0 of SGD must have exactly the expected hyperparameters .*actual NoneType"),
         ([{"lr": 0.1}], "expected lr, momentum, dampening, weight_decay; actual lr"),
-        ([{**SGD_NUMBERS, "eps": 0.1}], "group 0 of SGD must have exactly the expected numbers"),
+        ([{**SGD_NUMBERS, "eps": 0.1}], "group 0 of SGD must have exactly the expected hyperparameters"),
     ],
 )
 def test_groups_that_do_not_fit(groups: Any, message: str) -> None:
@@ -139,7 +139,7 @@ def test_the_last_group_may_be_the_buffers() -> None:
     assert ([spec.rule(group) for group in range(2)], spec.num_stepped) == (["SGD", MEAN], 1)
     assert check_hyper_parameters(spec, [SGD_NUMBERS, {"lr": 0.5}]) == [SGD_NUMBERS, {"lr": 0.5}]
     with raises_code(
-        "bad_hyper_parameters", match=r"group 1 of SGD must have exactly the expected numbers .*expected lr; "
+        "bad_hyper_parameters", match=r"group 1 of SGD must have exactly the expected hyperparameters .*expected lr; "
     ):
         check_hyper_parameters(spec, [SGD_NUMBERS, SGD_NUMBERS])
     for groups in ([*spec.group_flags[::-1]], [{MEAN: False}], [*SGD.group_flags, {MEAN: 1}]):
