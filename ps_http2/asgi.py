@@ -44,7 +44,7 @@ def read_scope(headers: Headers) -> Scope:
     host: bytes | None = None
     for name, value in headers:
         if _INVALID_VALUE.search(value):
-            raise ValueError(f"the value of {name!r} has an invalid character")
+            raise ValueError(f"the value of {name!r} contains NUL, CR or LF, or begins or ends with a blank")
         if name[:1] == b":":
             if name not in _PSEUDO or name in pseudo or regular:
                 raise ValueError(f"{name!r} is unknown, duplicate, or after other headers")

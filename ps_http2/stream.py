@@ -30,16 +30,16 @@ class StreamOwner(Protocol):
     """The methods of a connection that its streams call."""
 
     def send_headers(self, stream: Stream, headers: Headers, *, end_stream: bool = False) -> None:
-        """Provide `Connection.send_headers`."""
+        """Send the headers of a stream; see `Connection.send_headers`."""
 
     def pump(self) -> None:
-        """Provide `Connection.pump`."""
+        """Send as much as the windows allow; see `Connection.pump`."""
 
     def raise_window(self, stream: Stream, num_bytes: int) -> None:
-        """Provide `Connection.raise_window`."""
+        """Raise the window of a stream; see `Connection.raise_window`."""
 
     def reset_stream(self, stream: Stream, code: ErrorCode, text: str) -> None:
-        """Provide `Connection.reset_stream`."""
+        """Reset a stream; see `Connection.reset_stream`."""
 
 
 class StreamResetError(Exception):

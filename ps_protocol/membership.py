@@ -104,7 +104,7 @@ class Membership:
         return rank in self.members and self.starts.get(rank, 1) <= round_
 
     def ranks(self) -> set[Rank]:
-        """Return all ranks that may have a claim."""
+        """Return the members and all ranks in `sets`."""
         return set(self.members).union(*self.sets.values())
 
     @property

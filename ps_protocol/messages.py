@@ -283,7 +283,9 @@ class TrainerProgress(Message):
     software: Software | None = None
     links: ByOrdinal[Link] = Field(default={}, description="the trainer's connection to each pserver")
     waiting_seconds: Real = Field(
-        default=0.0, ge=0, description="strategy ring: how long the trainer has waited in the next round"
+        default=0.0,
+        ge=0,
+        description="strategy ring: time for which the trainer has waited for the others; 0: it does not wait",
     )
     is_done: Flag = Field(
         default=False,

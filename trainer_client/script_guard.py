@@ -129,10 +129,9 @@ class ScriptGuard:
         """Warn if the script does not continue at the run's round."""
         if not self._has_read_position:
             self._log.warning(
-                f"the run is at round {round_}, and this script begins to train without having read "
-                "optimizer.round: if it counts its steps from elsewhere, it repeats batches, and the run has more "
-                "rounds in the end than it should. Take batches from optimizer.batches(loader, epochs=…), or begin the "
-                "loop and its schedules at optimizer.round"
+                f"the run is at round {round_}, but the script has not read optimizer.round, so it may repeat batches. "
+                "Take batches from optimizer.batches(loader, epochs=…), or begin the loop and its schedules at "
+                "optimizer.round"
             )
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         has_schedule = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in (self._optimizer, wrapped))

@@ -113,7 +113,7 @@ class Session:
         update = {check_result_name(name): float(value) for name, value in results.items()}
         names = self._reported | update.keys()
         if len(names) > MAX_RESULTS:
-            raise ValueError(f"a trainer reports at most {MAX_RESULTS} different numbers; these would be {len(names)}")
+            raise ValueError(f"a trainer reports at most {MAX_RESULTS} results; this call would make {len(names)}")
         self._reported = names
         for name, value in update.items():
             self.client.metrics.reported.labels(name).set(value)

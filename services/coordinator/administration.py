@@ -305,7 +305,8 @@ class Administration:
             async with self._audit_lock:
                 entry = await asyncio.to_thread(audit.add, run=run.name, attempt=run.attempt, **members)
         except OSError as error:
-            raise StorageFailed(f"the audit log cannot be written, so the change was not made: {error}") from error
+            when = "before the change, which was not made" if members["outcome"] == "requested" else "after the change"
+            raise StorageFailed(f"the audit log cannot be written {when}: {error}") from error
         return entry.number
 
 

@@ -70,7 +70,7 @@ class AuditLog:
             # A line of its own, even after a torn one.
             line = b"%s%s\n" % (b"" if self._ends_well() else b"\n", entry.model_dump_json().encode())
             if os.write(fd, line) < len(line):
-                raise OSError(errno.ENOSPC, f"{self._path} has no room for a whole line")
+                raise OSError(errno.ENOSPC, f"{self._path} has no room for a whole line: free disk space")
             os.fsync(fd)
         finally:
             os.close(fd)

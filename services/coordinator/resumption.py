@@ -31,8 +31,8 @@ log = get_logger()
 class Resumption:
     """The recorded state of a resumed run, in case processes of the recorded run still live.
 
-    They may report up to the time `until`, when their leases end. `beginning` is the checkpoint that the next run then
-    begins with, if the recorded one had failed.
+    If such a process reports before `until`, when the leases end, the recorded state is restored. If the recorded run
+    had failed, the run after it begins with the checkpoint `beginning`; None: with initial values.
     """
 
     saved: RunRecord

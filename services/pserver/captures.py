@@ -96,7 +96,7 @@ class Captures:
                 remaining.remove(capture)
 
     def capture_round(self, version: Round) -> None:
-        """Read the shard, which now is as it is after this round. A reader's error does not concern the round."""
+        """Call the readers that wait for this round. A reader's error goes to its caller, not to the round."""
         for read, waiter in tuple(self._wanted.pop(version, ())):  # a reader that gives up removes itself
             if not waiter.set_running_or_notify_cancel():
                 continue

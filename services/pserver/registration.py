@@ -134,7 +134,9 @@ class Registration:
                 if alone is None or alone[1] != state.round:
                     alone = now(), state.round
                 if self._settings.exit_when_done and state.run is not None and now() - alone[0] > self._patience:
-                    log.error("neither the coordinator nor a trainer sends requests; exiting (exit_when_done)")
+                    log.error(
+                        "the coordinator does not answer and no round is applied; exiting", seconds=self._patience
+                    )
                     self._exit(1, stop)
             else:
                 is_failing = False

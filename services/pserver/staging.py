@@ -151,8 +151,8 @@ class MembershipChanges:
     def is_current(self, number: int) -> bool:
         """Return whether this change may be installed.
 
-        The installation of an abandoned change may arrive when the other pservers are frozen for a later one, and
-        would unfreeze this pserver alone.
+        A late installation of an abandoned change must not unfreeze this pserver after a later freeze: the other
+        pservers would stay frozen.
         """
         return number >= self.begun and number > self.ended
 

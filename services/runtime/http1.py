@@ -47,8 +47,8 @@ def send_in_parts(app: ASGIApp) -> ASGIApp:
 class GuardedProtocol(HttpToolsProtocol):
     """A connection with time-outs.
 
-    The time-out for headers begins with the connection, later with their first byte. A reply whose next part cannot be
-    written within the time-out for bodies is aborted.
+    The header time-out begins when the connection opens; for later requests, with their first byte. If the client does
+    not read a reply for the body time-out, the connection is aborted.
     """
 
     def __init__(

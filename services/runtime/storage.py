@@ -192,7 +192,7 @@ def read_file(path: Path) -> memoryview:
 
 
 def digest_chunks(chunks: Iterable[Buffer]) -> xxhash.xxh3_128:
-    """Return the digest of these chunks together."""
+    """Return an XXH3-128 hash object of the concatenated chunks."""
     digest = xxhash.xxh3_128()
     for chunk in chunks:
         digest.update(chunk)

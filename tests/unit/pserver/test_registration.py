@@ -186,7 +186,7 @@ async def test_a_pserver_whose_coordinator_does_not_come_back_exits(tmp_path: Pa
         await one.play_round(1)
         with structlog.testing.capture_logs() as logs, contextlib.suppress(TimeoutError):
             await asyncio.wait_for(staying._send_heartbeats(PserverRegistered(**REGISTERED), stop), 1.5)
-        said = [line["event"] for line in logs if "neither the coordinator" in line["event"]]
+        said = [line["event"] for line in logs if "the coordinator does not answer" in line["event"]]
         assert (stop.is_set(), staying.exit_code, len(said)) == ((True, 1, 1) if exits else (False, 0, 0))
 
 
