@@ -16,6 +16,15 @@ MAX_DIGITS = 18  # of a number, which then fits into 63 bits
 MAX_TEXT = 128  # characters of a run's name or of a plan's digest
 
 
+def is_decimal(text: str, max_digits: int = MAX_DIGITS) -> bool:
+    """Return whether a text consists of ASCII digits, of which there are at most `max_digits`.
+
+    >>> is_decimal("7"), is_decimal("-7"), is_decimal("٧"), is_decimal("123", max_digits=2)
+    (True, False, False, False)
+    """
+    return text.isascii() and text.isdigit() and len(text) <= max_digits
+
+
 @dataclass(frozen=True, slots=True)
 class Fence:
     """The identity of one data request; each field is the header `gradpost-<field with dashes>`."""
@@ -48,7 +57,7 @@ class Fence:
                 raise BadInput(f"the header {header} is missing", code="bad_header")
             if is_number:
                 what, expected = "a number", "digits"
-                is_valid = text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
+                is_valid = is_decimal(text)
             else:
                 what, expected = "an identifier", "ASCII"
                 is_valid = text.isascii() and text.isprintable() and 0 < len(text) <= MAX_TEXT

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from .fence import MAX_DIGITS, MAX_TEXT
+from .fence import MAX_DIGITS, MAX_TEXT, is_decimal
 from .vocabulary import PROTOCOL_VERSION
 
 V = TypeVar("V")
@@ -50,7 +50,7 @@ PserverIndex: TypeAlias = Ordinal
 
 
 def _read_ordinal(value: object) -> object:
-    if isinstance(value, str) and not (value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS):
+    if isinstance(value, str) and not is_decimal(value):
         raise ValueError(f"must be a number of at most {MAX_DIGITS} digits")
     return value
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import BadInput
-from .fence import MAX_DIGITS
+from .fence import MAX_DIGITS, is_decimal
 from .norms import AgreedNorm
 from .optimizers import HyperParameters, OptimizerSpec, check_hyper_parameters
 from .routes import (
@@ -79,7 +79,7 @@ def _read_number(metadata: Mapping[str, str], key: str, max_digits: int) -> int 
     text = metadata.get(key)
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit() and len(text) <= max_digits):
+    if not is_decimal(text, max_digits):
         raise BadInput(f"{key} is not a number", code="malformed_frame", expected="decimal digits", actual=text[:40])
     return int(text)
 
@@ -144,7 +144,7 @@ class Pull:
             raise BadInput("a pull may carry the batch barrier only", code="bad_header", expected="batch")
         norm = AgreedNorm.from_header(headers[NORM_HEADER]) if NORM_HEADER in headers else None
         base = headers.get(HAVE_HEADER)
-        if base is not None and not (base.isascii() and base.isdigit() and len(base) <= MAX_DIGITS):
+        if base is not None and not is_decimal(base):
             raise _bad_header(HAVE_HEADER, "is not a round", "digits", base)
         wait = headers.get(WAIT_HEADER, "0")
         try:
