@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Generator
+from typing import Any
 
 import httpx
 
@@ -36,17 +37,33 @@ class BearerAuth(httpx.Auth):
 
 
 class ControlTransport(httpx.AsyncHTTPTransport):
-    """A transport that raises httpx.ConnectError also for a client certificate that the service refuses.
+    """A transport that mends two properties of httpcore's TLS.
 
-    In TLS 1.3 that happens after the handshake, and httpcore passes the `ssl.SSLError` on as it is.
+    A client certificate that the service refuses raises httpx.ConnectError: in TLS 1.3 that happens after the
+    handshake, and httpcore passes the `ssl.SSLError` on as it is. A request that is cancelled during the handshake
+    closes its connection, which httpcore leaves open.
     """
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send the request as httpx does, and convert ssl.SSLError to httpx.ConnectError."""
+        request.extensions = {**request.extensions, "trace": _CloseAfterFailedHandshake()}
         try:
             return await super().handle_async_request(request)
         except ssl.SSLError as error:
             raise httpx.ConnectError(str(error), request=request) from error
+
+
+class _CloseAfterFailedHandshake:
+    """The `trace` extension of a request (https://www.encode.io/httpcore/extensions/), called for each event."""
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+
+    async def __call__(self, event: str, info: dict[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            self._stream = info["return_value"]
+        elif event == "connection.start_tls.failed":
+            await self._stream.aclose()
 
 
 def make_control_client(tls: TlsFiles, tokens: TokenPair | None, *, with_system: bool = False) -> httpx.AsyncClient:

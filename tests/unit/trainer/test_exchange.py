@@ -265,3 +265,20 @@ async def test_a_coordinator_with_an_untrusted_certificate_is_given_up_at_once(
         membership = Membership(read_settings(coordinator=service.address, retry_seconds=600), control)
         with pytest.raises(Unreachable, match=r"is not trusted .*unable to get local issuer.* set GRADPOST_TLS_CA"):
             await membership.join(None)
+
+
+async def test_a_request_that_is_cancelled_during_the_handshake_closes_its_connection(tmp_path: Path) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\0")  # a part of the ClientHello, which remains unanswered
+        waiting.cancel()
+        ended.set_result(await reader.read())
+        writer.close()
+
+    ended: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    address = "https://{}:{}".format(*server.sockets[0].getsockname())
+    async with server, make_control_client(TlsFiles(Authority(tmp_path).ca), None) as client:
+        waiting = asyncio.create_task(client.get(address))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.wait_for(ended, 5)
