@@ -78,7 +78,7 @@ class NonFiniteGradient(BadInput):
 
 
 class BadModel(BadInput):
-    """The list of parameters cannot be planned."""
+    """The run cannot be planned with these parameters, mode and wire types."""
 
 
 class NotFound(BadInput):
