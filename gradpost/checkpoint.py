@@ -11,7 +11,7 @@ from ps_protocol.messages import CheckpointCreated
 from ps_protocol.vocabulary import Round
 from services.runtime.checkpoints import all_checkpoints
 from services.runtime.storage import open_checkpoint_storage
-from trainer_client.inspection import ClusterView
+from trainer_client.client.inspection import ClusterView
 
 from .output import Column, CommandError, count, print_json, print_line, print_table
 from .status import asking, print_answer

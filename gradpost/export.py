@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Round
-from services.coordinator.decision import newest_common
-from services.coordinator.record import RecordFile, RunRecord
+from services.coordinator.state.decision import newest_common
+from services.coordinator.state.record import RecordFile, RunRecord
 from services.pserver.durable.disk import IDENTITY, FolderTaken, StateFolder
 from services.pserver.durable.storage import RunStorage
-from services.pserver.shard_state import ShardState, concatenate
+from services.pserver.shard.shard_state import ShardState, concatenate
 from services.runtime.checkpoints import Manifest, all_checkpoints, read_shard_file
 from services.runtime.storage import CheckpointStorage, DamagedFile, open_checkpoint_storage
-from trainer_client.tensors import TORCH_DTYPES
+from trainer_client.transport.tensors import TORCH_DTYPES
 
 from .checkpoint import pass_over
 from .output import EXIT_FAILED, CommandError, count, print_line, whole_file

@@ -244,7 +244,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show the members of the run, their rounds, and the members that it waits for."""
-    from trainer_client.inspection import ClusterView
+    from trainer_client.client.inspection import ClusterView
 
     from .status import print_answer, print_status
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from trainer_client.inspection import ClusterView
+from trainer_client.client.inspection import ClusterView
 
 from .output import Column, CommandError, count, print_line, print_table, whole_file
 from .status import asking, print_answer

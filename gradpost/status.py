@@ -17,7 +17,7 @@ from ps_config.tokens import Scope
 from ps_protocol.errors import Forbidden, Unauthenticated, Unreachable
 from ps_protocol.fields import Message
 from ps_protocol.messages import ClusterStatus, TrainerStatus
-from trainer_client.inspection import ClusterView
+from trainer_client.client.inspection import ClusterView
 
 from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table, warn
 

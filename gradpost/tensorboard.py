@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ps_protocol.errors import NotFound, TryAgain, Unreachable
 from ps_protocol.vocabulary import Round
-from trainer_client.inspection import ClusterView
+from trainer_client.client.inspection import ClusterView
 
 from .output import CommandError, count, print_line, warn
 from .status import asking

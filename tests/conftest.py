@@ -12,7 +12,6 @@ import pytest
 
 from trainer_client.testing import processes
 
-from . import soaking  # noqa: F401 -- registers its profile before pytest selects one
 from .warm.processes import WarmServers
 
 PATIENCE_SECONDS = 60.0

@@ -6,20 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .grad_scaler import GradScaler
-    from .parameter_client import ParameterClient
-    from .remote_optimizer import RemoteOptimizer
-    from .session import Session, connect
+    from .client.parameter_client import ParameterClient
+    from .optimizer.grad_scaler import GradScaler
+    from .optimizer.remote_optimizer import RemoteOptimizer
+    from .session.session import Session, connect
 
 __all__ = ["GradScaler", "ParameterClient", "RemoteOptimizer", "Session", "connect"]
 
 # Imported when they are first asked for: `trainer_client.testing` starts clusters, and needs no torch for it.
 _HOMES = {
-    "GradScaler": ".grad_scaler",
-    "ParameterClient": ".parameter_client",
-    "RemoteOptimizer": ".remote_optimizer",
-    "Session": ".session",
-    "connect": ".session",
+    "GradScaler": ".optimizer.grad_scaler",
+    "ParameterClient": ".client.parameter_client",
+    "RemoteOptimizer": ".optimizer.remote_optimizer",
+    "Session": ".session.session",
+    "connect": ".session.session",
 }
 
 

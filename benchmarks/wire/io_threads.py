@@ -27,9 +27,9 @@ from torch import nn
 from ps_http2.stream import Sink
 from ps_protocol.messages import PserverInfo
 from trainer_client import RemoteOptimizer, connect
-from trainer_client.client import RunClient
-from trainer_client.io_thread import IoThread
-from trainer_client.pushing.buckets import Payload
+from trainer_client.client.buckets import Payload
+from trainer_client.client.run_client import RunClient
+from trainer_client.session.io_thread import IoThread
 from trainer_client.testing import LocalCluster
 from trainer_client.transport.exchange import Exchange
 

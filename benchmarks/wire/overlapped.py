@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.placement import MODELS, model_parameters
 from trainer_client import RemoteOptimizer, connect
-from trainer_client.metrics import TrainerMetrics
+from trainer_client.client.metrics import TrainerMetrics
 
 from .emulated import GRADIENT, make_model
 from .trainer import LEARNING_RATE, MEASURED

@@ -15,7 +15,7 @@ from rich.text import Text
 from ps_protocol.errors import GradpostError
 from ps_protocol.messages import ClusterStatus, RunSummary
 from ps_protocol.printable import printable
-from trainer_client.inspection import ClusterView
+from trainer_client.client.inspection import ClusterView
 
 from ..output import Column, print_json, print_line, print_table
 

@@ -14,10 +14,10 @@ from ps_protocol.fields import ByOrdinal, Message
 from ps_protocol.messages import PserverHeartbeat, PserverLoad, TrainerHeartbeat
 from ps_protocol.vocabulary import Mode, PserverIndex, Rank, Round
 
-from .cluster import Cluster
-from .record import copy_fields
-from .run import Run
-from .trainers import TrainerMember
+from .state.cluster import Cluster
+from .state.record import copy_fields
+from .state.run import Run
+from .state.trainers import TrainerMember
 
 WINDOW_SECONDS = 5.0  # of a rate: heartbeats come once a second, each with a whole number
 SAMPLE_SECONDS = 1.0

@@ -23,7 +23,7 @@ from services.runtime.security import name_token
 
 from .audit import MAX_LISTED, AuditEntry
 from .coordinator import Coordinator
-from .run import Run
+from .state.run import Run
 
 WAIT_SECONDS = 30.0  # for all pservers to install a change
 CHECKPOINT_SECONDS = 240.0  # for a checkpoint, and the one before it, which may be under way

@@ -30,10 +30,10 @@ from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.storage import CheckpointStorage
 
-from .cluster import Cluster
-from .pservers import PserverMember
 from .reconcile import read_state, want_checkpoint
-from .run import Run
+from .state.cluster import Cluster
+from .state.pservers import PserverMember
+from .state.run import Run
 
 log = get_logger()
 

@@ -19,13 +19,13 @@ from services.runtime.storage import open_checkpoint_storage
 from .activity import ActivityLog, Curves
 from .audit import AuditLog
 from .checkpoints import CheckpointSchedule, Manifests
-from .cluster import Cluster
 from .events import Events
 from .reconcile import RESULT_SECONDS, Reconciler, read_state, want_checkpoint
-from .record import RecordFile, copy_fields, describe_cluster
-from .resumption import restore_state
-from .run import Run
 from .settings import CoordinatorSettings
+from .state.cluster import Cluster
+from .state.record import RecordFile, copy_fields, describe_cluster
+from .state.resumption import restore_state
+from .state.run import Run
 
 log = get_logger()
 

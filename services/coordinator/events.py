@@ -17,8 +17,8 @@ from ps_protocol.fields import Message
 from ps_protocol.messages import RunState
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
-from .cluster import Cluster
-from .trainers import TrainerState
+from .state.cluster import Cluster
+from .state.trainers import TrainerState
 
 MAX_EVENTS = 1000
 

@@ -18,7 +18,7 @@ from ps_config.hosts import is_ip_literal, is_loopback, reachable_host
 from ps_protocol.messages import RunState
 from services.runtime.security import KnownHosts
 
-from .cluster import Cluster
+from .state.cluster import Cluster
 
 
 def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:

@@ -25,10 +25,10 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
-from .cluster import Cluster
-from .decision import Ranges, Refusal, Rollback, decide_change, decide_rollback, newest_common
-from .pservers import PserverMember
-from .run import Decision, Run
+from .state.cluster import Cluster
+from .state.decision import Ranges, Refusal, Rollback, decide_change, decide_rollback, newest_common
+from .state.pservers import PserverMember
+from .state.run import Decision, Run
 
 log = get_logger()
 

@@ -27,11 +27,11 @@ from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.requests import MAX_WAIT_SECONDS, Barrier, Pull
 from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
 
-from .apply_rounds import RoundsExecutor
-from .bodies import content_length, discard_body, receive_body
 from .limits import WaitingPulls
 from .pserver import Pserver
-from .run import Run
+from .run.apply_rounds import RoundsExecutor
+from .run.run import Run
+from .shard.bodies import content_length, discard_body, receive_body
 
 MAX_GET_BODY_BYTES = 1024 * 1024
 

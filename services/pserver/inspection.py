@@ -21,9 +21,9 @@ from services.runtime.statistics import Statistics
 
 from .limits import Copies
 from .pserver import Pserver
-from .run import Run
-from .schedule import Read
-from .shard import MASTER_BYTES
+from .run.run import Run
+from .run.schedule import Read
+from .shard.shard import MASTER_BYTES
 from .statistics import describe_values
 
 

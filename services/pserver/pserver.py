@@ -39,15 +39,15 @@ from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import DamagedFile
 
-from .apply_queue import QueueExecutor
-from .apply_rounds import RoundsExecutor
-from .bodies import BufferPool
 from .durable.disk import Disk
 from .durable.storage import Restored, RunStorage
 from .limits import InFlight
 from .metrics import PserverMetrics
-from .run import Run
-from .staging import MembershipChanges
+from .run.apply_queue import QueueExecutor
+from .run.apply_rounds import RoundsExecutor
+from .run.run import Run
+from .shard.bodies import BufferPool
+from .shard.staging import MembershipChanges
 
 log = get_logger()
 

@@ -11,16 +11,16 @@ from ps_protocol.errors import Ended
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PushAnswer
 from ps_protocol.vocabulary import Incarnation, Mode, Rank, Round
-from services.pserver.bodies import Body
-from services.pserver.clocks import Clocks
 from services.pserver.durable.records import Buffer
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import Update, UpdateLog
-from services.pserver.pushes import read_blocks
-from services.pserver.queues import Pauses
-from services.pserver.rounds import Rounds
-from services.pserver.run import Run
-from services.pserver.staging import Admission
+from services.pserver.run.clocks import Clocks
+from services.pserver.run.pushes import read_blocks
+from services.pserver.run.queues import Pauses
+from services.pserver.run.rounds import Rounds
+from services.pserver.run.run import Run
+from services.pserver.shard.bodies import Body
+from services.pserver.shard.staging import Admission
 
 _push, _append, _required, _admit = Run.push, UpdateLog.append, Rounds.required, Clocks.admit
 _prune_place = RunStorage.prune_place

@@ -19,8 +19,8 @@ from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import PushAnswer
 from ps_protocol.requests import Pull
 from ps_protocol.routes import BARRIER, BARRIER_HEADER, SEND
-from trainer_client.pserver_client import PserverClient
-from trainer_client.pushing.buckets import Payload
+from trainer_client.client.buckets import Payload
+from trainer_client.client.pserver_client import PserverClient
 
 from .diary import Diary
 

@@ -15,7 +15,7 @@ from torch import nn
 from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient, RemoteOptimizer, Session
-from trainer_client.pushing.buckets import Bucket
+from trainer_client.client.buckets import Bucket
 
 from .conftest import StartCluster
 from .training import NUMBERS, SGD, run_all, run_trainers, step_with, wrap_weight

@@ -15,7 +15,7 @@ import pytest_asyncio
 from ps_config.certificates import TlsFiles
 from ps_protocol.errors import ERRORS, PROBLEM_CONTENT_TYPE, PROBLEM_TYPE_PREFIX, error_from_problem
 from ps_protocol.routes import SEND
-from services.pserver.bodies import PAGE_BYTES
+from services.pserver.shard.bodies import PAGE_BYTES
 from trainer_client.testing import LocalCluster
 from trainer_client.transport.exchange import make_bulk_transport
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel
 from ps_protocol.frames import parse_frame
-from trainer_client import RemoteOptimizer, Session, destinations
-from trainer_client.device_copies import GradientCopies, ParameterCopies
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.client.buckets import Payload
 from trainer_client.engines import pipeline
-from trainer_client.pushing.buckets import Payload
 from trainer_client.testing import LocalCluster
+from trainer_client.transport import destinations
+from trainer_client.transport.device_copies import GradientCopies, ParameterCopies
 
 from ..raising import raises_code
 from .conftest import StartCluster

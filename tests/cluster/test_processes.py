@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.errors import Unreachable
-from trainer_client.inspection import ClusterView
+from trainer_client.client.inspection import ClusterView
 from trainer_client.testing import Child, LocalCluster
 from trainer_client.testing.guardian import Guardian
 from trainer_client.testing.local_cluster import find_our_packages

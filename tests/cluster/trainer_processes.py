@@ -23,9 +23,9 @@ from torch.distributed import TCPStore
 
 from ps_protocol.errors import GradpostError
 from trainer_client import RemoteOptimizer, Session, connect
+from trainer_client.optimizer.wrapped_optimizer import describe_optimizer
 from trainer_client.testing import LocalCluster
 from trainer_client.testing.processes import Child
-from trainer_client.wrapped_optimizer import describe_optimizer
 
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # the first one imports for seconds
 forkserver = multiprocessing.get_context("forkserver")

@@ -30,8 +30,8 @@ from services.pserver.settings import PserverSettings
 from services.runtime.compute import ComputeExecutor
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.settings import ServiceSettings
-from trainer_client.metrics import TrainerMetrics
-from trainer_client.settings import TrainerSettings
+from trainer_client.client.metrics import TrainerMetrics
+from trainer_client.client.settings import TrainerSettings
 
 from ..unit.coordinator.support import make_cluster
 from .markdown import DOCS, ROOT, codes, read, section

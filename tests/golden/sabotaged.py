@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from services.pserver.aggregation import Aggregator
-from services.pserver.tensors import Part
-from trainer_client.pushing.encoding import Remainder
+from services.pserver.shard.aggregation import Aggregator
+from services.pserver.shard.tensors import Part
+from trainer_client.client.encoding import Remainder
 
 _aggregate = Aggregator.aggregate
 

@@ -14,7 +14,7 @@ from services.pserver.registration import GOODBYE_SECONDS, LAST_CHECKPOINT_SECON
 from services.pserver.settings import PserverSettings
 from services.runtime.security import TOKEN_WAIT_SECONDS
 from services.runtime.server import GRACE_SECONDS
-from trainer_client.settings import TrainerSettings
+from trainer_client.client.settings import TrainerSettings
 
 from .rendering import KUBERNETES, OVERLAYS, Object, environment, of_kind, pods, render, variables
 from .test_network import FIELDS, certificates

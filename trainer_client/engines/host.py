@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..host.host import Host
-from ..model_tensors import TrainedModel
-from ..round_results import Outcomes
-from ..session import Session
+from ..client.round_results import Outcomes
+from ..session.host import Host
+from ..session.session import Session
 from .collective_buffers import BroadcastBuffer, FlatBucket, FlatGradients
 from .engine import Contribution, StepEngine, StepProgress
 from .local_steps import LocalSteps
+from .model_tensors import TrainedModel
 
 
 class HostLeader:

@@ -20,15 +20,15 @@ from torch import Tensor
 from ps_protocol.requests import Barrier
 from ps_protocol.vocabulary import Round
 
-from ..client import RunClient
-from ..destinations import Destinations, PullProgress, ShardDestination
-from ..device_copies import GradientCopies, is_away
-from ..io_thread import IoThread
-from ..optimizer_state.transfer import StateFrames
-from ..pushing.buckets import Bucket, make_buckets
-from ..pushing.outgoing import Outgoing, note_task, nothing_to_wait_for
-from ..tensors import writable_bytes
+from ..client.buckets import Bucket, make_buckets
+from ..client.run_client import RunClient
+from ..session.io_thread import IoThread
+from ..transport.destinations import Destinations, PullProgress, ShardDestination
+from ..transport.device_copies import GradientCopies, is_away
+from ..transport.tensors import writable_bytes
 from .engine import Contribution
+from .outgoing import Outgoing, note_task, nothing_to_wait_for
+from .state_transfer import StateFrames
 
 
 class Pipeline:

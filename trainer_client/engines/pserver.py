@@ -19,16 +19,16 @@ from ps_protocol.errors import (
 from ps_protocol.optimizers import StepState
 from ps_protocol.vocabulary import Round
 
-from ..destinations import make_destinations, write_back
-from ..device_copies import ParameterCopies
-from ..model_tensors import TrainedModel
-from ..optimizer_state.torch_state import OptimizerState
-from ..optimizer_state.transfer import Loading, pull_optimizer_state
-from ..session import Session
-from ..tensors import writable_bytes
+from ..session.session import Session
+from ..transport.destinations import make_destinations, write_back
+from ..transport.device_copies import ParameterCopies
+from ..transport.tensors import writable_bytes
 from .engine import Contribution, StepProgress
 from .local_steps import LocalSteps
+from .model_tensors import TrainedModel
 from .pipeline import Pipeline
+from .state_transfer import Loading, pull_optimizer_state
+from .torch_state import OptimizerState
 
 
 class PserverEngine:

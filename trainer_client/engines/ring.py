@@ -22,11 +22,11 @@ from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.norms import clip_coefficient
 from ps_protocol.vocabulary import Rank
 
-from ..model_tensors import TrainedModel
-from ..session import Session
+from ..session.session import Session
 from .collective_buffers import FlatBucket, FlatGradients
 from .engine import Contribution, StepProgress
 from .local_steps import step_without_hooks
+from .model_tensors import TrainedModel
 from .ring_group import Group, Tally, TallyVector
 
 

@@ -21,7 +21,7 @@ from ps_config.environment import PREFIX, find_path
 from ps_protocol.messages import ClusterStatus, PserverState, RunSummary
 from ps_protocol.vocabulary import Rank
 
-from ..inspection import ClusterView
+from ..client.inspection import ClusterView
 from .guardian import Guardian
 from .processes import Child, OnLine
 

@@ -23,7 +23,7 @@ from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.large_replies import PART_BYTES
 
 from ..coordinator import Coordinator
-from ..pservers import PserverMember
+from ..state.pservers import PserverMember
 
 TRIES = 6
 WAIT_SECONDS = 10.0  # until a named round is applied

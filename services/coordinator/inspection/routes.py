@@ -23,7 +23,7 @@ from services.runtime.statistics import ParameterStatistics
 from ..activity import MAX_POINTS, Activity, CurveList
 from ..coordinator import Coordinator
 from ..events import MAX_EVENTS, Event
-from ..status import describe_status
+from ..state.status import describe_status
 from .formats import CONTENT_TYPES, Format
 from .parameters import (
     ParameterList,

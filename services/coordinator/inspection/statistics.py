@@ -15,7 +15,7 @@ from ps_protocol.vocabulary import Block, ParameterSpec, PserverIndex, Round
 from services.runtime.statistics import ParameterStatistics, Statistics
 
 from ..coordinator import Coordinator
-from ..run import Run
+from ..state.run import Run
 from .parameters import find_parameter, owners_of
 from .reading import TRIES, current_plan, find_member, get_from, round_everywhere
 

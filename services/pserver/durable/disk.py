@@ -29,9 +29,9 @@ from services.runtime.checkpoints import complete_checkpoints, leave_out_removed
 from services.runtime.logs import get_logger
 from services.runtime.storage import DamagedFile, lock_folder, open_checkpoint_storage, seal, unseal, write_file
 
-from ..history import History
-from ..shard import Shard
-from ..shard_state import ShardState, reslice
+from ..shard.history import History
+from ..shard.shard import Shard
+from ..shard.shard_state import ShardState, reslice
 from .storage import Restored, RunStorage
 
 log = get_logger()

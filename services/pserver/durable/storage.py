@@ -46,10 +46,10 @@ from services.runtime.storage import (
     write_file,
 )
 
-from ..history import History
-from ..optimizer_blocks import LoadedState
-from ..shard import Shard
-from ..shard_state import ShardState
+from ..shard.history import History
+from ..shard.optimizer_blocks import LoadedState
+from ..shard.shard import Shard
+from ..shard.shard_state import ShardState
 from .update_log import Update, UpdateLog
 
 _DIGEST_BYTES = 16

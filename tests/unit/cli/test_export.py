@@ -13,10 +13,10 @@ from gradpost.export import export_model
 from gradpost.output import CommandError
 from ps_protocol.consistency import Consistency
 from ps_protocol.messages import ShardFile
-from services.coordinator.record import ClusterRecord, RecordFile, describe_cluster
+from services.coordinator.state.record import ClusterRecord, RecordFile, describe_cluster
 from services.pserver.durable.disk import Disk
-from services.pserver.history import History
-from services.pserver.shard_state import concatenate
+from services.pserver.shard.history import History
+from services.pserver.shard.shard_state import concatenate
 from services.runtime.checkpoints import Manifest, write_manifest
 from services.runtime.storage import lock_folder, open_checkpoint_storage
 

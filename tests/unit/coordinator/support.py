@@ -17,9 +17,9 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION
-from services.coordinator.cluster import Cluster
-from services.coordinator.run import Run
 from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.state.cluster import Cluster
+from services.coordinator.state.run import Run
 
 LEASE = 10.0
 SGD_FLAGS = {"nesterov": False, "maximize": False}

@@ -22,8 +22,8 @@ from services.coordinator.activity import (
     Curves,
 )
 from services.coordinator.audit import FILE, MAX_LISTED, AuditLog
-from services.coordinator.cluster import Cluster
 from services.coordinator.events import MAX_EVENTS, Events
+from services.coordinator.state.cluster import Cluster
 
 from .support import LEASE, alive, beat, joining, leaving, make_cluster, registration, train
 

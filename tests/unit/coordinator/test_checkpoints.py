@@ -19,7 +19,7 @@ from ps_protocol.routes import WANT_CHECKPOINT
 from services.coordinator import checkpoints as checkpoints_module
 from services.coordinator.administration import Administration
 from services.coordinator.checkpoints import CheckpointSchedule, Manifests
-from services.coordinator.cluster import Cluster
+from services.coordinator.state.cluster import Cluster
 from services.runtime.checkpoints import (
     MANIFEST,
     all_checkpoints,

@@ -7,9 +7,9 @@ import pytest
 from ps_protocol.errors import NotReady, RoundTimeout, StalePserver
 from ps_protocol.membership import FrozenRounds, HeldRun
 from ps_protocol.plan import SlicePlan
-from services.coordinator.cluster import Cluster
-from services.coordinator.pservers import PserverRegistry
 from services.coordinator.reconcile import make_installation, make_members_message
+from services.coordinator.state.cluster import Cluster
+from services.coordinator.state.pservers import PserverRegistry
 
 from ...raising import raises_code
 from .support import LEASE, alive, beat, join_all, joining, leaving, make_cluster, model, registration, train

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ps_protocol.membership import FrozenRounds, Membership
-from services.coordinator.decision import Rollback, decide, decide_steps
+from services.coordinator.state.decision import Rollback, decide, decide_steps
 
 TWO = Membership({0: 1, 1: 1})
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_protocol.errors import GradpostError, NotReady
-from services.coordinator.cluster import Cluster
-from services.coordinator.record import describe_cluster, restore_cluster
-from services.coordinator.run import Run
-from services.coordinator.trainers import join_run
+from services.coordinator.state.cluster import Cluster
+from services.coordinator.state.record import describe_cluster, restore_cluster
+from services.coordinator.state.run import Run
+from services.coordinator.state.trainers import join_run
 
 from ...raising import raises_code
 from .support import LEASE, defaults, joining, make_cluster

@@ -12,10 +12,10 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import NotReady, TrainerLost
 from ps_protocol.membership import Controls, FrozenRounds, HeldRun, Membership
 from ps_protocol.plan import SlicePlan
-from services.coordinator import record as record_module
-from services.coordinator.cluster import Cluster
 from services.coordinator.reconcile import make_installation
-from services.coordinator.record import (
+from services.coordinator.state import record as record_module
+from services.coordinator.state.cluster import Cluster
+from services.coordinator.state.record import (
     FILE,
     Beginning,
     ClusterRecord,
@@ -24,8 +24,8 @@ from services.coordinator.record import (
     restore_cluster,
     restore_incarnations,
 )
-from services.coordinator.resumption import resume_run
-from services.coordinator.trainers import join_run
+from services.coordinator.state.resumption import resume_run
+from services.coordinator.state.trainers import join_run
 from services.runtime import storage
 from services.runtime.checkpoints import Manifest
 from services.runtime.storage import DamagedFile

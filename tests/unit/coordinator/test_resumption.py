@@ -13,8 +13,8 @@ from ps_protocol.errors import StorageFailed, TrainerLost
 from ps_protocol.membership import Controls, Membership
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.reconcile import make_installation
-from services.coordinator.run import Run
 from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.state.run import Run
 from services.runtime.checkpoints import Manifest, write_manifest
 from services.runtime.storage import open_checkpoint_storage
 

@@ -9,9 +9,9 @@ import pytest
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, RoundTimeout, TrainerLost
 from services.coordinator.activity import ActivityLog
-from services.coordinator.cluster import Cluster
-from services.coordinator.record import describe_cluster, restore_cluster
 from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.state.cluster import Cluster
+from services.coordinator.state.record import describe_cluster, restore_cluster
 
 from ...raising import raises_code
 from .support import LEASE, alive, joining, leaving, make_cluster, model, registration

@@ -10,8 +10,8 @@ import pytest
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, Ended, ModelMismatch, StaleRun, TrainerLost
 from ps_protocol.vocabulary import LossPolicy
-from services.coordinator.run import Run
-from services.coordinator.trainers import join_run
+from services.coordinator.state.run import Run
+from services.coordinator.state.trainers import join_run
 
 from ...raising import raises_code
 from .support import LEASE, SGD_FLAGS, alive, defaults, joining, leaving, make_run, model

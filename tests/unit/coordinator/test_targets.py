@@ -11,10 +11,10 @@ import pytest
 from ps_config.hosts import reachable_host
 from ps_protocol.routes import JOIN_TRAINER
 from services.coordinator.app import make_coordinator_app
-from services.coordinator.cluster import Cluster
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.metrics import describe_targets, is_own_address
 from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.state.cluster import Cluster
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import KnownHosts, guard
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ps_protocol.optimizers import RULES, OptimizerSpec, StepState, check_hyper_parameters, check_optimizer
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import ParameterSpec
-from services.pserver.shard import Shard
+from services.pserver.shard.shard import Shard
 
 Options = dict[str, Any]
 

@@ -21,7 +21,7 @@ from services.pserver.durable.disk import Disk
 from services.pserver.durable.storage import RunStorage
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
-from services.pserver.shard import Shard
+from services.pserver.shard.shard import Shard
 
 from .oracle import make_options
 from .support import LIMITS, Bench, bench, failing, hold

@@ -15,7 +15,7 @@ from ps_protocol.optimizers import FRESH, MASTER, StepState, read_states, slot_k
 from ps_protocol.routes import COMPUTED_ON_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, SLOT_NAMES_KEY, STATES_KEY
 from ps_protocol.wire_types import UNCHANGED, WireTypes
 from services.pserver.durable.update_log import Update
-from services.pserver.shard import Shard
+from services.pserver.shard.shard import Shard
 
 from .oracle import make_options
 from .support import PARAMETERS, Bench, bench, decode, encode, refused, unchanged

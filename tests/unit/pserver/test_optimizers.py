@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from ps_protocol.optimizers import MEAN, RULES, StepState
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PLACEMENTS, WINDOW, ParameterSpec
-from services.pserver import optimizer_rules
-from services.pserver.layout import ShardLayout
-from services.pserver.optimizer_blocks import OptimizerBlocks
-from services.pserver.optimizer_rules import PIECE, UPDATE_RULES
-from services.pserver.shard_state import OptimizerState
+from services.pserver.shard.layout import ShardLayout
+from services.pserver.shard.optimizer_blocks import OptimizerBlocks
+from services.pserver.shard.optimizer_rules import PIECE, UPDATE_RULES
+from services.pserver.shard.shard import optimizer_rules
+from services.pserver.shard.shard_state import OptimizerState
 
 from ...soaking import examples, parametrize_sampled
 from .oracle import (
@@ -219,7 +219,7 @@ import sys, torch
 from ps_protocol.optimizers import check_optimizer
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
-from services.pserver.shard import Shard
+from services.pserver.shard.shard import Shard
 from tests.unit.pserver.oracle import DEFAULTS, make_numbers, make_options, make_spec
 for name in DEFAULTS:
     groups = [make_options(name)]

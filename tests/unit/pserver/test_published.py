@@ -19,12 +19,12 @@ from ps_protocol.routes import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver.inspection import read_blocks
-from services.pserver.reply import LARGE_BYTES, VersionedBlocks
-from services.pserver.shard import Shard
-from services.pserver.shard_state import ShardState, reslice
-from trainer_client.destinations import Deltas
-from trainer_client.tensors import TORCH_DTYPES, writable_bytes
+from services.pserver.shard.reply import LARGE_BYTES, VersionedBlocks
+from services.pserver.shard.shard import Shard
+from services.pserver.shard.shard_state import ShardState, reslice
+from trainer_client.transport.destinations import Deltas
 from trainer_client.transport.frame_sink import FrameSink
+from trainer_client.transport.tensors import TORCH_DTYPES, writable_bytes
 
 from ...soaking import examples
 from .oracle import make_options, make_spec

@@ -20,14 +20,14 @@ from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver import limits as module
-from services.pserver import reply as reply_module
-from services.pserver.bodies import Body, BufferPool
-from services.pserver.layout import ShardLayout
 from services.pserver.limits import Copies, InFlight, WaitingPulls
-from services.pserver.pushes import read_blocks
-from services.pserver.reply import Reply
-from services.pserver.staging import Contribution, Push
-from services.pserver.tensors import Part, QuantisedPart, SparsePart, StagedBlock, check_blocks
+from services.pserver.run.pushes import read_blocks
+from services.pserver.shard.bodies import Body, BufferPool
+from services.pserver.shard.layout import ShardLayout
+from services.pserver.shard.reply import Reply
+from services.pserver.shard.shard import reply as reply_module
+from services.pserver.shard.staging import Contribution, Push
+from services.pserver.shard.tensors import Part, QuantisedPart, SparsePart, StagedBlock, check_blocks
 
 from ...raising import raises_code
 

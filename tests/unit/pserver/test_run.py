@@ -24,8 +24,8 @@ from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, MEMBERS, VE
 from services.pserver.app import make_pserver_app
 from services.pserver.durable.records import Record
 from services.pserver.durable.update_log import Update
-from services.pserver.history import History
-from services.pserver.pulls import divide_rates
+from services.pserver.run.pulls import divide_rates
+from services.pserver.shard.history import History
 from services.runtime.metrics import ServiceMetrics
 
 from ...raising import raises_code

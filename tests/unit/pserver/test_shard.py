@@ -13,11 +13,11 @@ from ps_protocol.optimizers import OptimizerSpec, StepState
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, PLACEMENTS, WINDOW, ParameterSpec
 from services.coordinator.settings import RECORD_BYTES
-from services.pserver.aggregation import PIECE, Aggregator
-from services.pserver.layout import ShardLayout
-from services.pserver.reply import CHUNK_BYTES
-from services.pserver.shard import Shard
-from services.pserver.tensors import is_finite
+from services.pserver.shard.aggregation import PIECE, Aggregator
+from services.pserver.shard.layout import ShardLayout
+from services.pserver.shard.reply import CHUNK_BYTES
+from services.pserver.shard.shard import Shard
+from services.pserver.shard.tensors import is_finite
 from tests.unit.coordinator.support import defaults
 
 from .oracle import DTYPES, assert_same_bits, average, make_numbers, make_options, make_spec

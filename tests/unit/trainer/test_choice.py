@@ -10,8 +10,8 @@ from torch import nn
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel
-from trainer_client.engines.choice import check_combination
-from trainer_client.settings import TrainerSettings
+from trainer_client.client.settings import TrainerSettings
+from trainer_client.optimizer.choice import check_combination
 
 BOTH = {"overlap": True, "overlap_pulls": True}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_client.device_copies import GradientCopies, ParameterCopies
+from trainer_client.transport.device_copies import GradientCopies, ParameterCopies
 
 
 class Device:

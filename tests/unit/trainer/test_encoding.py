@@ -11,8 +11,8 @@ from torch import Tensor
 from ps_protocol.quantisation import PIECE
 from ps_protocol.vocabulary import Block
 from ps_protocol.wire_types import GROUP, WireTypes
-from trainer_client.pushing.encoding import ErrorFeedback, Remainder, encode_gradient
-from trainer_client.tensors import TORCH_DTYPES
+from trainer_client.client.encoding import ErrorFeedback, Remainder, encode_gradient
+from trainer_client.transport.tensors import TORCH_DTYPES
 
 SIZES = st.sampled_from([1, 2, GROUP - 1, GROUP, GROUP + 1, 5 * GROUP + 3, PIECE, PIECE + GROUP + 5])
 

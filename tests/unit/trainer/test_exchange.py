@@ -23,8 +23,8 @@ from ps_http2.client import BODY_EXTENSION
 from ps_protocol.errors import Unreachable
 from services.runtime import server as server_module
 from services.runtime.app import add_raw_route
-from trainer_client.membership import Membership
-from trainer_client.settings import read_settings
+from trainer_client.client.membership import Membership
+from trainer_client.client.settings import read_settings
 from trainer_client.transport.exchange import CHUNK_BYTES, Exchange, Http1Transport, make_bulk_client
 
 from ..http2.sockets import Talker, serving

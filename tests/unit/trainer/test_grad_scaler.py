@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.optimizers import HyperParameters
+from trainer_client.client.round_results import Outcomes
 from trainer_client.engines.engine import StepProgress
-from trainer_client.grad_scaler import GradScaler, ScalerState
-from trainer_client.round_results import Outcomes
+from trainer_client.optimizer.grad_scaler import GradScaler, ScalerState
 
 pytestmark = pytest.mark.amp
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import BadModel
-from trainer_client.model_tensors import BufferAverages
-from trainer_client.parameter_watch import ModelPlaces
+from trainer_client.engines.model_tensors import BufferAverages
+from trainer_client.optimizer.parameter_watch import ModelPlaces
 
 
 def make_model() -> nn.Sequential:

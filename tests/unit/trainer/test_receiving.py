@@ -15,9 +15,9 @@ from ps_protocol.frames import DTYPE_BYTES, TRUSTED_LIMITS, encode_header
 from ps_protocol.plan import make_plan
 from ps_protocol.routes import SINCE_KEY
 from ps_protocol.vocabulary import ParameterSpec
-from trainer_client.destinations import Deltas, PullProgress
-from trainer_client.tensors import writable_bytes
+from trainer_client.transport.destinations import Deltas, PullProgress
 from trainer_client.transport.frame_sink import FrameSink
+from trainer_client.transport.tensors import writable_bytes
 
 from ...raising import raises_code
 

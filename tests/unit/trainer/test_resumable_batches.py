@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from ps_protocol.errors import BadModel
-from trainer_client.resumable_batches import Position, ResumableBatches
+from trainer_client.optimizer.resumable_batches import Position, ResumableBatches
 
 EPOCHS = 3
 

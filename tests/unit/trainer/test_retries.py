@@ -34,10 +34,10 @@ from ps_protocol.retry import (
     read_retry_after,
 )
 from ps_protocol.routes import SEND
-from trainer_client.metrics import TrainerMetrics
-from trainer_client.news import MIN_PERIOD_SECONDS, News
-from trainer_client.pserver_client import PserverClient
-from trainer_client.pserver_connection import PserverConnection
+from trainer_client.client.metrics import TrainerMetrics
+from trainer_client.client.news import MIN_PERIOD_SECONDS, News
+from trainer_client.client.pserver_client import PserverClient
+from trainer_client.client.pserver_connection import PserverConnection
 from trainer_client.transport.exchange import Exchange
 
 INFO = PserverInfo(index=0, address="http://pserver", incarnation=1, http2=False)
@@ -76,7 +76,7 @@ async def test_a_restarted_pserver_has_as_long_as_the_coordinator_answers(
     refusal: GradpostError, coordinator_answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was away for longer than a request may take, and resumes once the coordinator has all pservers."""
-    monkeypatch.setattr("trainer_client.pserver_connection.NEWS_SECONDS", 0.01)
+    monkeypatch.setattr("trainer_client.client.pserver_connection.NEWS_SECONDS", 0.01)
     answers = [*[refuse(refusal)] * 3, DONE]
     news = News(heard_at=float("inf")) if coordinator_answers else News()
     async with client_of(lambda _: answers.pop(0), news, deadline_seconds=0) as client:
@@ -182,7 +182,7 @@ async def test_the_rounds_that_a_pserver_may_lose_are_kept() -> None:
 async def test_a_pserver_that_stays_behind_is_given_up_after_the_time_of_a_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer_client.pserver_connection.NEWS_SECONDS", 0.01)
+    monkeypatch.setattr("trainer_client.client.pserver_connection.NEWS_SECONDS", 0.01)
     news = News(heard_at=float("inf"))
     news.pservers[0] = RESTARTED
     ahead = refuse(FutureRound("round 1 is ahead"))

@@ -14,11 +14,11 @@ import pytest
 from ps_config.certificates import CertificateError
 from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
 from trainer_client import ParameterClient
-from trainer_client import session as session_module
-from trainer_client.io_thread import IoThread
-from trainer_client.metrics import TrainerMetrics
-from trainer_client.session import Session
-from trainer_client.settings import read_settings
+from trainer_client.client.metrics import TrainerMetrics
+from trainer_client.client.settings import read_settings
+from trainer_client.session.io_thread import IoThread
+from trainer_client.session.session import Session
+from trainer_client.session.session import session as session_module
 
 # ---------------------------------------------------------------- settings
 

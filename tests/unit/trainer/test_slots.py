@@ -15,9 +15,9 @@ from ps_protocol.optimizers import FRESH, RULES, StepState, read_states, split_k
 from ps_protocol.plan import make_plan
 from ps_protocol.routes import STATES_KEY
 from ps_protocol.vocabulary import ParameterSpec
-from trainer_client.optimizer_state.torch_state import ParameterState, read_state, write_state
-from trainer_client.optimizer_state.transfer import Loading, make_state_frames
-from trainer_client.wrapped_optimizer import describe_optimizer
+from trainer_client.engines.state_transfer import Loading, make_state_frames
+from trainer_client.engines.torch_state import ParameterState, read_state, write_state
+from trainer_client.optimizer.wrapped_optimizer import describe_optimizer
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "Adagrad": {"initial_accumulator_value": 0.5},

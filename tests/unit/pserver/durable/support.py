@@ -15,8 +15,8 @@ from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.vocabulary import Durability, ParameterSpec
 from services.pserver.durable.storage import Restored, RunStorage
 from services.pserver.durable.update_log import Update, list_segments
-from services.pserver.history import History
-from services.pserver.shard import Shard
+from services.pserver.shard.history import History
+from services.pserver.shard.shard import Shard
 from services.runtime.checkpoints import Manifest, write_manifest
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 

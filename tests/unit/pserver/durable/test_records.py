@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ps_protocol.frames import encode_header
 from services.pserver.durable.records import MARK_BYTES, Ending, Record, append_record, read_records
-from services.pserver.shard import Shard
-from services.pserver.shard_state import ShardState, concatenate, reslice
+from services.pserver.shard.shard import Shard
+from services.pserver.shard.shard_state import ShardState, concatenate, reslice
 
 from ..oracle import make_numbers
 from .support import GROUPS, SPEC, gradients, new_shard, plan_for, step

@@ -14,7 +14,7 @@ import pytest
 from services.pserver.durable import update_log
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import Update, UpdateLog
-from services.pserver.history import History
+from services.pserver.shard.history import History
 from services.runtime import storage as storage_module
 from services.runtime.failpoints import arm_failpoints
 

@@ -1,0 +1,1 @@
+"""The state of the coordinator and its transitions: no network, no clock, no disk."""

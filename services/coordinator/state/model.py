@@ -1,0 +1,104 @@
+"""The declared model: the comparison between trainers, and its slice plan. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import zip_longest
+
+from ps_protocol.errors import BadModel, ModelMismatch
+from ps_protocol.messages import DeclareModel
+from ps_protocol.optimizers import check_optimizer
+from ps_protocol.plan import SlicePlan, make_plan, make_ring_plan
+from ps_protocol.vocabulary import ParameterSpec, Rank
+from ps_protocol.wire_types import WireTypes
+
+from ..settings import CoordinatorSettings
+
+# Settings that need pservers, and the value that has no effect without them.
+_OF_PSERVERS = {
+    **dict.fromkeys(("min_block_size", "placement", "slice_parameters", "topk")),
+    **{"push_type": "float32", "pull_type": "float32", "local_steps": 0},
+}
+
+
+def plan_model(model: DeclareModel, settings: CoordinatorSettings, num_pservers: int) -> SlicePlan:
+    """Return the slice plan of a declared model. Raises BadModel or BadInput (`unsupported_optimizer`)."""
+    parameters = [ParameterSpec(*fields) for fields in model.parameters]
+    if settings.consistency.is_ring:
+        if useless := [name for name, same in _OF_PSERVERS.items() if getattr(model, name) not in (None, same)]:
+            raise BadModel(f"{', '.join(useless)} would have no effect with strategy ring, which has no pservers")
+        return make_ring_plan(parameters, model.buffers)
+    if settings.consistency.is_async and model.nonfinite == "skip_round":
+        raise BadModel("nonfinite skip_round needs the synchronous mode: the other modes have no rounds")
+    if model.max_grad_norm is not None and settings.consistency.is_async:
+        raise BadModel("max_grad_norm needs the synchronous mode: the other modes have no common gradient")
+    if model.max_grad_norm is not None and model.local_steps:
+        raise BadModel("max_grad_norm has no effect with local_steps: call clip_grad_norm_ before each local step")
+    wire = WireTypes(
+        model.push_type or settings.push_type, model.pull_type or settings.pull_type, model.topk or settings.topk
+    )
+    wire.check_mode(settings.consistency)
+    if wire.pulls_deltas and model.local_steps:
+        raise BadModel("pull_type int8 must not be set with local_steps: trainers change the deltas' base version")
+    return make_plan(
+        parameters,
+        num_pservers,
+        min_block_size=model.min_block_size or settings.min_block_size,
+        placement=model.placement or settings.placement,
+        slice_parameters=settings.slice_parameters if model.slice_parameters is None else model.slice_parameters,
+        buffers=model.buffers,
+        optimizer=check_optimizer(model.optimizer, model.group_flags),
+        wire=wire,
+    )
+
+
+def check_same_model(rank: Rank, mine: DeclareModel, whose: str, theirs: DeclareModel) -> None:
+    """Raise ModelMismatch with the first difference between the declarations of trainer `rank` and of `whose`."""
+    for name in DeclareModel.model_fields:
+        if name in ("run", "incarnation", "rendezvous", "parameters", "buffers"):
+            continue
+        if getattr(mine, name) != getattr(theirs, name):
+            raise ModelMismatch(
+                f"trainer {rank} and {whose} disagree on {name}",
+                expected=getattr(theirs, name),
+                actual=getattr(mine, name),
+            )
+    _check_buffers((spec[0] for spec in mine.parameters), (spec[0] for spec in theirs.buffers), whose)
+    for name, a, b in (("parameters", mine.parameters, theirs.parameters), ("buffers", mine.buffers, theirs.buffers)):
+        if len(a) != len(b):
+            raise ModelMismatch(
+                f"trainer {rank} and {whose} have different numbers of {name}", expected=len(b), actual=len(a)
+            )
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            if x != y:
+                raise ModelMismatch(
+                    f"trainer {rank} and {whose} differ in {name[:-1]} {i}", expected=list(y), actual=list(x)
+                )
+
+
+def check_same_tensors(plan: SlicePlan, other: SlicePlan, whose: str) -> None:
+    """Raise ModelMismatch with the first difference between two plans' tensors and optimizers; cuts may differ."""
+    _check_buffers((spec.name for spec in plan.parameters), (spec.name for spec in other.buffers), whose)
+    for what, mine, theirs in (
+        ("parameters", plan.parameters, other.parameters),
+        ("buffers", _shapes(plan), _shapes(other)),
+        ("optimizer", (plan.optimizer,), (other.optimizer,)),
+    ):
+        if mine != theirs:
+            pairs = [(a, b) for a, b in zip_longest(mine, theirs) if a != b]
+            raise ModelMismatch(
+                f"the trainers and {whose} declare different {what}", expected=str(pairs[0][1]), actual=str(pairs[0][0])
+            )
+
+
+def _check_buffers(averaged: Iterable[str], stored: Iterable[str], whose: str) -> None:
+    """Raise ModelMismatch if an earlier version stored buffers unchanged that trainers average now."""
+    if both := sorted(frozenset(averaged) & frozenset(stored)):
+        raise ModelMismatch(
+            f"{whose} stores the buffer {both[0]!r} unchanged, as earlier versions did, and trainers "
+            "average it: export its model with gradpost checkpoint export, and load the file in a new run"
+        )
+
+
+def _shapes(plan: SlicePlan) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    return tuple((spec.name, spec.shape, spec.dtype) for spec in plan.buffers)

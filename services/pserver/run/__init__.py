@@ -1,0 +1,1 @@
+"""One run on one pserver: its schedules, which decide, and the executors, which apply."""

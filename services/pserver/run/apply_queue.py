@@ -1,0 +1,425 @@
+"""The asynchronous modes: a queue and a worker for each block, and pulls beside them (ADR 5).
+
+push ──staged until the step is complete──► logged ──► together into all its queues ──► each block's worker steps it
+pull ──waits for clocks (its own, or with `max_staleness` those of all trainers)─────► reads as `read_consistency` says
+
+Contributions are numbered in the order in which they are committed. A checkpoint of number n is made while no
+contribution is being committed and every queue is empty, so that it contains exactly the first n contributions. The log
+has the later ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NoReturn, TypeVar
+
+from ps_protocol.errors import GradpostError, RoundPending, TryAgain
+from ps_protocol.fence import Fence
+from ps_protocol.membership import Membership
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.requests import Completion, Pull
+from ps_protocol.routes import APPLIED_KEY, HISTORY_KEY
+from ps_protocol.vocabulary import Rank, Round
+from services.runtime.failpoints import reach_failpoint
+from services.runtime.logs import get_logger
+
+from ..durable.checkpoint_writer import Destination
+from ..durable.storage import Restored
+from ..durable.update_log import Update as LoggedUpdate
+from ..shard.optimizer_blocks import LoadedState
+from ..shard.reply import Reply
+from ..shard.staging import Contribution, Push, Staged
+from ..shard.tensors import StagedBlock, view_bytes
+from .clocks import Clocks
+from .pulls import PulledState, Pulls, compensate_gradient, divide_rates
+from .queues import BlockQueue, HeldPushes, Pauses, Update
+from .reading import Reader, make_reader
+from .run import FAILURES_OF_TRAINERS, Run
+from .schedule import Read, Wait, name_trainers
+
+log = get_logger()
+
+T = TypeVar("T")
+
+HOLD_SECONDS = 10.0  # a push that has waited for room for so long has to be sent again
+
+
+@dataclass(frozen=True, slots=True)
+class _Pulling:
+    """A trainer's pull that waits for others, `since` by the loop's clock."""
+
+    step: Round
+    since: float
+
+
+def _computed_on(completion: Completion | None) -> Round:
+    """Return the step after which the parameters of a complete contribution were pulled."""
+    assert completion is not None
+    assert completion.computed_on is not None  # `read_push` refuses others
+    return completion.computed_on
+
+
+class QueueExecutor:
+    """The executor of contributions that `Clocks` commits. The round of a request is its trainer's step."""
+
+    def __init__(self, run: Run, restored: Restored | None) -> None:
+        self._rules = rules = run.install.consistency
+        self.schedule: Clocks[StagedBlock] = Clocks(
+            {},
+            rules,
+            applied=restored.round if restored else 0,
+            steps=restored.history.steps if restored else None,
+            # Its log may have lost its end, even if it looks whole; and no trainer is at an uncommitted step.
+            is_short=restored is not None,
+        )
+        self._run: Run = weakref.proxy(run)  # which owns this; a cycle would keep its shard in memory
+        self._shard = run.shard
+        self._condition = run.condition
+        self._compute = run.compute
+        self._metrics = run.metrics
+        self._pulls = Pulls(rules.max_delay, self._make_restored_pull() if restored else None)
+        self.queues: dict[str, BlockQueue] = {}  # none before version 0
+        self._held = HeldPushes(self.queues)
+        self._pauses = Pauses(run.condition, self._held)
+        self._log_fails_since: float | None = None
+        self._reader: Reader | None = None
+        self._pulling: dict[Rank, _Pulling] = {}
+
+    def _make_restored_pull(self) -> PulledState:
+        """Return the pull that the trainers of an earlier incarnation of this pserver are assumed to have made."""
+        values = self._shard.values.clone() if self._rules.compensation == "dc" else None
+        return PulledState(dict(self._shard.versions), values)
+
+    @property
+    def missing(self) -> list[Rank]:
+        """The ranks that the longest waiting pull waits for."""
+        _, others = min(self._open_waits(), default=(0.0, ()))
+        return list(others)
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the longest waiting pull began to wait for others, by the loop's clock."""
+        return min((since for since, _ in self._open_waits()), default=None)
+
+    def _open_waits(self) -> Iterator[tuple[float, Sequence[Rank]]]:
+        """Yield the beginning and the missing ranks of each pull that the clocks still hold back.
+
+        A trainer whose pull was answered with RoundPending may never come back, so the clocks decide.
+        """
+        for rank, pulling in self._pulling.items():
+            if others := self._find_others(rank, pulling.step):
+                yield pulling.since, others
+
+    def _find_others(self, rank: Rank, step: Round) -> list[Rank]:
+        return [other for other in self.schedule.find_missing(rank, step) if other != rank]
+
+    @property
+    def num_queued(self) -> int:
+        """The number of gradients in all queues."""
+        return sum(queue.num_updates for queue in self.queues.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """True if all committed contributions are applied."""
+        return self.num_queued == 0 and all(queue.failure is None for queue in self.queues.values())
+
+    # ------------------------------------------------------------------ pushes
+
+    def stage(self, fence: Fence, push: Push[StagedBlock]) -> Staged:
+        """Stage an admitted push. Raises the failure of a stopped block, Conflict (`delay_exceeded`) or StaleRound."""
+        self._check_blocks_run(push.blocks)
+        if push.completion is not None:
+            computed_on = _computed_on(push.completion)
+            self.schedule.check_delay(fence.rank, fence.round, computed_on)
+            self._pulls.find_pull(fence.rank, computed_on)
+        staged = self.schedule.stage(fence.rank, fence.round, push)
+        if staged.num_lost:
+            log.error(
+                "steps that an earlier incarnation of this pserver acknowledged are lost",
+                trainer=fence.rank, lost=staged.num_lost, next=fence.round,
+            )  # fmt: skip
+        return staged
+
+    async def commit(self, fence: Fence) -> None:
+        """Log the whole contribution and put it into all its queues together, once all of them have room.
+
+        Raises TryAgain if there is no room for long or the log cannot be written, and StorageFailed once the log has
+        failed for the round time-out. Then the whole contribution stays staged, and the same push must be sent again.
+        """
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        blocks = self.schedule.contribution(fence.rank).blocks.keys()
+        logging: asyncio.Task[None] | None = None
+        async with self._condition:
+            try:
+                with self._held.hold(blocks):
+                    while self._run.admit_push(fence) == "open":  # else a repeated push has queued it meanwhile
+                        self._check_blocks_run(blocks)
+                        if self._pauses.may_commit and self._held.is_ready(blocks):
+                            self._pauses.note_commit()
+                            has_log = self._run.storage is not None and self._run.storage.has_log
+                            if has_log or self.schedule.contribution(fence.rank).slots:
+                                logging = self._pauses.begin_pause(self._log_and_commit(fence.rank))
+                            else:
+                                self._commit(fence.rank)
+                            break
+                        if loop.time() >= begin + HOLD_SECONDS:
+                            raise self._make_hold_error(blocks)
+                        with self._metrics.held_pushes.track_inprogress(), contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout_at(begin + HOLD_SECONDS):
+                                await self._condition.wait()
+            finally:
+                self._condition.notify_all()  # pushes that waited behind; and an empty contribution advances a clock
+        self._metrics.held_seconds.observe(loop.time() - begin)
+        if logging is not None:
+            await asyncio.shield(logging)  # it belongs to the run: this client may disconnect
+
+    def _make_hold_error(self, blocks: Iterable[str]) -> GradpostError:
+        if self.schedule.is_paused:
+            return RoundPending("the run is paused by an administrator; send the push again")
+        full = self._held.find_full_queues(blocks)
+        what = f"the queue of block {full[0]!r} is full" if full else f"pserver {self._run.index} is busy"
+        return TryAgain(f"{what}; send the push again", code="queue_full", blocks=full[:10])
+
+    def _check_blocks_run(self, names: Iterable[str]) -> None:
+        for name in names:
+            if (failure := self.queues[name].failure) is not None:
+                raise copy.copy(failure)
+
+    def _commit(self, rank: Rank) -> None:
+        pull = self._pulls.find_pull(rank, _computed_on(self.schedule.contribution(rank).completion))
+        committed = self.schedule.commit(rank)
+        hyper_parameters = self._get_hyper_parameters(committed.contribution)
+        for name, block in committed.contribution.blocks.items():
+            if self._is_frozen(name):
+                self.schedule.count_applied_block(committed)
+            else:
+                self.queues[name].put_update(Update(committed, block, pull, hyper_parameters))
+        self._shard.version = self.schedule.applied  # if all of its blocks are frozen
+        if (destination := self._run.writer.choose_destination(committed.number)) is not None:
+            self._pauses.begin_pause(self._drain_and_snapshot(committed.number, destination))
+
+    def _get_hyper_parameters(self, contribution: Contribution[StagedBlock]) -> list[HyperParameters]:
+        return self._run.membership.newest_controls.override_rates(contribution.hyper_parameters)
+
+    def _is_frozen(self, name: str) -> bool:
+        return self._shard.layout.place[name].block.parameter in self._run.membership.newest_controls.frozen
+
+    # ------------------------------------------------------------------ log and checkpoints
+
+    async def _log_and_commit(self, rank: Rank) -> None:
+        """Log a complete contribution, and then commit it to the queues, and its optimizer state to the shard."""
+        contribution = self.schedule.contribution(rank)
+        present = [place.name for place in self._shard.layout.places if place.name in contribution.blocks]
+        names = tuple(name for name in present if not self._is_frozen(name))
+        origin = self.schedule.members[rank], self.schedule.open_steps[rank]
+        hyper_parameters = self._get_hyper_parameters(contribution)
+        loaded = LoadedState.from_staged(contribution.slots)
+        update = LoggedUpdate(
+            self.schedule.num_committed + 1, (rank,), hyper_parameters, names, origin=origin, counter=rank
+        )
+        try:
+            await asyncio.to_thread(self._append, update, [contribution.blocks[name] for name in names], loaded)
+        except OSError as error:
+            await self._handle_failed_append(f"log step {origin[1]} of trainer {rank}", error)
+        self._log_fails_since = None
+        if loaded:
+            await self._drain()
+            self._run.check_failure()
+            await self._compute.run(self._shard.load_slots, loaded)
+        self._commit(rank)
+
+    def _append(self, update: LoggedUpdate, blocks: Sequence[StagedBlock], loaded: LoadedState | None) -> None:
+        if self._run.storage is not None:
+            self._run.storage.append(update, [view_bytes(block.tensor().float()) for block in blocks], loaded)
+
+    async def _handle_failed_append(self, what: str, error: OSError) -> NoReturn:
+        """Make the trainers send the push again, until the round time-out for a full disk has passed."""
+        failure = self._run.storage_failed(what, error)
+        now = asyncio.get_running_loop().time()
+        self._metrics.log_failures.inc()
+        log.error("the log cannot be written; the push has to be sent again", error=failure.detail)
+        self._log_fails_since = self._log_fails_since or now
+        if now - self._log_fails_since >= self._run.install.round_timeout_seconds:
+            await self._run.fail(failure)
+            raise copy.copy(failure)
+        raise TryAgain(f"{failure.detail}; send the push again")
+
+    async def _drain_and_snapshot(self, number: Round, destination: Destination) -> None:
+        await self._drain()
+        if self._run.failure is not None or not self.is_idle:
+            return
+        self.schedule.set_committed(number)
+        self._shard.version = number
+        await self._run.write_checkpoint(destination)
+
+    async def _drain(self) -> None:
+        """Wait until all committed contributions are applied, or a block has stopped."""
+
+        def is_over() -> bool:
+            return self.is_idle or not all(queue.is_working for queue in self.queues.values())
+
+        async with self._condition:
+            await self._condition.wait_for(is_over)
+
+    async def wait_for_newest(self, round_: Round, *, is_over: bool) -> Round:
+        """Return the number of committed contributions; for a run that `is_over`, at least `round_`."""
+        await self._pauses.wait_for_turn()
+        return max(self.schedule.num_committed, round_ if is_over else 0)
+
+    async def begin_checkpoint(self, round_: Round, destination: Destination) -> None:
+        """Begin a checkpoint of the committed contributions, to be stored under this number."""
+        self._pauses.begin_pause(self._drain_and_snapshot(round_, destination))
+
+    async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
+        """Read the shard between two contributions: see `Executor.read_after_round`. Pushes wait meanwhile."""
+        found: list[T] = []
+
+        async def drain_and_read() -> None:
+            await self._drain()
+            self._run.check_failure()
+            self._check_blocks_run(self.queues)
+            extra = {APPLIED_KEY: str(self.schedule.applied), HISTORY_KEY: self.schedule.copy_history().to_json()}
+            found.append(await self._run.read_now(read, extra))
+
+        await self._pauses.wait_for_turn_and_pause(drain_and_read)
+        return found[0]
+
+    async def wait_for_apply(self) -> None:
+        """Wait until no contribution is being committed and the compute thread is done with the earlier ones."""
+        await self._pauses.wait_for_turn()
+        await self._compute.run(lambda: None)  # jobs run in order
+
+    # ------------------------------------------------------------------ apply
+
+    async def open_reads(self) -> None:
+        """Begin the queues and the reader of the shard's version, which is complete."""
+        rules, notify = self._rules, self._run.notify
+        for name in self._shard.layout.place:
+            self.queues[name] = BlockQueue(name, max_queued=rules.max_queued, apply=self._apply, changed=notify)
+        keeps_values = rules.compensation == "dc"
+        self._reader = make_reader(
+            rules.read_consistency, self._shard, self._compute, self.queues, keep_values=keeps_values
+        )
+
+    async def _apply(self, name: str, update: Update) -> None:
+        begin = perf_counter()
+        await self._compute.run(self._step, name, update)
+        self._metrics.apply_seconds.observe(perf_counter() - begin)
+        before = self.schedule.applied
+        self.schedule.count_applied_block(update.committed)
+        self._shard.version = self.schedule.applied
+        self._metrics.rounds.inc(self.schedule.applied - before)
+        self._metrics.updates.inc()
+
+    def _step(self, name: str, update: Update) -> None:
+        """Step one block, on the compute thread."""
+        rules = self._rules
+        staleness = self._shard.versions[name] - update.pull.versions[name]
+        self._metrics.staleness.observe(staleness)
+        gradient = update.block.tensor()
+        hyper_parameters = update.hyper_parameters
+        place = self._shard.layout.place[name]
+        if rules.compensation == "dc" and not place.is_mean:
+            assert update.pull.values is not None
+            pulled = update.pull.values[place.begin : place.end]
+            gradient = compensate_gradient(gradient, self._shard.block(name), pulled, rules.dc_lambda)
+        elif rules.compensation == "divide":
+            hyper_parameters = divide_rates(hyper_parameters, staleness)
+        reach_failpoint("apply.before")
+        self._shard.apply_block(name, gradient, hyper_parameters, counter=update.committed.rank)
+        reach_failpoint("apply.after")
+
+    # ------------------------------------------------------------------ pulls
+
+    async def get(self, fence: Fence, pull: Pull) -> Reply:
+        """Return the newest parameters, once the clocks allow it to a trainer that has pushed step `fence.round`.
+
+        Raises the errors of `Run.wait_for`.
+        """
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        await self._run.wait_for(fence, pull.wait_seconds, lambda: self._may_read(fence) or None)
+        self._metrics.barrier_wait.observe(loop.time() - begin)
+        assert self._reader is not None  # version 0 exists
+        metadata = {**self._run.metadata(fence.round), APPLIED_KEY: str(self.schedule.applied)}
+        reading = await self._reader.read(pull.names or None, metadata)
+        self._run.check_fence(fence)
+        self._run.check_member(fence)
+        self._pulls.record_pull(fence.rank, fence.round, reading.pull)
+        return Reply(fence.round, reading.chunks)
+
+    def _may_read(self, fence: Fence) -> bool:
+        self._run.check_fence(fence)
+        self._run.check_member(fence)
+        if not self._run.is_readable:
+            return False
+        if self.schedule.find_missing(fence.rank, fence.round):
+            self._check_blocks_run(self.queues)
+            return False
+        self._pulling.pop(fence.rank, None)
+        return True
+
+    def note_wait(self, fence: Fence) -> Wait:
+        """Note that a trainer's pull waits for clocks, and return the reason."""
+        rank, step = fence.rank, fence.round
+        others = self._find_others(rank, step)
+        pulling = self._pulling.pop(rank, None)
+        if pulling is None or pulling.step != step:
+            pulling = _Pulling(step, asyncio.get_running_loop().time())
+        if others:
+            self._pulling[rank] = pulling
+        return Wait(
+            f"step {step} of trainer {rank}",
+            name_trainers(others) or "its own update",
+            others,
+            f"let trainer {rank} go on after step {step}",
+            pulling.since if others else None,
+            {"clocks": self.schedule.clocks},
+        )
+
+    # ------------------------------------------------------------------ members and the end
+
+    async def hold_updates(self) -> None:
+        """Wait for the contribution that is being logged; contributions are applied one by one, and go on."""
+        await self._pauses.wait_for_turn()
+
+    async def wait_until_changeable(self) -> None:
+        """Wait for the contribution that is being logged, which counts for the members before the change."""
+        await self._pauses.wait_for_turn()
+
+    def install_members(self, membership: Membership) -> None:
+        """Install a set of members: trainers that left are not waited for any more."""
+        was_paused = self.schedule.is_paused
+        for rank, incarnation in self.schedule.members.items():
+            if membership.members.get(rank) != incarnation:
+                self._pulls.forget_trainer(rank)
+                self._pulling.pop(rank, None)
+        self.schedule.install_members(membership)
+        self._held.is_paused = self.schedule.is_paused
+        if was_paused:
+            self._pulling.clear()  # their round time-outs begin again
+            self._run.waiting_since = None
+
+    async def end_waits(self, reason: GradpostError) -> None:
+        """End the run once all committed contributions are applied, so that the last checkpoint contains them."""
+
+        async def drain_and_end() -> None:
+            await self._drain()
+            await self._run.end(reason)
+
+        await self._pauses.wait_for_turn_and_pause(drain_and_end)
+
+    def close(self, reason: GradpostError) -> None:
+        """End the reader, and drop the queued updates unless a trainer's failure ends the run: see `Run.stop`."""
+        if not isinstance(reason, FAILURES_OF_TRAINERS):
+            for queue in self.queues.values():
+                queue.close()
+        if self._reader is not None:
+            self._reader.close(reason)

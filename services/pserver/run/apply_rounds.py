@@ -1,0 +1,391 @@
+"""The synchronous mode: complete rounds are applied one after another, between batch and fetch barriers.
+
+plain:    Apply ────────────────────────────────────────────────────► aggregate, log, step, encode ──► the next order
+clipped:  Measure ──► aggregate ──► the trainers agree on the norm ──► clip, log, step, encode ──────► the next order
+
+`RoundsExecutor` lives on the event loop; `RoundWork` does its tensor work on the compute thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from ps_protocol.errors import Ended, GradpostError, NormChanged, RoundPending, StaleRound
+from ps_protocol.fence import Fence
+from ps_protocol.membership import Membership
+from ps_protocol.messages import BarrierAnswer, NormAnswer
+from ps_protocol.norms import AgreedNorm, clip_coefficient
+from ps_protocol.requests import Barrier, Pull
+from ps_protocol.vocabulary import Rank, Round
+from services.runtime.logs import get_logger
+
+from ..durable.checkpoint_writer import Destination, Write
+from ..durable.storage import Restored
+from ..shard.history import History
+from ..shard.reply import Reply
+from ..shard.staging import Push, Staged
+from ..shard.tensors import StagedBlock
+from .round_work import Measured, RoundWork
+from .rounds import Apply, Measure, Order, Rounds
+from .run import Run
+from .schedule import Read, Wait, name_trainers
+
+log = get_logger()
+
+T = TypeVar("T")
+
+LOG_RETRY_SECONDS = 0.5  # between tries to write to a full disk
+
+
+class RoundsExecutor:
+    """The executor of the orders of `Rounds`. The reply of the applied round is encoded once, for all trainers."""
+
+    def __init__(self, run: Run, restored: Restored | None) -> None:
+        install = run.install
+        self.schedule: Rounds[StagedBlock] = Rounds(
+            install.membership.members,
+            install.consistency.max_delay,
+            applied=restored.round if restored else 0,
+            history=restored.history if restored else None,
+            clips=install.max_grad_norm is not None,
+        )
+        self._run: Run = weakref.proxy(run)  # which owns this; a cycle would keep its shard in memory
+        self._condition = run.condition
+        self._compute = run.compute
+        self._metrics = run.metrics
+        # With `max_delay` a member may still read a version when its push of a later round arrives.
+        self._work = RoundWork(run.shard, run.storage, run.identity, borrows=not self.schedule.max_delay)
+        self._reply: Reply | None = None  # of the applied round, once it may be read
+        self._measured: Measured | None = None  # waits for its global norm, or is being applied
+        self._apply_task: asyncio.Task[None] | None = None
+        self._has_warned_about_disagreement = False
+        self._disk_trouble = ""  # why the log of the open round is not written yet
+
+    @property
+    def missing(self) -> list[Rank]:
+        """The ranks missing at the open batch barrier."""
+        return self.schedule.missing
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the first trainer began to wait for the open round, by the loop's clock."""
+        return self._run.waiting_since
+
+    @property
+    def num_queued(self) -> int:
+        """Always 0, because contributions are staged and not queued."""
+        return 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no round is being applied. A round whose apply failed counts as being applied."""
+        return self.schedule.applying is None
+
+    # ------------------------------------------------------------------ pushes and barriers
+
+    def stage(self, fence: Fence, push: Push[StagedBlock]) -> Staged:
+        """Stage an admitted push of the open round, or with `max_delay` of a later one."""
+        return self.schedule.stage(fence.rank, fence.round, push)
+
+    async def commit(self, fence: Fence) -> None:
+        """Leave the contribution to its batch barrier."""
+
+    def count_barrier(self, fence: Fence, barrier: Barrier) -> BarrierAnswer:
+        """Count a barrier, and with a batch barrier the trainer's verdict on its gradient. Never waits.
+
+        Starts the apply that the barrier completes.
+        """
+        self._run.check_fence(fence)
+        rank, incarnation = fence.rank, fence.trainer_incarnation
+        if barrier.kind == "batch":
+            is_finite = barrier.is_finite or self._run.install.nonfinite != "skip_round"  # other policies ignore it
+            order = self.schedule.count_batch_barrier(rank, incarnation, fence.round, is_finite=is_finite)
+            if self.schedule.batch_barriers:
+                self._run.note_waiting()
+        else:
+            order = self.schedule.count_fetch_barrier(rank, incarnation, fence.round)
+        self._start(order)
+        missing = tuple(self.schedule.missing)
+        return BarrierAnswer(round=self.schedule.open, missing=missing, notice=self._run.notice)
+
+    # ------------------------------------------------------------------ members
+
+    async def hold_updates(self) -> None:
+        """Wait for a running apply. None follows it until members are installed."""
+        async with self._condition:
+            self.schedule.is_frozen = True
+            while self.schedule.applying is not None:
+                self._run.check_failure()
+                await self._condition.wait()
+
+    async def wait_until_changeable(self) -> None:
+        """Return immediately, since a running apply does not depend on the members."""
+
+    def install_members(self, membership: Membership) -> None:
+        """Install a set of members, which may complete the batch barrier."""
+        was_paused = self.schedule.is_paused
+        self._start(self.schedule.install_members(membership))
+        if was_paused or not self.schedule.batch_barriers:
+            self._run.waiting_since = None  # the waiting trainers have left, or waited for an administrator
+
+    # ------------------------------------------------------------------ apply
+
+    def _start(self, order: Order[StagedBlock] | None) -> None:
+        if order is None:
+            return
+        if self._run.waiting_since is not None:
+            self._metrics.barrier_wait.observe(asyncio.get_running_loop().time() - self._run.waiting_since)
+        self._begin(self._measure(order.apply) if isinstance(order, Measure) else self._apply(order))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        # A task of the run, not of the request that completed the barrier: that client may disconnect.
+        self._apply_task = asyncio.create_task(work, name=f"apply round {self.schedule.open}")
+
+    @contextlib.asynccontextmanager
+    async def _fail_on_error(self, round_: Round) -> AsyncIterator[None]:
+        """End the run for all trainers with an error that is raised in the block."""
+        try:
+            yield
+        except GradpostError as error:
+            await self._run.fail(error)
+        except Exception as error:
+            log.exception("apply failed", round=round_)
+            text = f"the optimizer of pserver {self._run.index} failed in round {round_}: {error}"
+            await self._run.fail(Ended(text, code="apply_failed"))
+
+    async def _measure(self, apply: Apply[StagedBlock]) -> None:
+        async with self._fail_on_error(apply.round):
+            controls = self._run.membership.controls_at(apply.round)
+            measured = await self._compute.run(self._work.measure, apply, controls)
+            async with self._condition:
+                if self.schedule.measuring is apply:  # else the members have changed meanwhile
+                    self._measured = measured
+                    self._run.waiting_since = None
+                    self._condition.notify_all()
+
+    def _find_measured(self, apply: Apply[StagedBlock] | None) -> Measured | None:
+        return self._measured if self._measured is not None and self._measured.apply is apply else None
+
+    async def _apply(self, apply: Apply[StagedBlock], coefficient: float = 1.0) -> None:
+        self._warn_about_disagreement(apply)
+        async with self._fail_on_error(apply.round):
+            with self._metrics.apply_seconds.time():
+                await self._revoke_reply()
+                if coefficient != 1:
+                    await self._compute.run(self._run.shard.aggregator.scale, coefficient)
+                reply = await self._step_when_logged(apply)
+            await self._finish_round(apply, reply)
+
+    async def _revoke_reply(self) -> None:
+        """Wait for the last readers of the reply, whose values are about to change, and end the slow ones.
+
+        All members have read it, since their fetch barriers have arrived. With `max_delay` the reply is a copy.
+        """
+        if self.schedule.max_delay:
+            return
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            await reply.revoke()
+
+    async def _step_when_logged(self, apply: Apply[StagedBlock]) -> Reply:
+        """Step as soon as the disk accepts the update. A full disk fails the run in the end."""
+        loop, run = asyncio.get_running_loop(), self._run
+        deadline = loop.time() + run.install.round_timeout_seconds
+        while True:
+            try:
+                reply, checkpoint = await self._compute.run(self._step, apply)
+            except OSError as error:
+                self._metrics.log_failures.inc()
+                if loop.time() >= deadline or run.failure is not None:
+                    raise run.storage_failed(f"log round {apply.round}", error) from error
+                log.error("the log cannot be written; the round waits", round=apply.round, error=str(error))
+                self._disk_trouble = f"the disk of pserver {run.index}: {error}"
+                await asyncio.sleep(LOG_RETRY_SECONDS)
+            else:
+                self._disk_trouble = ""
+                if checkpoint is not None:
+                    run.writer.begin_write(apply.round, *checkpoint)
+                return reply
+
+    def _step(self, apply: Apply[StagedBlock]) -> tuple[Reply, tuple[Destination, Write] | None]:
+        """Step on the compute thread. Returns the reply, and the writer of a checkpoint if one is due."""
+        measured = self._find_measured(apply)
+        history = self.schedule.history_after(apply, measured.norm if measured else None)
+        controls = self._run.membership.controls_at(apply.round)
+        reply = self._work.step(apply, controls, measured, history.outcome(apply.round))
+        return reply, self._snapshot_if_due(apply, history)
+
+    def _snapshot_if_due(self, apply: Apply[StagedBlock], history: History) -> tuple[Destination, Write] | None:
+        storage, destination = self._run.storage, self._run.writer.choose_destination(apply.round)
+        if storage is None or destination is None:
+            return None
+        return destination, storage.snapshot(self._run.shard, history, is_own=destination == "folder")
+
+    async def _finish_round(self, apply: Apply[StagedBlock], reply: Reply) -> None:
+        async with self._condition:
+            measured, self._measured = self._find_measured(apply), None
+            following = self.schedule.finish_apply(measured.norm if measured else None)
+            self._work.captures.expire_rounds(apply.round)
+            self._reply = reply
+            self._run.waiting_since = None
+            if self.schedule.batch_barriers:
+                self._run.note_waiting()
+            self._start(following)
+            self._condition.notify_all()
+        self._metrics.rounds.inc()
+        if apply.nonfinite:
+            self._metrics.skipped.inc()
+            log.warning("round skipped: gradients contain NaN or infinity", round=apply.round, trainer=apply.nonfinite)
+
+    def _warn_about_disagreement(self, apply: Apply[StagedBlock]) -> None:
+        for rank, contribution in zip(apply.ranks, apply.contributions, strict=True):
+            if contribution.hyper_parameters != apply.hyper_parameters:
+                self._metrics.disagreements.inc()
+                if not self._has_warned_about_disagreement:
+                    self._has_warned_about_disagreement = True
+                    log.warning(
+                        "trainers push different hyperparameters; the lowest rank's count",
+                        round=apply.round, used=f"trainer {apply.ranks[0]}", ignored=f"trainer {rank}",
+                    )  # fmt: skip
+
+    async def wait_for_apply(self) -> None:
+        """Wait until no round is being applied."""
+        while self._apply_task is not None and not self._apply_task.done():  # one may have begun the next
+            await asyncio.wait([self._apply_task])
+
+    # ------------------------------------------------------------------ pulls
+
+    async def open_reads(self) -> None:
+        """Serve the shard's version, which is complete."""
+        version = self._run.shard.version
+        self._reply = await self._compute.run(self._work.encode, version, self.schedule.history.outcome(version))
+
+    async def get(self, fence: Fence, pull: Pull) -> Reply:
+        """Return version `pull.round`, or with `max_delay` a newer one.
+
+        Raises the errors of `Run.wait_for`, and StaleRound when the version has been overwritten.
+        """
+        reply = await self._run.wait_for(fence, pull.wait_seconds, lambda: self._find_reply(fence))
+        if pull.names:
+            version, chunks = await self._compute.run(self._encode_blocks, pull.names)
+            self._run.check_fence(fence)
+            if not self._serves(version, fence):
+                raise StaleRound(f"round {fence.round} has been overwritten", current=version)
+            reply = Reply(version, chunks)
+        return reply
+
+    def _encode_blocks(self, names: Sequence[str]) -> tuple[Round, Sequence[bytes]]:
+        # The compute thread runs one job at a time, so the version belongs to the values.
+        version = self._run.shard.version
+        return version, self._run.shard.encode(names, metadata=self._run.metadata(version), pulled=True)
+
+    def _admit_get(self, fence: Fence) -> None:
+        self._run.check_fence(fence)
+        self.schedule.admit_get(fence.rank, fence.trainer_incarnation, fence.round)
+
+    def _find_reply(self, fence: Fence) -> Reply | None:
+        self._admit_get(fence)
+        if self._reply is None or self._serves(self._reply.round, fence):
+            return self._reply
+        if self._reply.round > fence.round:
+            raise StaleRound(f"round {fence.round} has been overwritten", current=self._reply.round)
+        return None
+
+    def _serves(self, version: Round, fence: Fence) -> bool:
+        """Return whether this version may be the answer: with `max_delay` newer versions may be."""
+        return version == fence.round or (version > fence.round and self.schedule.max_delay > 0)
+
+    async def get_norm(self, fence: Fence, pull: Pull) -> NormAnswer:
+        """Return the norm of this shard's part of a round's gradient.
+
+        The global norm, `pull.norm`, lets the round be stepped, and the answer waits until that round is over. The
+        answer for a round that is over is the norm that was sent then, if one was. Raises the same errors as `get`.
+        """
+        return await self._run.wait_for(fence, pull.wait_seconds, lambda: self._find_norm(fence, pull.norm))
+
+    def _find_norm(self, fence: Fence, agreed: AgreedNorm | None) -> NormAnswer | None:
+        self._admit_get(fence)
+        rounds = self.schedule
+        if fence.round <= rounds.applied:
+            norm = rounds.history.norms.get(fence.round)
+            return NormAnswer() if norm is None else NormAnswer(**norm._asdict())
+        measured = self._find_measured(rounds.measuring) or self._find_measured(rounds.applying)
+        if measured is None or measured.apply.round != fence.round:
+            return None  # it is not complete, or a change of members has dropped it
+        if agreed is None:
+            return NormAnswer(**measured.norm._asdict())
+        self._accept_norm(agreed, measured)
+        return None
+
+    def _accept_norm(self, agreed: AgreedNorm, measured: Measured) -> None:
+        """Step the round with the first norm that matches. Raises NormChanged for the norm of another gradient."""
+        assert self._run.install.max_grad_norm is not None
+        if not agreed.own.is_same(measured.norm):
+            round_ = measured.apply.round
+            raise NormChanged(f"the gradient of round {round_} changed after its norm was requested", round=round_)
+        if self.schedule.measuring is not None:
+            coefficient = clip_coefficient(agreed.norm, self._run.install.max_grad_norm)
+            self._begin(self._apply(self.schedule.accept_norm(), coefficient))
+
+    def note_wait(self, fence: Fence) -> Wait:
+        """Note that a request waits for the open round, and return the reason."""
+        self._run.note_waiting()
+        rounds, since = self.schedule, self._run.waiting_since
+        missing: Sequence[Rank] = rounds.missing
+        cause = name_trainers(missing) or self._disk_trouble or "its apply"
+        owed = f"reach the batch barrier of round {rounds.open}"
+        if rounds.is_frozen:
+            missing, owed = [], "end a change of members"
+            cause = "the coordinator, in the middle of a change of members"
+        elif rounds.is_paused:
+            cause = "an administrator, who has paused the run"
+        elif rounds.measuring is not None:
+            missing, owed = sorted(rounds.members), f"send the global norm of round {rounds.open}"
+            cause = "its global norm"
+        is_measuring = rounds.measuring is not None and self._find_measured(rounds.measuring) is None
+        if rounds.applying is not None or is_measuring:
+            since = None  # no trainer is late
+        return Wait(f"round {fence.round}", cause, missing, owed, since, {"round": rounds.open})
+
+    # ------------------------------------------------------------------ checkpoints and inspection
+
+    async def wait_for_newest(self, round_: Round, *, is_over: bool) -> Round:
+        """Return the newest round that is applied or being applied; if it is this one, wait until it is applied."""
+        if self.schedule.applying is not None and round_ == self.schedule.open and self._apply_task is not None:
+            await asyncio.wait([self._apply_task])  # it may have decided already that no checkpoint is due
+        return self.schedule.applied if self.schedule.applying is None else self.schedule.open
+
+    async def begin_checkpoint(self, round_: Round, destination: Destination) -> None:
+        """Begin a checkpoint of the shard. Raises TryAgain."""
+        await self._run.write_checkpoint(destination)
+
+    async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
+        """Read the shard right after a round, or as it is: see `Executor.read_after_round`."""
+        run, rounds = self._run, self.schedule
+        if round_ is None or (round_ == rounds.applied and rounds.applying is None):  # then no update comes between
+            return await run.read_now(read)
+        if round_ <= rounds.applied:
+            raise StaleRound(f"round {round_} is over", current=rounds.applied)
+        run.check_failure()
+        metadata = run.metadata(round_)
+        try:
+            return await self._work.captures.wait_for_round(
+                round_, lambda: read(metadata), wait_seconds, rounds.applied
+            )
+        except TimeoutError:
+            text = f"round {round_} waits for {name_trainers(run.missing) or 'its apply'}"
+            raise RoundPending(text, missing=run.missing, round=rounds.open) from None
+
+    # ------------------------------------------------------------------ the end
+
+    async def end_waits(self, reason: GradpostError) -> None:
+        """End the run immediately. A running apply continues."""
+        await self._run.end(reason)
+
+    def close(self, reason: GradpostError) -> None:
+        """End the waits for captures."""
+        self._work.captures.end(reason)

@@ -1,0 +1,140 @@
+"""Reading of received pushes: their blocks and numbers, checked against the plan before anything is staged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from ps_protocol.errors import BadInput
+from ps_protocol.frames import TensorEntry
+from ps_protocol.optimizers import (
+    MASTER,
+    SLOTS,
+    OptimizerSpec,
+    StepState,
+    read_states,
+    slot_key,
+    split_key,
+)
+from ps_protocol.plan import SlicePlan
+from ps_protocol.requests import Completion
+from ps_protocol.routes import COMPUTED_ON_KEY, STATES_KEY
+from ps_protocol.vocabulary import BufferSpec, PserverIndex
+from ps_protocol.wire_types import INDICES, SCALES, WireTensor
+
+from ..shard.bodies import Body
+from ..shard.layout import ShardLayout
+from ..shard.shard import MASTER_BYTES
+from ..shard.staging import Push
+from ..shard.tensors import StagedBlock
+
+
+def read_push(body: Body, layout: ShardLayout, plan: SlicePlan, *, is_async: bool) -> Push[StagedBlock]:
+    """Return a pushed body without a copy, checked against the plan. Raises BadInput."""
+    metadata = body.frame.metadata
+    assert plan.optimizer is not None  # a run always has one
+    if STATES_KEY in metadata:
+        body.is_recurring = False
+        return Push({}, slots=_read_slots(body, layout, plan.optimizer))
+    completion = Completion.from_metadata(metadata, plan.optimizer)
+    if is_async and completion is not None and completion.computed_on is None:
+        text = f"the last push of a step must contain {COMPUTED_ON_KEY}"
+        raise BadInput(text, code="malformed_frame", expected="the step of a get")
+    return Push(read_blocks(body, layout), completion)
+
+
+def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
+    """Return the blocks of a pushed body by name, without a copy. Raises BadInput."""
+    entries = {entry.name: entry for entry in body.frame.tensors}
+    blocks: dict[str, StagedBlock] = {}
+    for name in entries:
+        place = layout.place.get(name) or layout.place.get(name.removesuffix(SCALES).removesuffix(INDICES))
+        if place is None or name not in (tensor for tensor, _, _ in place.pushed):
+            raise BadInput(f"block {name!r} is not on this pserver", code="unknown_block")
+        if place.name not in blocks:
+            blocks[place.name] = _read_block(body, place.pushed, entries, place.block.num_elements)
+    return blocks
+
+
+def _read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dict[str, StagedBlock | StepState]:
+    """Return slots and masters of a pushed body by `{slot}/{block}`, without a copy, and step states by `/{block}`.
+
+    Raises BadInput.
+    """
+    entries = {entry.name: entry for entry in body.frame.tensors}
+    slots: dict[str, StagedBlock | StepState] = {}
+    for key in entries:
+        slot, name = split_key(key)
+        place = layout.place.get(name)
+        if place is None or slot not in (MASTER, *SLOTS[optimizer.name]):
+            raise BadInput(f"slot {key!r} is not on this pserver", code="unknown_block")
+        size = place.block.num_elements
+        slots[key] = _read_block(body, ((key, "F32", (size,)),), entries, size)
+    for name, state in read_states(body.frame.metadata[STATES_KEY]).items():
+        if name not in layout.place:
+            raise BadInput(f"block {name!r} is not on this pserver", code="unknown_block")
+        slots[slot_key("", name)] = state
+    return slots
+
+
+def read_initial_blocks(body: Body, layout: ShardLayout, *, skip: Collection[str] = ()) -> dict[str, StagedBlock]:
+    """Return blocks in their parameters' own dtypes, without the tensors named in `skip`. Raises BadInput."""
+    entries = {entry.name: entry for entry in body.frame.tensors if entry.name not in skip}
+    blocks = {}
+    for name in entries:
+        place = layout.place.get(name)
+        if place is None:
+            raise BadInput(f"block {name!r} is not on this pserver", code="unknown_block")
+        size = place.block.num_elements
+        blocks[name] = _read_block(body, ((name, place.dtype, (size,)),), entries, size)
+    return blocks
+
+
+def _read_block(
+    body: Body, expected: Sequence[WireTensor], entries: Mapping[str, TensorEntry], num_elements: int
+) -> StagedBlock:
+    found = []
+    for name, dtype, shape in expected:
+        entry = entries.get(name)
+        if entry is None:
+            raise BadInput(
+                f"the push contains a part of a block and must also contain {name!r}",
+                code="malformed_frame", expected=f"{dtype} {list(shape)}",
+            )  # fmt: skip
+        if entry.dtype != dtype:
+            raise BadInput(f"block {name!r} has another dtype", code="wrong_dtype", expected=dtype, actual=entry.dtype)
+        if entry.shape != shape:
+            text = f"block {name!r} has another shape"
+            raise BadInput(text, code="wrong_shape", expected=list(shape), actual=list(entry.shape))
+        found.append(entry)
+    return StagedBlock(body, tuple(found), num_elements)
+
+
+def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntry]:
+    """Return the tensors of a body that are buffers of this pserver. Raises BadInput."""
+    entries = [entry for entry in body.frame.tensors if entry.name in specs]
+    for entry in entries:
+        spec = specs[entry.name]
+        if (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
+            raise BadInput(
+                f"buffer {entry.name!r} does not fit the plan",
+                code="wrong_shape",
+                expected=f"{spec.dtype} {list(spec.shape)}",
+                actual=f"{entry.dtype} {list(entry.shape)}",
+            )
+    return entries
+
+
+def measure_largest_body(plan: SlicePlan, index: PserverIndex, layout: ShardLayout) -> tuple[int, int]:
+    """Return the bytes and the number of tensors that a request about this shard contains at most."""
+    assert plan.optimizer is not None  # a run always has one
+    blocks = plan.shards[index]
+    buffers = [spec for spec in plan.buffers if spec.pserver == index]
+    num_kinds = len(SLOTS[plan.optimizer.name]) + 1  # slots and masters
+    return (
+        max(
+            plan.shard_bytes(index) + sum(spec.num_bytes for spec in buffers),
+            plan.pushed_bytes(index),
+            num_kinds * MASTER_BYTES * sum(block.num_elements for block in blocks),
+        ),
+        max(sum(len(place.pushed) for place in layout.places), len(blocks) + len(buffers), len(blocks) * num_kinds),
+    )

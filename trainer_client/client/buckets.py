@@ -1,0 +1,160 @@
+"""Buckets: several blocks of one pserver that travel in one request, from memory that is kept.
+
+A bucket is only packaging and may differ between tries; what counts is the blocks in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ps_protocol.frames import encode_header
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.plan import SlicePlan
+from ps_protocol.requests import Completion
+from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex, Round
+from ps_protocol.wire_types import PushType, WireTensor
+
+from ..transport.tensors import TORCH_DTYPES, has_wire_layout, writable_bytes
+from .encoding import ErrorFeedback, Remainder, encode_gradient
+
+Payload: TypeAlias = tuple[memoryview, ...]  # of one request: its parts, one behind the other
+
+MIN_LENT_BYTES = 64 * 1024  # of a block; smaller ones are copied, which costs less than a write each
+# Many small blocks fill a frame's header before its data: half of what a pserver accepts by default.
+MAX_HEADER_BYTES = 512 * 1024
+ENTRY_HEADER_BYTES = 100  # of one block without its name: dtype, shape and offsets as JSON
+
+
+@dataclass(slots=True)
+class BucketEntry:
+    """One block of a bucket: its tensors on the wire, and the memory that they are sent from."""
+
+    block: Block
+    tensors: list[WireTensor]
+    remainder: Remainder | None  # what these tensors lack
+    own: tuple[Tensor, ...] = ()  # memory of the bucket's, made when it is first needed
+    lent: Tensor | None = None  # the caller's, if it is sent as it lies there
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the block on the wire."""
+        return sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in self.tensors)
+
+    def fill(self, kind: PushType, source: Tensor, *, borrow: bool) -> None:
+        """Fill the block from a flat parameter or gradient."""
+        if borrow and self._fits(source):
+            self.lent = source
+            return
+        self.lent = None
+        if not self.own:
+            self.place_in(bytearray(self.num_bytes), 0)
+        encode_gradient(kind, source, self.remainder, self.own)
+
+    def place_in(self, buffer: bytearray, offset: int) -> None:
+        """Place the block's tensors in this memory, from the offset on."""
+        views = []
+        for _, dtype, (count,) in self.tensors:
+            views.append(torch.frombuffer(buffer, dtype=TORCH_DTYPES[dtype], count=count, offset=offset))
+            offset += views[-1].nbytes
+        self.own = tuple(views)
+
+    def _fits(self, source: Tensor) -> bool:
+        [(_, dtype, _), *more] = self.tensors
+        return not more and source.dtype == TORCH_DTYPES[dtype] and has_wire_layout(source)
+
+    def parts(self) -> list[memoryview]:
+        """Return the bytes that are sent, as views of the bucket's memory."""
+        return [writable_bytes(tensor) for tensor in ((self.lent,) if self.lent is not None else self.own)]
+
+
+class Bucket:
+    """One frame, which is filled from tensors and then sent.
+
+    The parts that `frame()` returned must not change until the request has ended and the round was pulled from all
+    pservers. Only then may the bucket be filled again. Small blocks lie together in memory of its own.
+    """
+
+    def __init__(self, pserver: PserverIndex, slots: list[BucketEntry], kind: PushType) -> None:
+        self.pserver = pserver
+        self.slots = slots
+        self.parameters = frozenset(slot.block.parameter for slot in slots)
+        self.present = slots  # those that were filled
+        self._kind = kind
+        is_small = [slot.num_bytes < MIN_LENT_BYTES for slot in slots]
+        self._small = bytearray(sum(slot.num_bytes for slot, small in zip(slots, is_small, strict=True) if small))
+        self._segments: list[BucketEntry | memoryview] = []  # in order: large blocks, and ranges of `_small`
+        offset = begin = 0
+        for slot, small in zip(slots, is_small, strict=True):
+            if small:
+                slot.place_in(self._small, offset)
+                offset += slot.num_bytes
+                continue
+            self._segments += [memoryview(self._small)[begin:offset], slot]
+            begin = offset
+        self._segments.append(memoryview(self._small)[begin:offset])
+
+    def fill(self, flat: Mapping[str, Tensor], *, borrow: bool = False) -> None:
+        """Encode the blocks of flattened parameters or gradients (parameter name -> shape (numel,)).
+
+        With `borrow`, large tensors that have the same form on the wire are not copied. They must not change then for
+        as long as the bucket's own memory must not.
+        """
+        self.present = [slot for slot in self.slots if slot.block.parameter in flat]
+        for slot in self.present:
+            block = slot.block
+            source = flat[block.parameter][block.begin : block.end]
+            slot.fill(self._kind, source, borrow=borrow and slot.num_bytes >= MIN_LENT_BYTES)
+
+    def frame(self, metadata: Mapping[str, str] | None = None) -> Payload:
+        """Return the encoded frame of the filled blocks with this metadata, in parts."""
+        header = encode_header([tensor for slot in self.present for tensor in slot.tensors], metadata)
+        parts = [memoryview(header)]
+        for segment in self._segments if len(self.present) == len(self.slots) else self.present:
+            parts += segment.parts() if isinstance(segment, BucketEntry) else [segment]
+        if sum(map(len, parts)) < MIN_LENT_BYTES:  # not worth a write for each
+            return (memoryview(b"".join(parts)),)
+        return tuple(part for part in parts if len(part))
+
+
+def describe_push(
+    shard: Sequence[Bucket],
+    hyper_parameters: list[HyperParameters],
+    computed_on: Round | None = None,
+    num_slots: int = 0,
+) -> Completion:
+    """Return the metadata of the last frame of a contribution, whose buckets are filled."""
+    return Completion(sum(len(bucket.present) for bucket in shard), hyper_parameters, computed_on, num_slots)
+
+
+def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback | None = None) -> list[list[Bucket]]:
+    """Return each pserver's buckets of about `bucket_bytes` for all blocks, in the order of backward: last layer first.
+
+    With `feedback` they contain gradients in the plan's wire type, without it unchanged values. Every
+    pserver has at least one bucket, maybe an empty one, because every pserver must learn that a contribution is
+    complete.
+    """
+    kind = plan.wire.push if feedback is not None else "float32"
+    result = []
+    for pserver, shard in enumerate(plan.shards):
+        groups: list[list[BucketEntry]] = [[]]
+        size = header_size = 0
+        for block in reversed(shard):
+            values: list[WireTensor] = [(block.name, plan.parameter[block.parameter].dtype, (block.num_elements,))]
+            tensors = values if feedback is None else plan.pushed(block)
+            remainder = feedback.of(block) if feedback is not None and len(tensors) > 1 else None
+            slot = BucketEntry(block, tensors, remainder)
+            num_bytes = slot.num_bytes
+            header = sum(len(name) + ENTRY_HEADER_BYTES for name, _, _ in tensors)
+            if groups[-1] and (size + num_bytes > bucket_bytes or header_size + header > MAX_HEADER_BYTES):
+                groups.append([])
+                size = header_size = 0
+            groups[-1].append(slot)
+            size += num_bytes
+            header_size += header
+        result.append([Bucket(pserver, group, kind) for group in groups])
+    return result

@@ -1,0 +1,254 @@
+"""One pserver as a trainer sees it: push, barrier and pull."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+from ps_config.control_client import may_be_problem, raise_for_problem
+from ps_http2.client import LOCAL_EXTENSION
+from ps_protocol import routes
+from ps_protocol.errors import GradpostError
+from ps_protocol.fields import Message
+from ps_protocol.frames import CONTENT_TYPE
+from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
+from ps_protocol.norms import ShardNorm
+from ps_protocol.optimizers import StepState, read_states
+from ps_protocol.requests import Barrier, Pull, Pulled
+from ps_protocol.vocabulary import Round
+
+from ..transport.destinations import ShardDestination
+from ..transport.frame_sink import NO_DELTAS, FrameSink
+from .buckets import Payload
+from .pserver_connection import PserverConnection
+
+M = TypeVar("M", bound=Message)
+
+MIN_KEPT_ROUNDS = 8
+
+
+class HeldState(NamedTuple):
+    """The optimizer state that a pserver has."""
+
+    states: Mapping[str, StepState]  # of blocks that have been stepped
+    slots: frozenset[str]  # the slots that exist, of all blocks
+
+
+class Fetched(NamedTuple):
+    """A frame that was received into memory."""
+
+    version: Round
+    metadata: Mapping[str, str]
+    began: float  # when its first byte arrived, by `perf_counter`
+    delta_names: list[str]  # the tensors that are deltas
+
+
+class PserverClient:
+    """Requests of one trainer to one pserver. All methods run on the I/O loop.
+
+    Every request may be repeated: its identity is in the fence, so the pserver counts it once.
+    """
+
+    def __init__(self, connection: PserverConnection, *, max_delay: int) -> None:
+        self.connection = connection
+        self.link = connection.link
+        self._kept: dict[Round, list[Payload]] = {}  # pushed, and not pulled yet: a pserver may lose it
+        self._max_delay = max_delay
+
+    @property
+    def index(self) -> int:
+        """The index of the pserver."""
+        return self.connection.info.index
+
+    async def warm_up(self) -> None:
+        """Open the connection and measure its round trip: frames are small until the pserver's settings arrive."""
+        connection = self.connection
+
+        async def attempt() -> None:
+            await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
+            asked = perf_counter()
+            response = await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
+            self.link.round_trip_seconds = perf_counter() - asked
+            self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
+
+        await connection.request_with_retry(routes.HEALTH, attempt)
+
+    def go_back(self, attempt: int) -> None:
+        """Follow the run to its newest attempt, and forget the pushes of the one before."""
+        self.connection.fence = replace(self.connection.fence, attempt=attempt)
+        self._kept.clear()
+
+    # ------------------------------------------------------------------ pushes
+
+    async def push(self, round_: Round, body: Payload, *, initial: bool = False) -> PushAnswer:
+        """Push one encoded bucket. `body` must not change until this returns."""
+        route = routes.INITIAL if initial else routes.SEND
+        num_bytes = sum(map(len, body))
+        if not initial:
+            self._keep(round_, body)
+
+        async def attempt() -> PushAnswer:
+            with self.link.pushes.transfer():
+                answer = await self._send(PushAnswer, route, round_, {"content-type": CONTENT_TYPE}, body)
+            self.link.pushes.add(num_bytes)
+            return answer
+
+        try:
+            answer = await self.connection.request_with_retry(route, attempt)
+        except BaseException:
+            self._drop(round_, body)
+            raise
+        self.connection.metrics.pushed_bytes.inc(num_bytes)
+        return answer
+
+    def _keep(self, round_: Round, body: Payload) -> None:
+        for old in sorted(self._kept)[: -max(MIN_KEPT_ROUNDS, self._max_delay + 1)]:
+            del self._kept[old]  # of a caller that pushes and never pulls
+        frames = self._kept.setdefault(round_, [])
+        if not any(frame is body for frame in frames):
+            frames.append(body)
+
+    def _drop(self, round_: Round, body: Payload) -> None:
+        """Forget a push that was refused or given up: the next attempt of the caller has a frame of its own."""
+        frames = [frame for frame in self._kept.pop(round_, ()) if frame is not body]
+        if frames:
+            self._kept[round_] = frames
+
+    async def _push_again(self, round_: Round) -> bool:
+        """Push a round's contribution again, because a restarted pserver may have lost the staged blocks."""
+        frames = list(self._kept.get(round_, ()))
+        await asyncio.gather(*(self.push(round_, frame) for frame in frames))
+        return bool(frames)
+
+    # ------------------------------------------------------------------ small answers
+
+    async def barrier(self, round_: Round, barrier: Barrier) -> None:
+        """Send a barrier without a pull."""
+        await self._ask(BarrierAnswer, routes.BARRIER, round_, barrier.to_headers())
+
+    async def norm(self, pull: Pull) -> ShardNorm | None:
+        """Wait until this pserver has aggregated a round, and return its part of the norm.
+
+        None if the round is over and the pserver has no norm of it. With the global norm in `pull` the request waits
+        until the round is over. Raises NormChanged if the pserver has another gradient by then.
+        """
+        answer = await self._ask(NormAnswer, routes.NORM, pull.round, pull.to_headers())
+        return None if answer.sum_of_squares is None else ShardNorm(answer.contributions, answer.sum_of_squares)
+
+    async def _ask(self, kind: type[M], route: str, round_: Round, headers: Mapping[str, str]) -> M:
+        attempt = partial(self._send, kind, route, round_, headers)
+        return await self.connection.request_with_retry(route, attempt, partial(self._push_again, round_))
+
+    async def _send(
+        self, kind: type[M], route: str, round_: Round, headers: Mapping[str, str], body: Payload = ()
+    ) -> M:
+        connection = self.connection
+        headers = {**connection.fence.at_round(round_).to_headers(), **headers}
+        response = await connection.exchange.send("POST", connection.url(route), headers, body=body)
+        raise_for_problem(response)
+        self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
+        return kind.model_validate_json(response.content)
+
+    # ------------------------------------------------------------------ frames
+
+    async def get(
+        self, pull: Pull, destination: ShardDestination, on_block: Callable[[str], None] | None = None
+    ) -> Pulled:
+        """Wait for a version and write its blocks to their destination, which needs every block that is pulled.
+
+        If the run pulls deltas, a pull with a base needs a destination with deltas, which are added at the end.
+        Without deltas `on_block` is called with the name of each block as soon as it is complete. Raises NormChanged
+        if the pserver has another gradient than that of the norm.
+        """
+        asked = perf_counter()
+        fetched = await self._fetch("POST", routes.GET, pull, destination, pull.to_headers(), on_block)
+        self.connection.metrics.barrier_wait.observe(fetched.began - asked)
+        pulled = Pulled.from_metadata(fetched.version, fetched.metadata)
+        if pulled.base not in (None, pull.base):
+            problem = f"left out blocks that changed after version {pull.base}"
+        elif fetched.delta_names and pulled.base is None:
+            problem = "sent a delta without naming its base version"
+        else:
+            problem = ""
+        if problem:
+            raise GradpostError(
+                f"pserver {self.index} {problem}; this is a bug, please report it", actual=dict(fetched.metadata)
+            )
+        if destination.deltas is not None:
+            await destination.deltas.add(fetched.delta_names)
+        if not pull.names:
+            for old in [known for known in self._kept if known <= pull.round]:
+                del self._kept[old]
+        return pulled
+
+    async def get_buffers(self, buffers: Mapping[str, memoryview]) -> None:
+        """Fetch buffers of this pserver, which no round changes."""
+        await self._fetch("GET", routes.BUFFERS, Pull(0), ShardDestination(buffers))
+
+    async def describe_optimizer_state(self, round_: Round) -> HeldState:
+        """Return the step states and the names of the slots after a round that this trainer has pulled."""
+        metadata = (await self._fetch("POST", routes.SLOTS, Pull(round_), ShardDestination({}))).metadata
+        names = json.loads(metadata[routes.SLOT_NAMES_KEY])
+        return HeldState(read_states(metadata[routes.STATES_KEY]), frozenset(names))
+
+    async def get_optimizer_state(self, round_: Round, slots: Mapping[str, memoryview]) -> None:
+        """Fetch slots (`{slot}/{block}` -> its writable bytes) as of this round."""
+        await self._fetch("POST", routes.SLOTS, Pull(round_, names=tuple(slots)), ShardDestination(slots))
+
+    async def _fetch(
+        self,
+        method: str,
+        route: str,
+        pull: Pull,
+        destination: ShardDestination,
+        more_headers: Mapping[str, str] = MappingProxyType({}),
+        on_block: Callable[[str], None] | None = None,
+    ) -> Fetched:
+        connection, deltas = self.connection, destination.deltas
+        body = (memoryview(pull.body),) if pull.names else ()
+
+        async def attempt() -> Fetched:
+            sink = FrameSink(
+                destination.blocks,
+                deltas=NO_DELTAS if deltas is None else deltas.memory,
+                on_block=on_block if deltas is None else None,
+            )
+            headers = {**connection.fence.at_round(pull.round).to_headers(), **more_headers}
+            response = await connection.exchange.begin_request(
+                method, connection.url(route), headers, body=body, sink=sink
+            )
+            began = perf_counter()
+            try:
+                if may_be_problem(response):
+                    await response.aread()
+                raise_for_problem(response)
+                with self.link.pulls.transfer():
+                    async for chunk in response.aiter_raw():
+                        sink.feed(chunk)
+                self.link.pulls.add(sink.num_bytes)
+                connection.metrics.pulled_bytes.inc(sink.num_bytes)
+            finally:
+                await response.aclose()
+            metadata = sink.finish()
+            return Fetched(self._check_version(metadata, pull.round), metadata, began, sink.delta_names)
+
+        return await connection.request_with_retry(route, attempt, partial(self._push_again, pull.round))
+
+    def _check_version(self, metadata: Mapping[str, str], round_: Round) -> Round:
+        fence = self.connection.fence
+        actual = (metadata.get("run"), metadata.get("attempt"))
+        version = int(metadata.get("round", -1))
+        is_it = version == round_ or (version > round_ and self._max_delay > 0)
+        if actual != (fence.run, str(fence.attempt)) or not is_it:
+            raise GradpostError(
+                f"pserver {self.index} replied with another run, attempt or version than requested; this is a "
+                "bug, please report it",
+                actual=dict(metadata),
+            )
+        return version

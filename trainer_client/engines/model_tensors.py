@@ -1,0 +1,225 @@
+"""The tensors of a model that take part in a run: parameters, averaged buffers, other stored tensors, and tied names.
+
+Float buffers, such as the statistics of batch norm, are averaged over all trainers. They are parameters of the plan
+with the update rule MEAN: each step pushes their values instead of gradients. Pulls, exports and checkpoints have the
+mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from structlog.typing import FilteringBoundLogger
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadModel, ModelMismatch
+from ps_protocol.optimizers import OptimizerSpec
+from ps_protocol.vocabulary import PARAMETER_DTYPES, ParameterSpec
+
+from ..transport.device_copies import check_devices, is_away
+from ..transport.tensors import WIRE_DTYPES, check_form, wire_dtype
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The tensors of a model that take part in a run, by name."""
+
+    module: nn.Module | None  # as far as the script has given it
+    parameters: Mapping[str, Tensor]
+    num_unnamed: int  # parameters that are called by their position
+    averages: BufferAverages
+    stored: Mapping[str, Tensor]  # pulled once: other buffers, and frozen parameters
+    aliases: Mapping[str, str]  # further names of tied tensors
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of the parameters, by id."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    @property
+    def pulled(self) -> dict[str, Tensor]:
+        """The tensors that each step pulls: parameters, and the means of buffers in host memory."""
+        return {**self.parameters, **self.averages.means}
+
+    def describe(self, optimizer: Optimizer) -> tuple[list[ParameterSpec], list[tuple[str, tuple[int, ...], str]]]:
+        """Return what a trainer declares: the parameters in the groups of `optimizer`, and the stored tensors."""
+        groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        parameters = [
+            ParameterSpec(name, tuple(p.shape), wire_dtype(name, p), groups[id(p)])
+            for name, p in self.parameters.items()
+        ]
+        parameters += self.averages.specs(group=len(optimizer.param_groups))
+        return parameters, [(name, tuple(t.shape), wire_dtype(name, t)) for name, t in self.stored.items()]
+
+
+def find_tensors(optimizer: Optimizer, model: nn.Module | None) -> TrainedModel:
+    """Return the tensors of an optimizer and its model. Raises BadModel for names or devices that cannot be used."""
+    named, num_unnamed = name_parameters(optimizer, model)
+    stored = stored_tensors(model, named)
+    check_devices(named)
+    averages = BufferAverages(model, named)
+    aliases = find_aliases(model, named | stored)
+    rest = {name: tensor for name, tensor in stored.items() if name not in averages.means}
+    return TrainedModel(model, named, num_unnamed, averages, rest, aliases)
+
+
+def log_names(log: FilteringBoundLogger, model: TrainedModel) -> None:
+    """Log what a run lacks without the names, or without the buffers, of a model."""
+    if model.num_unnamed:
+        log.info(
+            f"{model.num_unnamed} parameters have no names and are called by their position, such as "
+            "group0.parameter0; give the optimizer model.named_parameters(), or RemoteOptimizer the model"
+        )
+    if model.module is None:
+        log.info(
+            "buffers, such as the statistics of batch norm, are not part of the run without RemoteOptimizer(…, "
+            "model=model); if the model has any, exported and resumed models lack them"
+        )
+
+
+def name_parameters(optimizer: Optimizer, model: nn.Module | None) -> tuple[dict[str, Tensor], int]:
+    """Return names from the model, `named_parameters()` or the position, and the number of names by position."""
+    from_model = {} if model is None else {id(p): _plain(name) for name, p in model.named_parameters()}
+    named: dict[str, Tensor] = {}
+    by_position = 0
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            name = from_model.get(id(parameter)) or (
+                _plain(group["param_names"][i]) if "param_names" in group else None
+            )
+            if name is None:
+                name, by_position = f"group{g}.parameter{i}", by_position + 1
+            if name in named:
+                raise BadModel(f"two parameters are called {name!r}; every parameter needs a name of its own")
+            named[name] = parameter
+    if from_model:  # the order in which it computes, most likely, and not that of the groups
+        place = {identity: i for i, identity in enumerate(from_model)}
+        named = dict(sorted(named.items(), key=lambda item: place.get(id(item[1]), len(place))))
+    return named, by_position
+
+
+def stored_tensors(model: nn.Module | None, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the other tensors of the model: buffers of its state_dict, and parameters that no group trains."""
+    if model is None:
+        return {}
+    state = model.state_dict(keep_vars=True)
+    return {
+        **frozen_parameters(model, trained),
+        **{_plain(name): buffer for name, buffer in model.named_buffers() if name in state},
+    }
+
+
+def frozen_parameters(model: nn.Module | None, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of the model that no group trains, by name."""
+    in_groups = {id(parameter) for parameter in trained.values()}
+    named = () if model is None else model.named_parameters()
+    return {_plain(name): parameter for name, parameter in named if id(parameter) not in in_groups}
+
+
+def find_aliases(model: nn.Module | None, known: dict[str, Tensor]) -> dict[str, str]:
+    """Return further names of tied tensors in the model's state_dict: alias -> the known name."""
+    if model is None:
+        return {}
+    names = {id(tensor): name for name, tensor in known.items()}
+    state = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {alias: names[id(t)] for alias, t in state.items() if alias not in known and id(t) in names}
+
+
+def _plain(name: str) -> str:
+    """Return the name without the prefix of `torch.compile`, so that trainers agree and checkpoints load."""
+    return name.replace("_orig_mod.", "")
+
+
+class BufferAverages:
+    """The float buffers of a model's `state_dict()`, and their newest pulled means. Without a model there are none."""
+
+    def __init__(self, model: nn.Module | None, trained: Mapping[str, Tensor]) -> None:
+        """`trained` are the optimizer's parameters by name."""
+        modules = () if model is None else model.modules()
+        owners = {id(buffer): (module, key) for module in modules for key, buffer in module._buffers.items()}
+        found = {
+            name: tensor
+            for name, tensor in stored_tensors(model, trained).items()
+            if id(tensor) in owners and WIRE_DTYPES.get(tensor.dtype) in PARAMETER_DTYPES
+        }
+        self.owners = {name: owners[id(tensor)] for name, tensor in found.items()}
+        self.means: Mapping[str, Tensor] = {  # host memory that pulls are written to
+            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in found.items()
+        }
+
+    def specs(self, group: int) -> list[ParameterSpec]:
+        """Return the buffers as parameters of this group."""
+        return [ParameterSpec(n, tuple(mean.shape), wire_dtype(n, mean), group) for n, mean in self.means.items()]
+
+    def _buffers(self) -> list[Tensor]:
+        """Return the buffers as they are now: a module may replace one by another tensor. Raises BadModel."""
+        buffers = []
+        for (name, mean), (module, key) in zip(self.means.items(), self.owners.values(), strict=True):
+            buffer = module._buffers.get(key)
+            buffers.append(check_form(name, buffer, mean.shape, mean.dtype))
+        return buffers
+
+    def changed_values(self) -> dict[str, Tensor]:
+        """Return flat host copies of the buffers that are no longer their mean, by name. Raises BadModel.
+
+        A buffer with NaN or infinity is left out: it would spoil the mean for all trainers.
+        """
+        copies = dict(zip(self.means, _copy_flat(self._buffers(), torch.device("cpu")), strict=True))
+        are_finite = bool(torch.cat(list(copies.values())).isfinite().all()) if copies else True
+        return {
+            name: copy
+            for name, copy in copies.items()
+            if not torch.equal(copy, self.means[name].view(-1)) and (are_finite or bool(copy.isfinite().all()))
+        }
+
+    def write_back(self) -> None:
+        """Copy the means to the buffers. Autograd does not notice, so a graph of an earlier pass stays valid."""
+        if not self.means:
+            return
+        buffers, means = [buffer.data for buffer in self._buffers()], list(self.means.values())
+        if is_away(buffers[0]):
+            copies = _copy_flat(means, buffers[0].device)
+            means = [copy.view(mean.shape) for copy, mean in zip(copies, means, strict=True)]
+        torch._foreach_copy_(buffers, means)
+
+
+def _copy_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return flat copies on a device. Tensors of one dtype and device take a single transfer."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.detach().reshape(-1).to(tensors[0].device) for tensor in tensors]).to(device)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def describe_model(
+    parameters: Sequence[ParameterSpec], stored: Sequence[tuple[Any, ...]], optimizer: OptimizerSpec, **settings: Any
+) -> dict[str, str]:
+    """Return a digest of each property that must be the same in all processes of a host."""
+    properties = {
+        "parameters": [(p.name, p.shape, p.dtype, p.group) for p in parameters],
+        "buffers": stored,
+        "optimizer": (optimizer.name, optimizer.group_flags),
+        **settings,
+    }
+    return {
+        name: xxhash.xxh3_64_hexdigest(json.dumps(value, default=str).encode()) for name, value in properties.items()
+    }
+
+
+def check_alike(ours: Mapping[str, str], theirs: Mapping[str, str], process: int) -> None:
+    """Raise ModelMismatch, with the properties that differ."""
+    different = [name for name in ours if ours[name] != theirs.get(name)]
+    if different:
+        names = " and ".join(different)
+        raise ModelMismatch(
+            f"process {process} of this host differs from process 0 in {names}. Run the same "
+            "script with the same settings in both"
+        )

@@ -1,0 +1,218 @@
+"""Transfer of optimizer state: fetched block by block, and pushed with the trainer's next contribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ps_protocol.frames import encode_header
+from ps_protocol.optimizers import FRESH, MASTER, StepState, slot_key, write_states
+from ps_protocol.plan import SlicePlan
+from ps_protocol.routes import STATES_KEY
+from ps_protocol.vocabulary import Block, Round
+
+from ..client.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTES, Payload
+from ..client.pserver_client import PserverClient
+from ..client.run_client import RunClient
+from ..transport.tensors import writable_bytes
+from .torch_state import OptimizerState, ParameterState, split_masters
+
+T = TypeVar("T", bound=memoryview | StepState)
+NOTHING = ParameterState(FRESH, {})
+
+
+async def pull_optimizer_state(
+    client: RunClient, round_: Round, needed: Callable[[str, StepState], Sequence[str]]
+) -> dict[str, ParameterState]:
+    """Return newly allocated slots of all stepped parameters, as of a round that this trainer has pulled.
+
+    Waits for pservers only. `needed` says which slots of a parameter are wanted; a slot that no pserver has is zeros.
+    """
+    held = await client.ask_all(lambda pserver: pserver.describe_optimizer_state(round_))
+    found: dict[str, ParameterState] = {}
+    wanted: list[dict[str, memoryview]] = [{} for _ in held]
+    for name, blocks in client.plan.blocks_of.items():
+        if name in client.plan.means:
+            continue  # a buffer has no slots
+        # In asynchronous modes blocks may differ for a moment; a checkpoint that is sliced again uses the first, too.
+        state = held[blocks[0].pserver].states.get(blocks[0].name, FRESH) if blocks else FRESH
+        names = needed(name, state)
+        if state == FRESH and not names:
+            continue
+        size = client.plan.parameter[name].num_elements
+        slots = {slot: torch.zeros(size, dtype=torch.float32, device="cpu") for slot in names}
+        found[name] = ParameterState(state, slots)
+        for block in blocks:
+            for slot, tensor in slots.items():
+                if slot in held[block.pserver].slots:
+                    data = writable_bytes(tensor[block.begin : block.end])
+                    wanted[block.pserver][slot_key(slot, block.name)] = data
+    portion_bytes = client.settings.chosen_bucket_bytes
+    await client.ask_all(lambda pserver: _fetch(pserver, round_, wanted[pserver.index], portion_bytes))
+    return found
+
+
+async def _fetch(pserver: PserverClient, round_: Round, wanted: Mapping[str, memoryview], portion_bytes: int) -> None:
+    for portion in _portions(wanted.items(), portion_bytes):
+        await pserver.get_optimizer_state(round_, dict(portion))
+
+
+def _portions(items: Iterable[tuple[str, T]], max_bytes: int) -> Iterator[list[tuple[str, T]]]:
+    """Split tensors (as bytes) and step states into parts for one frame each, whose headers are not too long."""
+    portion: list[tuple[str, T]] = []
+    size = header = 0
+    for key, value in items:
+        num_bytes = len(value) if isinstance(value, memoryview) else ENTRY_HEADER_BYTES
+        if portion and (size + num_bytes > max_bytes or header + len(key) > MAX_HEADER_BYTES):
+            yield portion
+            portion, size, header = [], 0, 0
+        portion.append((key, value))
+        size, header = size + num_bytes, header + len(key) + ENTRY_HEADER_BYTES
+    if portion:
+        yield portion
+
+
+class StateFrames(NamedTuple):
+    """The frames of optimizer state that go to one pserver with a contribution."""
+
+    frames: list[Payload]
+    num_slots: int  # and step states
+
+
+def make_state_frames(
+    plan: SlicePlan, slots: OptimizerState | None, masters: Mapping[str, Tensor], *, bucket_bytes: int
+) -> list[StateFrames]:
+    """Return frames of about `bucket_bytes` for each pserver: slots and values of its blocks.
+
+    The slots are those of all blocks, none for parameters that are not in `slots`; without `slots` all blocks keep
+    theirs. `masters` are values by parameter, of shape (numel,), float32. The frames read these tensors, which must not
+    change as long as they are used.
+    """
+    result = []
+    for shard in plan.shards:
+        portions = list(_portions(_items(shard, slots, masters), bucket_bytes))
+        result.append(StateFrames([_encode(portion) for portion in portions], sum(map(len, portions))))
+    return result
+
+
+def _items(
+    shard: Sequence[Block], slots: OptimizerState | None, masters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, memoryview | StepState]]:
+    for block in shard:
+        tensors: dict[str, Tensor] = {}
+        if slots is not None:
+            state, loaded = slots.get(block.parameter, NOTHING)
+            yield block.name, state
+            tensors.update(loaded)
+        if block.parameter in masters:
+            tensors[MASTER] = masters[block.parameter]
+        for slot, tensor in tensors.items():
+            yield slot_key(slot, block.name), writable_bytes(tensor[block.begin : block.end])
+
+
+def _encode(portion: Sequence[tuple[str, memoryview | StepState]]) -> Payload:
+    """Return the parts of a frame; adjacent small tensors are one part."""
+    states = {key: value for key, value in portion if isinstance(value, StepState)}
+    tensors = [(key, data) for key, data in portion if isinstance(data, memoryview)]
+    entries = [(key, "F32", (len(data) // torch.float32.itemsize,)) for key, data in tensors]
+    parts: list[memoryview] = []
+    small = bytearray(encode_header(entries, {STATES_KEY: write_states(states)}))
+    for _, data in tensors:
+        if len(data) < MIN_LENT_BYTES:
+            small += data
+            continue
+        parts += [memoryview(small), data]
+        small = bytearray()
+    return tuple(part for part in (*parts, memoryview(small)) if len(part))
+
+
+class Loading:
+    """Optimizer state and values that one trainer has loaded. No method blocks.
+
+    Before the first round only the trainer that brings the initial values pushes them.
+    """
+
+    def __init__(self, client: RunClient, parameters: Mapping[str, Tensor]) -> None:
+        """`parameters` are those of the script, which has its values in them by the next step."""
+        self._parameters = parameters
+        self.slots: OptimizerState | None = None  # those that no round has taken yet
+        self._masters: Mapping[str, Tensor] = {}  # the same of values, by parameter
+        self._client = client
+        self._after: Round = -1  # the round after which the newest ones were loaded; -1: none ever were
+        self._frames: list[StateFrames] = []
+        self._has_stepped = False  # in this incarnation of the trainer
+
+    def load(self, slots: OptimizerState, begun: Round) -> None:
+        """Push this state with the step after `begun`, in place of earlier state that was not pushed."""
+        if not self._is_pushed_here(begun):
+            return
+        if self._belongs_to_run(begun):
+            self._client.log.info(f"the run is at round {begun} and has slots of its own: the loaded slots are ignored")
+            return
+        if begun == 0 and not slots:  # there is nothing that they could replace
+            self.slots = None
+            return
+        self._begin(begun)
+        self.slots = slots
+
+    def load_masters(self, values: Mapping[str, Tensor], begun: Round) -> None:
+        """Push these values of parameters, (numel,) float32, with the step after `begun`."""
+        if self._belongs_to_run(begun):
+            self._client.log.warning(
+                f"the run is at round {begun} and has parameters of its own: the values that this script has "
+                "loaded are ignored, and training continues from the run's values. Load a checkpoint only if "
+                "optimizer.round is 0"
+            )
+            return
+        if self._is_pushed_here(begun):
+            self._begin(begun)
+            self._masters = {**self._masters, **values}
+
+    def _is_pushed_here(self, begun: Round) -> bool:
+        # Later the trainer of the initial values may be gone; of those that come with a round the lowest rank's count.
+        is_alone = begun == 0 or self._client.joined.consistency.is_async
+        return not is_alone or self._client.uploader == self._client.joined.rank
+
+    def _belongs_to_run(self, begun: Round) -> bool:
+        return not self._has_stepped and begun > 0
+
+    def _begin(self, begun: Round) -> None:
+        if self._after != begun:  # what was loaded before has left
+            self._forget()
+        self._after, self._frames = begun, []
+
+    def frames_for(self, step: Round) -> list[StateFrames] | None:
+        """Return the frames for each pserver that belong to this step; None if there are none."""
+        self._has_stepped = True
+        if (self.slots is None and not self._masters) or step > self._after + 1:
+            return None
+        if not self._frames:
+            slots, masters = self.slots, self._masters
+            if slots is not None:  # whose masters are more exact than the values that were loaded with them
+                slots, exact = split_masters(slots, self._parameters)
+                masters = {**masters, **exact}
+            size = self._client.settings.chosen_bucket_bytes
+            self._frames = make_state_frames(self._client.plan, slots, masters, bucket_bytes=size)
+        return self._frames
+
+    def note_pulled(self, version: Round) -> None:
+        """Forget the loaded state if this version, which was pulled, contains it."""
+        if version > self._after:
+            self._forget()
+
+    def note_rollback(self, version: Round) -> None:
+        """Forget the loaded state if it is in this version, after which the run continues, or was lost."""
+        is_taken = self.slots is None and not self._masters
+        is_lost = version < self._after or (version == self._after and is_taken)
+        if version > self._after:  # they are in it
+            self._forget()
+        if self._after >= 0 and is_lost:
+            self._forget()
+            self._after = -1
+            self._client.log.warning("the state that this script has loaded is lost with the steps after it")
+
+    def _forget(self) -> None:
+        self.slots, self._masters, self._frames = None, {}, []

@@ -1,0 +1,170 @@
+"""The choice of a step engine: settings that do not work together, and the engine that follows from the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadModel
+from ps_protocol.optimizers import HyperParameters, OptimizerSpec
+
+from ..engines.engine import StepEngine
+from ..engines.host import HostFollower, HostLeader
+from ..engines.local_steps import LocalSteps, check_outer
+from ..engines.model_tensors import TrainedModel, check_alike, describe_model
+from ..engines.pserver import PserverEngine
+from ..engines.ring import RingEngine
+from ..engines.ring_group import Group
+from ..engines.torch_state import OptimizerState, own_state
+from ..session.collectives import choose_device
+from ..session.session import Session
+from .parameter_watch import check_model
+from .wrapped_optimizer import describe_local_optimizer, describe_optimizer, read_hyper_parameters
+
+
+def check_combination(session: Session, model: TrainedModel, *, has_outer: bool) -> None:
+    """Raise BadModel for settings, arguments and a model of a RemoteOptimizer that do not work together."""
+    settings, rules = session.client.settings, session.client.joined.consistency
+    local, pulls = settings.local_steps > 0, settings.overlap_pulls
+    refused = (
+        (rules.is_ring and (local or pulls), "local_steps and overlap_pulls need pservers, and the strategy is ring"),
+        (
+            not local and (has_outer or settings.outer_is_set),
+            "an outer optimizer (outer, outer_lr, …) needs local_steps",
+        ),
+        (
+            local and settings.overlap,
+            "local_steps cannot be used with overlap: the pushed change is known only after the last local step",
+        ),
+        (
+            local and rules.max_delay > 0,
+            "local_steps cannot be used with max_delay: a delayed pull would overwrite the local steps since then",
+        ),
+        (
+            pulls and model.module is None,
+            "overlap_pulls needs RemoteOptimizer(…, model=model), whose modules wait for parameters",
+        ),
+        (pulls and not settings.overlap, "overlap_pulls needs overlap=True"),
+        (
+            pulls and session.host is not None,
+            "overlap_pulls needs trainers of one process: the other processes of this host wait for parameters in "
+            "step(). Use overlap alone, or one_trainer_per_host=False",
+        ),
+        (
+            pulls and rules.max_delay > 0,
+            "overlap_pulls cannot be used with max_delay, whose pulls run beside the computation anyway",
+        ),
+        (
+            session.client.is_declared,
+            "a session has one RemoteOptimizer; give it the parameters of all models, as groups",
+        ),
+    )
+    for is_refused, reason in refused:
+        if is_refused:
+            raise BadModel(reason)
+    if not local:
+        check_model(model.module, model.parameters.values())
+
+
+@dataclass(frozen=True)
+class DividedWork:
+    """The optimizers of a script, and where they step."""
+
+    optimizer: Optimizer  # steps on the pservers; in a ring on each trainer
+    spec: OptimizerSpec
+    local: LocalSteps | None  # before each of its steps
+    is_ring: bool
+    is_async: bool
+    mean_rate: float | None  # of the means of averaged buffers; None if there are none
+    initial_state: OptimizerState  # of the optimizer, from its own steps or a checkpoint
+
+    @property
+    def is_wrapped_stepping(self) -> bool:
+        """True if the wrapped optimizer steps in the trainer."""
+        return self.is_ring or self.local is not None
+
+    @property
+    def shares_rounds(self) -> bool:
+        """True if every step is a round of all trainers, which have its outcome in common."""
+        return not self.is_async and self.local is None
+
+    def hyperparameters(self) -> list[HyperParameters]:
+        """Return the current hyperparameters of each group, and of averaged buffers."""
+        found = [] if self.is_ring else read_hyper_parameters(self.spec, self.optimizer)
+        return found if self.mean_rate is None else [*found, {"lr": self.mean_rate}]
+
+
+def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None, model: TrainedModel) -> DividedWork:
+    """Return where an optimizer steps. Raises BadInput for one that no pserver can run, or for its state."""
+    settings, rules = session.client.settings, session.client.joined.consistency
+    stepped, local = optimizer, None
+    if settings.local_steps > 0:
+        stepped = _make_outer(session, model) if outer is None else outer
+        check_outer(optimizer, stepped)
+        local = LocalSteps(optimizer, model.parameters, settings.local_steps)
+    # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
+    mean_rate = 1 / session.world_size if rules.is_async else 1.0
+    return DividedWork(
+        stepped,
+        spec=describe_local_optimizer(stepped) if rules.is_ring else describe_optimizer(stepped),
+        local=local,
+        is_ring=rules.is_ring,
+        is_async=rules.is_async,
+        mean_rate=mean_rate if model.averages.means else None,
+        initial_state={} if rules.is_ring else own_state(describe_optimizer(stepped), stepped, model.names),
+    )
+
+
+def _make_outer(session: Session, model: TrainedModel) -> Optimizer:
+    settings, joined = session.client.settings, session.client.joined
+    # Without an average, N trainers would move the parameters N times as far.
+    mean = 1 / joined.world_size if joined.consistency.is_async else 1.0
+    return torch.optim.SGD(
+        list(model.parameters.values()),
+        lr=mean if settings.outer_lr is None else settings.outer_lr,
+        momentum=settings.outer_momentum,
+        nesterov=settings.outer_nesterov,
+    )
+
+
+class StartedEngine(NamedTuple):
+    """The engine of a process, and the engine that uses the pservers: the same engine, or that of a host's leader."""
+
+    engine: StepEngine
+    pserver: PserverEngine | None  # None in a ring, and in the processes of a host that only follow
+
+
+def start_engine(session: Session, model: TrainedModel, work: DividedWork) -> StartedEngine:
+    """Declare the model, wait for all trainers and pservers, and pull the values that the run begins with."""
+    client, host = session.client, session.host
+    device = choose_device(model.parameters)
+    parameters, stored = model.describe(work.optimizer)
+
+    def declare() -> StartedEngine:
+        group = Group(session, device) if client.joined.consistency.is_ring else None
+        rendezvous = None if group is None else group.offer()
+        declared = work.spec.with_means() if model.averages.means else work.spec
+        session.io.run(client.declare(parameters, declared, stored, model.aliases, rendezvous))
+        if group is None:
+            engine = PserverEngine(session, model, work.local)
+            if work.initial_state:
+                engine.load_optimizer_state(work.initial_state)
+            return StartedEngine(engine, engine)
+        group.open(client.rendezvous)
+        ring = RingEngine(session, model, work.optimizer, group)
+        session.call_at_close(ring.join_others)
+        return StartedEngine(ring, None)
+
+    if host is None:
+        return declare()
+    digests = describe_model(parameters, stored, work.spec, local_steps=client.settings.local_steps, device=device.type)
+    if not host.is_leader:
+        return StartedEngine(HostFollower(session, host, model, digests, device, work.local), None)
+    with host.reporting_failure():
+        for process, line in enumerate(host.receive("model"), 1):
+            check_alike(digests, line["model"], process)
+        started = declare()
+        return started._replace(engine=HostLeader(session, host, model, device, started.engine))

@@ -1,0 +1,158 @@
+"""Checks before each step of a `RemoteOptimizer`: changes by the script that the run would lose or not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from structlog.typing import FilteringBoundLogger
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadModel
+from ps_protocol.vocabulary import Round
+
+from ..client.settings import TrainerSettings
+from ..engines.engine import StepEngine
+from ..engines.model_tensors import TrainedModel, frozen_parameters
+from ..transport.tensors import check_form
+from .parameter_watch import Digests, ModelPlaces, ParameterWatch, digest_values, find_rewritten
+
+_Form: TypeAlias = tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device, int]
+
+
+class ScriptGuard:
+    """The parameters, groups and modules of a script as they were when the run began, or after the last step."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: TrainedModel,
+        engine: StepEngine,
+        settings: TrainerSettings,
+        log: FilteringBoundLogger,
+    ) -> None:
+        """Note the state at the start. There is no `watch` with local steps, which write to the parameters."""
+        has_samples = not settings.overlap_pulls
+        self.watch = None if settings.local_steps else ParameterWatch(model.parameters, has_samples=has_samples)
+        self._engine = engine
+        self._has_read_position = False
+        self._optimizer = optimizer
+        self._model = model.module
+        self._parameters = model.parameters
+        self._log = log
+        self._forms = self._read_forms()
+        self._members = _identities(optimizer.param_groups)
+        self._places = ModelPlaces(model.module, model.parameters, model.averages.owners)
+        self._values_at_start: Digests | None = digest_values(self._parameters)  # None after the first step
+        self._frozen_at_start = digest_values(frozen_parameters(model.module, self._parameters))
+
+    @property
+    def is_before_first_step(self) -> bool:
+        """True until the first step has begun."""
+        return self._values_at_start is not None
+
+    def note_position_read(self) -> None:
+        """Note that the script has read the run's round, so that no warning says it repeats batches."""
+        self._has_read_position = True
+
+    def note(self) -> None:
+        """Note the values of the parameters, which the script must not change from now on."""
+        if self.watch is not None:
+            self.watch.note()
+
+    def check(self, wrapped: Optimizer, *, follows_schedule: bool) -> None:
+        """Adopt the values that were loaded before the first step. Raises BadModel for other changes."""
+        self._check_structure()
+        self._follow_memory()
+        if self._values_at_start is None:
+            self._check_unchanged()
+            return
+        changed, self._values_at_start = find_rewritten(self._parameters, self._values_at_start), None
+        if changed:
+            self._engine.replace_values(changed)
+        self._warn_of_frozen()
+        if self._engine.progress.begun > 0:
+            self._warn_of_position(self._engine.progress.begun, wrapped, follows_schedule=follows_schedule)
+
+    def _check_structure(self) -> None:
+        """Raise BadModel if parameters were replaced in the groups or in the model."""
+        if _identities(self._optimizer.param_groups) != self._members:
+            raise BadModel(
+                "parameters were replaced, added to or removed from param_groups after the optimizer was wrapped; the "
+                "slice plan is made once, when the run starts. Save a checkpoint, and start a new run"
+            )
+        self._places.check()
+
+    def _follow_memory(self) -> None:
+        """Let the engine follow parameters that the script has moved. Raises BadModel for another shape or dtype."""
+        if (forms := self._read_forms()) == self._forms:
+            return
+        for name, parameter in self._parameters.items():
+            shape, dtype, *_ = self._forms[name]
+            check_form(name, parameter, shape, dtype)
+        self._engine.follow_parameters()
+        self._forms = forms
+
+    def _read_forms(self) -> dict[str, _Form]:
+        return {name: (p.shape, p.dtype, p.stride(), p.device, p.data_ptr()) for name, p in self._parameters.items()}
+
+    def _check_unchanged(self) -> None:
+        """Raise BadModel if the script has changed parameters since the last step."""
+        if self.watch is not None:
+            self.watch.check()
+
+    def synchronize(self) -> None:
+        """Wait for the steps on their way. Raises BadModel for changes that their parameters would overwrite."""
+        if self._engine.progress.begun != self._engine.progress.version:
+            self._check_unchanged()
+        is_written = True
+        try:
+            is_written = self._engine.synchronize()
+        finally:
+            if is_written:
+                self.note()
+
+    @contextmanager
+    def adopting_writes(self) -> Iterator[None]:
+        """Begin the next step from the values of parameters that are written within the block, or were before."""
+        assert self.watch is not None  # no local steps
+        changed, before = self.watch.find_changed(), digest_values(self._parameters)
+        yield
+        changed.update(find_rewritten(self._parameters, before))
+        if changed:
+            self._engine.replace_values(changed)
+        self.note()
+
+    def _warn_of_position(self, round_: Round, wrapped: Optimizer, *, follows_schedule: bool) -> None:
+        """Warn if the script does not continue at the run's round."""
+        if not self._has_read_position:
+            self._log.warning(
+                f"the run is at round {round_}, but the script has not read optimizer.round, so it may repeat batches. "
+                "Take batches from optimizer.batches(loader, epochs=…), or begin the loop and its schedules at "
+                "optimizer.round"
+            )
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        has_schedule = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in (self._optimizer, wrapped))
+        is_at_start = all(group["lr"] == group.get("initial_lr") for group in groups)
+        if has_schedule and is_at_start and not follows_schedule:
+            self._log.warning(
+                f"the run is at round {round_}, and the learning rates are those with which this script's "
+                "schedule begins: give it to optimizer.batches(loader, schedule=…), or step it once for each round "
+                "of optimizer.round before the loop"
+            )
+
+    def _warn_of_frozen(self) -> None:
+        frozen = frozen_parameters(self._model, self._parameters)
+        known = {name: parameter for name, parameter in frozen.items() if name in self._frozen_at_start}
+        if changed := find_rewritten(known, self._frozen_at_start):
+            self._log.warning(
+                f"the script has changed {len(changed)} frozen parameters since the optimizer was wrapped, such "
+                f"as {min(changed)!r}: exports, and trainers that do not load the same, have the earlier values. "
+                "Load the model before RemoteOptimizer(…)"
+            )
+
+
+def _identities(groups: list[dict[str, Any]]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in groups]

@@ -1,0 +1,164 @@
+"""The optimizer that a `RemoteOptimizer` wraps: what both have in common, and how it is described to the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import MethodType
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadInput, BadModel
+from ps_protocol.optimizers import RULES, HyperParameters, OptimizerSpec, check_optimizer
+
+from ..engines.torch_state import full_groups
+from .wrapped_state import StateInTrainer, WrappedState
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+STATE_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+
+
+class WrappingOptimizer(Optimizer):
+    """An optimizer with the groups, the hooks and the state of another one, which it wraps."""
+
+    def __init__(self, wrapped: Optimizer) -> None:
+        if isinstance(wrapped, WrappingOptimizer):
+            raise BadModel("the optimizer is already a RemoteOptimizer")
+        super().__init__(wrapped.param_groups, wrapped.defaults)
+        self.param_groups = wrapped.param_groups  # the very same list: schedulers may hold either
+        self._wrapped = wrapped
+        self._state: WrappedState
+
+    def share(self, state: WrappedState, is_in_run: Callable[[], bool]) -> None:
+        """Show this state from now on, run the hooks of both optimizers once, and keep the wrapped one from stepping.
+
+        Its own `step` raises BadModel as long as `is_in_run`.
+        """
+        self._state = state
+        hooks = [*STEP_HOOKS, *STATE_HOOKS]
+        if not isinstance(state, StateInTrainer):  # which loads with the wrapped optimizer's own load_state_dict
+            hooks += LOAD_HOOKS
+        for name in hooks:
+            setattr(self, name, getattr(self._wrapped, name))
+        refuse_changes(self._wrapped, is_in_run)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the hyperparameters now, and the state with the next step: that of the lowest rank. Does not block.
+
+        Other trainers may call it or not; at the start their state is only checked. Before the first step of a trainer
+        that was restarted, or in a resumed run, state is not loaded: the run has its own. With local steps, and in a
+        ring, the state is the wrapped optimizer's own, and all trainers must load the same. Raises BadInput for a
+        `state_dict` that does not fit; then nothing has changed.
+        """
+        handle = self.register_load_state_dict_pre_hook(self._load)  # the last hook that changes the argument
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def _load(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return self._state.load(state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Adopt the state that torch has loaded. Schedulers keep their list of groups."""
+        shared = self.param_groups
+        super().__setstate__(state)
+        shared[:] = self._state.adopt_loaded()
+        self.param_groups = self._wrapped.param_groups = shared
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; only the constructor may, because the plan is made once."""
+        if hasattr(self, "_wrapped"):
+            refuse_group()
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: the optimizer is a place in a run."""
+        raise TypeError(
+            "a RemoteOptimizer cannot be copied or pickled, since it holds a trainer's connections; copy or save its "
+            "state_dict() instead"
+        )
+
+
+def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
+    """Make methods of a wrapped optimizer that the run would not notice raise BadModel: `step` while `is_in_run`."""
+    step = wrapped.step
+
+    @wraps(step)  # keeps the mark of a scheduler that was made before, which warns if it is missing
+    def refuse_step(_: Optimizer, *arguments: Any, **options: Any) -> Any:
+        if is_in_run():
+            raise BadModel(
+                f"this {type(wrapped).__name__} is wrapped, and its own step() would train this process alone; keep "
+                "the result of RemoteOptimizer(…), and call step() of that, or scaler.step() with it"
+            )
+        return step(*arguments, **options)
+
+    def refuse_load(*_: object, **__: object) -> NoReturn:
+        raise BadModel(
+            "the run would not notice what the wrapped optimizer loads: call load_state_dict() of the RemoteOptimizer"
+        )
+
+    changing = {"step": MethodType(refuse_step, wrapped), "load_state_dict": refuse_load}  # schedulers want a method
+    vars(wrapped).update(changing, add_param_group=refuse_group)
+
+
+def refuse_group(*_: object, **__: object) -> NoReturn:
+    """Raise BadModel for another parameter group."""
+    raise BadModel("a parameter group cannot be added: the slice plan is made once, when the run starts")
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """Return the spec of an optimizer. Raises BadInput (`unsupported_optimizer`) with the reason.
+
+    A subclass of an allowed class is refused: its rule may be another one. `foreach`, `fused` and `capturable` choose
+    an implementation, which is the pserver's business; they are ignored.
+    """
+    cls = type(optimizer)
+    if cls is not getattr(torch.optim, cls.__name__, None):
+        raise BadInput(
+            f"{cls.__module__}.{cls.__qualname__} cannot run on a pserver: it is not a class of torch.optim",
+            code="unsupported_optimizer", expected=", ".join(RULES), actual=cls.__qualname__,
+        )  # fmt: skip
+    rule = RULES.get(cls.__name__)
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise BadInput(
+            "differentiable=True cannot work across a network",
+            code="unsupported_optimizer", actual="differentiable=True",
+        )  # fmt: skip
+    flags = () if rule is None else rule.flags
+    return check_optimizer(
+        cls.__name__, [{flag: bool(group[flag]) for flag in flags} for group in optimizer.param_groups]
+    )
+
+
+def describe_local_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """Return the spec of an optimizer that steps in the trainer. Raises BadInput for LBFGS."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise BadInput(
+            "LBFGS evaluates a closure several times a step, each on other gradients", code="unsupported_optimizer"
+        )
+    return OptimizerSpec(type(optimizer).__name__, tuple({} for _ in optimizer.param_groups))
+
+
+def read_hyper_parameters(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> list[HyperParameters]:
+    """Return the current numbers of every group, as plain floats; tensors (lr) are read.
+
+    Raises BadModel if a group's flag is not what it was when the run began.
+    """
+    for index, (group, flags) in enumerate(zip(optimizer.param_groups, spec.group_flags, strict=True)):
+        for flag, value in flags.items():
+            if bool(group[flag]) != value:
+                raise BadModel(
+                    f"{flag} of parameter group {index} was changed; numbers may change in a run, flags may not",
+                    expected=value,
+                    actual=bool(group[flag]),
+                )
+    names = RULES[spec.name].numbers
+    return [{name: _plain(group[name]) for name in names} for group in full_groups(optimizer)]
+
+
+def _plain(value: Any) -> float | list[float]:
+    return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)

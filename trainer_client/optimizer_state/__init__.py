@@ -1,1 +1,0 @@
-"""Optimizer state in the forms of `torch.optim`, the trainer and the pservers."""

@@ -1,0 +1,224 @@
+"""A trainer's session: a place in a run for the life of a script, reached by blocking calls."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ps_protocol.errors import GradpostError
+from ps_protocol.fields import MAX_RESULTS, check_result_name
+from ps_protocol.messages import RunSummary
+from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
+
+from ..client.run_client import RunClient
+from ..client.settings import read_settings
+from .host import Host
+from .io_thread import IoThread
+from .rendezvous import HostPlace, find_place
+from .script_end import outcome_of, watch_end
+
+CLOSE_SECONDS = 15.0
+
+_current: Session | None = None
+
+
+class Session:
+    """Rank, world size and the connection to the cluster. Made by `connect`.
+
+    It leaves the run by itself when the script ends: as done, or as failed if an exception ended it.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        self.io = IoThread()
+        try:
+            self.client, place = self.io.run(_make_client(arguments))
+            self.host = None if place is None else Host(place, self.client, self.io)
+            self._joined = self.io.run(self.client.join() if self.host is None else self.host.join())
+        except BaseException:
+            self.io.close()
+            raise
+        self._is_open = True
+        self._reported: set[str] = set()  # names
+        self._finish: Callable[[], object] = lambda: None
+
+    def __repr__(self) -> str:
+        state = "open" if self.is_open else "closed"
+        who = f"trainer {self._joined.rank} of {self._joined.world_size}"
+        if self.host is not None:
+            who += f" | process {self.host.place.process} of {self.host.place.num_processes}"
+        return f"<Session [{who} | run {self.run} | mode {self.mode} | {state}]>"
+
+    @property
+    def rank(self) -> Rank:
+        """This trainer's rank, from 0; where a host with several processes is a trainer, that of this process."""
+        return self._joined.rank if self.host is None else self.host.place.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of trainers or, with several processes on a host, of processes."""
+        return self._joined.world_size if self.host is None else self.host.place.world_size
+
+    @property
+    def run(self) -> str:
+        """The identity of the run."""
+        return self._joined.run
+
+    @property
+    def mode(self) -> Mode:
+        """The mode that the servers run."""
+        return self._joined.consistency.mode
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy: pservers aggregate gradients, or the trainers in a ring."""
+        return self._joined.consistency.strategy
+
+    @property
+    def round(self) -> Round:
+        """The newest round that was pulled, or taken in a ring."""
+        return self.client.membership.round
+
+    @property
+    def is_open(self) -> bool:
+        """True while this trainer is in the run; False in a process that was forked from it."""
+        return self._is_open and not self.io.is_inherited
+
+    def check_open(self, call: str) -> None:
+        """Raise RuntimeError unless this process is still in the run; `call` is named in the error."""
+        self.io.check_process()
+        if not self._is_open:
+            raise RuntimeError(
+                f"the session is closed, and this trainer has left the run: call {call} before close(), or before the "
+                "`with` block or the script ends"
+            )
+
+    def call_at_close(self, finish: Callable[[], object]) -> None:
+        """Call `finish` when the script is done, before this trainer leaves; after a GradpostError it leaves as failed.
+
+        `finish` waits for the last step's parameters, or joins a ring, in which other trainers may have more batches.
+        """
+        self._finish = finish
+
+    def report(self, **results: float) -> None:
+        """Report numbers of the run, such as `loss` or `accuracy`; `gradpost up` and `status` show the latest.
+
+        Costs nothing: they travel with the next heartbeat, and stand on the trainer's `/metrics`. The summary contains
+        the numbers of the lowest rank, and of a host's processes those of the first. Its line omits `loss`, which is
+        progress and not a result. Raises ValueError for more than 256 names, or one that is longer than 200 characters
+        or cannot be printed.
+        """
+        self.check_open("report()")
+        update = {check_result_name(name): float(value) for name, value in results.items()}
+        names = self._reported | update.keys()
+        if len(names) > MAX_RESULTS:
+            raise ValueError(f"a trainer reports at most {MAX_RESULTS} results; this call would make {len(names)}")
+        self._reported = names
+        for name, value in update.items():
+            self.client.metrics.reported.labels(name).set(value)
+        self.io.loop.call_soon_threadsafe(self.client.membership.results.update, update)
+
+    def summary(self) -> RunSummary:
+        """Return the run in a few numbers, as the servers saw it. Blocks for an answer of the coordinator."""
+        return self.io.run(self.client.summary())
+
+    def close(self, outcome: str = "done", reason: str = "") -> None:
+        """Leave the run, `done` or `failed`. Blocks for steps that are on their way if done; safe to call twice.
+
+        In a ring a trainer that is done takes part in the others' rounds, without gradients, and leaves with them.
+        """
+        global _current
+        # A forked child (a data loader's worker) has neither the thread nor the membership.
+        if not self.is_open:
+            return
+        self._is_open = False
+        if _current is self:
+            _current = None
+        try:
+            if outcome == "done":
+                self.io.run(self.client.finish())
+            if self.host is not None:
+                self.io.run(self.host.leave(outcome, reason))
+            if outcome == "done":
+                outcome, reason = self._finish_steps()
+            self._leave(outcome, reason)
+        except Exception as error:
+            print(f"gradpost: leaving the run failed, and it counts as lost: {error!r}", file=sys.stderr)
+        finally:
+            self.io.close()
+
+    def _finish_steps(self) -> tuple[str, str]:
+        """Finish what the engine has left to do; return the outcome and its reason."""
+        try:
+            self._finish()
+        except GradpostError as error:
+            return outcome_of(error)
+        except BaseException as error:  # an interrupt: the others cannot go on without this one, and hear of it now
+            self._leave(*outcome_of(error))
+            raise
+        return "done", ""
+
+    def _leave(self, outcome: str, reason: str) -> None:
+        patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
+        self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(*outcome_of(error))
+
+
+async def _make_client(arguments: dict[str, Any]) -> tuple[RunClient, HostPlace | None]:
+    """Make the client on its loop. A trainer with an explicit rank or world size is a single process."""
+    is_told = arguments.get("rank") is not None or arguments.get("world_size") is not None
+    place = None if is_told else find_place(os.environ)
+    if place is None or not read_settings(**arguments).one_trainer_per_host:
+        return RunClient(**arguments), None
+    return RunClient(**{**arguments, "rank": place.trainer, "world_size": place.num_trainers}), place
+
+
+def open_session() -> Session | None:
+    """Return the session that `connect` made, as long as it is open. Raises RuntimeError if a parent process did."""
+    if _current is not None:
+        _current.io.check_process()
+    return _current if _current is not None and _current.is_open else None
+
+
+def connect(
+    coordinator: str | None = None, *, rank: int | None = None, world_size: int | None = None, **arguments: Any
+) -> Session:
+    """Join the run and return the session; the same open session if called again without arguments.
+
+    Call it first, to know rank and world size before the data is loaded. An argument that is None comes from the
+    settings: `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are those of `RemoteOptimizer`. Blocks
+    until the coordinator has a place; raises Unreachable if it does not answer, Conflict if there is none.
+    """
+    global _current
+    given = {"coordinator": coordinator, "rank": rank, "world_size": world_size, **arguments}
+    given = {name: value for name, value in given.items() if value is not None}
+    if (current := _current) is not None and current.is_open:
+        if given:
+            raise RuntimeError(
+                f"this process is in a session already: {current!r}. Pass its arguments to the first connect(), "
+                "or close it first."
+            )
+        return current
+    session = _current = Session(**given)
+    watch_end(_leave, os.getpid())
+    return session
+
+
+def use_session(session: Session | None, arguments: dict[str, Any]) -> Session:
+    """Return the given session, the open one, or a new one. Raises TypeError for arguments that come too late."""
+    session = session or open_session()
+    if session is None:
+        return connect(**arguments)
+    session.client.configure(**arguments)
+    return session
+
+
+def _leave(error: BaseException | None) -> None:
+    if _current is not None:
+        _current.close(*outcome_of(error))
