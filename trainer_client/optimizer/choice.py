@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ps_protocol.errors import BadModel
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 
-from ..engines.engine import StepEngine
+from ..engines.engine import Contribution, StepEngine
 from ..engines.host import HostFollower, HostLeader
 from ..engines.local_steps import LocalSteps, check_outer
 from ..engines.model_tensors import TrainedModel, check_alike, describe_model
@@ -21,8 +21,10 @@ from ..engines.ring_group import Group
 from ..engines.torch_state import OptimizerState, own_state
 from ..session.collectives import choose_device
 from ..session.session import Session
+from ..transport.tensors import Flattening
 from .parameter_watch import check_model
 from .wrapped_optimizer import describe_local_optimizer, describe_optimizer, read_hyper_parameters
+from .wrapped_state import StateInTrainer, StateOnPservers, WrappedState
 
 
 def check_combination(session: Session, model: TrainedModel, *, has_outer: bool) -> None:
@@ -71,36 +73,45 @@ def check_combination(session: Session, model: TrainedModel, *, has_outer: bool)
 
 @dataclass(frozen=True)
 class DividedWork:
-    """The optimizers of a script, and where they step."""
+    """The model and the optimizers of a script, and where they step."""
 
+    model: TrainedModel
     optimizer: Optimizer  # steps on the pservers; in a ring on each trainer
     spec: OptimizerSpec
     local: LocalSteps | None  # before each of its steps
-    is_ring: bool
+    is_stepped_here: bool  # `optimizer` steps in the trainer, in a ring
     is_async: bool
     mean_rate: float | None  # of the means of averaged buffers; None if there are none
     initial_state: OptimizerState  # of the optimizer, from its own steps or a checkpoint
+    flattening: Flattening = field(default_factory=Flattening)
 
     @property
     def is_wrapped_stepping(self) -> bool:
         """True if the wrapped optimizer steps in the trainer."""
-        return self.is_ring or self.local is not None
+        return self.is_stepped_here or self.local is not None
 
     @property
     def shares_rounds(self) -> bool:
         """True if every step is a round of all trainers, which have its outcome in common."""
         return not self.is_async and self.local is None
 
-    def hyperparameters(self) -> list[HyperParameters]:
-        """Return the current hyperparameters of each group, and of averaged buffers."""
-        found = [] if self.is_ring else read_hyper_parameters(self.spec, self.optimizer)
-        return found if self.mean_rate is None else [*found, {"lr": self.mean_rate}]
+    def contribute(self, is_finite: bool, scaler: list[HyperParameters]) -> Contribution | None:
+        """Return the contribution of a step, with the state of a GradScaler; None after a local step but the last."""
+        if self.local is None:
+            gradients = self.flattening.flatten(self.model.parameters)
+        elif self.local.step():
+            gradients, is_finite = self.local.outer_gradients(), True
+        else:
+            return None
+        found = [] if self.is_stepped_here else read_hyper_parameters(self.spec, self.optimizer)
+        means: list[HyperParameters] = [] if self.mean_rate is None else [{"lr": self.mean_rate}]
+        return Contribution(gradients, [*found, *means, *scaler], is_finite)
 
 
 def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None, model: TrainedModel) -> DividedWork:
     """Return where an optimizer steps. Raises BadInput for one that no pserver can run, or for its state."""
     settings, rules = session.client.settings, session.client.joined.consistency
-    stepped, local = optimizer, None
+    stepped, local, is_stepped_here = optimizer, None, rules.is_ring
     if settings.local_steps > 0:
         stepped = _make_outer(session, model) if outer is None else outer
         check_outer(optimizer, stepped)
@@ -108,13 +119,14 @@ def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None,
     # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
     mean_rate = 1 / session.world_size if rules.is_async else 1.0
     return DividedWork(
+        model,
         stepped,
         spec=describe_local_optimizer(stepped) if rules.is_ring else describe_optimizer(stepped),
         local=local,
-        is_ring=rules.is_ring,
+        is_stepped_here=is_stepped_here,
         is_async=rules.is_async,
         mean_rate=mean_rate if model.averages.means else None,
-        initial_state={} if rules.is_ring else own_state(describe_optimizer(stepped), stepped, model.names),
+        initial_state={} if is_stepped_here else own_state(describe_optimizer(stepped), stepped, model.names),
     )
 
 
@@ -134,12 +146,12 @@ class StartedEngine(NamedTuple):
     """The engine of a process, and the engine that uses the pservers: the same engine, or that of a host's leader."""
 
     engine: StepEngine
-    pserver: PserverEngine | None  # None in a ring, and in the processes of a host that only follow
+    pserver: PserverEngine | None  # None without pservers, and in the processes of a host that only follow
 
 
-def start_engine(session: Session, model: TrainedModel, work: DividedWork) -> StartedEngine:
+def start_engine(session: Session, work: DividedWork) -> StartedEngine:
     """Declare the model, wait for all trainers and pservers, and pull the values that the run begins with."""
-    client, host = session.client, session.host
+    client, host, model = session.client, session.host, work.model
     device = choose_device(model.parameters)
     parameters, stored = model.describe(work.optimizer)
 
@@ -168,3 +180,10 @@ def start_engine(session: Session, model: TrainedModel, work: DividedWork) -> St
             check_alike(digests, line["model"], process)
         started = declare()
         return started._replace(engine=HostLeader(session, host, model, device, started.engine))
+
+
+def make_state(remote: Optimizer, wrapped: Optimizer, work: DividedWork, started: StartedEngine) -> WrappedState:
+    """Return the `state` that a RemoteOptimizer shows."""
+    if work.is_wrapped_stepping:
+        return StateInTrainer(remote, wrapped)
+    return StateOnPservers(remote, work.spec, work.model.names, started.pserver)

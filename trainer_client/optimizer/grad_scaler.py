@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
 from ..engines.engine import StepProgress
+from .choice import DividedWork
 from .overlap import Overlap
 
 if TYPE_CHECKING:
@@ -220,12 +221,12 @@ class StepScaling:
     """The loss scaling of a RemoteOptimizer: by a GradScaler, by torch's GradScaler, or none."""
 
     def __init__(
-        self, optimizer: RemoteOptimizer, progress: StepProgress, overlap: Overlap | None, *, is_shared: bool
+        self, optimizer: RemoteOptimizer, work: DividedWork, progress: StepProgress, overlap: Overlap | None
     ) -> None:
-        """`is_shared`: every step is a round of all trainers, which have its outcome in common."""
         self.progress = progress
         self.overlap = overlap
-        self.is_shared = is_shared
+        self.is_shared = work.shares_rounds
+        self._parameters = work.model.parameters
         self._optimizer = optimizer
         self._describe: Callable[[], HyperParameters] | None = None
         self._has_warned = False
@@ -245,12 +246,13 @@ class StepScaling:
         """Return the state that is pushed with the hyperparameters, if there is one."""
         return [] if self._describe is None or not self.is_shared else [self._describe()]
 
-    def unscale(self, parameters: Collection[Tensor]) -> bool:
+    def unscale(self) -> bool:
         """Unscale the gradients; return False, and clear them, if they have overflowed.
 
         Without a GradScaler nothing happens. Raises NonFiniteGradient for an overflow that the other trainers would
         not skip.
         """
+        parameters = self._parameters.values()
         found_inf: Tensor | None = getattr(self._optimizer, "found_inf", None)
         scale: Tensor | None = getattr(self._optimizer, "grad_scale", None)  # None: the script has called `unscale_`
         if found_inf is not None:

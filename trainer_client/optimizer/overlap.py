@@ -24,7 +24,7 @@ from ..engines.model_tensors import TrainedModel
 from ..engines.pserver import PserverEngine
 from ..session.session import Session
 from ..transport.tensors import Flattening
-from .choice import StartedEngine
+from .choice import DividedWork, StartedEngine
 from .parameter_watch import ParameterWatch
 
 
@@ -164,22 +164,20 @@ class Overlap:
 
 def attach_overlap(
     session: Session,
-    model: TrainedModel,
+    work: DividedWork,
     started: StartedEngine,
-    flattening: Flattening,
     watch: ParameterWatch | None,
     finish: Callable[[], object],
 ) -> Overlap | None:
     """Return the hooks that the settings ask for, if any. `finish` waits for all parameters before they are saved."""
-    settings, waits = session.client.settings, None
-    if settings.overlap_pulls:
-        assert started.pserver is not None  # else the combination is refused
-        assert watch is not None
+    settings, model, waits = session.client.settings, work.model, None
+    if settings.overlap_pulls and started.pserver is not None:
+        assert watch is not None  # else the combination is refused
         waits = ForwardWaits(session, model, started.pserver, watch, finish)
         session.call_at_close(finish)
     if not settings.overlap:
         return None
-    return Overlap(session, model.parameters, started.engine, flattening, waits)
+    return Overlap(session, model.parameters, started.engine, work.flattening, waits)
 
 
 class ForwardWaits:

@@ -48,9 +48,9 @@ class ResumableBatches:
     def __init__(
         self, position: Callable[[], Position], steps_per_round: int = 1, warn: Callable[[str], object] = warnings.warn
     ) -> None:
-        """`steps_per_round`: more than 1 with local steps. `warn` is called with a message."""
+        """`steps_per_round`: the number of local steps, or 0. `warn` is called with a message."""
         self._position = position
-        self._steps_per_round = steps_per_round
+        self._steps_per_round = max(1, steps_per_round)
         self._warn = warn
         self._has_warned = False
         self._calls: list[Call] = []
@@ -59,7 +59,18 @@ class ResumableBatches:
     def iterate(
         self, loader: Iterable[Any], epochs: int, batches_per_step: int = 1, schedule: LRScheduler | None = None
     ) -> Iterator[Any]:
-        """Yield the batches of `epochs` passes over a loader that are not in the run yet; see `RemoteOptimizer`."""
+        """Yield the batches of `epochs` passes over a loader that are not in the run yet.
+
+        The order of the data must be a function of the epoch, as that of a DistributedSampler is: `set_epoch` of the
+        loader and its samplers is called with each epoch, counted over all calls. Each further call continues after the
+        batches of the earlier calls, which must have been iterated to their end. A DataLoader over a map-style dataset
+        does not load the skipped batches. `batches_per_step` is for scripts that accumulate gradients; the batches of a
+        call must be a multiple of it. With local steps a round that had begun starts again.
+
+        A `schedule` that the script steps once after each `step()` is stepped to the first batch; after a rollback it
+        starts from its state at the first call. All calls must pass the same one. ReduceLROnPlateau and
+        ChainedScheduler are refused.
+        """
         before = self._calls[-1] if self._calls else Call((), 0, 1, 0, 0, 0)
         if before.end is None:
             raise BadModel(

@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from structlog.typing import FilteringBoundLogger
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 from ps_protocol.vocabulary import Round
 
-from ..client.settings import TrainerSettings
 from ..engines.engine import StepEngine
 from ..engines.model_tensors import TrainedModel, frozen_parameters
+from ..session.session import Session
 from ..transport.tensors import check_form
 from .parameter_watch import Digests, ModelPlaces, ParameterWatch, digest_values, find_rewritten
 
@@ -30,10 +29,10 @@ class ScriptGuard:
         optimizer: Optimizer,
         model: TrainedModel,
         engine: StepEngine,
-        settings: TrainerSettings,
-        log: FilteringBoundLogger,
+        session: Session,
     ) -> None:
         """Note the state at the start. There is no `watch` with local steps, which write to the parameters."""
+        client, settings = session.client, session.client.settings
         has_samples = not settings.overlap_pulls
         self.watch = None if settings.local_steps else ParameterWatch(model.parameters, has_samples=has_samples)
         self._engine = engine
@@ -41,21 +40,25 @@ class ScriptGuard:
         self._optimizer = optimizer
         self._model = model.module
         self._parameters = model.parameters
-        self._log = log
+        self._log = client.log
+        self._is_async = client.joined.consistency.is_async
         self._forms = self._read_forms()
         self._members = _identities(optimizer.param_groups)
         self._places = ModelPlaces(model.module, model.parameters, model.averages.owners)
         self._values_at_start: Digests | None = digest_values(self._parameters)  # None after the first step
         self._frozen_at_start = digest_values(frozen_parameters(model.module, self._parameters))
 
-    @property
-    def is_before_first_step(self) -> bool:
-        """True until the first step has begun."""
-        return self._values_at_start is not None
-
     def note_position_read(self) -> None:
         """Note that the script has read the run's round, so that no warning says it repeats batches."""
         self._has_read_position = True
+
+    @contextmanager
+    def noting_rollback(self) -> Iterator[None]:
+        """Note the values of the parameters if the run goes back within the block."""
+        num_rollbacks = self._engine.progress.num_rollbacks
+        yield
+        if self._engine.progress.num_rollbacks != num_rollbacks:
+            self.note()
 
     def note(self) -> None:
         """Note the values of the parameters, which the script must not change from now on."""
@@ -103,6 +106,7 @@ class ScriptGuard:
         if self.watch is not None:
             self.watch.check()
 
+    @torch.no_grad()
     def synchronize(self) -> None:
         """Wait for the steps on their way. Raises BadModel for changes that their parameters would overwrite."""
         if self._engine.progress.begun != self._engine.progress.version:
@@ -115,9 +119,20 @@ class ScriptGuard:
                 self.note()
 
     @contextmanager
-    def adopting_writes(self) -> Iterator[None]:
-        """Begin the next step from the values of parameters that are written within the block, or were before."""
-        assert self.watch is not None  # no local steps
+    def writing(self) -> Iterator[None]:
+        """Begin the next step from the values of parameters that are written within the block, or were before.
+
+        With local steps a write is a part of them.
+        """
+        if self._is_async and self._values_at_start is None and self.watch is not None:
+            raise BadModel(
+                "asynchronous modes have no round in which all trainers could write parameters; write them before the "
+                "first step"
+            )
+        self.synchronize()
+        if self.watch is None:
+            yield
+            return
         changed, before = self.watch.find_changed(), digest_values(self._parameters)
         yield
         changed.update(find_rewritten(self._parameters, before))

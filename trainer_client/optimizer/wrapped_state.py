@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from ps_protocol.optimizers import OptimizerSpec, StepState
 
 from ..engines.pserver import PserverEngine
 from ..engines.torch_state import full_groups, needed_slots, read_state, write_state
+from ..session.session import Session
+from .script_guard import ScriptGuard
 
 
 class InitializedState(defaultdict[Tensor, Any]):
@@ -72,6 +74,9 @@ class WrappedState(Protocol):
     def check_reset(self) -> None:
         """Follow a script that has cleared or replaced `state`. Raises BadModel for entries that it has added."""
 
+    def shown(self, session: Session, guard: ScriptGuard) -> AbstractContextManager[None]:
+        """Show the state for `state_dict` within the block."""
+
 
 class StateInTrainer:
     """The state of a wrapped optimizer that steps in the trainer; both optimizers show it."""
@@ -92,6 +97,10 @@ class StateInTrainer:
         """Implement `WrappedState.adopt_loaded`."""
         self._share(self._wrapped.state)
         return self._wrapped.param_groups
+
+    def shown(self, session: Session, guard: ScriptGuard) -> AbstractContextManager[None]:
+        """Implement `WrappedState.shown`."""
+        return nullcontext()
 
     def check_reset(self) -> None:
         """Implement `WrappedState.check_reset`."""
@@ -118,8 +127,12 @@ class StateOnPservers:
         self._state = self._remote.state = EmptyState(dict)
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show the state within the block. Blocks for the pservers."""
+    def shown(self, session: Session, guard: ScriptGuard) -> Iterator[None]:
+        """Implement `WrappedState.shown`. Blocks for the newest step, but for those of other processes of the host."""
+        session.check_open("state_dict()")
+        if session.host is None:
+            guard.synchronize()
+        self.check_reset()
         named = {self._names[id(p)]: (group, p) for group in self._remote.param_groups for p in group["params"]}
 
         def needed(name: str, state: StepState) -> tuple[str, ...]:
@@ -127,7 +140,8 @@ class StateOnPservers:
             return needed_slots(self._spec.name, group, state, parameter.dtype)
 
         if self._engine is not None:
-            slots = self._engine.pull_optimizer_state(needed)
+            with guard.noting_rollback():
+                slots = self._engine.pull_optimizer_state(needed)
             self._state.update(write_state(self._spec, full_groups(self._remote), self._names, slots))
         try:
             yield
