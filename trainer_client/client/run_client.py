@@ -38,6 +38,7 @@ from ..transport.exchange import Exchange
 from ..transport.tensors import TORCH_DTYPES, writable_bytes
 from .buckets import Payload, make_buckets
 from .encoding import ErrorFeedback
+from .local_membership import LocalMembership
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient
@@ -90,7 +91,8 @@ class RunClient:
         self.max_grad_norm: float | None = None  # of the run
         self.grad_norm: float | None = None  # of the newest round, before it was clipped; NaN if that was skipped
         self.must_upload = False  # the initial values are this trainer's to push
-        self.membership = Membership(self.settings, self._control)
+        place = LocalMembership if self.settings.strategy == "local" else Membership
+        self.membership = place(self.settings, self._control)
 
     @property
     def log(self) -> FilteringBoundLogger:

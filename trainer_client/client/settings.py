@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
@@ -60,7 +60,11 @@ class TrainerSettings(Settings):
         description="under torchrun with several processes on a host: whether these are one trainer, whose rank is "
         "that of the host, and add their gradients up among themselves; else each is a trainer",
     )
-    strategy: Strategy | None = _expected("strategy")
+    strategy: Strategy | Literal["local"] | None = declare_setting(
+        "strategy",
+        default=None,
+        description="expected value, as of `mode`; or `local`: the script trains in its own process, without services",
+    )
     mode: Mode | None = _expected("mode")
     max_delay: int | None = _expected("max_delay")
     max_staleness: int | None = _expected("max_staleness")

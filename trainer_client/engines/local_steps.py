@@ -67,6 +67,21 @@ def check_outer(inner: Optimizer, outer: Optimizer) -> None:
         )
 
 
+def step_with_gradients(wrapped: Optimizer, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """Step with these gradients, of the parameters' shapes, in place of the script's own, which are restored.
+
+    A parameter without a gradient is skipped.
+    """
+    own = {name: parameter.grad for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.grad = gradients.get(name)
+        step_without_hooks(wrapped)
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = own[name]
+
+
 def step_without_hooks(wrapped: Optimizer) -> None:
     """Step a wrapped optimizer whose hooks, and torch's global ones, run with the step of the RemoteOptimizer."""
     step = type(wrapped).step

@@ -25,7 +25,7 @@ from ps_protocol.vocabulary import Rank
 from ..session.session import Session
 from .collective_buffers import FlatBucket, FlatGradients
 from .engine import Contribution, StepProgress
-from .local_steps import step_without_hooks
+from .local_steps import step_with_gradients
 from .model_tensors import TrainedModel
 from .ring_group import Group, Tally, TallyVector
 
@@ -269,19 +269,14 @@ class RingEngine:
         return None if max_norm is None else self._clip(max_norm)
 
     def _apply(self, present: Collection[str]) -> None:
-        """Step with the averages in place of the script's own gradients, which are restored afterwards."""
-        own = {name: parameter.grad for name, parameter in self._parameters.items()}
-        try:
-            with torch.no_grad():
-                for name, parameter in self._parameters.items():
-                    average, part = self._averages[name], self._gradients.bucket_of[name].parts[name]
-                    if average.data_ptr() != part.data_ptr():
-                        average.copy_(part.view(parameter.shape))
-                    parameter.grad = average if name in present else None
-            step_without_hooks(self._optimizer)
-        finally:
-            for name, parameter in self._parameters.items():
-                parameter.grad = own[name]
+        """Step with the averages."""
+        with torch.no_grad():
+            for name, average in self._averages.items():
+                part = self._gradients.bucket_of[name].parts[name]
+                if average.data_ptr() != part.data_ptr():
+                    average.copy_(part.view(average.shape))
+        averages = {name: average for name, average in self._averages.items() if name in present}
+        step_with_gradients(self._optimizer, self._parameters, averages)
 
     def _average_buffers(self) -> None:
         """Average the buffers of the trainers that had a batch, in one more collective."""

@@ -13,6 +13,7 @@ from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 
 from ..engines.engine import Contribution, StepEngine
 from ..engines.host import HostFollower, HostLeader
+from ..engines.local import LocalEngine
 from ..engines.local_steps import LocalSteps, check_outer
 from ..engines.model_tensors import TrainedModel, check_alike, describe_model
 from ..engines.pserver import PserverEngine
@@ -79,7 +80,7 @@ class DividedWork:
     optimizer: Optimizer  # steps on the pservers; in a ring on each trainer
     spec: OptimizerSpec
     local: LocalSteps | None  # before each of its steps
-    is_stepped_here: bool  # `optimizer` steps in the trainer, in a ring
+    is_stepped_here: bool  # `optimizer` steps in the trainer, in a ring or without a cluster
     is_async: bool
     mean_rate: float | None  # of the means of averaged buffers; None if there are none
     initial_state: OptimizerState  # of the optimizer, from its own steps or a checkpoint
@@ -111,7 +112,7 @@ class DividedWork:
 def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None, model: TrainedModel) -> DividedWork:
     """Return where an optimizer steps. Raises BadInput for one that no pserver can run, or for its state."""
     settings, rules = session.client.settings, session.client.joined.consistency
-    stepped, local, is_stepped_here = optimizer, None, rules.is_ring
+    stepped, local, is_stepped_here = optimizer, None, rules.is_ring or settings.strategy == "local"
     if settings.local_steps > 0:
         stepped = _make_outer(session, model) if outer is None else outer
         check_outer(optimizer, stepped)
@@ -160,6 +161,8 @@ def start_engine(session: Session, work: DividedWork) -> StartedEngine:
         rendezvous = None if group is None else group.offer()
         declared = work.spec.with_means() if model.averages.means else work.spec
         session.io.run(client.declare(parameters, declared, stored, model.aliases, rendezvous))
+        if client.settings.strategy == "local":
+            return StartedEngine(LocalEngine(session, model, work.optimizer, work.local), None)
         if group is None:
             engine = PserverEngine(session, model, work.local)
             if work.initial_state:

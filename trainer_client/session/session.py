@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from ps_protocol.errors import GradpostError
 from ps_protocol.fields import MAX_RESULTS, check_result_name
@@ -71,9 +71,9 @@ class Session:
         return self._joined.consistency.mode
 
     @property
-    def strategy(self) -> Strategy:
-        """The strategy: pservers aggregate gradients, or the trainers in a ring."""
-        return self._joined.consistency.strategy
+    def strategy(self) -> Strategy | Literal["local"]:
+        """The strategy: pservers aggregate gradients, the trainers in a ring, or this process trains alone."""
+        return self.client.settings.strategy or self._joined.consistency.strategy
 
     @property
     def round(self) -> Round:

@@ -1,0 +1,124 @@
+"""With `strategy="local"` a script trains in its own process, without services, as torch.optim alone does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradpost
+from ps_protocol.errors import Conflict, NonFiniteGradient
+
+STEPS = 6
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 6, generator=generator) for _ in range(STEPS)]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    for batch in batches():
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"overlap": True}, {"overlap": True, "overlap_pulls": True}, {"max_delay": 2}, {"mode": "async"}],
+    ids=str,
+)
+def test_a_script_trains_as_with_its_own_optimizer(settings: dict[str, Any]) -> None:
+    alone = make_model()
+    expected = train(alone, torch.optim.Adam(alone.parameters(), lr=0.01))
+    model = make_model()
+    local = torch.optim.Adam(model.parameters(), lr=0.01)
+    with gradpost.connect(strategy="local", **settings) as session:
+        optimizer = gradpost.RemoteOptimizer(local, model=model)
+        assert_same(train(model, optimizer), expected)
+        assert (session.rank, session.world_size, session.strategy) == (0, 1, "local")
+        assert (optimizer.round, optimizer.summary().rounds) == (STEPS, STEPS)
+        assert len(optimizer.state_dict()["state"]) == 6
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_script_may_write_parameters() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    with gradpost.connect(strategy="local"):
+        optimizer = gradpost.RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
+        for expected in (2.0, 4.0):
+            weight.grad = torch.ones(2)
+            optimizer.step()
+            with optimizer.write_parameters(), torch.no_grad():
+                weight.add_(3.0)
+            assert weight.tolist() == [expected] * 2
+
+
+def test_gradients_are_clipped_to_the_norm() -> None:
+    model = make_model()
+    weight = model[0].weight
+    before = weight.detach().clone()
+    with gradpost.connect(strategy="local", max_grad_norm=0.5):
+        optimizer = gradpost.RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        weight.grad = torch.full_like(weight, 3.0)
+        optimizer.step()
+        assert optimizer.grad_norm == pytest.approx(3 * math.sqrt(weight.numel()))
+        assert (before - weight).norm().item() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_round_with_overflow_is_skipped_and_the_scale_backs_off() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    with gradpost.connect(strategy="local", nonfinite="skip_round"):
+        optimizer = gradpost.RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
+        scaler = gradpost.GradScaler(optimizer, "cpu", init_scale=8.0)
+        for factor in (math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 4.0
+        assert weight.tolist() == [0.0] * 3
+
+
+def test_a_gradient_with_nan_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    with gradpost.connect(strategy="local"):
+        optimizer = gradpost.RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
+        weight.grad = torch.tensor([0.0, math.nan, 0.0])
+        with pytest.raises(NonFiniteGradient, match="weight"):
+            optimizer.step()
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        assert weight.tolist() == [0.0] * 3
+
+
+def test_local_steps_end_in_a_step_of_the_outer_optimizer() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    with gradpost.connect(strategy="local"):
+        inner = torch.optim.SGD([("weight", weight)], lr=1.0)
+        optimizer = gradpost.RemoteOptimizer(inner, local_steps=2, outer_lr=0.5)
+        for expected in (-1.0, -1.0, -2.0, -2.0):  # two steps of 1, of which half counts
+            weight.grad = torch.ones(2)
+            optimizer.step()
+            assert weight.tolist() == [expected] * 2
+        assert optimizer.round == 2
+
+
+def test_several_trainers_need_a_cluster() -> None:
+    with pytest.raises(Conflict, match="without a cluster"):
+        gradpost.connect(strategy="local", world_size=2)

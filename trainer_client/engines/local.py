@@ -1,0 +1,88 @@
+"""The engine of `strategy="local"`: steps the script's own optimizer, to debug a script without a cluster.
+
+Settings that only change when values travel (`overlap`, `overlap_pulls`, `max_delay`, wire types) have no effect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ps_protocol.errors import NonFiniteGradient
+from ps_protocol.norms import clip_coefficient
+
+from ..session.session import Session
+from .engine import Contribution, StepProgress
+from .local_steps import LocalSteps, step_with_gradients
+from .model_tensors import TrainedModel
+
+
+class LocalEngine:
+    """A run of one trainer in its own process."""
+
+    def __init__(self, session: Session, model: TrainedModel, optimizer: Optimizer, local: LocalSteps | None) -> None:
+        """`optimizer` steps with each contribution; with local steps it is the outer optimizer."""
+        self.progress = StepProgress()
+        self._client = session.client
+        self._parameters = model.parameters
+        self._optimizer = optimizer
+        self._local = local
+        self.replace_values(())
+
+    def follow_parameters(self) -> None:
+        """Implement `StepEngine.follow_parameters`."""
+
+    def replace_values(self, names: Collection[str]) -> None:
+        """Implement `StepEngine.replace_values`."""
+        if self._local is not None:
+            self._local.begin_count()
+
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Implement `StepEngine.add_gradient`. `step` gets all gradients."""
+
+    def discard_gradients(self) -> None:
+        """Implement `StepEngine.discard_gradients`."""
+
+    def synchronize(self) -> bool:
+        """Implement `StepEngine.synchronize`."""
+        return False
+
+    def step(self, contribution: Contribution) -> None:
+        """Implement `StepEngine.step`."""
+        client, round_ = self._client, self.progress.begun + 1
+        is_skipped = False
+        if client.nonfinite != "allow":
+            culprit = next((name for name, g in contribution.gradients.items() if not bool(g.isfinite().all())), None)
+            if culprit is not None and client.nonfinite == "reject":
+                raise NonFiniteGradient(f"the gradient of {culprit!r} contains NaN or infinity in round {round_}")
+            is_skipped = client.nonfinite == "skip_round" and (culprit is not None or not contribution.is_finite)
+        if is_skipped:
+            client.metrics.skipped.inc()
+            grad_norm = None if client.max_grad_norm is None else math.nan
+        else:
+            grad_norm = self._apply(contribution.gradients)
+        self.progress.begun = self.progress.version = round_
+        skipped = [round_] if is_skipped else []
+        client.adopt_results(round_, client.outcomes.advance(skipped, None, newest=round_, keep=2), grad_norm)
+        client.metrics.rounds.inc()
+        client.metrics.round.set(round_)
+
+    @torch.no_grad()
+    def _apply(self, gradients: Mapping[str, Tensor]) -> float | None:
+        """Step with the gradients, which are clipped; return their norm before that if there is a `max_grad_norm`."""
+        norm, max_norm = None, self._client.max_grad_norm
+        if max_norm is not None:
+            norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+            coefficient = clip_coefficient(norm, max_norm)
+            gradients = {name: gradient * coefficient for name, gradient in gradients.items()}
+        if self._local is not None:  # the outer optimizer steps from the values before the local steps
+            for name, value in self._local.starting_values.items():
+                self._parameters[name].copy_(value)
+        shaped = {name: gradient.view(self._parameters[name].shape) for name, gradient in gradients.items()}
+        step_with_gradients(self._optimizer, self._parameters, shaped)
+        self.replace_values(())
+        return norm
