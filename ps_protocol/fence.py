@@ -1,19 +1,20 @@
-"""The fence: headers of every data request, by which a pserver refuses stale requests.
+"""The fence: a header of every data request, by which a pserver refuses stale requests.
 
 A request is checked at its headers and again after its last byte, because the run may have changed in between.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from .errors import BadInput, Conflict, StalePserver, StaleRun
 from .vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
 
 MAX_DIGITS = 18  # of a number, which then fits into 63 bits
 MAX_TEXT = 128  # characters of a run's name or of a plan's digest
+FENCE_HEADER = "gradpost-fence"
 
 
 def is_decimal(text: str, max_digits: int = MAX_DIGITS) -> bool:
@@ -27,7 +28,7 @@ def is_decimal(text: str, max_digits: int = MAX_DIGITS) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """The identity of one data request; each field is the header `gradpost-<field with dashes>`."""
+    """The identity of one data request: the words of the header `gradpost-fence`, in this order."""
 
     protocol: int
     run: str
@@ -44,34 +45,37 @@ class Fence:
         return replace(self, round=round_)
 
     def to_headers(self) -> dict[str, str]:
-        """Return the HTTP headers, in lower case as HTTP/2 requires."""
-        return {header: str(getattr(self, name)) for name, header, _ in _HEADERS}
+        """Return the HTTP header, in lower case as HTTP/2 requires.
+
+        >>> Fence(2, "5f0c", 0, "9a1e", 0, 1, 0, 1, 7).to_headers()
+        {'gradpost-fence': '2 5f0c 0 9a1e 0 1 0 1 7'}
+        """
+        words = (
+            f"{self.protocol} {self.run} {self.attempt} {self.plan} {self.pserver} {self.pserver_incarnation} "
+            f"{self.rank} {self.trainer_incarnation} {self.round}"
+        )
+        return {FENCE_HEADER: words}
 
     @classmethod
     def from_headers(cls, headers: Mapping[str, str]) -> Fence:
-        """Parse lower-case headers. Raises BadInput, which names the header."""
-        values: dict[str, Any] = {}
-        for name, header, is_number in _HEADERS:
-            text = headers.get(header)
-            if text is None:
-                raise BadInput(f"the header {header} is missing", code="bad_header")
-            if is_number:
-                what, expected = "a number", "digits"
-                is_valid = is_decimal(text)
-            else:
-                what, expected = "an identifier", "ASCII"
-                is_valid = text.isascii() and text.isprintable() and 0 < len(text) <= MAX_TEXT
-            if not is_valid:
-                raise BadInput(
-                    f"the header {header} must be {what}", code="bad_header", expected=expected, actual=text[:40]
-                )
-            values[name] = int(text) if is_number else text
-            if name == "protocol" and values[name] != PROTOCOL_VERSION:
-                raise BadInput(
-                    "this service speaks another version of the protocol",
-                    code="unsupported_protocol", expected=PROTOCOL_VERSION, actual=text,
-                )  # fmt: skip
-        return cls(**values)
+        """Parse lower-case headers. Raises BadInput."""
+        text = headers.get(FENCE_HEADER)
+        if text is None:
+            raise BadInput(f"the header {FENCE_HEADER} is missing", code="bad_header")
+        protocol = text.partition(" ")[0]
+        if is_decimal(protocol) and int(protocol) != PROTOCOL_VERSION:
+            raise BadInput(
+                "this service speaks another version of the protocol",
+                code="unsupported_protocol", expected=PROTOCOL_VERSION, actual=protocol,
+            )  # fmt: skip
+        found = _PATTERN.fullmatch(text)
+        if found is None:
+            raise BadInput(
+                f"the header {FENCE_HEADER} must be nine words with one space between them",
+                code="bad_header", expected=" ".join(field.name for field in fields(cls)), actual=text[:200],
+            )  # fmt: skip
+        protocol, run, attempt, plan, *rest = found.groups()
+        return cls(int(protocol), run, int(attempt), plan, *map(int, rest))
 
     def check_addressee(
         self, *, run: str, attempt: int, plan: str, pserver: PserverIndex, pserver_incarnation: Incarnation
@@ -95,12 +99,8 @@ class Fence:
             )
 
 
-_HEADERS = tuple(
-    (field.name, "gradpost-" + field.name.replace("_", "-"), field.name not in ("run", "plan"))
-    for field in fields(Fence)
+_TEXTS = ("run", "plan")
+FENCE_PATTERN = " ".join(
+    f"([!-~]{{1,{MAX_TEXT}}})" if field.name in _TEXTS else f"([0-9]{{1,{MAX_DIGITS}}})" for field in fields(Fence)
 )
-# A regular expression for the value of each header.
-HEADER_PATTERNS: Mapping[str, str] = {
-    header: f"^[0-9]{{1,{MAX_DIGITS}}}$" if is_number else f"^[ -~]{{1,{MAX_TEXT}}}$"
-    for _, header, is_number in _HEADERS
-}
+_PATTERN = re.compile(FENCE_PATTERN)

@@ -1,14 +1,13 @@
 """The membership of a run: its trainers, the contributions to its open rounds, and what an administrator has set.
 
 The coordinator decides it as one value, persists it, and installs it on all pservers under a number, so that every
-pserver applies a change from the same round on. In JSON its fields stand beside those of the message around it. The
-messages that register pservers and install runs follow it.
+pserver applies a change from the same round on. The messages that register pservers and install runs follow it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -87,15 +86,13 @@ class Membership:
 
     """
 
-    members: dict[Rank, Incarnation]
-    starts: dict[Rank, Round] = field(default_factory=dict)
-    sets: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
-    verdicts: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
-    controls: tuple[Controls, ...] = ()
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
-    def to_fields(self) -> dict[str, Any]:
-        """Return the fields by name, as the arguments of a `MembershipMessage`."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+    members: ByOrdinal[Incarnation]
+    starts: ByOrdinal[Round] = field(default_factory=dict)
+    sets: ByOrdinal[Ordinals] = field(default_factory=dict)
+    verdicts: ByOrdinal[Ordinals] = field(default_factory=dict)
+    controls: Annotated[tuple[Controls, ...], Field(max_length=MAX_MEMBERS)] = ()
 
     def has_claim(self, rank: Rank, round_: Round) -> bool:
         """Return whether the trainer's contribution belongs to this round."""
@@ -132,21 +129,6 @@ class Membership:
         older = [controls for controls in self.controls if controls.since < after.since]
         needed = [c for c, later in zip(older, [*older[1:], after], strict=False) if later.since > first]
         return replace(self, controls=(*needed, after))
-
-
-class MembershipMessage(Message):
-    """Base of messages that contain a membership, whose fields stand beside the others."""
-
-    members: ByOrdinal[Incarnation]
-    starts: ByOrdinal[Round] = Field(default={})
-    sets: ByOrdinal[Ordinals] = Field(default={})
-    verdicts: ByOrdinal[Ordinals] = Field(default={})
-    controls: tuple[Controls, ...] = Field(default=(), max_length=MAX_MEMBERS)
-
-    @property
-    def membership(self) -> Membership:
-        """The membership in this message."""
-        return Membership(self.members, self.starts, self.sets, self.verdicts, self.controls)
 
 
 class FrozenRounds(Message):
@@ -212,7 +194,7 @@ class Freeze(Message):
     number: Count
 
 
-class InstallRun(MembershipMessage):
+class InstallRun(Message):
     """The order to serve a run.
 
     `restore` is the round that the shard is restored to, None if the run begins with initial values.
@@ -222,6 +204,7 @@ class InstallRun(MembershipMessage):
     attempt: Ordinal
     plan: Object
     incarnation: Incarnation = Field(description="incarnation of the addressed pserver")
+    membership: Membership
     consistency: Consistency
     nonfinite: NonfinitePolicy
     max_grad_norm: Real | None = Field(
@@ -247,12 +230,13 @@ class InstallRun(MembershipMessage):
     number: Count
 
 
-class InstallMembers(MembershipMessage):
+class InstallMembers(Message):
     """A numbered change of the membership. An older number changes nothing. `failure` ends every wait."""
 
     run: Identifier
-    attempt: Ordinal = 0
+    attempt: Ordinal
     number: Count
+    membership: Membership
     failure: Object | None = None
 
 

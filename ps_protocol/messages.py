@@ -5,9 +5,9 @@ Unknown members are refused, so that a misspelt one is noticed.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from .consistency import Consistency
 from .fields import (
@@ -241,16 +241,6 @@ class DeclareModel(Message):
     rendezvous: Text | None = Field(
         default=None, max_length=300, description="strategy ring, rank 0: the rendezvous of the trainers"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_earlier(cls, value: Any) -> Any:
-        match value:
-            case {"average_buffers": 0, **rest}:
-                return rest
-            case {"average_buffers": _}:
-                raise ValueError("average_buffers is a setting of earlier versions; buffers are averaged by default")
-        return value
 
 
 class PlanReady(Message):

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeGuard, get_args
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Rank: TypeAlias = int  # of a trainer, from 0
 Round: TypeAlias = int  # synchronous cycle, from 1; 0 means the initial values

@@ -304,7 +304,7 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
         source=run.source,
         uploader=run.uploader,
         number=number,
-        **run.membership.to_fields(),
+        membership=run.membership,
     )
 
 
@@ -314,7 +314,7 @@ def make_members_message(run: Run, number: int) -> InstallMembers:
         run=run.name,
         attempt=run.attempt,
         number=number,
-        **run.membership.to_fields(),
+        membership=run.membership,
         failure=run.failure.to_problem() if run.failure else None,
     )
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from ps_http2.asgi import send_from
 from ps_protocol import norms
 from ps_protocol.errors import BadInput, Conflict, GradpostError
-from ps_protocol.fence import HEADER_PATTERNS, Fence
+from ps_protocol.fence import FENCE_HEADER, FENCE_PATTERN, Fence
 from ps_protocol.fields import MAX_NAME, MAX_ORDINAL, MAX_TENSORS
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
@@ -200,20 +200,16 @@ _BINARY = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 _MAX_KEY = MAX_NAME + 100  # a parameter's name, with a slot and a block's number
 _NAMES = {"type": "array", "maxItems": MAX_TENSORS, "items": {"type": "string", "maxLength": _MAX_KEY}}
 _NAMES_BODY = {"required": False, "content": {"application/json": {"schema": _NAMES}}}
-_EXAMPLE = Fence(
-    protocol=1, run="5f0c", attempt=0, plan="9a1e", pserver=0, pserver_incarnation=1, rank=0, trainer_incarnation=1,
-    round=1,
-)  # fmt: skip
 
 
 def _header(name: str, description: str, *, required: bool = False, **schema: Any) -> dict[str, Any]:
     return {"name": name, "in": "header", "required": required, "description": description, "schema": schema}
 
 
-_FENCE = [
-    _header(name, f"part of the fence, such as {value}", required=True, type="string", pattern=HEADER_PATTERNS[name])
-    for name, value in _EXAMPLE.to_headers().items()
-]
+_FENCE = _header(
+    FENCE_HEADER, f"the fence: {', '.join(Fence.__dataclass_fields__)}", required=True, type="string",
+    pattern=f"^{FENCE_PATTERN}$",
+)  # fmt: skip
 _BARRIER = _header(BARRIER_HEADER, "kind of the barrier", required=True, type="string", enum=["batch", "fetch"])
 _CARRIED_BARRIER = {**_BARRIER, "required": False}
 _VERDICT = _header(
@@ -235,7 +231,7 @@ _BASE = _header(
 
 
 def _operation(parameters: list[dict[str, Any]], response: dict[str, Any], **other: Any) -> dict[str, Any]:
-    return {"tags": ["tensors"], "parameters": [*_FENCE, *parameters], "responses": {"200": response}, **other}
+    return {"tags": ["tensors"], "parameters": [_FENCE, *parameters], "responses": {"200": response}, **other}
 
 
 def _answer(model: type[PushAnswer] | type[BarrierAnswer] | type[NormAnswer]) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class Pserver:
             if current.install.plan != message.plan:
                 raise Conflict(f"run {message.run} is installed with another slice plan on pserver {self.index}")
             members = InstallMembers(
-                run=message.run, attempt=message.attempt, number=message.number, **message.membership.to_fields()
+                run=message.run, attempt=message.attempt, number=message.number, membership=message.membership
             )
             await self._change_members(current, members)
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Annotated, Any
 
 import xxhash
@@ -16,7 +17,7 @@ from pydantic import BeforeValidator, Field
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.fields import Message
-from ps_protocol.membership import Controls
+from ps_protocol.membership import Controls, Membership
 from ps_protocol.messages import ShardFile
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
@@ -39,6 +40,15 @@ def leave_out_removed(consistency: Any) -> Any:
     if not isinstance(consistency, dict):
         return consistency
     return {name: value for name, value in consistency.items() if name not in ("max_merged", "step_count")}
+
+
+def nest_membership(message: Any) -> Any:
+    """Return a message or record with a `membership`, whose fields stood beside the others in earlier versions."""
+    if not isinstance(message, dict) or "members" not in message:
+        return message
+    names = [field.name for field in fields(Membership) if field.name in message]
+    rest = {name: value for name, value in message.items() if name not in names}
+    return {**rest, "membership": {name: message[name] for name in names}}
 
 
 class Manifest(Message):

@@ -203,7 +203,7 @@ def installation(**changes: Any) -> Callable[[World], Any]:
         return {
             "run": "another", "attempt": 0, "plan": w.trainer.ready.plan, "incarnation": 1,
             "consistency": {"mode": "sync"}, "nonfinite": "reject", "round_timeout_seconds": 1, "uploader": 0,
-            "number": 1, "members": {"0": 1},
+            "number": 1, "membership": {"members": {"0": 1}},
             **changes,
         }  # fmt: skip
 

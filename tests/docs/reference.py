@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
-from pydantic import AliasChoices
+from pydantic import AliasChoices, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
@@ -22,7 +22,7 @@ from ps_config.settings import Settings
 from ps_protocol import membership, messages
 from ps_protocol.errors import ERRORS
 from ps_protocol.fields import Message
-from ps_protocol.membership import MembershipMessage
+from ps_protocol.membership import Membership
 from services.coordinator.metrics import measure_cluster
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.metrics import PserverMetrics
@@ -136,7 +136,7 @@ def renew_protocol(text: str) -> str:
     classes = [
         cls
         for name, cls in {**vars(messages), **vars(membership)}.items()
-        if inspect.isclass(cls) and issubclass(cls, Message) and cls not in (Message, MembershipMessage)
+        if inspect.isclass(cls) and (cls is Membership or issubclass(cls, Message)) and cls is not Message
         and cls.__module__.startswith("ps_protocol") and name not in INSPECTION
     ]  # fmt: skip
     names = {cls.__name__ for cls in classes}
@@ -152,7 +152,7 @@ def renew_protocol(text: str) -> str:
 
 def _list_members(cls: type[Message], names: set[str]) -> str:
     """Return the members of a message, with a question mark if optional, and the message that each contains."""
-    schema, listed = cls.model_json_schema(), []
+    schema, listed = TypeAdapter(cls).json_schema(), []
     for name, member in schema["properties"].items():
         nested = [word for word in re.findall(r"#/\$defs/(\w+)", str(member)) if word in names]
         mark = "" if name in schema.get("required", ()) else "?"

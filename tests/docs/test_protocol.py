@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from fastapi import FastAPI
 
 from ps_config.tokens import SCOPES
 from ps_protocol import routes
-from ps_protocol.fence import Fence
+from ps_protocol.fence import FENCE_HEADER, Fence
 from ps_protocol.optimizers import RULES
 from ps_protocol.plan import SlicePlan
 from services.runtime.scopes import DOCS, OPENAPI, ROUTE_SCOPES, needed_scope
@@ -20,12 +21,12 @@ from .apps import run_coordinator, run_pserver
 from .markdown import code_blocks, codes, read, section, table, tables
 
 TEXT = read("protocol.md")
-FENCE = Fence(1, "r", 0, "p", 0, 1, 0, 1, 1)
 
 
 def test_headers() -> None:
     rows, _, others = tables(section(TEXT, "The fence"))
-    assert [codes(row["header"]) for row in rows] == [[header] for header in FENCE.to_headers()]
+    assert [codes(row["word"]) for row in rows] == [[field.name] for field in fields(Fence)]
+    assert FENCE_HEADER in section(TEXT, "The fence")
     assert [codes(row["header"])[0] for row in others] == [
         routes.BARRIER_HEADER, routes.VERDICT_HEADER, routes.HAVE_HEADER, routes.NORM_HEADER, routes.WAIT_HEADER,
     ]  # fmt: skip

@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import httpx
 import pytest
@@ -15,8 +16,8 @@ import torch
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ERRORS
-from ps_protocol.fence import Fence
-from ps_protocol.membership import InstallRun, PserverRegistered
+from ps_protocol.fence import FENCE_HEADER, Fence
+from ps_protocol.membership import InstallRun, Membership, PserverRegistered
 from ps_protocol.messages import PushAnswer
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import BARRIER, INITIAL
@@ -64,7 +65,7 @@ PLAN, ACKNOWLEDGED = (json.loads(block.text) for block in examples(TEXT, "json")
 PUSHED, REPLIED = map(read_dump, examples(TEXT, "hexdump"))
 SEND, GET = map(read_request, examples(TEXT, "http"))
 SET_BARRIER = Request("POST", BARRIER, {**SEND.headers, "gradpost-barrier": "batch"})
-UPLOAD = Request("POST", INITIAL, {**SEND.headers, "gradpost-round": "0"})
+UPLOAD = Request("POST", INITIAL, {**SEND.headers, **Fence.from_headers(SEND.headers).at_round(0).to_headers()})
 OTHER = PUSHED[:-2] + b"\0\0"  # another gradient of s
 
 
@@ -78,7 +79,7 @@ async def run_example() -> AsyncIterator[httpx.AsyncClient]:
     values = {"w.block0": torch.tensor(w), "s.block0": torch.tensor([s], dtype=torch.bfloat16)}
     install = InstallRun(
         run=fence.run, attempt=0, plan=PLAN, incarnation=1, consistency=Consistency(), nonfinite="reject",
-        round_timeout_seconds=10, uploader=0, number=1, members={0: 1},
+        round_timeout_seconds=10, uploader=0, number=1, membership=Membership({0: 1}),
     )  # fmt: skip
     async with run_pserver() as (pserver, app), call(app) as http:
         await pserver.adopt_identity(PserverRegistered(index=0, incarnation=1, lease_seconds=10))
@@ -101,6 +102,11 @@ async def test_a_pserver_answers_the_requests_bit_for_bit() -> None:
     assert (replied.status_code, replied.content) == (200, REPLIED)
 
 
+def fence_with(**changes: Any) -> dict[str, str]:
+    """Return the header of the example's fence with other words."""
+    return {"gradpost_fence": replace(Fence.from_headers(SEND.headers), **changes).to_headers()[FENCE_HEADER]}
+
+
 def code_of(response: httpx.Response) -> str:
     return str(response.json()["code"])
 
@@ -109,21 +115,17 @@ def code_of(response: httpx.Response) -> str:
 async def test_a_fence_is_checked_in_the_documented_order() -> None:
     rows = table(section(PROTOCOL, "The fence"), "check")
     documented = [name for row in rows for name in codes(row["error"]) if name in ERRORS]
-    wrong = {
-        "gradpost_run": "other",
-        "gradpost_plan": "other",
-        "gradpost_pserver_incarnation": "2",
-        "gradpost_trainer_incarnation": "2",
-        "gradpost_round": "9",
-    }
+    wrong: dict[str, Any] = {
+        "run": "other", "plan": "other", "pserver_incarnation": 2, "trainer_incarnation": 2, "round": 9,
+    }  # fmt: skip
     seen = []
     async with run_example() as http:
         while wrong:
-            seen.append(code_of(await SEND.send(http, PUSHED, **wrong)))
+            seen.append(code_of(await SEND.send(http, PUSHED, **fence_with(**wrong))))
             wrong.pop(next(iter(wrong)))
         await SEND.send(http, PUSHED)
         await GET.send(http)
-        seen.append(code_of(await GET.send(http, gradpost_round="0", gradpost_barrier="batch")))
+        seen.append(code_of(await GET.send(http, **fence_with(round=0), gradpost_barrier="batch")))
     assert seen == documented
 
 
@@ -144,6 +146,6 @@ async def test_repeated_requests_are_answered_as_documented() -> None:
         assert (await SET_BARRIER.send(http)).json() == {"round": 2, "missing": [0], "notice": ""}
         assert (await SEND.send(http, OTHER)).json()["status"] in documented["`send`, round applied"]
         assert (await GET.send(http)).content == REPLIED
-        await SEND.send(http, PUSHED, gradpost_round="2")
-        assert (await GET.send(http, gradpost_round="2")).status_code == 200
+        await SEND.send(http, PUSHED, **fence_with(round=2))
+        assert (await GET.send(http, **fence_with(round=2))).status_code == 200
         assert [code_of(await GET.send(http))] == documented["`get`"] == ["stale_round"]

@@ -9,15 +9,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ps_protocol.errors import error_from_problem
 from ps_protocol.fields import Message
-from ps_protocol.membership import Controls, MembershipMessage
+from ps_protocol.membership import Controls, Membership
 from ps_protocol.messages import DeclareModel, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
-from services.runtime.checkpoints import Manifest, is_undone
+from services.runtime.checkpoints import Manifest, is_undone, nest_membership
 from services.runtime.storage import lock_folder, seal, unseal, write_file
 
 from .pservers import PserverMember
@@ -47,7 +47,7 @@ class TrainerRecord(Message):
     round: Round = Field(default=0, description="newest completed round of a trainer that is done")
 
 
-class RunRecord(MembershipMessage):
+class RunRecord(Message):
     """The run. While it gathers there is no plan, and a declaration once a trainer has made one."""
 
     name: str
@@ -58,6 +58,7 @@ class RunRecord(MembershipMessage):
     declaration: DeclareModel | None
     uploader: Rank
     attempt: int
+    membership: Membership
     resume: Round | None
     began: dict[int, Round | None] = Field(default={}, description="round after which each attempt began")
     source: str | None
@@ -65,6 +66,14 @@ class RunRecord(MembershipMessage):
     has_trained: bool = True
     number: int
     trainers: tuple[TrainerRecord, ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_earlier(cls, run: Any) -> Any:
+        match run:
+            case {"declaration": {"average_buffers": 0, **declaration}}:
+                run = {**run, "declaration": declaration}
+        return nest_membership(run)
 
     def has_undone(self, manifest: Manifest) -> bool:
         """Return whether the run was rolled back behind this checkpoint, which may not be deleted yet."""
@@ -126,7 +135,7 @@ def _describe_run(run: Run) -> RunRecord:
         attempt=decision.attempt,
         resume=decision.resume,
         began={**run.began, decision.attempt: decision.resume} if decision.attempt else {},
-        **decision.membership.to_fields(),
+        membership=decision.membership,
         trainers=tuple(
             copy_fields(TrainerRecord, t, declared=t.declaration is not None, round=t.round if t.state == "done" else 0)
             for _, t in sorted(run.trainers.items())

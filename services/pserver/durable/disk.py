@@ -25,7 +25,13 @@ from ps_protocol.fields import Message
 from ps_protocol.membership import FrozenRounds, HeldRun, InstallRun
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
-from services.runtime.checkpoints import complete_checkpoints, leave_out_removed, read_manifest, read_shard_file
+from services.runtime.checkpoints import (
+    complete_checkpoints,
+    leave_out_removed,
+    nest_membership,
+    read_manifest,
+    read_shard_file,
+)
 from services.runtime.logs import get_logger
 from services.runtime.storage import DamagedFile, lock_folder, open_checkpoint_storage, seal, unseal, write_file
 
@@ -52,6 +58,7 @@ class Identity(Message):
     @field_validator("run", mode="before")
     @classmethod
     def _accept_earlier(cls, run: Any) -> Any:
+        run = nest_membership(run)
         match run:
             case {"consistency": {"step_count": "trainer"}}:
                 raise ValueError("step_count must not be trainer: the log does not name the trainers of the steps")

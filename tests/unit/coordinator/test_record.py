@@ -418,8 +418,8 @@ def test_a_record_of_an_earlier_version_is_read_unless_it_sets_values(tmp_path):
     controls = Controls(since=3, rates={0: 0.5}, frozen=("w",))
     cluster.run.membership = replace(cluster.run.membership, controls=(controls,))
     record = write_and_read(cluster, tmp_path)
-    rewrite_sealed(path, lambda content: content["run"]["controls"][0].update(replaced={}))
+    rewrite_sealed(path, lambda content: content["run"]["membership"]["controls"][0].update(replaced={}))
     assert RecordFile(tmp_path).read() == record
-    rewrite_sealed(path, lambda content: content["run"]["controls"][0].update(replaced={"w": "5e1f"}))
-    with pytest.raises(DamagedFile, match=r"another version: run\.controls\.0\.replaced: Extra inputs"):
+    rewrite_sealed(path, lambda content: content["run"]["membership"]["controls"][0].update(replaced={"w": "5e1f"}))
+    with pytest.raises(DamagedFile, match=r"another version: run\.membership\.controls\.0\.replaced: Extra inputs"):
         RecordFile(tmp_path).read()

@@ -10,6 +10,7 @@ import pytest
 
 from ps_config.hosts import reachable_host
 from ps_protocol.routes import JOIN_TRAINER
+from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.metrics import describe_targets, is_own_address
@@ -94,7 +95,11 @@ async def test_the_metrics_of_a_trainer_with_another_host_are_not_listed(tmp_pat
         transport = httpx.ASGITransport(app=app, client=("10.0.0.7", 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://10.0.0.1:7070") as trainer:
             for host in ("10.0.0.7", "10.0.0.8", "trainer.example"):
-                message = {"protocol": 1, "instance": f"a process at {host}", "metrics_address": f"http://{host}:1"}
+                message = {
+                    "protocol": PROTOCOL_VERSION,
+                    "instance": f"a process at {host}",
+                    "metrics_address": f"http://{host}:1",
+                }
                 assert (await trainer.post(JOIN_TRAINER, json=message)).status_code == 200
     assert addresses(coordinator.cluster) == ["10.0.0.7:1", "trainer.example:1"]
 

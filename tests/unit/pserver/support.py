@@ -255,7 +255,7 @@ class Bench:
     ) -> None:
         changed = Membership(dict(members), **membership)
         await self.pserver.install_members(
-            InstallMembers(run=self.install.run, number=number, **changed.to_fields(), failure=failure)
+            InstallMembers(run=self.install.run, attempt=0, number=number, membership=changed, failure=failure)
         )
 
     async def freeze(self, number: int) -> FrozenRounds:
@@ -318,7 +318,7 @@ async def bench(
             "round_timeout_seconds": 60,
             "uploader": 0,
             "number": 1,
-            "members": dict.fromkeys(range(num_trainers), 1),
+            "membership": Membership(dict.fromkeys(range(num_trainers), 1)),
             **install,
         }
     )

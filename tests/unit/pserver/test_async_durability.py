@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ContributionMissing, FutureRound, GradpostError, StorageFailed, TrainerLost, TryAgain
+from services.pserver.run import apply_queue
 from services.pserver.run.queues import Pauses
-from services.pserver.run.run import apply_queue
 from services.runtime.failpoints import arm_failpoints
 
 from ...raising import raises_code

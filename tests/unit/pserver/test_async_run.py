@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
-from services.pserver.run.run import apply_queue, queues
+from services.pserver.run import apply_queue, queues
 
 from ...raising import raises_code
 from .oracle import make_options

@@ -238,7 +238,7 @@ async def test_initial_values_of_an_attempt_that_was_given_up_do_not_stay(tmp_pa
         first = asyncio.create_task(b.upload_initial())
         await until(lambda: bool(place.writing))
         members = Membership({1: 1})
-        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, **members.to_fields()})
+        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "membership": members})
 
         async def install() -> None:
             is_asked.set()
@@ -256,7 +256,13 @@ async def test_initial_values_of_an_attempt_that_was_given_up_do_not_stay(tmp_pa
         await b.barrier(1, 1, attempt=1)
         await b.get(1, 1, attempt=1)
         digest = b.run.shard.digest()
-    later: dict[str, Any] = {"attempt": 1, "uploader": 1, "members": {1: 1}, "number": 3, "incarnation": 2}
+    later: dict[str, Any] = {
+        "attempt": 1,
+        "uploader": 1,
+        "membership": Membership({1: 1}),
+        "number": 3,
+        "incarnation": 2,
+    }
     async with bench(**settings, **later) as b:
         assert (b.run.round, b.run.shard.digest()) == (1, digest)
 
@@ -267,7 +273,9 @@ async def test_initial_values_are_not_written_after_their_attempt_was_given_up(t
         is_copying, may_go_on = hold(monkeypatch, old.storage, "snapshot")
         uploading = asyncio.create_task(b.upload_initial())
         assert await asyncio.to_thread(is_copying.wait, 10)
-        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "members": {1: 1}})
+        other = b.install.model_copy(
+            update={"attempt": 1, "number": 2, "uploader": 1, "membership": Membership({1: 1})}
+        )
         installing = asyncio.create_task(b.pserver.install_run(other))
         await until(lambda: old.failure is not None)
         may_go_on.set()

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from ps_protocol.optimizers import MEAN, RULES, StepState
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PLACEMENTS, WINDOW, ParameterSpec
+from services.pserver.shard import optimizer_rules
 from services.pserver.shard.layout import ShardLayout
 from services.pserver.shard.optimizer_blocks import OptimizerBlocks
 from services.pserver.shard.optimizer_rules import PIECE, UPDATE_RULES
-from services.pserver.shard.shard import optimizer_rules
 from services.pserver.shard.shard_state import OptimizerState
 
 from ...soaking import examples, parametrize_sampled

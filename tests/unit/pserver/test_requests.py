@@ -22,10 +22,10 @@ from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver import limits as module
 from services.pserver.limits import Copies, InFlight, WaitingPulls
 from services.pserver.run.pushes import read_blocks
+from services.pserver.shard import reply as reply_module
 from services.pserver.shard.bodies import Body, BufferPool
 from services.pserver.shard.layout import ShardLayout
 from services.pserver.shard.reply import Reply
-from services.pserver.shard.shard import reply as reply_module
 from services.pserver.shard.staging import Contribution, Push
 from services.pserver.shard.tensors import Part, QuantisedPart, SparsePart, StagedBlock, check_blocks
 

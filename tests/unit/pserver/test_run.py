@@ -320,7 +320,9 @@ async def test_controls_may_name_as_many_parameters_as_a_plan():
     async with bench() as b:
         frozen = tuple(f"layers.{i}.{'x' * 40}.weight" for i in range(20_000))
         controls = Controls(since=1, frozen=frozen), Controls(since=2, frozen=frozen)
-        message = InstallMembers(run="run1", number=2, **replace(b.install.membership, controls=controls).to_fields())
+        message = InstallMembers(
+            run="run1", attempt=0, number=2, membership=replace(b.install.membership, controls=controls)
+        )
         app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:

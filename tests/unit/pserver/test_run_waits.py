@@ -8,7 +8,7 @@ import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, NotReady, RoundPending, RoundTimeout, StalePserver, StaleRun, TrainerLost
-from ps_protocol.membership import Controls
+from ps_protocol.membership import Controls, Membership
 from ps_protocol.vocabulary import Mode
 
 from ...raising import raises_code
@@ -167,7 +167,7 @@ async def test_the_same_installation_again_changes_nothing_but_brings_newer_memb
         digest = await b.digest()
         await b.pserver.install_run(b.install)
         assert await b.digest() == digest
-        await b.pserver.install_run(b.install.model_copy(update={"number": 9, "members": {0: 1}}))
+        await b.pserver.install_run(b.install.model_copy(update={"number": 9, "membership": Membership({0: 1})}))
         assert b.run.schedule.members == {0: 1}
         other = {**b.install.plan, "buffers": [["mean", [2], "F32", 0]]}
         with pytest.raises(Conflict):

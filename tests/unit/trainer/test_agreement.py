@@ -10,8 +10,8 @@ import pytest
 from ps_protocol.errors import Conflict, NormChanged
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.requests import Pull
+from trainer_client.client import round_results
 from trainer_client.client.round_results import NormAgreement, finish_rounds
-from trainer_client.client.run_client import round_results
 
 from ...raising import raises_code
 

@@ -17,8 +17,8 @@ from ps_config.environment import PREFIX
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, GradpostError, NotReady, StaleRun, TrainerLost, TryAgain, Unreachable
 from ps_protocol.messages import Leave, TrainerHeartbeat, TrainerHeartbeatReply, TrainerJoined
+from trainer_client.client import membership as membership_module
 from trainer_client.client.membership import Membership
-from trainer_client.client.run_client import membership as membership_module
 from trainer_client.client.settings import read_settings
 
 from ...raising import raises_code

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Counter
 from ps_config.certificates import CertificateError, TlsFiles, client_context
 from ps_protocol.errors import Unreachable
 from trainer_client import ParameterClient
+from trainer_client.client import metrics as trainer_metrics
 from trainer_client.client.membership import make_log
 from trainer_client.client.metrics import MetricsServer, TrafficMeter
-from trainer_client.client.run_client import metrics as trainer_metrics
 
 from ..protocol.test_certificates import Authority
 

@@ -34,6 +34,7 @@ from ps_protocol.retry import (
     read_retry_after,
 )
 from ps_protocol.routes import SEND
+from ps_protocol.vocabulary import PROTOCOL_VERSION
 from trainer_client.client.metrics import TrainerMetrics
 from trainer_client.client.news import MIN_PERIOD_SECONDS, News
 from trainer_client.client.pserver_client import PserverClient
@@ -42,7 +43,7 @@ from trainer_client.transport.exchange import Exchange
 
 INFO = PserverInfo(index=0, address="http://pserver", incarnation=1, http2=False)
 RESTARTED = INFO.model_copy(update={"incarnation": 2})
-FENCE = Fence(1, "run", 0, "plan", 0, 1, 0, 1, 1)
+FENCE = Fence(PROTOCOL_VERSION, "run", 0, "plan", 0, 1, 0, 1, 1)
 BATCH = Barrier("batch")
 DONE = httpx.Response(200, json={"round": 1})
 STAGED = httpx.Response(200, json={"status": "staged", "staged": 1, "duplicates": 0, "complete": True})

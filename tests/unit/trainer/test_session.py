@@ -16,9 +16,9 @@ from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
 from trainer_client import ParameterClient
 from trainer_client.client.metrics import TrainerMetrics
 from trainer_client.client.settings import read_settings
+from trainer_client.session import session as session_module
 from trainer_client.session.io_thread import IoThread
 from trainer_client.session.session import Session
-from trainer_client.session.session import session as session_module
 
 # ---------------------------------------------------------------- settings
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.membership import InstallRun
+from ps_protocol.membership import InstallRun, Membership
 from ps_protocol.messages import ShardFile
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.vocabulary import Durability, ParameterSpec
@@ -38,7 +38,7 @@ def install_for(plan: SlicePlan, durability: Durability = "log", run: str = "run
     values: dict[str, object] = {
         "run": run, "attempt": 0, "plan": plan.to_json(), "incarnation": 1, "consistency": Consistency(),
         "nonfinite": "reject", "round_timeout_seconds": 5.0, "durability": durability, "checkpoint_rounds": 4,
-        "uploader": 0, "number": 1, "members": {0: 1},
+        "uploader": 0, "number": 1, "membership": Membership({0: 1}),
     }  # fmt: skip
     return InstallRun.model_validate({**values, **changes})
 
