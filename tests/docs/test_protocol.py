@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from pydantic import TypeAdapter
 
 from ps_config.tokens import SCOPES
 from ps_protocol import routes
@@ -18,7 +19,9 @@ from ps_protocol.plan import SlicePlan
 from services.runtime.scopes import DOCS, OPENAPI, ROUTE_SCOPES, needed_scope
 
 from .apps import run_coordinator, run_pserver
-from .markdown import code_blocks, codes, read, section, table, tables
+from .markdown import codes, example_plan, examples, read, section, table, tables
+from .messages import EXAMPLES, messages_in
+from .reference import list_messages
 
 TEXT = read("protocol.md")
 
@@ -34,8 +37,7 @@ def test_headers() -> None:
 
 def test_members_and_digest_of_a_plan() -> None:
     rows = table(section(TEXT, "The slice plan"), "member")
-    blocks = code_blocks(section(TEXT, "One round in bytes"), "json")
-    [plan] = [json.loads(block.text) for block in blocks if "blocks" in block.text]
+    plan = example_plan(TEXT)
     assert [codes(row["member"])[0] for row in rows] == list(plan) == list(SlicePlan.from_json(plan).to_json())
     [expression] = [code for code in codes(section(TEXT, "The slice plan")) if code.startswith("hashlib")]
     plan["parameters"][0][0] = plan["blocks"][0][0] = "gewöhnlich"  # a digest has to define its encoding
@@ -48,6 +50,16 @@ def test_optimizers() -> None:
     assert {codes(row["optimizer"])[0]: (codes(row["flags"]), codes(row["hyperparameters"])) for row in rows} == {
         name: (list(rule.flags), list(rule.numbers)) for name, rule in RULES.items()
     }
+
+
+# ---------------------------------------------------------------------- messages
+
+
+def test_every_message_has_an_example_that_can_be_read_again() -> None:
+    shown = examples(section(read("protocol-reference.md"), "Examples"), "json")
+    for block, example in zip(shown, EXAMPLES, strict=True):
+        assert TypeAdapter(type(example)).validate_json(block.text) == example
+    assert {type(message) for example in EXAMPLES for message in messages_in(example)} >= {*list_messages()}
 
 
 # ---------------------------------------------------------------------- routes and scopes
