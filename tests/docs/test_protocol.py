@@ -18,7 +18,7 @@ from ps_protocol.plan import SlicePlan
 from services.runtime.scopes import DOCS, OPENAPI, ROUTE_SCOPES, needed_scope
 
 from .apps import run_coordinator, run_pserver
-from .markdown import code_blocks, codes, read, section, table, tables
+from .markdown import codes, example_plan, read, section, table, tables
 
 TEXT = read("protocol.md")
 
@@ -34,8 +34,7 @@ def test_headers() -> None:
 
 def test_members_and_digest_of_a_plan() -> None:
     rows = table(section(TEXT, "The slice plan"), "member")
-    blocks = code_blocks(section(TEXT, "One round in bytes"), "json")
-    [plan] = [json.loads(block.text) for block in blocks if "blocks" in block.text]
+    plan = example_plan(TEXT)
     assert [codes(row["member"])[0] for row in rows] == list(plan) == list(SlicePlan.from_json(plan).to_json())
     [expression] = [code for code in codes(section(TEXT, "The slice plan")) if code.startswith("hashlib")]
     plan["parameters"][0][0] = plan["blocks"][0][0] = "gewöhnlich"  # a digest has to define its encoding
