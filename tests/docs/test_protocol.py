@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from pydantic import TypeAdapter
 
 from ps_config.tokens import SCOPES
 from ps_protocol import routes
@@ -18,7 +19,9 @@ from ps_protocol.plan import SlicePlan
 from services.runtime.scopes import DOCS, OPENAPI, ROUTE_SCOPES, needed_scope
 
 from .apps import run_coordinator, run_pserver
-from .markdown import codes, example_plan, read, section, table, tables
+from .markdown import codes, example_plan, examples, read, section, table, tables
+from .messages import EXAMPLES, messages_in
+from .reference import list_messages
 
 TEXT = read("protocol.md")
 
@@ -47,6 +50,16 @@ def test_optimizers() -> None:
     assert {codes(row["optimizer"])[0]: (codes(row["flags"]), codes(row["hyperparameters"])) for row in rows} == {
         name: (list(rule.flags), list(rule.numbers)) for name, rule in RULES.items()
     }
+
+
+# ---------------------------------------------------------------------- messages
+
+
+def test_every_message_has_an_example_that_can_be_read_again() -> None:
+    shown = examples(section(read("protocol-reference.md"), "Examples"), "json")
+    for block, example in zip(shown, EXAMPLES, strict=True):
+        assert TypeAdapter(type(example)).validate_json(block.text) == example
+    assert {type(message) for example in EXAMPLES for message in messages_in(example)} >= {*list_messages()}
 
 
 # ---------------------------------------------------------------------- routes and scopes
