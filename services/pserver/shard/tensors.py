@@ -16,6 +16,8 @@ from ps_protocol.vocabulary import Rank, Round
 from .bodies import Body
 from .staging import Contribution
 
+QUICK_BYTES = 1 << 16  # of a push that is checked in less time than another thread takes to begin
+
 _PIECE_BYTES = 1 << 18  # that are compared at once
 
 
