@@ -30,6 +30,8 @@ def test_headers() -> None:
     rows, _, others = tables(section(TEXT, "The fence"))
     assert [codes(row["word"]) for row in rows] == [[field.name] for field in fields(Fence)]
     assert FENCE_HEADER in section(TEXT, "The fence")
+    before = [codes(row["version 1"]) for row in table(section(TEXT, "Changes from version 1"), "version 1")]
+    assert [f"gradpost-{field.name.replace('_', '-')}" for field in fields(Fence)] in before
     assert [codes(row["header"])[0] for row in others] == [
         BARRIER_HEADER, VERDICT_HEADER, HAVE_HEADER, NORM_HEADER, WAIT_HEADER,
     ]  # fmt: skip
