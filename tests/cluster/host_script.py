@@ -24,7 +24,6 @@ from tests.cluster.training import (
     assert_close,
     average,
     change_rates,
-    follow_contract,
     make_optimizer,
     make_parameters,
     set_gradients,
@@ -261,7 +260,6 @@ IN_SYNC: dict[str, Callable[[Session], dict[str, Tensor]]] = {
     "another gradient after a step that failed is refused for the host": broken_off,
     "different models are refused in all processes": different,
     "all processes get the mean of the first processes' buffers": averaging,
-    "the engines follow the contract": follow_contract,
 }
 WORK = {**IN_SYNC, "delayed": delayed, "scaled with delay": partial(scaled, delay=1)}
 

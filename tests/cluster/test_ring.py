@@ -27,7 +27,6 @@ from .training import (
     assert_close,
     assert_identical,
     change_rates,
-    follow_contract,
     make_optimizer,
     make_parameters,
     run_all,
@@ -70,11 +69,6 @@ def test_the_results_are_those_of_the_pservers(ring: LocalCluster, pair: LocalCl
     actual = run_all(ring, work, **SMALL)
     assert_identical(actual[0], actual[1])
     assert_close(actual[0], run_all(pair, work)[0], ROUNDING, ROUNDING)
-
-
-def test_the_engines_of_pservers_and_of_a_ring_follow_the_contract(ring: LocalCluster, pair: LocalCluster) -> None:
-    for cluster in (ring, pair):
-        run_all(cluster, follow_contract)
 
 
 @pytest.mark.parametrize("kind", NET_OPTIMIZERS)

@@ -58,7 +58,7 @@ class LocalEngine:
         if client.nonfinite != "allow":
             culprit = next((name for name, g in contribution.gradients.items() if not bool(g.isfinite().all())), None)
             if culprit is not None and client.nonfinite == "reject":
-                raise NonFiniteGradient(f"the gradient of {culprit!r} contains NaN or infinity in round {round_}")
+                raise NonFiniteGradient(f"NaN or infinity in the gradient of {culprit!r} in round {round_}")
             is_skipped = client.nonfinite == "skip_round" and (culprit is not None or not contribution.is_finite)
         if is_skipped:
             client.metrics.skipped.inc()
