@@ -249,9 +249,8 @@ def nan_in_round_2(session: Session, *, overlap: bool = False) -> list[float]:
     return weight.tolist()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_under_reject_all_wait_for_another_gradient(ring: LocalCluster, overlap: bool) -> None:
-    assert run_all(ring, partial(nan_in_round_2, overlap=overlap)) == [[-10.0] * 4] * 2
+def test_under_reject_all_wait_for_another_gradient_also_with_overlap(ring: LocalCluster) -> None:
+    assert run_all(ring, partial(nan_in_round_2, overlap=True)) == [[-10.0] * 4] * 2
 
 
 def test_under_skip_round_no_trainer_steps(skipping: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
