@@ -29,7 +29,7 @@ from trainer_client.testing import LocalCluster
 from .conftest import StartCluster
 from .training import run_all, wrap_model
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.cluster
 
 
 class Kind(NamedTuple):
@@ -267,7 +267,8 @@ def a_trainer_may_have_fewer_steps(process: Process) -> None:
 def close_finishes_the_steps_that_have_begun(process: Process) -> None:
     process.begin(process.gradients())
     process.session.close()
-    assert process.session.round == 1
+    if type(process.engine) is not HostFollower:  # process 0 takes the steps of the host
+        assert process.session.round == 1
     with pytest.raises(RuntimeError, match=r"the session is closed.*call step\(\) before close\(\)"):
         process.optimizer.step()
 
