@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -72,6 +74,12 @@ def examples(text: str, language: str) -> list[CodeBlock]:
     blocks = code_blocks(text, language)
     TAKEN.update(blocks)
     return blocks
+
+
+def example_plan(protocol: str) -> Any:
+    """Return the slice plan of the run that docs/protocol.md shows."""
+    [block] = [block for block in code_blocks(protocol, "json") if '"plan"' in block.text]
+    return json.loads(block.text)["plan"]
 
 
 def without_code(text: str) -> str:

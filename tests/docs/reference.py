@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -35,6 +36,7 @@ from trainer_client.client.settings import TrainerSettings
 
 from ..unit.coordinator.support import make_cluster
 from .markdown import DOCS, ROOT, codes, read, section
+from .messages import EXAMPLES
 
 _TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
@@ -132,13 +134,8 @@ INSPECTION = {
 
 
 def renew_protocol(text: str) -> str:
-    """Return the page with the members of all messages and with all error codes."""
-    classes = [
-        cls
-        for name, cls in {**vars(messages), **vars(membership)}.items()
-        if inspect.isclass(cls) and (cls is Membership or issubclass(cls, Message)) and cls is not Message
-        and cls.__module__.startswith("ps_protocol") and name not in INSPECTION
-    ]  # fmt: skip
+    """Return the page with the members and an example of all messages, and with all error codes."""
+    classes = list_messages()
     names = {cls.__name__ for cls in classes}
     members = [(f"`{cls.__name__}`", _list_members(cls, names)) for cls in classes]
     errors = [
@@ -147,17 +144,49 @@ def renew_protocol(text: str) -> str:
         for code, error in ERRORS.items()
     ]  # fmt: skip
     text = put_table(text, "Messages", ("message", "members"), members)
+    shown = "\n".join(map(_show_example, EXAMPLES))
+    text = text.replace(f"## Examples{section(text, 'Examples')}", f"## Examples\n\n{shown}\n")
     return put_table(text, "Error codes", ("code", "class", "status", "retry", "meaning"), errors)
 
 
+def list_messages() -> list[type[Message]]:
+    """Return the classes of all messages, except those for reading."""
+    return [
+        cls
+        for name, cls in {**vars(messages), **vars(membership)}.items()
+        if inspect.isclass(cls) and (cls is Membership or issubclass(cls, Message)) and cls is not Message
+        and cls.__module__.startswith("ps_protocol") and name not in INSPECTION
+    ]  # fmt: skip
+
+
 def _list_members(cls: type[Message], names: set[str]) -> str:
-    """Return the members of a message, with a question mark if optional, and the message that each contains."""
+    """Return the members of a message with their defaults, if optional, and the message that each contains."""
     schema, listed = TypeAdapter(cls).json_schema(), []
     for name, member in schema["properties"].items():
         nested = [word for word in re.findall(r"#/\$defs/(\w+)", str(member)) if word in names]
-        mark = "" if name in schema.get("required", ()) else "?"
-        listed.append(f"`{name}`{mark}" + (f" (`{nested[0]}`)" if nested else ""))
+        default = member.get("default", {})  # that of a factory is not in the schema
+        shown = json.dumps({} if isinstance(default, dict) else default)  # all members of these objects are optional
+        mark = "" if name in schema.get("required", ()) else f"={shown}"
+        listed.append(f"`{name}{mark}`" + (f" (`{nested[0]}`)" if nested else ""))
     return " ".join(listed)
+
+
+def _show_example(example: Any) -> str:
+    value = TypeAdapter(type(example)).dump_python(example, mode="json")
+    return f"### {type(example).__name__}\n\n```json\n{_format_json(value)}\n```\n"
+
+
+def _format_json(value: Any, indent: str = "") -> str:
+    """Return JSON on one line if that is short, else with a line for each member or element."""
+    line = json.dumps(value, ensure_ascii=False)
+    if len(indent + line) <= 110 or not value or not isinstance(value, dict | list):
+        return line
+    inner = f"{indent}  "
+    items = value if isinstance(value, list) else value.values()
+    keys = [""] * len(value) if isinstance(value, list) else [f"{json.dumps(key)}: " for key in value]
+    lines = [inner + key + _format_json(item, inner) for key, item in zip(keys, items, strict=True)]
+    begin, end = "[]" if isinstance(value, list) else "{}"
+    return f"{begin}\n" + ",\n".join(lines) + f"\n{indent}{end}"
 
 
 # ---------------------------------------------------------------- docs/settings.md

@@ -76,6 +76,13 @@ def test_the_generated_parts_are_those_of_the_code(name: str) -> None:
     assert text == GENERATED[name](text), "run: make reference"
 
 
+def test_the_architecture_names_existing_files() -> None:
+    named = [code for code in codes(without_code(read("architecture.md"))) if code.endswith((".py", ".toml", "/"))]
+    missing = [path for path in named if path != "settings.py" and not (ROOT / path).exists()]
+    assert len(named) > 60
+    assert missing == []
+
+
 def test_each_dependency_is_listed_with_its_use() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     packages = [re.split(r"[<>=]", dependency)[0] for dependency in project["dependencies"]]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from pydantic import TypeAdapter
 
 from ps_config.tokens import SCOPES
 from ps_protocol import routes
@@ -18,7 +19,9 @@ from ps_protocol.plan import SlicePlan
 from services.runtime.scopes import DOCS, OPENAPI, ROUTE_SCOPES, needed_scope
 
 from .apps import run_coordinator, run_pserver
-from .markdown import code_blocks, codes, read, section, table, tables
+from .markdown import codes, example_plan, examples, read, section, table, tables
+from .messages import EXAMPLES, messages_in
+from .reference import list_messages
 
 TEXT = read("protocol.md")
 
@@ -27,6 +30,8 @@ def test_headers() -> None:
     rows, _, others = tables(section(TEXT, "The fence"))
     assert [codes(row["word"]) for row in rows] == [[field.name] for field in fields(Fence)]
     assert FENCE_HEADER in section(TEXT, "The fence")
+    before = [codes(row["version 1"]) for row in table(section(TEXT, "Changes from version 1"), "version 1")]
+    assert [f"gradpost-{field.name.replace('_', '-')}" for field in fields(Fence)] in before
     assert [codes(row["header"])[0] for row in others] == [
         routes.BARRIER_HEADER, routes.VERDICT_HEADER, routes.HAVE_HEADER, routes.NORM_HEADER, routes.WAIT_HEADER,
     ]  # fmt: skip
@@ -34,8 +39,7 @@ def test_headers() -> None:
 
 def test_members_and_digest_of_a_plan() -> None:
     rows = table(section(TEXT, "The slice plan"), "member")
-    blocks = code_blocks(section(TEXT, "One round in bytes"), "json")
-    [plan] = [json.loads(block.text) for block in blocks if "blocks" in block.text]
+    plan = example_plan(TEXT)
     assert [codes(row["member"])[0] for row in rows] == list(plan) == list(SlicePlan.from_json(plan).to_json())
     [expression] = [code for code in codes(section(TEXT, "The slice plan")) if code.startswith("hashlib")]
     plan["parameters"][0][0] = plan["blocks"][0][0] = "gewöhnlich"  # a digest has to define its encoding
@@ -48,6 +52,16 @@ def test_optimizers() -> None:
     assert {codes(row["optimizer"])[0]: (codes(row["flags"]), codes(row["hyperparameters"])) for row in rows} == {
         name: (list(rule.flags), list(rule.numbers)) for name, rule in RULES.items()
     }
+
+
+# ---------------------------------------------------------------------- messages
+
+
+def test_every_message_has_an_example_that_can_be_read_again() -> None:
+    shown = examples(section(read("protocol-reference.md"), "Examples"), "json")
+    for block, example in zip(shown, EXAMPLES, strict=True):
+        assert TypeAdapter(type(example)).validate_json(block.text) == example
+    assert {type(message) for example in EXAMPLES for message in messages_in(example)} >= {*list_messages()}
 
 
 # ---------------------------------------------------------------------- routes and scopes

@@ -23,7 +23,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import BARRIER, INITIAL
 
 from .apps import call, run_pserver
-from .markdown import CodeBlock, codes, examples, read, section, table, tables
+from .markdown import CodeBlock, codes, example_plan, examples, read, section, table, tables
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def read_dump(block: CodeBlock) -> bytes:
 
 
 PROTOCOL = read("protocol.md")
+PLAN = example_plan(PROTOCOL)
 TEXT = section(PROTOCOL, "One round in bytes")
-PLAN, ACKNOWLEDGED = (json.loads(block.text) for block in examples(TEXT, "json"))
+[ACKNOWLEDGED] = (json.loads(block.text) for block in examples(TEXT, "json"))
 PUSHED, REPLIED = map(read_dump, examples(TEXT, "hexdump"))
 SEND, GET = map(read_request, examples(TEXT, "http"))
 SET_BARRIER = Request("POST", BARRIER, {**SEND.headers, "gradpost-barrier": "batch"})
@@ -69,14 +70,21 @@ UPLOAD = Request("POST", INITIAL, {**SEND.headers, **Fence.from_headers(SEND.hea
 OTHER = PUSHED[:-2] + b"\0\0"  # another gradient of s
 
 
+def initial_values() -> bytes:
+    """Return a frame of version 0."""
+    initial = re.search(r"`w = ([\d, ]+)` and `s = (\d)`", TEXT)
+    assert initial
+    w, s = torch.tensor(json.loads(f"[{initial[1]}]")).float(), torch.tensor([int(initial[2])], dtype=torch.bfloat16)
+    return safetensors.torch.save({"w.block0": w, "s.block0": s})
+
+
+INITIAL_VALUES = initial_values()
+
+
 @asynccontextmanager
 async def run_example() -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client of the pserver that holds version 0."""
     fence = Fence.from_headers(SEND.headers)
-    initial = re.search(r"`w = ([\d, ]+)` and `s = (\d)`", TEXT)
-    assert initial
-    w, s = [float(value) for value in initial[1].split(",")], float(initial[2])
-    values = {"w.block0": torch.tensor(w), "s.block0": torch.tensor([s], dtype=torch.bfloat16)}
     install = InstallRun(
         run=fence.run, attempt=0, plan=PLAN, incarnation=1, consistency=Consistency(), nonfinite="reject",
         round_timeout_seconds=10, uploader=0, number=1, membership=Membership({0: 1}),
@@ -84,7 +92,7 @@ async def run_example() -> AsyncIterator[httpx.AsyncClient]:
     async with run_pserver() as (pserver, app), call(app) as http:
         await pserver.adopt_identity(PserverRegistered(index=0, incarnation=1, lease_seconds=10))
         await pserver.install_run(install)
-        uploaded = await UPLOAD.send(http, safetensors.torch.save(values))
+        uploaded = await UPLOAD.send(http, INITIAL_VALUES)
         assert PushAnswer.model_validate_json(uploaded.content).complete
         yield http
 

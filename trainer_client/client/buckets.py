@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ps_protocol.encodings import TORCH_DTYPES
 from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
@@ -19,8 +20,8 @@ from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex, Round
 from ps_protocol.wire_types import PushType, WireTensor
 
-from ..transport.tensors import TORCH_DTYPES, has_wire_layout, writable_bytes
-from .encoding import ErrorFeedback, Remainder, encode_gradient
+from ..transport.tensors import has_wire_layout, writable_bytes
+from .error_feedback import ErrorFeedback, Remainder
 
 Payload: TypeAlias = tuple[memoryview, ...]  # of one request: its parts, one behind the other
 
@@ -53,7 +54,10 @@ class BucketEntry:
         self.lent = None
         if not self.own:
             self.place_in(bytearray(self.num_bytes), 0)
-        encode_gradient(kind, source, self.remainder, self.own)
+        if self.remainder is None:
+            self.own[0].copy_(source)
+        else:
+            self.remainder.encode(kind, source, self.own)
 
     def place_in(self, buffer: bytearray, offset: int) -> None:
         """Place the block's tensors in this memory, from the offset on."""

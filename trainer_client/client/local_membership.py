@@ -13,6 +13,9 @@ from ps_protocol.vocabulary import ParameterSpec
 from .membership import Membership, make_log
 
 RUN = "local"
+# Between the processes of a host, which are one trainer.
+LEASE_SECONDS = 10.0
+ROUND_TIMEOUT_SECONDS = 600.0
 
 
 class LocalMembership(Membership):
@@ -31,8 +34,8 @@ class LocalMembership(Membership):
             world_size=1,
             incarnation=1,
             consistency=Consistency(**expected),
-            lease_seconds=0,
-            round_timeout_seconds=0,
+            lease_seconds=LEASE_SECONDS,
+            round_timeout_seconds=ROUND_TIMEOUT_SECONDS,
         )
         self.log = make_log(run=RUN, trainer=0)
         self._began = time.monotonic()

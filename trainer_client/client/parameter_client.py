@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ps_protocol.encodings import TORCH_DTYPES
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.requests import Barrier
 from ps_protocol.vocabulary import Round
 
-from ..transport.tensors import TORCH_DTYPES, writable_bytes
+from ..transport.tensors import writable_bytes
 from .buckets import describe_push, make_buckets
 from .run_client import RunClient
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ps_config.control_client import make_control_client
 from ps_config.tokens import TokenPair
+from ps_protocol.encodings import TORCH_DTYPES
 from ps_protocol.errors import BadInput, RolledBack
 from ps_protocol.fence import Fence
 from ps_protocol.frames import encode_header
@@ -35,9 +36,9 @@ from ps_protocol.vocabulary import (
 
 from ..transport.destinations import Deltas, ShardDestination
 from ..transport.exchange import Exchange
-from ..transport.tensors import TORCH_DTYPES, writable_bytes
+from ..transport.tensors import writable_bytes
 from .buckets import Payload, make_buckets
-from .encoding import ErrorFeedback
+from .error_feedback import ErrorFeedback
 from .local_membership import LocalMembership
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics

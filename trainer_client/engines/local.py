@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ps_protocol.encodings import is_finite
 from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.norms import clip_coefficient
 
@@ -56,7 +57,7 @@ class LocalEngine:
         client, round_ = self._client, self.progress.begun + 1
         is_skipped = False
         if client.nonfinite != "allow":
-            culprit = next((name for name, g in contribution.gradients.items() if not bool(g.isfinite().all())), None)
+            culprit = next((name for name, g in contribution.gradients.items() if not is_finite(g)), None)
             if culprit is not None and client.nonfinite == "reject":
                 raise NonFiniteGradient(f"NaN or infinity in the gradient of {culprit!r} in round {round_}")
             is_skipped = client.nonfinite == "skip_round" and (culprit is not None or not contribution.is_finite)

@@ -44,7 +44,7 @@ from ..metrics import LoadMeter, PserverMetrics
 from ..shard.bodies import Body
 from ..shard.shard import Shard
 from ..shard.staging import Admission, check_member
-from ..shard.tensors import StagedBlock, check_blocks, digest_contribution, find_nonfinite
+from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, digest_contribution, find_nonfinite
 from .pushes import measure_largest_body, read_buffers, read_initial_blocks, read_push
 from .schedule import Executor, Read, Schedule, Wait, name_trainers
 
@@ -228,7 +228,7 @@ class Run:
         In asynchronous modes the push that completes a step is answered once the whole step is queued.
         """
         push = read_push(body, self.shard.layout, self.plan, is_async=self.install.consistency.is_async)
-        is_finite = await self._check_finite(fence, push.blocks)
+        is_finite = await self._check_finite(fence, push.blocks, len(body.buffer))
         if self.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=push.num_entries, finite=is_finite)
         staged = self.executor.stage(fence, push)
@@ -237,11 +237,10 @@ class Run:
         self.pushed_bytes += len(body.buffer)
         if staged.is_complete:
             await self.executor.commit(fence)
-        num_new, is_complete, _ = staged
-        known = push.num_entries - num_new
-        return PushAnswer(status="staged", staged=num_new, duplicates=known, complete=is_complete, finite=is_finite)
+        known, complete = push.num_entries - staged.num_new, staged.is_complete
+        return PushAnswer(status="staged", staged=staged.num_new, duplicates=known, complete=complete, finite=is_finite)
 
-    async def _check_finite(self, fence: Fence, blocks: Mapping[str, StagedBlock]) -> bool:
+    async def _check_finite(self, fence: Fence, blocks: Mapping[str, StagedBlock], num_bytes: int) -> bool:
         """Return whether the blocks contain neither NaN nor infinity, and count and log a push that does.
 
         Under `allow` blocks are not read. Raises NonFiniteGradient under `reject`, and BadInput for wrong indices.
@@ -250,7 +249,8 @@ class Run:
             await self.compute.run(check_blocks, blocks)
         if self.install.nonfinite == "allow" or not blocks:
             return True
-        culprit = await self.compute.run(find_nonfinite, blocks)
+        is_quick = num_bytes <= QUICK_BYTES
+        culprit = find_nonfinite(blocks) if is_quick else await self.compute.run(find_nonfinite, blocks)
         if culprit is None:
             return True
         self.metrics.nonfinite.inc()

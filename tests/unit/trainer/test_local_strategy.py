@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +101,24 @@ def test_local_steps_end_in_a_step_of_the_outer_optimizer() -> None:
 def test_several_trainers_need_a_cluster() -> None:
     with pytest.raises(Conflict, match="without a cluster"):
         gradpost.connect(strategy="local", world_size=2)
+
+
+HOST_SCRIPT = """
+import torch, gradpost
+torch.set_num_threads(1)
+weight = torch.nn.Parameter(torch.zeros(2))
+optimizer = gradpost.RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), strategy="local")
+for _ in range(3):
+    weight.grad = torch.full((2,), 1.0 + 2 * optimizer.session.rank)
+    optimizer.step()
+print(f"{optimizer.session.world_size} {weight.tolist()};", flush=True)
+"""
+
+
+@pytest.mark.extended
+def test_the_processes_of_a_host_train_together(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HOST_SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.count("2 [-6.0, -6.0];") == 2  # three steps with the mean of 1 and 3

@@ -20,7 +20,7 @@ from ps_protocol.routes import NUM_BLOCKS_KEY
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import WireTypes
 from trainer_client.client.buckets import Payload, make_buckets
-from trainer_client.client.encoding import ErrorFeedback
+from trainer_client.client.error_feedback import ErrorFeedback
 from trainer_client.engines.outgoing import Outgoing, nothing_to_wait_for
 from trainer_client.session.io_thread import IoThread
 from trainer_client.transport.tensors import Flattening
