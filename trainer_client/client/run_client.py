@@ -185,8 +185,7 @@ class RunClient:
         self.start, self.nonfinite, self.rendezvous = ready.start, ready.nonfinite, ready.rendezvous
         self.max_grad_norm = ready.max_grad_norm
         self.membership.adopt_round(ready.start - 1)
-        news = self.membership.news
-        news.begin_attempt(ready.attempt)
+        self.membership.news.begin_attempt(ready.attempt)
         for info in ready.pservers:
             fence = Fence(
                 protocol=PROTOCOL_VERSION,
@@ -204,7 +203,7 @@ class RunClient:
                 fence,
                 self._bulk_client,
                 self.metrics,
-                news,
+                self.membership.news,
                 retry_seconds=settings.retry_seconds,
                 deadline_seconds=self.joined.round_timeout_seconds + 30,
             )
@@ -212,9 +211,8 @@ class RunClient:
         self.membership.report_links({pserver.index: pserver.link for pserver in self.pservers})
         self.metrics.local_pservers.set_function(lambda: sum(pserver.link.is_local for pserver in self.pservers))
         self.is_declared = True
-        if ready.start > 1:
-            text = "continuing run %s at round %d: a script that counts its own steps begins there"
-            self.log.info(text % (ready.run, ready.start - 1))
+        if (done := ready.start - 1) > 0:
+            self.log.info(f"continuing run {ready.run} at round {done}: a script that counts its steps begins there")
         with contextlib.suppress(RolledBack):  # what is done next meets it again
             await self.ask_all(lambda pserver: pserver.warm_up())
         return self.plan
