@@ -221,7 +221,7 @@ def open_stopped_run(state_dir: Path, place: CheckpointStorage, name: str | None
         raise NotRestorable(f"{state_dir} has no run that has begun")
     if name not in (None, run.name):
         raise NotRestorable(f"{state_dir} has run {run.name}")
-    plan = SlicePlan.from_json(run.plan)
+    plan = run.plan
     with ExitStack() as stack:
         storages, ranges = [], []
         for index in range(plan.num_pservers):

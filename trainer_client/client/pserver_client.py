@@ -19,7 +19,7 @@ from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import StepState, read_states
-from ps_protocol.requests import Barrier, Pull, Pulled
+from ps_protocol.requests import SLOT_NAMES_KEY, STATES_KEY, Barrier, Pull, Pulled
 from ps_protocol.vocabulary import Round
 
 from ..transport.destinations import ShardDestination
@@ -193,8 +193,8 @@ class PserverClient:
     async def describe_optimizer_state(self, round_: Round) -> HeldState:
         """Return the step states and the names of the slots after a round that this trainer has pulled."""
         metadata = (await self._fetch("POST", routes.SLOTS, Pull(round_), ShardDestination({}))).metadata
-        names = json.loads(metadata[routes.SLOT_NAMES_KEY])
-        return HeldState(read_states(metadata[routes.STATES_KEY]), frozenset(names))
+        names = json.loads(metadata[SLOT_NAMES_KEY])
+        return HeldState(read_states(metadata[STATES_KEY]), frozenset(names))
 
     async def get_optimizer_state(self, round_: Round, slots: Mapping[str, memoryview]) -> None:
         """Fetch slots (`{slot}/{block}` -> its writable bytes) as of this round."""

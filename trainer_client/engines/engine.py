@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ps_protocol.optimizers import HyperParameters
+from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import Round
 
 from ..client.run_client import RunClient
@@ -19,7 +19,7 @@ class Contribution(NamedTuple):
     """The part of one trainer, or one process, in a step."""
 
     gradients: Mapping[str, Tensor]  # by parameter name, of shape (numel,); parameters without a gradient are left out
-    hyperparameters: list[HyperParameters]  # of each group; and the state of a GradScaler, if there is one
+    completion: Completion = Completion(0, [])  # its numbers of blocks and slots are set for each pserver
     is_finite: bool = True  # False: the gradients have overflowed, and were cleared
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ps_protocol.errors import GradpostError
-from ps_protocol.optimizers import HyperParameters
+from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import PserverIndex, Round
 
 from ..client.buckets import Bucket, Payload, describe_push
@@ -92,8 +92,7 @@ class Outgoing:
     def complete(
         self,
         gradients: Mapping[str, Tensor],
-        numbers: list[HyperParameters],
-        computed_on: Round | None,
+        completion: Completion,
         slots: Sequence[StateFrames] | None = None,
     ) -> None:
         """Push the remaining buckets, without parameters that have no gradient. `slots` are pushed, too."""
@@ -107,7 +106,7 @@ class Outgoing:
             bucket.fill(gradients, borrow=self._borrow)
             if bucket is shard[-1]:
                 num_slots = slots[bucket.pserver].num_slots if slots else 0
-                self._push(bucket, bucket.frame(describe_push(shard, numbers, computed_on, num_slots).to_metadata()))
+                self._push(bucket, bucket.frame(describe_push(shard, completion, num_slots)))
             elif bucket.present:
                 self._push(bucket, bucket.frame())
 

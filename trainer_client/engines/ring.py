@@ -48,7 +48,7 @@ class RingEngine:
         self._has_joined = False  # no batches are left here
         self._is_void = False  # the gradients that have left for the next round are incomplete
         self._is_midway = False  # a round has begun, and not ended
-        self._contribution = Contribution({}, [])
+        self._contribution = Contribution({})
         self._gradients = FlatGradients(parameters, self._agree_on_bucket_bytes(), group.device, self._send)
         self.follow_parameters()
         self._broadcast({**model.pulled, **model.stored})
@@ -120,7 +120,7 @@ class RingEngine:
         self._tally.fill(
             self._contribution.gradients.keys(),
             is_finite=not has_overflowed and not self._find_nonfinite(),
-            numbers=_digest((_numbers(self._optimizer), self._contribution.hyperparameters)),
+            numbers=_digest((_numbers(self._optimizer), self._contribution.completion.hyper_parameters)),
             has_written=self._has_written,
         )
 
@@ -157,7 +157,7 @@ class RingEngine:
         log, last = self._client.log, self.progress.version
         try:
             while self._has_joined:
-                self.step(Contribution({}, []))
+                self.step(Contribution({}))
                 if last == self.progress.version - 1:
                     log.info(
                         "this trainer has no batches left, and joins the rounds of the other trainers without gradients"
@@ -209,7 +209,10 @@ class RingEngine:
             raise BadModel(
                 f"hyperparameters or GradScaler states differ between trainers in round {self.progress.begun}. "
                 "Set the same values on all; give ReduceLROnPlateau a loss averaged over all trainers",
-                actual=[*(dict(group) for group in _numbers(self._optimizer)), *self._contribution.hyperparameters],
+                actual=[
+                    *(dict(group) for group in _numbers(self._optimizer)),
+                    *self._contribution.completion.hyper_parameters,
+                ],
             )
         elif not tally.nonfinite or self._client.nonfinite != "reject":
             self._end(tally)
