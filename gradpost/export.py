@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ps_protocol.encodings import TORCH_DTYPES
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.coordinator.state.decision import newest_common
@@ -27,7 +28,6 @@ from services.pserver.durable.storage import RunStorage
 from services.pserver.shard.shard_state import ShardState, concatenate
 from services.runtime.checkpoints import Manifest, all_checkpoints, read_shard_file
 from services.runtime.storage import CheckpointStorage, DamagedFile, open_checkpoint_storage
-from trainer_client.transport.tensors import TORCH_DTYPES
 
 from .checkpoint import pass_over
 from .output import EXIT_FAILED, CommandError, count, print_line, whole_file
@@ -221,7 +221,7 @@ def open_stopped_run(state_dir: Path, place: CheckpointStorage, name: str | None
         raise NotRestorable(f"{state_dir} has no run that has begun")
     if name not in (None, run.name):
         raise NotRestorable(f"{state_dir} has run {run.name}")
-    plan = SlicePlan.from_json(run.plan)
+    plan = run.plan
     with ExitStack() as stack:
         storages, ranges = [], []
         for index in range(plan.num_pservers):

@@ -17,7 +17,6 @@ from ps_protocol.vocabulary import Mode, PserverIndex, Rank, Round
 from .state.cluster import Cluster
 from .state.record import copy_fields
 from .state.run import Run
-from .state.trainers import TrainerMember
 
 WINDOW_SECONDS = 5.0  # of a rate: heartbeats come once a second, each with a whole number
 SAMPLE_SECONDS = 1.0
@@ -151,15 +150,15 @@ class ActivityLog:
 
     def _sample(self, cluster: Cluster, now: float) -> None:
         run = cluster.run
-        if (run.name, run.attempt) != self._of:
-            self._of = run.name, run.attempt
+        if (run.record.name, run.record.attempt) != self._of:
+            self._of = run.record.name, run.record.attempt
             self.samples.clear()
             self.pservers.clear()
             self.trainers.clear()
-        if run.state != "training" or (self.samples and now - self.samples[-1].at < SAMPLE_SECONDS):
+        if run.record.state != "training" or (self.samples and now - self.samples[-1].at < SAMPLE_SECONDS):
             return
         rounds = min(cluster.rounds, default=0)
-        steps = sum(trainer.round for trainer in run.trainers.values())
+        steps = sum(report.round for report in run.reports.values())
         first = next((old for old in self.samples if old.at >= now - WINDOW_SECONDS), Sample(now, 0.0, 0, 0))
         rates = rate(first.rounds, rounds, first.at, now), rate(first.steps, steps, first.at, now)
         self.samples.append(Sample(now, time.time(), rounds, steps, *rates))
@@ -168,19 +167,21 @@ class ActivityLog:
         """Return the activity. `wall` is the time since 1970 at `now`."""
         run, here = cluster.run, cluster.registry.members
         newest = {index: reports[-1] for index, reports in sorted(self.pservers.items()) if index in here}
-        last = self.samples[-1] if self.samples and run.state == "training" else None
+        last = self.samples[-1] if self.samples and run.record.state == "training" else None
         furthest = max(newest.values(), key=lambda report: report.heartbeat.round, default=None)
         round_ = furthest.heartbeat.round if furthest else 0
         participants = furthest.load.participants if furthest else ()
         barrier = _find_barrier(newest)
         if run.settings.consistency.is_ring:
             round_ = run.newest_round
-            with_batches = (rank for rank, trainer in sorted(run.trainers.items()) if not trainer.is_done)
-            participants = tuple(rank for rank in with_batches if rank in run.membership.members) if round_ else ()
-            barrier = _find_ring_barrier(run.trainers, now, wall)
+            with_batches = (rank for rank, report in sorted(run.reports.items()) if not report.heartbeat.is_done)
+            participants = (
+                tuple(rank for rank in with_batches if rank in run.record.membership.members) if round_ else ()
+            )
+            barrier = _find_ring_barrier(run, now, wall)
         return Activity(
-            run=run.name,
-            attempt=run.attempt,
+            run=run.record.name,
+            attempt=run.record.attempt,
             mode=run.settings.mode,
             at=wall,
             round=round_,
@@ -192,7 +193,7 @@ class ActivityLog:
                 rounds_per_second=tuple(_round_rate(sample.rounds_per_second) for sample in self.samples),
                 steps_per_second=tuple(_round_rate(sample.steps_per_second) for sample in self.samples),
             ),
-            barrier=barrier if run.state == "training" else None,
+            barrier=barrier if run.record.state == "training" else None,
             pservers=tuple(_describe_pserver(index, self.pservers[index]) for index in newest),
             trainers=self._describe_trainers(run, list(newest.values()), participants, now),
             staleness=_add_staleness(list(newest.values())),
@@ -202,7 +203,7 @@ class ActivityLog:
         self, run: Run, newest: Sequence[PserverReport], participants: Sequence[Rank], now: float
     ) -> tuple[TrainerActivity, ...]:
         is_async = run.settings.consistency.is_async
-        steps = {rank: trainer.round for rank, trainer in sorted(run.trainers.items())}
+        steps = {rank: report.round for rank, report in sorted(run.reports.items())}
         for report in newest:  # a pserver may know a step before the trainer's next heartbeat
             for rank, clock in report.load.clocks.items():
                 steps[rank] = max(steps.get(rank, 0), clock)
@@ -211,7 +212,7 @@ class ActivityLog:
         for rank, number in steps.items():
             reported = self.trainers.get(rank)
             speed = None  # also for a silent trainer
-            if reported and run.state == "training" and reported[-1][0] > now - WINDOW_SECONDS:
+            if reported and run.record.state == "training" and reported[-1][0] > now - WINDOW_SECONDS:
                 speed = rate(reported[0][1], reported[-1][1], reported[0][0], reported[-1][0])
             found.append(
                 TrainerActivity(
@@ -255,15 +256,20 @@ def _find_barrier(newest: Mapping[PserverIndex, PserverReport]) -> Barrier | Non
     )
 
 
-def _find_ring_barrier(trainers: Mapping[Rank, TrainerMember], now: float, wall: float) -> Barrier | None:
+def _find_ring_barrier(run: Run, now: float, wall: float) -> Barrier | None:
     """Return the barrier of a ring, without trainers that are done or silent."""
-    here = {rank: t for rank, t in sorted(trainers.items()) if t.is_present and not t.is_done}
-    waiting = {rank: t for rank, t in here.items() if t.waiting_seconds and now - t.seen_at < LATE_SECONDS}
+    present = {rank: run.reports[rank] for rank in sorted(run.record.members)}
+    here = {rank: report for rank, report in present.items() if not report.heartbeat.is_done}
+    waiting = {
+        rank: report
+        for rank, report in here.items()
+        if report.heartbeat.waiting_seconds and now - report.seen_at < LATE_SECONDS
+    }
     if not waiting:
         return None
-    round_ = 1 + max(trainer.round for trainer in waiting.values())
-    missing = tuple(rank for rank, t in here.items() if rank not in waiting and t.round < round_)
-    waited = max(trainer.waiting_seconds + now - trainer.seen_at for trainer in waiting.values())
+    round_ = 1 + max(report.round for report in waiting.values())
+    missing = tuple(rank for rank, report in here.items() if rank not in waiting and report.round < round_)
+    waited = max(report.heartbeat.waiting_seconds + now - report.seen_at for report in waiting.values())
     if not missing:
         return None
     return Barrier(pserver=None, round=round_, arrived=tuple(waiting), missing=missing, waiting_since=wall - waited)

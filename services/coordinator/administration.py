@@ -75,16 +75,11 @@ class Administration:
         self._audit_lock = asyncio.Lock()
         self._ending: set[asyncio.Task[ChangeDone]] = set()  # running changes
 
-    @property
-    def _newest_controls(self) -> Controls:
-        run = self._coordinator.cluster.run
-        return run.wanted or run.decision.membership.newest_controls  # the decision may be on its way to the disk
-
     # ------------------------------------------------------------------ endpoints
 
     async def controls(self) -> Controls:
         """Return the controls that override what trainers push."""
-        return self._newest_controls
+        return self._coordinator.cluster.run.newest_controls
 
     async def audit(self, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> list[AuditEntry]:
         """Return the newest requests of administrators and their outcomes, oldest first."""
@@ -101,9 +96,9 @@ class Administration:
     async def set_rate(self, by: Requester, message: SetRate) -> ChangeDone:
         """Set a learning rate, which overrides the trainers'."""
         rate, group, run = message.rate, message.group, self._training()
-        assert run.plan is not None
-        assert run.plan.optimizer is not None
-        num_groups = run.plan.optimizer.num_stepped
+        assert run.record.plan is not None
+        assert run.record.plan.optimizer is not None
+        num_groups = run.record.plan.optimizer.num_stepped
         if group is not None and group >= num_groups:
             raise BadInput(
                 f"there is no parameter group {group} in this run",
@@ -127,7 +122,7 @@ class Administration:
         return await self._set_frozen(by, name, is_frozen=False)
 
     async def _set_frozen(self, by: str, name: str, *, is_frozen: bool) -> ChangeDone:
-        plan = self._training().plan
+        plan = self._training().record.plan
         assert plan is not None
         if name not in plan.parameter:
             raise NotFound(f"there is no parameter {name!r} in this run")
@@ -162,15 +157,14 @@ class Administration:
             self._find_checkpoint(round_)  # it may have been deleted since; from now on it is not
             if obstacle := run.find_rollback_obstacle(round_):
                 raise Conflict(f"{obstacle}; a rollback would fail the run")
-            run.rollback_to, run.rollback_refusal = round_, ""
-            run.number += 1
+            run.request_rollback(round_)
 
         def check() -> None:
             if run.rollback_refusal:
                 raise Conflict(f"{run.rollback_refusal}; the run continues without a rollback")
-            if (run.resume or 0) != round_:
-                text = f"the run was rolled back to round {run.resume or 0}, not to round {round_}"
-                raise Conflict(text, current=run.resume)
+            if (run.record.resume or 0) != round_:
+                text = f"the run was rolled back to round {run.record.resume or 0}, not to round {round_}"
+                raise Conflict(text, current=run.record.resume)
 
         return await self._do(run, go_back, check, by=by, action="roll back", arguments={"round": round_})
 
@@ -184,19 +178,19 @@ class Administration:
             return done
 
     async def _await_checkpoint(self, run: Run) -> CheckpointCreated:
-        coordinator, cluster, attempt = self._coordinator, self._coordinator.cluster, run.attempt
+        coordinator, cluster, attempt = self._coordinator, self._coordinator.cluster, run.record.attempt
         cluster.require_training()
         if not cluster.registry.is_complete:
             raise NotReady("a checkpoint requires every pserver to be registered", waiting_for=cluster.waiting_for)
         schedule = coordinator.schedule
         await schedule.refresh_rounds()
-        if self._newest_controls.is_paused and run.settings.consistency.is_async and len(set(cluster.rounds)) > 1:
+        if run.newest_controls.is_paused and run.settings.consistency.is_async and len(set(cluster.rounds)) > 1:
             text = f"the run is paused while its pservers have applied {sorted(cluster.rounds)} contributions"
             raise TryAgain(f"{text}; a checkpoint requires equal numbers, so resume the run first")
         round_ = schedule.request()
 
         def has_ended() -> bool:
-            is_gone = cluster.run is not run or run.state != "training" or run.attempt != attempt
+            is_gone = cluster.run is not run or run.record.state != "training" or run.record.attempt != attempt
             return is_gone or round_ <= newest() or schedule.num_failures >= MAX_FAILURES
 
         def newest() -> Round:
@@ -210,12 +204,14 @@ class Administration:
         if cluster.run is not run:
             raise NotReady("another run has begun", waiting_for="a new request")
         cluster.require_training()
-        if run.attempt != attempt:
-            raise TryAgain(f"the run was rolled back to round {run.resume or 0} before the checkpoint was complete")
+        if run.record.attempt != attempt:
+            raise TryAgain(
+                f"the run was rolled back to round {run.record.resume or 0} before the checkpoint was complete"
+            )
         if newest() < round_:
             text = f"no checkpoint of round {round_} or later is complete; see the pservers' logs"
             raise TryAgain(text, complete=list(run.complete_checkpoints))
-        return CheckpointCreated(run=run.name, round=newest(), place=coordinator.place.url)
+        return CheckpointCreated(run=run.record.name, round=newest(), place=coordinator.place.url)
 
     # ------------------------------------------------------------------ execution
 
@@ -225,8 +221,7 @@ class Administration:
         run = self._training()
 
         def want() -> None:
-            run.wanted = edit(self._newest_controls)
-            run.number += 1
+            run.request_controls(edit(run.newest_controls))
 
         return await self._do(run, want, by=by, action=action, arguments=arguments)
 
@@ -249,12 +244,12 @@ class Administration:
         coordinator, action = self._coordinator, request["action"]
         async with self._audited(run, **request) as outcome:
             change()
-            number = run.number
+            number = run.record.number
             coordinator.changed()
-            while not run.is_over and run.installed_number < number:
-                await coordinator.wait_until(lambda: run.is_over or run.installed_number >= number, WAIT_SECONDS)
-            if run.is_over:
-                raise NotReady(f"run {run.name} is {run.state}", waiting_for="a run")
+            while not run.record.is_over and run.installed_number < number:
+                await coordinator.wait_until(lambda: run.record.is_over or run.installed_number >= number, WAIT_SECONDS)
+            if run.record.is_over:
+                raise NotReady(f"run {run.record.name} is {run.record.state}", waiting_for="a run")
             check()
             done = self._describe(run, action)
             outcome["round"] = done.round
@@ -271,10 +266,10 @@ class Administration:
         rounds = [member.round for member in self._coordinator.cluster.registry.members.values()]
         round_ = max(rounds, default=0) + 1
         if action == "roll back":
-            round_ = (run.resume or 0) + 1
-        elif action != "evict" and run.membership.controls:
-            round_ = run.membership.newest_controls.since
-        return ChangeDone(run=run.name, attempt=run.attempt, round=round_, controls=self._newest_controls)
+            round_ = (run.record.resume or 0) + 1
+        elif action != "evict" and run.record.membership.controls:
+            round_ = run.record.membership.newest_controls.since
+        return ChangeDone(run=run.record.name, attempt=run.record.attempt, round=round_, controls=run.newest_controls)
 
     def _training(self) -> Run:
         cluster = self._coordinator.cluster
@@ -303,7 +298,7 @@ class Administration:
         audit = self._coordinator.audit
         try:
             async with self._audit_lock:
-                entry = await asyncio.to_thread(audit.add, run=run.name, attempt=run.attempt, **members)
+                entry = await asyncio.to_thread(audit.add, run=run.record.name, attempt=run.record.attempt, **members)
         except OSError as error:
             when = "before the change, which was not made" if members["outcome"] == "requested" else "after the change"
             raise StorageFailed(f"the audit log cannot be written {when}: {error}") from error

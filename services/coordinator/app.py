@@ -120,7 +120,9 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     async def checkpoints() -> list[CheckpointCreated]:
         """Return the complete checkpoints of the run, newest first."""
         run, place = cluster.run, coordinator.place.url
-        return [CheckpointCreated(run=run.name, round=round_, place=place) for round_ in run.complete_checkpoints]
+        return [
+            CheckpointCreated(run=run.record.name, round=round_, place=place) for round_ in run.complete_checkpoints
+        ]
 
     @app.get(routes.SUMMARY, tags=["inspection"])
     async def summary() -> RunSummary:

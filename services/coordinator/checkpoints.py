@@ -79,8 +79,8 @@ class CheckpointSchedule:
 
     def _reset_if_new_attempt(self) -> None:
         run = self._cluster.run
-        if (run.name, run.attempt) != self._of:
-            self._of = run.name, run.attempt
+        if (run.record.name, run.record.attempt) != self._of:
+            self._of = run.record.name, run.record.attempt
             self._requested = self._named = None
             self.num_failures = 0
 
@@ -113,8 +113,8 @@ class CheckpointSchedule:
         """Return the pservers if all of them serve the run in training, else none."""
         run, registry = self._cluster.run, self._cluster.registry
         members = [member for _, member in sorted(registry.members.items())]
-        is_served = all((member.run, member.attempt) == (run.name, run.attempt) for member in members)
-        return members if run.state == "training" and registry.is_complete and is_served else []
+        is_served = all((member.run, member.attempt) == (run.record.name, run.record.attempt) for member in members)
+        return members if run.record.state == "training" and registry.is_complete and is_served else []
 
     @staticmethod
     def _find_open(members: list[PserverMember], newest: Round) -> Round | None:
@@ -124,7 +124,7 @@ class CheckpointSchedule:
 
     async def _name(self, members: list[PserverMember], newest: Round, interval: Round) -> None:
         """Name a round that no pserver has passed: the newest on request, else the next one that is due."""
-        run, ahead = self._cluster.run.name, 0
+        run, ahead = self._cluster.run.record.name, 0
         for _ in range(NAMINGS):
             newest += ahead
             round_ = newest if self._requested is not None else (newest // interval + 1) * interval
@@ -158,7 +158,7 @@ class Manifests:
         """
         cluster, run = self._cluster, self._cluster.run
         before = list(run.complete_checkpoints)
-        if not run.knows_checkpoints and run.plan is not None and cluster.registry.num_pservers:
+        if not run.knows_checkpoints and run.record.plan is not None and cluster.registry.num_pservers:
             await self._list_checkpoints(run)
         while run.knows_checkpoints and (shards := self._written_shards(run)) is not None:
             newest = max(run.complete_checkpoints, default=-1)
@@ -169,30 +169,30 @@ class Manifests:
                 break
         # A checkpoint may be the target of a rollback that is under way.
         while len(run.complete_checkpoints) > self._max_complete and not run.is_changing:
-            await self._delete(round_folder(run.name, run.complete_checkpoints.pop()))
+            await self._delete(round_folder(run.record.name, run.complete_checkpoints.pop()))
         return run.complete_checkpoints != before
 
     def _written_shards(self, run: Run) -> list[dict[Round, ShardFile]] | None:
         """Return the shards of each pserver; None unless all of them serve its newest attempt."""
         members = self._cluster.registry.members.values()
-        if self._cluster.run is not run or run.plan is None or run.state == "gathering":
+        if self._cluster.run is not run or run.record.plan is None or run.record.state == "gathering":
             return None
-        if not members or len(members) < run.plan.num_pservers:
+        if not members or len(members) < run.record.plan.num_pservers:
             return None
-        if any((member.run, member.attempt) != (run.name, run.attempt) for member in members):
+        if any((member.run, member.attempt) != (run.record.name, run.record.attempt) for member in members):
             return None
         return [member.checkpoints for member in members]
 
     async def _list_checkpoints(self, run: Run) -> None:
         """List the checkpoints of the run, and delete those of undone rounds."""
-        attempt = run.attempt
+        attempt = run.record.attempt
         try:
-            found = await asyncio.to_thread(_delete_undone, self._place, run.name, dict(run.began))
+            found = await asyncio.to_thread(_delete_undone, self._place, run.record.name, dict(run.record.began))
         except OSError as error:
             self._log_once(log.warning, "the place of the checkpoints cannot be used", error, place=self._place.url)
             return
         self._trouble = ""
-        if run.attempt == attempt:
+        if run.record.attempt == attempt:
             run.complete_checkpoints[:] = found
             run.listed_attempt = attempt
 
@@ -215,17 +215,17 @@ class Manifests:
     async def _complete(self, run: Run, files: Iterable[ShardFile]) -> bool:
         """Write the manifest of these shards. Returns whether the place accepted it."""
         cluster = self._cluster
-        assert run.plan is not None
+        assert run.record.plan is not None
         shards = tuple(sorted(files, key=lambda file: file.pserver))
         manifest = Manifest(
-            run=run.name,
-            attempt=run.attempt,
+            run=run.record.name,
+            attempt=run.record.attempt,
             round=shards[0].round,
             consistency=run.settings.consistency,
-            plan=run.plan.as_json,
-            aliases={} if run.declaration is None else run.declaration.aliases,
+            plan=run.record.plan.as_json,
+            aliases={} if run.record.declaration is None else run.record.declaration.aliases,
             shards=shards,
-            controls=run.membership.newest_controls,
+            controls=run.record.membership.newest_controls,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         cluster.is_completing = True
@@ -239,7 +239,7 @@ class Manifests:
             cluster.is_completing = False
         self._trouble = ""
         reach_failpoint("checkpoint.manifest.after")
-        if run.attempt == manifest.attempt:  # else the round may be undone
+        if run.record.attempt == manifest.attempt:  # else the round may be undone
             run.complete_checkpoints.insert(0, manifest.round)
         return True
 

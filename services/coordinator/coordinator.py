@@ -173,26 +173,32 @@ class Coordinator:
             await self._notify_waiters()
             logged = self._log_news(logged)
             run = self.cluster.run
-            if run.is_deserted and not run.is_recorded and self._recording is None:
+            if run.record.is_deserted and not run.is_recorded and self._recording is None:
                 self._recording = asyncio.create_task(self._record_run(), name="record the run")
             if self.cluster.may_exit:
                 stop.set()
 
     def _log_losses(self, after: float) -> float:
         """Log trainers that were lost after this time, and return the current time."""
-        for rank, trainer in sorted(self.cluster.run.trainers.items()):
-            if not trainer.is_present and trainer.gone_at > after:
+        for rank, trainer in sorted(self.cluster.run.record.trainers.items()):
+            if not trainer.is_present and self.cluster.run.reports[rank].gone_at > after:
                 log.info(trainer.why, trainer=rank)
         return self.now()
 
     def _log_news(self, logged: str) -> str:
         """Log the state of the run, or what it waits for, if that differs from `logged`. Returns the text."""
         run = self.cluster.run
-        bind_facts(run=run.name)
-        news = f"waiting for {', '.join(self.cluster.waiting_for)}" if self.cluster.waiting_for else f"run {run.state}"
-        if news != logged and run.failure is not None:
-            trainers = run.failure.facts.get("ranks") or run.failure.facts.get("missing")
-            log.error(news, round=run.round, trainer=trainers, code=run.failure.code, reason=run.failure.detail)
+        bind_facts(run=run.record.name)
+        news = (
+            f"waiting for {', '.join(self.cluster.waiting_for)}"
+            if self.cluster.waiting_for
+            else f"run {run.record.state}"
+        )
+        if news != logged and run.record.failure is not None:
+            trainers = run.record.failure.facts.get("ranks") or run.record.failure.facts.get("missing")
+            log.error(
+                news, round=run.round, trainer=trainers, code=run.record.failure.code, reason=run.record.failure.detail
+            )
         elif news != logged:
             log.info(news, round=run.round)
         return news
@@ -207,7 +213,7 @@ class Coordinator:
 
     async def _finish_run(self, run: Run) -> None:
         await self._take_summary()
-        if run.state == "finished" and run.checkpoint_interval:
+        if run.record.state == "finished" and run.checkpoint_interval:
             await self._save_result(run)
             await self._take_summary()  # again, in case the result lacks rounds and the run has failed
         run.is_recorded = True
@@ -228,13 +234,17 @@ class Coordinator:
 
         def ready() -> bool:
             current = self.cluster.run
-            return current.name != run or current.is_over or self.cluster.plan_ready(rank, incarnation) is not None
+            return (
+                current.record.name != run
+                or current.record.is_over
+                or self.cluster.plan_ready(rank, incarnation) is not None
+            )
 
         await self.wait_until(ready, wait_seconds)
         current = self.cluster.run
         current.member(rank, run, incarnation)
-        if current.failure is not None:
-            raise copy.copy(current.failure)  # a raised exception collects frames, so each waiter gets a copy
+        if current.record.failure is not None:
+            raise copy.copy(current.record.failure)  # a raised exception collects frames, so each waiter gets a copy
         plan = self.cluster.plan_ready(rank, incarnation)
         if plan is None:
             waits = self.cluster.waiting_for or ["the pservers to install this trainer"]
@@ -260,12 +270,12 @@ class Coordinator:
         """Try to write the run's last checkpoint. Returns the problem, or None."""
         try:
             async with asyncio.timeout(RESULT_SECONDS):
-                rounds = [state.round for state in await self.read_states() if state.run == run.name]
+                rounds = [state.round for state in await self.read_states() if state.run == run.record.name]
                 if len(rounds) < self.cluster.registry.num_pservers:
                     return f"{len(rounds)} of {self.cluster.registry.num_pservers} pservers have the run"
                 round_ = max(rounds)
                 try:
-                    while (newer := await self._write_result(run.name, round_)) is not None:
+                    while (newer := await self._write_result(run.record.name, round_)) is not None:
                         round_ = newer
                 except NotReady:
                     if round_ == 0:
@@ -293,39 +303,39 @@ class Coordinator:
     async def summary(self) -> RunSummary:
         """Return the summary of the run. Once it is over, its result is on the disk when this returns."""
         run = self.cluster.run
-        if run.is_deserted:
+        if run.record.is_deserted:
             await self.wait_until(lambda: run.is_recorded or self.cluster.run is not run, RESULT_SECONDS)
         return await self._take_summary()
 
     async def _take_summary(self) -> RunSummary:
         run = self.cluster.run
         last = self._last_summary
-        if last is not None and (last.run, last.state) == (run.name, run.state) and run.is_over:
+        if last is not None and (last.run, last.state) == (run.record.name, run.record.state) and run.record.is_over:
             return last
         answers = await self.read_states()
-        states = [state for state in answers if state.run == run.name]
+        states = [state for state in answers if state.run == run.record.name]
         is_ring = run.settings.consistency.is_ring
         rounds = run.newest_round if is_ring else min((state.round for state in states), default=0)
         carried = ["ring"] if is_ring else sorted({f"HTTP/{v}" for state in states for v in state.transports})
         # All trainers print their summary at the end, and after the same round each gets the same seconds.
-        if self._summed_up != (run.name, run.started_at, rounds):
-            self._summed_up, self._summed_up_at = (run.name, run.started_at, rounds), self.now()
+        if self._summed_up != (run.record.name, run.started_at, rounds):
+            self._summed_up, self._summed_up_at = (run.record.name, run.started_at, rounds), self.now()
         end = self._summed_up_at if run.ended_at is None else run.ended_at
         results: dict[str, float] = {}
-        for _, trainer in sorted(run.trainers.items(), reverse=True):
-            results.update(trainer.results)  # the lowest rank's results win
+        for _, report in sorted(run.reports.items(), reverse=True):
+            results.update(report.heartbeat.results)  # the lowest rank's results win
         summary = RunSummary(
-            run=run.name,
-            state=run.state,
+            run=run.record.name,
+            state=run.record.state,
             mode=run.settings.mode,
             transport="+".join(carried) or "none",
-            num_trainers=len(run.trainers),
+            num_trainers=len(run.record.trainers),
             rounds=rounds,
             seconds=0.0 if run.started_at is None else end - run.started_at,
             shards=tuple(copy_fields(ShardSummary, state, pserver=state.index or 0) for state in states),
             results=results,
         )
-        if run.is_over:
+        if run.record.is_over:
             self._last_summary = summary
         return summary
 

@@ -18,7 +18,7 @@ from ps_protocol.messages import RunState
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 from .state.cluster import Cluster
-from .state.trainers import TrainerState
+from .state.record import TrainerState
 
 MAX_EVENTS = 1000
 
@@ -64,7 +64,7 @@ class Events:
             id=max(self.newest_id + 1, int(now * 1000)),
             at=now,
             kind=kind,
-            run=cluster.run.name,
+            run=cluster.run.record.name,
             round=max(cluster.rounds, default=0),
             text=text,
             facts=facts,
@@ -79,20 +79,24 @@ class Events:
 
     def _changes(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
         run, before = cluster.run, self._run
-        self._run = run.name, run.state
-        if before is None or before[0] != run.name:
-            self._attempt, self._trainers, self._checkpoints = run.attempt, {}, set(run.complete_checkpoints)
+        self._run = run.record.name, run.record.state
+        if before is None or before[0] != run.record.name:
+            self._attempt, self._trainers, self._checkpoints = run.record.attempt, {}, set(run.complete_checkpoints)
         yield from self._changed_pservers(cluster)
         yield from self._changed_trainers(cluster)
-        if self._run != before and (before is not None or run.state != "gathering"):
-            why = "" if run.failure is None else f": {run.failure.detail}"
-            yield "run", f"run {run.name} is {run.state}{why}", {"state": run.state}
-        if run.attempt != self._attempt:
-            self._attempt = run.attempt
-            where = "with initial values" if run.resume is None else f"after round {run.resume}"
+        if self._run != before and (before is not None or run.record.state != "gathering"):
+            why = "" if run.record.failure is None else f": {run.record.failure.detail}"
+            yield "run", f"run {run.record.name} is {run.record.state}{why}", {"state": run.record.state}
+        if run.record.attempt != self._attempt:
+            self._attempt = run.record.attempt
+            where = "with initial values" if run.record.resume is None else f"after round {run.record.resume}"
             why = f": {run.rollback_reason}" if run.rollback_reason else ""
-            text = f"the run is rolled back and continues {where} (attempt {run.attempt}){why}"
-            yield "rollback", text, {"resume": run.resume, "attempt": run.attempt, "reason": run.rollback_reason}
+            text = f"the run is rolled back and continues {where} (attempt {run.record.attempt}){why}"
+            yield (
+                "rollback",
+                text,
+                {"resume": run.record.resume, "attempt": run.record.attempt, "reason": run.rollback_reason},
+            )
         checkpoints = set(run.complete_checkpoints)
         for round_ in sorted(checkpoints - self._checkpoints):
             yield "checkpoint", f"checkpoint of round {round_} is complete", {"round": round_}
@@ -115,11 +119,11 @@ class Events:
         self._pservers = now
 
     def _changed_trainers(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
-        now = {rank: (trainer.incarnation, trainer.state) for rank, trainer in cluster.run.trainers.items()}
+        now = {rank: (trainer.incarnation, trainer.state) for rank, trainer in cluster.run.record.trainers.items()}
         for rank, (incarnation, state) in sorted(now.items()):
             if self._trainers.get(rank) == (incarnation, state):
                 continue
-            trainer = cluster.run.trainers[rank]
+            trainer = cluster.run.record.trainers[rank]
             described = {"joined": "has joined", "declared": "has declared its model", "done": "is done"}
             change = f"trainer {rank} {described.get(state, f'has {state}')}"
             text = change if state in described else trainer.why or change

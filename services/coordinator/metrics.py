@@ -25,15 +25,17 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
     """Add gauges that read the cluster whenever they are scraped."""
     members = Gauge("gradpost_members", "Living pservers and trainers.", ["kind"], registry=registry)
     members.labels("pserver").set_function(lambda: len(cluster.registry.members))
-    members.labels("trainer").set_function(lambda: len(cluster.run.members))
+    members.labels("trainer").set_function(lambda: len(cluster.run.record.members))
     gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
         ("gradpost_members_missing", "Members that the run waits for.", lambda: len(cluster.waiting_for)),
         ("gradpost_pservers_wanted", "Pservers of a complete cluster.", lambda: cluster.registry.num_pservers),
-        ("gradpost_trainers_awaited", "Lost trainers that the run waits for.", lambda: len(cluster.run.awaited)),
+        ("gradpost_trainers_awaited", "Lost trainers that the run waits for.", lambda: len(cluster.run.record.awaited)),
         (
             "gradpost_trainers_gone",
             "Lost and failed trainers whose rank is not taken again, without evicted trainers.",
-            lambda: sum(t.state in ("lost", "failed") and not t.was_evicted for t in cluster.run.trainers.values()),
+            lambda: sum(
+                t.state in ("lost", "failed") and not t.was_evicted for t in cluster.run.record.trainers.values()
+            ),
         ),
         ("gradpost_run_round", "Newest round that every trainer has completed.", lambda: cluster.run.round),
     )
@@ -50,7 +52,7 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
 
 
 def _is_in(cluster: Cluster, state: RunState) -> float:
-    return float(cluster.run.state == state)
+    return float(cluster.run.record.state == state)
 
 
 class TargetGroup(BaseModel):
@@ -71,7 +73,7 @@ def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
     ]
     groups += [
         _group(trainer.metrics_address, role="trainer", trainer=str(rank))
-        for rank, trainer in sorted(cluster.run.trainers.items())
+        for rank, trainer in sorted(cluster.run.record.trainers.items())
         if trainer.metrics_address and trainer.is_present
     ]
     return groups

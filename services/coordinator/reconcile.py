@@ -28,7 +28,8 @@ from services.runtime.logs import get_logger
 from .state.cluster import Cluster
 from .state.decision import Ranges, Refusal, Rollback, decide_change, decide_rollback, newest_common
 from .state.pservers import PserverMember
-from .state.run import Decision, Run
+from .state.record import Decision
+from .state.run import Run
 
 log = get_logger()
 
@@ -72,7 +73,7 @@ class Reconciler:
         except StorageFailed as error:
             run.fail(error, self._now())
         except TryAgain:
-            if not run.is_over:
+            if not run.record.is_over:
                 return False
         try:
             if await self._update_pservers():
@@ -91,22 +92,22 @@ class Reconciler:
 
     async def _update_pservers(self) -> bool:
         cluster, run = self._cluster, self._cluster.run
-        if run.plan is None:
+        if run.record.plan is None:
             return True
         members = [member for _, member in sorted(cluster.registry.members.items())]
         if not cluster.serves_run:
             serving = [member for member in members if self._has_installed(run, member)]
-            return all(await asyncio.gather(*(self._install(run, member, run.number) for member in serving)))
+            return all(await asyncio.gather(*(self._install(run, member, run.record.number) for member in serving)))
         if len(members) < cluster.registry.num_pservers:
             return True  # a lost pserver returns, or the run fails
-        number, has_begun = run.number, run.state != "gathering"
+        number, has_begun = run.record.number, run.record.state != "gathering"
         if any(self._installed.get(m.info.index) != self._target(run, m, number) for m in members):
             is_decided = not has_begun or await self._decide(run, members, number)
             if not (is_decided and all(await asyncio.gather(*(self._install(run, m, number) for m in members)))):
                 if has_begun:
-                    run.number += 1  # a repetition is another change
+                    run.record = run.record.change()  # a repetition is another change
                 return False
-        if cluster.run is run and run.state == "gathering":
+        if cluster.run is run and run.record.state == "gathering":
             run.begin_training(self._now())
             reach_failpoint("begin.before")
             await self._persist()  # before a trainer gets the plan: after a restart the run would begin again
@@ -126,8 +127,8 @@ class Reconciler:
 
     async def _decide(self, run: Run, members: list[PserverMember], number: int) -> bool:
         """Freeze the pservers, and put into effect the decision that follows from their answers."""
-        targets = run.targets
-        message = Freeze(run=run.name, attempt=run.attempt, number=number)
+        targets = run.record.targets
+        message = Freeze(run=run.record.name, attempt=run.record.attempt, number=number)
         try:
             answers = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
         except (httpx.HTTPError, GradpostError, ValueError) as error:
@@ -172,7 +173,7 @@ class Reconciler:
             body = await call_pserver(self._http, member, "PUT", FREEZE, message)
         except StaleRun:
             # It missed the rollback that this attempt began with, and will restore its round.
-            return FrozenRounds(applied=run.resume or 0, is_readable=run.resume is not None)
+            return FrozenRounds(applied=run.record.resume or 0, is_readable=run.record.resume is not None)
         except NotReady:
             # Its answer lists all complete checkpoints, so that undone ones must be deleted first.
             if not run.knows_checkpoints:
@@ -184,7 +185,7 @@ class Reconciler:
         return FrozenRounds.model_validate_json(body)
 
     async def _list_restorable(self, run: Run, member: PserverMember, newest: Round | None = None) -> Ranges:
-        route = f"{RESTORABLE}?run={run.name}" + ("" if newest is None else f"&newest={newest}")
+        route = f"{RESTORABLE}?run={run.record.name}" + ("" if newest is None else f"&newest={newest}")
         body = await call_pserver(self._http, member, "GET", route, timeout=RESTORE_TIMEOUT_SECONDS)
         return _RANGES.validate_json(body)
 
@@ -220,7 +221,7 @@ class Reconciler:
         run.complete_checkpoints[:] = [checkpoint for checkpoint in run.complete_checkpoints if checkpoint <= back]
         log.warning(
             "the run is rolled back",
-            reason=wanted.reason, round=back, applied=applied, attempt=run.attempt, lost=applied - back,
+            reason=wanted.reason, round=back, applied=applied, attempt=run.record.attempt, lost=applied - back,
         )  # fmt: skip
         return True
 
@@ -238,11 +239,11 @@ class Reconciler:
     # ------------------------------------------------------------------ install
 
     def _target(self, run: Run, member: PserverMember, number: int) -> tuple[Incarnation, str, int, int]:
-        return member.info.incarnation, run.name, run.attempt, number
+        return member.info.incarnation, run.record.name, run.record.attempt, number
 
     def _has_installed(self, run: Run, member: PserverMember) -> bool:
         """Return whether this incarnation of the pserver has installed the run."""
-        return self._installed.get(member.info.index, ())[:2] == (member.info.incarnation, run.name)
+        return self._installed.get(member.info.index, ())[:2] == (member.info.incarnation, run.record.name)
 
     async def _install(self, run: Run, member: PserverMember, number: int) -> bool:
         """Install the run on a pserver, or its members alone if the pserver has the run."""
@@ -255,9 +256,9 @@ class Reconciler:
         if self._installed.get(index, ())[:3] == target[:3] or not self._cluster.serves_run:
             route, timeout, message = MEMBERS, TIMEOUT_SECONDS, make_members_message(run, number)
         else:
-            if run.state == "gathering":
+            if run.record.state == "gathering":
                 self._cluster.run_incarnations[index] = member.info.incarnation
-            restore = run.resume if run.state == "gathering" else self._restore.get(index)
+            restore = run.record.resume if run.record.state == "gathering" else self._restore.get(index)
             route, timeout = RUN, RESTORE_TIMEOUT_SECONDS
             message = make_installation(self._cluster, index, number, restore)
         try:
@@ -283,39 +284,39 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
     `restore` is the round to restore; None: the pserver begins with initial values.
     """
     run, settings = cluster.run, cluster.run.settings
-    assert run.plan is not None
-    assert run.declaration is not None
+    assert run.record.plan is not None
+    assert run.record.declaration is not None
     # The coordinator detects late trainers. A pserver does so only while the coordinator is away.
     patience = settings.round_timeout_seconds + settings.rejoin_timeout_seconds + cluster.lease_seconds
     return InstallRun(
-        run=run.name,
-        attempt=run.attempt,
-        plan=run.plan.as_json,
+        run=run.record.name,
+        attempt=run.record.attempt,
+        plan=run.record.plan.as_json,
         incarnation=cluster.run_incarnations[index],
         consistency=settings.consistency,
         nonfinite=run.nonfinite,
-        max_grad_norm=run.declaration.max_grad_norm,
+        max_grad_norm=run.record.declaration.max_grad_norm,
         round_timeout_seconds=patience,
         durability=settings.log_durability,
         checkpoint_rounds=run.checkpoint_interval,
         keep_checkpoints=settings.keep_checkpoints,
         restore=restore,
-        began=run.began,
-        source=run.source,
-        uploader=run.uploader,
+        began=run.record.began,
+        source=run.record.source,
+        uploader=run.record.uploader,
         number=number,
-        membership=run.membership,
+        membership=run.record.membership,
     )
 
 
 def make_members_message(run: Run, number: int) -> InstallMembers:
     """Return the membership as decided, or the run's failure, for all pservers."""
     return InstallMembers(
-        run=run.name,
-        attempt=run.attempt,
+        run=run.record.name,
+        attempt=run.record.attempt,
         number=number,
-        membership=run.membership,
-        failure=run.failure.to_problem() if run.failure else None,
+        membership=run.record.membership,
+        failure=run.record.failure.to_problem() if run.record.failure else None,
     )
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from ps_protocol.encodings import Part
 from services.pserver.shard.aggregation import Aggregator
-from services.pserver.shard.tensors import Part
-from trainer_client.client.encoding import Remainder
+from trainer_client.client.error_feedback import Remainder
 
 _aggregate = Aggregator.aggregate
 

@@ -49,10 +49,10 @@ def test_a_coordinator_goes_on_with_what_it_had_written(folder: Path) -> None:
     cluster = make_cluster(on_trainer_loss="wait", durability="log")
     restore_cluster(cluster, record, 100.0)
     run = cluster.run
-    assert (run.name, run.attempt, run.resume, run.began) == ("run1", 1, 7, {1: 7})
+    assert (run.record.name, run.record.attempt, run.record.resume, run.record.began) == ("run1", 1, 7, {1: 7})
     controls = Controls(since=3, rates={0: 0.5}, frozen=("b",))
-    assert run.membership == Membership({0: 1, 1: 1}, {1: 9}, {9: (0,), 10: (0, 1)}, {9: (0,)}, (controls,))
-    assert [trainer.state for trainer in run.trainers.values()] == ["declared", "done"]
+    assert run.record.membership == Membership({0: 1, 1: 1}, {1: 9}, {9: (0,), 10: (0, 1)}, {9: (0,)}, (controls,))
+    assert [trainer.state for trainer in run.record.trainers.values()] == ["declared", "done"]
 
 
 def test_checkpoints_are_found_and_exported(folder: Path, tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ps_protocol.encodings import PIECE, TORCH_DTYPES, add_delta
 from ps_protocol.errors import BadInput
 from ps_protocol.plan import SlicePlan
-from ps_protocol.quantisation import PIECE, add_delta
 from ps_protocol.vocabulary import Block, Round
 from ps_protocol.wire_types import SCALES, quantised
 
 from .device_copies import ParameterCopies, host_memory, is_away
-from .tensors import TORCH_DTYPES, has_wire_layout, writable_bytes
+from .tensors import has_wire_layout, writable_bytes
 
 
 class Destinations:
@@ -130,6 +130,15 @@ class ShardDestination:
     blocks: Mapping[str, memoryview]  # by name: writable bytes
     deltas: Deltas | None = None
     version: Round | None = None  # that the memory holds; None: unknown, or the script may have changed it
+
+    def forget_version(self) -> Round | None:
+        """Return the version, which is unknown from now on."""
+        version, self.version = self.version, None
+        return version
+
+    def note_pulled(self, version: Round | None) -> None:
+        """Note the version that was written to the memory."""
+        self.version = version
 
 
 class Deltas:

@@ -7,14 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ps_protocol.encodings import TORCH_DTYPES
 from ps_protocol.errors import BadModel
 
-WIRE_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL",
-}  # fmt: skip
-TORCH_DTYPES = {name: dtype for dtype, name in WIRE_DTYPES.items()}
+WIRE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def wire_dtype(name: str, tensor: Tensor) -> str:

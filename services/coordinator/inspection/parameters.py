@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from ps_protocol.errors import NotFound
 from ps_protocol.frames import encode_header
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import BLOCKS, SHARD, SLOTS, STEPS_KEY
+from ps_protocol.requests import STEPS_KEY
+from ps_protocol.routes import BLOCKS, SHARD, SLOTS
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, ParameterSpec, PserverIndex, Round
 from services.runtime.large_replies import PART_BYTES, Stream
 
@@ -54,7 +55,7 @@ def describe_parameters(coordinator: Coordinator) -> ParameterList:
     """Return all parameters with their blocks, in the model's order."""
     plan = current_plan(coordinator)
     return ParameterList(
-        run=coordinator.cluster.run.name,
+        run=coordinator.cluster.run.record.name,
         digest=plan.digest,
         version=round_everywhere(coordinator),
         parameters=[
@@ -161,9 +162,9 @@ async def open_model(coordinator: Coordinator) -> AsyncIterator[Stream]:
         tensors.append(Tensor(buffer.name, buffer.dtype, buffer.shape, [(buffer.pserver, num_bytes)]))
     async with open_frames(coordinator, SHARD, dict.fromkeys(range(plan.num_pservers), ())) as shards:
         version = min((shard.version for shard in shards.values()), default=0)
-        name = f'attachment; filename="{run.name}-round-{version}.safetensors"'
-        aliases = {} if run.declaration is None else run.declaration.aliases
-        metadata = {"format": "pt", **_describe_shards(run.name, shards)}
+        name = f'attachment; filename="{run.record.name}-round-{version}.safetensors"'
+        aliases = {} if run.record.declaration is None else run.record.declaration.aliases
+        metadata = {"format": "pt", **_describe_shards(run.record.name, shards)}
         yield _encode_file(shards, tensors, metadata, {"content-disposition": name}, aliases)
 
 
@@ -221,7 +222,7 @@ def _names_of(blocks: Sequence[Block]) -> dict[PserverIndex, list[str]]:
 def _facts(coordinator: Coordinator, frames: Mapping[PserverIndex, IncomingFrame]) -> dict[str, str]:
     if not frames:  # the parameter has no elements
         run = coordinator.cluster.run
-        return {"run": run.name, "attempt": str(run.attempt), "round": str(round_everywhere(coordinator))}
+        return {"run": run.record.name, "attempt": str(run.record.attempt), "round": str(round_everywhere(coordinator))}
     newest = max(frames.values(), key=lambda frame: frame.attempt)
     version = min(frame.version for frame in frames.values())
     return {"run": newest.run, "attempt": str(newest.attempt), "round": str(version)}
@@ -245,11 +246,13 @@ async def wait_for_newer(coordinator: Coordinator, name: str, after: Round, seco
     run = coordinator.cluster.run
     plan = current_plan(coordinator)
     _, blocks = find_parameter(plan, name)
-    members, attempt = coordinator.cluster.registry.members, run.attempt
+    members, attempt = coordinator.cluster.registry.members, run.record.attempt
     owners = owners_of(blocks) or range(plan.num_pservers)  # any pserver, for a parameter without elements
 
     def is_newer() -> bool:
-        return run.attempt != attempt or all(index in members and members[index].round > after for index in owners)
+        return run.record.attempt != attempt or all(
+            index in members and members[index].round > after for index in owners
+        )
 
     await coordinator.wait_until(lambda: coordinator.cluster.run is not run or is_newer(), seconds)
     return coordinator.cluster.run is run and is_newer()

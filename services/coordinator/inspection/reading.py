@@ -33,7 +33,7 @@ READ_SECONDS = 30.0  # for the answer itself
 def current_plan(coordinator: Coordinator) -> SlicePlan:
     """Return the run's plan. Raises NotReady without one, and Conflict (`no_pservers`) in a ring."""
     coordinator.cluster.require_pservers()
-    plan = coordinator.cluster.run.plan
+    plan = coordinator.cluster.run.record.plan
     if plan is None:
         raise NotReady("no run has begun, so there are no parameters yet", waiting_for=coordinator.cluster.waiting_for)
     return plan

@@ -147,12 +147,12 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
 
 def _is_of_this_attempt(coordinator: Coordinator, tag: str) -> bool:
     run = coordinator.cluster.run
-    return tag.startswith(f'"{run.name}.{run.attempt}.')
+    return tag.startswith(f'"{run.record.name}.{run.record.attempt}.')
 
 
 def _tag(coordinator: Coordinator, version: Round) -> str:
     run = coordinator.cluster.run
-    return f'"{run.name}.{run.attempt}.{version}"'
+    return f'"{run.record.name}.{run.record.attempt}.{version}"'
 
 
 MAX_STREAMS = 64

@@ -68,7 +68,7 @@ class StatisticsCache:
         coordinator = self._coordinator
         plan = current_plan(coordinator)
         spec, _ = find_parameter(plan, name)
-        run = coordinator.cluster.run.name
+        run = coordinator.cluster.run.record.name
         if run != self._run:
             self._run = run
             self._cached.clear()
@@ -100,7 +100,7 @@ class StatisticsCache:
         batch.is_open = False
         coordinator, plan = self._coordinator, batch.plan
         run = coordinator.cluster.run
-        if run.plan is not plan:
+        if run.record.plan is not plan:
             raise TryAgain("another run began during the request")
         found: dict[str, bytes] = {}
         for _ in range(TRIES):
@@ -112,7 +112,7 @@ class StatisticsCache:
                 parts = [described[block.name] for block in plan.blocks_of[spec.name]]
                 if _are_alike(parts) or not run.settings.consistency.has_common_versions:
                     found[spec.name] = (
-                        _merge(run.name, spec, parts, round_everywhere(coordinator)).model_dump_json().encode()
+                        _merge(run.record.name, spec, parts, round_everywhere(coordinator)).model_dump_json().encode()
                     )
             if len(found) == len(batch.specs):
                 return found
@@ -120,7 +120,7 @@ class StatisticsCache:
 
     async def _ask_one(self, run: Run, index: PserverIndex, blocks: Sequence[Block]) -> dict[str, Statistics]:
         names = [block.name for block in blocks if block.pserver == index]
-        is_moving = run.state == "training" and not run.awaited
+        is_moving = run.record.state == "training" and not run.record.awaited
         parameters = {"name": names, "wait_seconds": STEP_SECONDS if is_moving else 0.0}
         member = find_member(self._coordinator, index)
         described = _LIST.validate_json(await get_from(self._coordinator, member, BLOCK_STATISTICS, parameters))

@@ -78,7 +78,7 @@ class Cluster:
         if resumption is None or now >= resumption.until:
             return
         if resumption.had_trainers or any(member.is_restored for member in self.registry.members.values()):
-            text = f"run {self.run.name} is resumed; living processes from before the restart must report first"
+            text = f"run {self.run.record.name} is resumed; living processes from before the restart must report first"
             raise NotReady(text, waiting_for="processes of the resumed run, for one lease")
 
     # ------------------------------------------------------------------ pservers
@@ -90,15 +90,14 @@ class Cluster:
             raise Conflict(
                 "strategy ring has no pservers", code="mode_mismatch", expected="no pserver", actual=request.address
             )
-        answer = self.registry.register(request, now)
-        run, held = self.run, request.held
-        if held is not None and (held.run, held.attempt) == (run.name, run.attempt):
-            self.registry.members[answer.index].restored = held.rounds.applied
+        run, record, held = self.run, self.run.record, request.held
+        is_current = held is not None and (held.run, held.attempt) == (record.name, record.attempt)
+        answer = self.registry.register(request, now, held.rounds.applied if held and is_current else None)
         is_known = answer.incarnation == self.run_incarnations.get(answer.index)
-        if run.plan is None or is_known or not self.serves_run:
+        if record.plan is None or is_known or not self.serves_run:
             return answer
-        run.number += 1  # all pservers must freeze and report their rounds
-        is_ours = held is not None and (held.run, held.plan) == (run.name, run.plan.digest)
+        run.record = record.change()  # all pservers must freeze and report their rounds
+        is_ours = held is not None and (held.run, held.plan) == (record.name, record.plan.digest)
         if not is_ours and not run.checkpoint_interval:
             text = f"pserver {answer.index} was restarted and lost its shard"
             run.fail(Ended(text, code="pserver_lost", pserver=answer.index), now)
@@ -110,15 +109,15 @@ class Cluster:
         self._note_missing_pservers(now)
         if self.registry.members[index].is_restored:
             self._undo_resumption(now, is_trainer=False)
-        if message.run == self.run.name and message.failure is not None:
+        if message.run == self.run.record.name and message.failure is not None:
             self.run.fail(error_from_problem(message.failure), now)
-        if message.run == self.run.name:
-            if message.attempt == self.run.attempt:
+        if message.run == self.run.record.name:
+            if message.attempt == self.run.record.attempt:
                 self.run.applied = max(self.run.applied, message.round)
             self.run.revive_stuck({rank for member in self.registry.members.values() for rank in member.missing})
             self._time_out(message.round + 1, message.missing, message.waiting_seconds, now)
         run = self.run
-        stop = self.exit_when_done and run.is_deserted and run.is_recorded
+        stop = self.exit_when_done and run.record.is_deserted and run.is_recorded
         if stop:
             self._stop_pserver(index, message)
         return PserverHeartbeatReply(
@@ -136,7 +135,7 @@ class Cluster:
 
     def _note_missing_pservers(self, now: float) -> None:
         """Note the time if a pserver does not serve the run, so that trainers cannot reach a barrier."""
-        run = (self.run.name, self.run.attempt)
+        run = (self.run.record.name, self.run.record.attempt)
         serving = [member for member in self.registry.members.values() if (member.run, member.attempt) == run]
         if len(serving) < self.registry.num_pservers:
             self._incomplete_at = now
@@ -147,8 +146,8 @@ class Cluster:
         It runs only while all pservers serve the run and the trainer can reach them.
         """
         limit = self._settings.round_timeout_seconds
-        trainers, since = self.run.trainers, max(now - waiting_seconds, self._incomplete_at)
-        late = [rank for rank in missing if rank in trainers and now - max(since, trainers[rank].cut_off_at) > limit]
+        reports, since = self.run.reports, max(now - waiting_seconds, self._incomplete_at)
+        late = [rank for rank in missing if rank in reports and now - max(since, reports[rank].cut_off_at) > limit]
         if late:
             names = name_ranks(late)
             owed = f"reach the batch barrier of round {round_}"
@@ -165,31 +164,31 @@ class Cluster:
         """Admit a trainer to the run that gathers. A new run begins when all trainers of the last one have left."""
         _check_protocol(request.protocol)
         check_expectations(self.run, request)  # no later run could have it either
-        known = any(t.instance == request.instance and t.is_present for t in self.run.trainers.values())
-        if not known and self.run.is_over:
+        known = any(t.instance == request.instance and t.is_present for t in self.run.record.trainers.values())
+        if not known and self.run.record.is_over:
             if self.exit_when_done:
-                text = f"run {self.run.name} is over, and --exit-when-done ends the cluster; start a new cluster"
+                text = f"run {self.run.record.name} is over, and --exit-when-done ends the cluster; start a new cluster"
                 raise Ended(text, code="run_over")
-            if not self.run.is_deserted:
+            if not self.run.record.is_deserted:
                 raise NotReady(
-                    f"run {self.run.name} is over, but not all of its trainers have left",
-                    waiting_for=", ".join(f"trainer {rank} to leave" for rank in sorted(self.run.members)),
+                    f"run {self.run.record.name} is over, but not all of its trainers have left",
+                    waiting_for=", ".join(f"trainer {rank} to leave" for rank in sorted(self.run.record.members)),
                 )
             if self.is_saving_result:
-                text = f"run {self.run.name} is over, and its last checkpoint is being written"
+                text = f"run {self.run.record.name} is over, and its last checkpoint is being written"
                 raise NotReady(text, waiting_for="its checkpoint")
             self.run = self._new_run()
-        if request.instance in {trainer.instance for trainer in self.run.trainers.values()}:
+        if request.instance in {trainer.instance for trainer in self.run.record.trainers.values()}:
             self._undo_resumption(now)
         self._check_resumption(now)
         self.resumption = None  # a new process takes part
         trainer = join_run(self.run, request, now)
-        if self.run.num_trainers is None:
-            raise NotReady(f"run {self.run.name} waits for its trainers", waiting_for=self.waiting_for)
+        if self.run.record.num_trainers is None:
+            raise NotReady(f"run {self.run.record.name} waits for its trainers", waiting_for=self.waiting_for)
         return TrainerJoined(
-            run=self.run.name,
+            run=self.run.record.name,
             rank=trainer.rank,
-            world_size=self.run.num_trainers,
+            world_size=self.run.record.num_trainers,
             incarnation=trainer.incarnation,
             consistency=self._settings.consistency,
             lease_seconds=self.lease_seconds,
@@ -202,22 +201,22 @@ class Cluster:
         if run.member(rank, message.run, message.incarnation).is_resumed:
             self._undo_resumption(now)
         run.heartbeat(rank, message, now)
-        if run.state == "training":
+        if run.record.state == "training":
             self._note_lost_rounds(rank, message)
             if self._settings.consistency.is_ring:
                 self._check_ring(message, now)
             for index, (incarnation, seconds) in message.unreachable.items():
                 if self.registry.incarnations.get(index) == incarnation:  # else it does not know the next incarnation
-                    run.trainers[rank].cut_off_at = now
+                    run.reports[rank].cut_off_at = now
                 if self.registry.was_reachable(index, incarnation, now - seconds, now):
                     text = f"trainer {rank} has not reached pserver {index} for {seconds:.1f} s, though both are alive"
                     run.mark_stuck([rank], TrainerLost(text, ranks=[rank]), now)
         return TrainerHeartbeatReply(
-            state=run.state,
-            failure=run.failure.to_problem() if run.failure else None,
-            attempt=run.attempt,
-            resume=run.resume or 0,
-            uploader=run.uploader if run.resume is None else None,
+            state=run.record.state,
+            failure=run.record.failure.to_problem() if run.record.failure else None,
+            attempt=run.record.attempt,
+            resume=run.record.resume or 0,
+            uploader=run.record.uploader if run.record.resume is None else None,
             pservers=self.pserver_infos,
             notice=describe_notice(self),
         )
@@ -230,14 +229,14 @@ class Cluster:
         run, round_ = self.run, message.round + 1
         if not message.waiting_seconds or message.is_done:
             return
-        here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_present]
-        gone = [t.rank for _, t in sorted(run.trainers.items()) if t.state == "done" and t.round < round_]
+        gone = [t.rank for _, t in sorted(run.record.trainers.items()) if t.state == "done" and t.round < round_]
         if gone:
             names = name_ranks(gone)
             text = f"{names} left before round {round_}"
             run.fail(Ended(f"{text}, and a ring requires all trainers", code="trainer_left", ranks=gone), now)
         elif message.waiting_seconds > self._settings.round_timeout_seconds:
-            missing = [trainer.rank for trainer in here if not (trainer.waiting_seconds or trainer.is_done)]
+            newest = {rank: run.reports[rank].heartbeat for rank in sorted(run.record.members)}
+            missing = [rank for rank, one in newest.items() if not (one.waiting_seconds or one.is_done)]
             self._time_out(round_, missing, message.waiting_seconds, now)
             if not missing:
                 limit = self._settings.round_timeout_seconds
@@ -251,27 +250,27 @@ class Cluster:
         nothing since, so that a wrong report cannot roll back a healthy run. Asynchronous runs are never rolled back.
         """
         run = self.run
-        if self._settings.consistency.is_async or message.attempt != run.attempt:
+        if self._settings.consistency.is_async or message.attempt != run.record.attempt:
             return
         for index, incarnation in message.ahead_of.items():
             member = self.registry.members.get(index)
-            if member is None or member.info.incarnation != incarnation or member.restored is None:
+            if member is None or member.info.incarnation != incarnation or member.record.restored is None:
                 continue
-            report = LostRounds(incarnation, member.restored, rank, message.round)
+            report = LostRounds(incarnation, member.record.restored, rank, message.round)
             known = run.lost_rounds.get(index)
             is_new = known is None or known.incarnation != incarnation
             if is_new and member.round <= report.restored < report.received:
                 run.lost_rounds[index] = report
-                run.number += 1
+                run.record = run.record.change()
 
     def leave_trainer(self, rank: Rank, message: Leave, now: float) -> None:
         """Remove a trainer. If it failed because it waited too long for other trainers, mark them as stuck first."""
         if self.run.member(rank, message.run, message.incarnation).is_resumed:
             self._undo_resumption(now)
-        if message.outcome == "failed" and self.run.plan is not None:
+        if message.outcome == "failed" and self.run.record.plan is not None:
             for pserver in self.registry.members.values():
                 # The pserver answers the trainer before it sends its next heartbeat.
-                waits = pserver.run == self.run.name and pserver.waiting_seconds > 0 and rank not in pserver.missing
+                waits = pserver.run == message.run and pserver.waiting_seconds > 0 and rank not in pserver.missing
                 waited = pserver.waiting_seconds + now - pserver.seen_at  # older by up to one heartbeat period
                 says_so = message.reason.startswith(RoundTimeout.__name__)
                 if waits:
@@ -283,19 +282,19 @@ class Cluster:
     @property
     def waiting_for(self) -> list[str]:
         """The members that the run waits for, in words; empty while the run trains and once it is over."""
-        run = self.run
-        if run.is_over:
+        run, record = self.run, self.run.record
+        if record.is_over:
             return []
         absent = [i for i in range(self.registry.num_pservers) if i not in self.registry.members]
         waits = [f"pserver {index}" for index in absent]
-        if run.state == "training":
-            waits += [f"trainer {trainer.rank}" for trainer in run.awaited]
-            return waits + [f"trainer {trainer.rank} to declare its model" for trainer in run.undeclared]
-        if run.num_trainers is None:
-            missing = [f"trainer {rank}" for rank in run.missing_ranks if rank not in run.trainers]
+        if record.state == "training":
+            waits += [f"trainer {trainer.rank}" for trainer in record.awaited]
+            return waits + [f"trainer {trainer.rank} to declare its model" for trainer in record.undeclared]
+        if record.num_trainers is None:
+            missing = [f"trainer {rank}" for rank in run.missing_ranks if rank not in record.trainers]
             return waits + (missing or ["the last call for trainers"])
         for rank in run.missing_ranks:
-            joined = rank in run.trainers
+            joined = rank in record.trainers
             waits.append(f"trainer {rank} to declare its model" if joined else f"trainer {rank}")
         return waits or ["the pservers to install the plan" if self.registry.num_pservers else "the coordinator's disk"]
 
@@ -308,7 +307,7 @@ class Cluster:
     def require_training(self) -> None:
         """Raise NotReady unless the run trains, and the errors of `require_pservers`."""
         self.require_pservers()
-        if self.run.state != "training":
+        if self.run.record.state != "training":
             waits = self.waiting_for
             detail = f"no run is training; the cluster waits for {', '.join(waits)}" if waits else "no run is training"
             raise NotReady(detail, waiting_for=waits or "a run")
@@ -322,10 +321,10 @@ class Cluster:
 
     def start_run_if_complete(self, now: float = 0.0) -> bool:
         """Make the plan once all members are present, and return whether it was made. It must then be installed."""
-        run = self.run
-        if run.state != "gathering" or run.plan is not None:
+        run, record = self.run, self.run.record
+        if record.state != "gathering" or record.plan is not None:
             return False
-        if not (self.registry.is_complete and run.is_declared):
+        if not (self.registry.is_complete and record.num_declared == record.num_trainers):
             return False
         plan = run.start(self.registry.num_pservers)
         if self.beginning is not None:
@@ -334,14 +333,17 @@ class Cluster:
             except ModelMismatch as error:
                 run.fail(error, now)
                 return False
-            run.resume, run.source = self.beginning.round, self.beginning.run
             controls = self.beginning.controls.model_copy(update={"since": 0})
-            starts: dict[Rank, Round] = {}
+            members, starts = run.record.members, dict[Rank, Round]()
             if run.settings.consistency.is_async:
                 steps = self.beginning.newest_steps
                 others = min(steps.values(), default=self.beginning.round)
-                starts = {rank: steps.get(rank, others) + 1 for rank in run.members}
-            run.membership = Membership(run.members, starts, controls=(controls,))
+                starts = {rank: steps.get(rank, others) + 1 for rank in members}
+            run.record = run.record.update(
+                resume=self.beginning.round,
+                source=self.beginning.run,
+                membership=Membership(members, starts, controls=(controls,)),
+            )
             self.beginning = None
         self.installed_members = {}
         self.run_incarnations = {i: m.info.incarnation for i, m in self.registry.members.items()}
@@ -349,30 +351,31 @@ class Cluster:
 
     def finish_change(self, number: int = 0) -> None:
         """Note that every pserver has installed a change, and that the disk says that the run has begun."""
-        run = self.run
+        run, record = self.run, self.run.record
         run.installed_number = number
-        self.installed_members = dict(run.membership.members)
-        for rank, trainer in run.trainers.items():
-            if trainer.state == "declared" and self.installed_members.get(rank) == trainer.incarnation:
-                trainer.is_awaited = False
+        self.installed_members = dict(record.membership.members)
+        here = (t for t in record.trainers.values() if t.is_awaited and t.state == "declared")
+        installed = [t.rank for t in here if self.installed_members.get(t.rank) == t.incarnation]
+        if installed:
+            run.record = record.with_trainers(installed, is_awaited=False)
 
     def plan_ready(self, rank: Rank, incarnation: Incarnation) -> PlanReady | None:
         """Return the plan for a trainer once all pservers have installed its incarnation, else None."""
-        run, pservers = self.run, self.pserver_infos
-        if run.plan is None or run.state == "gathering" or self.installed_members.get(rank) != incarnation:
+        run, record, pservers = self.run, self.run.record, self.pserver_infos
+        if record.plan is None or record.state == "gathering" or self.installed_members.get(rank) != incarnation:
             return None
-        if len(pservers) < run.plan.num_pservers:  # one has returned and has not installed the run
+        if len(pservers) < record.plan.num_pservers:  # one has returned and has not installed the run
             return None
         return PlanReady(
-            run=run.name,
-            attempt=run.attempt,
-            plan=run.plan.as_json,
+            run=record.name,
+            attempt=record.attempt,
+            plan=record.plan.as_json,
             pservers=pservers,
-            uploader=run.uploader,
-            start=run.membership.starts.get(rank, (run.resume or 0) + 1),
+            uploader=record.uploader,
+            start=record.membership.starts.get(rank, (record.resume or 0) + 1),
             nonfinite=run.nonfinite,
-            rendezvous=run.declaration.rendezvous if run.declaration else None,
-            max_grad_norm=run.declaration.max_grad_norm if run.declaration else None,
+            rendezvous=record.declaration.rendezvous if record.declaration else None,
+            max_grad_norm=record.declaration.max_grad_norm if record.declaration else None,
         )
 
     @property
@@ -387,8 +390,8 @@ class Cluster:
         """Renew all leases, after a time in which no heartbeat could be received."""
         for pserver in self.registry.members.values():
             pserver.seen_at = now
-        for trainer in self.run.trainers.values():
-            trainer.seen_at = now
+        for report in self.run.reports.values():
+            report.seen_at = now
 
     def expire(self, now: float) -> None:
         """Act on expired leases and time-outs."""
@@ -396,7 +399,7 @@ class Cluster:
         self.registry.expire(now)
         self._note_missing_pservers(now)
         for lost in self.registry.lost.values():
-            if run.plan is None or run.is_over:
+            if run.record.plan is None or run.record.is_over:
                 break
             age, limit = now - lost.seen_at, self._settings.rejoin_timeout_seconds
             text = f"pserver {lost.info.index} at {lost.info.address} was lost: no heartbeat for {age:.1f} s"
@@ -412,23 +415,24 @@ class Cluster:
     @property
     def serves_run(self) -> bool:
         """True if pservers must follow the run."""
-        return not self.run.is_over or self.is_saving_result
+        return not self.run.record.is_over or self.is_saving_result
 
     @property
     def is_saving_result(self) -> bool:
         """True if the pservers are still writing the result, which another run would end."""
         run = self.run
-        return run.state == "finished" and run.checkpoint_interval > 0 and not run.is_recorded
+        return run.record.state == "finished" and run.checkpoint_interval > 0 and not run.is_recorded
 
     @property
     def may_exit(self) -> bool:
         """True with --exit-when-done once the run is over and all living pservers know it."""
-        return self.exit_when_done and self.run.is_deserted and self.registry.members.keys() <= self._stopped_pservers
+        is_over = self.exit_when_done and self.run.record.is_deserted
+        return is_over and self.registry.members.keys() <= self._stopped_pservers
 
     @property
     def exit_code(self) -> int:
         """The exit code of the process: 1 if the run failed, else 0."""
-        return 1 if self.run.state == "failed" else 0
+        return 1 if self.run.record.state == "failed" else 0
 
 
 def _check_protocol(version: int) -> None:

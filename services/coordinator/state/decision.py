@@ -10,13 +10,14 @@ applied the round with it. Otherwise, as when a pserver that had it died too, th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ps_protocol.errors import Ended
 from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
-from .run import Decision, Run
+from .record import Decision
+from .run import Run
 
 Ranges = list[tuple[Round, Round]]
 
@@ -59,14 +60,14 @@ def decide_change(
             return Rollback(lowest, f"pserver {index} {reason}")
     rules = run.settings.consistency
     decide_mode = decide_steps if rules.is_async else decide
-    take_over = {trainer.rank for trainer in run.trainers.values() if trainer.is_awaited}
-    outcome = decide_mode(run.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
+    take_over = {trainer.rank for trainer in run.record.trainers.values() if trainer.is_awaited}
+    outcome = decide_mode(run.record.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
     if isinstance(outcome, Rollback):
         return outcome
     if run.wanted is not None:  # the pservers stand still, so it counts from the first round that none has applied
         since = max(answer.applied for answer in rounds) + 1
         outcome = outcome.with_controls(run.wanted.model_copy(update={"since": since}), first=lowest + 1)
-    return replace(run.decision, membership=outcome)
+    return Decision(run.record.attempt, run.record.resume, run.record.uploader, outcome)
 
 
 def _find_loss(
@@ -77,9 +78,10 @@ def _find_loss(
     answer: FrozenRounds | None,
 ) -> str:
     """Return what a pserver lost that the run cannot continue without; an empty text: nothing."""
+    record = run.record
     if answer is None:
         return "holds nothing of the run"
-    if not answer.is_readable and targets.get(run.uploader) != run.membership.members.get(run.uploader):
+    if not answer.is_readable and targets.get(record.uploader) != record.membership.members.get(record.uploader):
         return "does not have all initial values, and the trainer that uploads them is gone"
     if run.settings.consistency.is_async:
         return ""
@@ -106,21 +108,22 @@ def decide_rollback(
 
     Without such a round the run begins again with initial values, unless it has trained.
     """
+    record = run.record
     if wanted.is_asked and round_ != wanted.newest:
         return Refusal(f"not every pserver can restore round {wanted.newest}, see the pservers' logs")
     if wanted.is_asked and (obstacle := run.find_rollback_obstacle(wanted.newest)):
         return Refusal(obstacle)
-    if round_ is None and (run.applied > 0 or run.has_trained or run.resume is not None):
+    if round_ is None and (run.applied > 0 or record.has_trained or record.resume is not None):
         empty = [index for index, one in ranges.items() if not one]
         text = f"pservers {empty} have lost their shards" if empty else "no round can be restored by all pservers"
         restorable = list(ranges.values())
         return Ended(f"{text}; the pservers can restore {restorable}", code="pserver_lost", pserver=empty)
-    uploader = run.uploader if round_ is not None else min(targets, default=run.uploader)
+    uploader = record.uploader if round_ is not None else min(targets, default=record.uploader)
     # The newest controls stay in effect.
-    standing = run.membership.controls[-1:] if run.wanted is None else (run.wanted,)
+    standing = record.membership.controls[-1:] if run.wanted is None else (run.wanted,)
     since = 0 if run.wanted is None else (round_ or 0) + 1
     controls = tuple(one.model_copy(update={"since": since}) for one in standing)
-    return Decision(run.attempt + 1, round_, uploader, Membership(dict(targets), controls=controls))
+    return Decision(record.attempt + 1, round_, uploader, Membership(dict(targets), controls=controls))
 
 
 def decide(

@@ -14,14 +14,16 @@ from ps_protocol.messages import (
 )
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
+from .record import PserverRecord
+
 
 @dataclass(slots=True)
 class PserverMember:
-    """A pserver and the content of its last heartbeat."""
+    """A pserver: its durable record, and the content of its last heartbeat."""
 
-    info: PserverInfo
-    instance: str
+    record: PserverRecord
     seen_at: float  # by the monotonic clock
+    here_since: float
     run: str | None = None
     round: Round = 0
     missing: tuple[Rank, ...] = ()
@@ -30,10 +32,13 @@ class PserverMember:
     checkpoints: dict[Round, ShardFile] = field(default_factory=dict)
     coming_checkpoints: frozenset[Round] = frozenset()  # requested and not written yet
     is_stopping: bool = False  # it announced that it will return
-    restored: Round | None = None  # the round that it restored when it registered in the current attempt
-    here_since: float = 0.0
     software: Software | None = None
     is_restored: bool = False  # restored from the coordinator's record, and not registered since
+
+    @property
+    def info(self) -> PserverInfo:
+        """The pserver as trainers need it."""
+        return self.record.info
 
 
 class PserverRegistry:
@@ -51,14 +56,21 @@ class PserverRegistry:
         """True if every index has a living pserver."""
         return len(self.members) == self.num_pservers
 
-    def register(self, request: RegisterPserver, now: float) -> PserverRegistered:
+    def restore(self, record: PserverRecord, now: float) -> None:
+        """Restore a recorded pserver, whose lease begins now."""
+        if record.info.index < self.num_pservers:
+            self.members[record.info.index] = PserverMember(record, now, here_since=now, is_restored=True)
+
+    def register(self, request: RegisterPserver, now: float, restored: Round | None = None) -> PserverRegistered:
         """Return the index and incarnation of a process. A repeated request gets the same answer.
+
+        `restored` is the round of the current attempt that the process has restored, if any.
 
         A process that has locked the folder of the current incarnation replaces it before the lease ends.
         """
         index = self._choose_index(request)
         member = self.members.get(index)
-        if member is None or member.instance != request.instance:
+        if member is None or member.record.instance != request.instance:
             self.incarnations[index] = max(self.incarnations.get(index, 0), request.previous) + 1
             self.lost.pop(index, None)
         info = PserverInfo(
@@ -68,12 +80,13 @@ class PserverRegistry:
             http2=request.http2,
             local=request.local,
         )
-        self.members[index] = PserverMember(info, request.instance, now, here_since=now)
+        record = PserverRecord(info=info, instance=request.instance, restored=restored)
+        self.members[index] = PserverMember(record, now, here_since=now)
         return PserverRegistered(index=index, incarnation=info.incarnation, lease_seconds=self.lease_seconds)
 
     def _choose_index(self, request: RegisterPserver) -> PserverIndex:
         for index, member in self.members.items():
-            if member.instance == request.instance:
+            if member.record.instance == request.instance:
                 return index
         taken = {index for index, member in self.members.items() if not self._succeeds(request, member)}
         free = [index for index in range(self.num_pservers) if index not in taken]

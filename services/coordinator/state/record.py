@@ -1,4 +1,4 @@
-"""The coordinator's durable state: a small file, written at every decision and read once at the start.
+"""The coordinator's durable state as frozen values, and its file, written at every decision and read once at the start.
 
 It does not contain what members report with every heartbeat, except the rounds of trainers that are done.
 """
@@ -6,12 +6,14 @@ It does not contain what members report with every heartbeat, except the rounds 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, TypeAdapter, model_validator
 
-from ps_protocol.errors import error_from_problem
+from ps_protocol.errors import GradpostError, error_from_problem
 from ps_protocol.fields import Message
 from ps_protocol.membership import Controls, Membership
 from ps_protocol.messages import DeclareModel, PserverInfo, RunState
@@ -20,16 +22,20 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest, is_undone, nest_membership
 from services.runtime.storage import lock_folder, seal, unseal, write_file
 
-from .pservers import PserverMember
-from .trainers import TrainerMember, TrainerState
-
 if TYPE_CHECKING:
     from .cluster import Cluster
-    from .run import Run
 
 FILE = "coordinator.json"
+EVICTED = "was evicted by an administrator"
 
 MessageT = TypeVar("MessageT", bound=Message)
+
+TrainerState = Literal["joined", "declared", "done", "failed", "lost"]
+
+
+def _replace(value: MessageT, fields: Mapping[str, Any]) -> MessageT:
+    """Return a value with other fields, which are checked: unlike `model_copy` it refuses an unknown name."""
+    return type(value)(**{**dict(value), **fields})
 
 
 class TrainerRecord(Message):
@@ -39,33 +45,77 @@ class TrainerRecord(Message):
     incarnation: Incarnation
     instance: str
     metrics_address: str | None
-    state: TrainerState
-    declared: bool
-    why: str
-    is_awaited: bool
-    is_resumed: bool = False
+    state: TrainerState = "joined"
+    declared: bool = Field(default=False, description="whether the trainer has declared the model of the run")
+    why: str = Field(default="", description="reason for which the trainer was lost or failed")
+    is_awaited: bool = Field(
+        default=False, description="whether the run waits for this rank, whichever process takes it"
+    )
+    is_resumed: bool = Field(
+        default=False, description="whether the rank is awaited because the run was resumed, so that all begin together"
+    )
     round: Round = Field(default=0, description="newest completed round of a trainer that is done")
+
+    @property
+    def is_present(self) -> bool:
+        """True if the trainer holds its rank."""
+        return self.state in ("joined", "declared")
+
+    @property
+    def was_evicted(self) -> bool:
+        """True if an administrator evicted the trainer."""
+        return self.state == "lost" and self.why.endswith(EVICTED)
+
+
+def _read_trainers(trainers: Any) -> Any:
+    """Return trainers by rank, which the file lists."""
+    if isinstance(trainers, Mapping):
+        return trainers
+    return {trainer.rank: trainer for trainer in TypeAdapter(tuple[TrainerRecord, ...]).validate_python(trainers)}
+
+
+Trainers = Annotated[
+    dict[Rank, TrainerRecord],
+    BeforeValidator(_read_trainers),
+    PlainSerializer(lambda trainers: [trainer for _, trainer in sorted(trainers.items())]),
+]
+Failure = Annotated[
+    GradpostError,
+    PlainValidator(lambda given: given if isinstance(given, GradpostError) else error_from_problem(given)),
+    PlainSerializer(lambda failure: failure.to_problem()),
+]
+Plan = Annotated[
+    SlicePlan,
+    PlainValidator(lambda given: given if isinstance(given, SlicePlan) else SlicePlan.from_json(given)),
+    PlainSerializer(lambda plan: plan.as_json),
+]
 
 
 class RunRecord(Message):
-    """The run. While it gathers there is no plan, and a declaration once a trainer has made one."""
+    """The durable state of a run. A transition returns another record; `change` is for those that pservers receive."""
 
     name: str
-    state: RunState
-    num_trainers: int | None
-    failure: dict[str, Any] | None
-    plan: dict[str, Any] | None
-    declaration: DeclareModel | None
-    uploader: Rank
-    attempt: int
-    membership: Membership
-    resume: Round | None
-    began: dict[int, Round | None] = Field(default={}, description="round after which each attempt began")
-    source: str | None
-    has_begun: bool = True
-    has_trained: bool = True
-    number: int
-    trainers: tuple[TrainerRecord, ...]
+    state: RunState = "gathering"
+    num_trainers: int | None = Field(description="number of trainers; null until it is fixed")
+    failure: Failure | None = None
+    plan: Plan | None = None
+    declaration: DeclareModel | None = Field(
+        default=None, description="model that the plan is made for: the declaration of the lowest rank so far"
+    )
+    uploader: Rank = Field(
+        default=0, description="trainer that pushes initial values: the lowest rank when the plan was made"
+    )
+    attempt: int = Field(default=0, description="number of rollbacks")
+    membership: Membership = Field(default=Membership({}), description="newest decision that is in effect")
+    resume: Round | None = Field(default=None, description="round that the attempt began with; null: initial values")
+    began: dict[int, Round | None] = Field(default={}, description="round that each attempt since the first began with")
+    source: str | None = Field(default=None, description="run whose checkpoint this run begins with")
+    has_begun: bool = Field(default=True, description="whether every pserver has installed the run once")
+    has_trained: bool = Field(
+        default=True, description="whether a trainer has completed a round, so that initial values cannot replace it"
+    )
+    number: int = Field(default=0, description="number of the newest change that pservers must receive")
+    trainers: Trainers = Field(default={})
 
     @model_validator(mode="before")
     @classmethod
@@ -73,19 +123,100 @@ class RunRecord(Message):
         match run:
             case {"declaration": {"average_buffers": 0, **declaration}}:
                 run = {**run, "declaration": declaration}
+        match run:
+            case {"attempt": int(attempt), "resume": resume} if attempt and not run.get("began"):
+                run = {**run, "began": {attempt: resume}}
         return nest_membership(run)
+
+    @property
+    def members(self) -> dict[Rank, Incarnation]:
+        """The incarnations of the trainers that hold their rank."""
+        return {t.rank: t.incarnation for t in self.trainers.values() if t.is_present}
+
+    @property
+    def awaited(self) -> list[TrainerRecord]:
+        """The lost trainers that the run waits for."""
+        return [t for _, t in sorted(self.trainers.items()) if t.is_awaited and not t.is_present]
+
+    @property
+    def undeclared(self) -> list[TrainerRecord]:
+        """The trainers that took an awaited rank and have not declared their model."""
+        here = [t for _, t in sorted(self.trainers.items()) if t.is_awaited and t.state == "joined"]
+        return [] if self.plan is None else here
+
+    @property
+    def num_declared(self) -> int:
+        """The number of trainers that have declared their model and hold their rank."""
+        return sum(trainer.state == "declared" for trainer in self.trainers.values())
+
+    @property
+    def targets(self) -> dict[Rank, Incarnation]:
+        """The incarnations to install: of declared trainers, and the last one of each awaited rank."""
+        targets = {}
+        for rank, trainer in sorted(self.trainers.items()):
+            if trainer.state == "declared":
+                targets[rank] = trainer.incarnation
+            elif trainer.is_awaited and rank in self.membership.members:
+                targets[rank] = self.membership.members[rank]
+        return targets
+
+    @property
+    def is_over(self) -> bool:
+        """True if the run has finished or failed."""
+        return self.state in ("finished", "failed")
+
+    @property
+    def is_deserted(self) -> bool:
+        """True if the run is over and all trainers have left."""
+        return self.is_over and not self.members
 
     def has_undone(self, manifest: Manifest) -> bool:
         """Return whether the run was rolled back behind this checkpoint, which may not be deleted yet."""
         return manifest.run == self.name and is_undone(manifest.round, manifest.attempt, self.began)
 
+    def update(self, **fields: Any) -> RunRecord:
+        """Return the run with other fields, without a change for the pservers."""
+        return _replace(self, fields)
+
+    def change(self, **fields: Any) -> RunRecord:
+        """Return the run with other fields, as a change that every pserver must receive."""
+        return _replace(self, {**fields, "number": self.number + 1})
+
+    def with_trainers(self, ranks: Iterable[Rank], **fields: Any) -> RunRecord:
+        """Return the run with other fields of these trainers, without a change for the pservers."""
+        changed = {rank: _replace(self.trainers[rank], fields) for rank in ranks}
+        return self.update(trainers={**self.trainers, **changed})
+
+    def adopt(self, decision: Decision) -> RunRecord:
+        """Return the run with a decision in effect."""
+        fields = {name: getattr(decision, name) for name in ("attempt", "resume", "uploader", "membership")}
+        if decision.attempt != self.attempt:
+            fields |= {"source": None, "began": {**self.began, decision.attempt: decision.resume}}
+        return self.update(**fields)
+
+    def fail(self, failure: GradpostError) -> RunRecord:
+        """Return the failed run, or the run itself if it is over: the first failure is kept."""
+        return self if self.is_over else self.change(state="failed", failure=failure)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The attempt of a run, the round that it began with (None: initial values of `uploader`), and its membership."""
+
+    attempt: int
+    resume: Round | None
+    uploader: Rank
+    membership: Membership
+
 
 class PserverRecord(Message):
-    """One living pserver."""
+    """One registered pserver."""
 
     info: PserverInfo
     instance: str
-    restored: Round | None = None
+    restored: Round | None = Field(
+        default=None, description="round that it had restored when it registered in the current attempt"
+    )
 
 
 class Beginning(Message):
@@ -115,31 +246,9 @@ def describe_cluster(cluster: Cluster) -> ClusterRecord:
         trainer_incarnations=cluster.trainer_incarnations,
         pserver_incarnations=cluster.registry.incarnations,
         run_incarnations=cluster.run_incarnations,
-        pservers=tuple(copy_fields(PserverRecord, member) for _, member in sorted(members.items())),
+        pservers=tuple(member.record for _, member in sorted(members.items())),
         beginning=begins and copy_fields(Beginning, begins),
-        run=_describe_run(cluster.run) if cluster.run.trainers else None,
-    )
-
-
-def _describe_run(run: Run) -> RunRecord:
-    decision = run.decision
-    # The lowest rank declares the rendezvous.
-    declared = (t.declaration for _, t in sorted(run.trainers.items()) if t.declaration is not None)
-    return copy_fields(
-        RunRecord,
-        run,
-        failure=run.failure.to_problem() if run.failure else None,
-        plan=None if run.plan is None else run.plan.as_json,
-        declaration=run.declaration or next(declared, None),
-        uploader=decision.uploader,
-        attempt=decision.attempt,
-        resume=decision.resume,
-        began={**run.began, decision.attempt: decision.resume} if decision.attempt else {},
-        membership=decision.membership,
-        trainers=tuple(
-            copy_fields(TrainerRecord, t, declared=t.declaration is not None, round=t.round if t.state == "done" else 0)
-            for _, t in sorted(run.trainers.items())
-        ),
+        run=cluster.run.durable if cluster.run.record.trainers else None,
     )
 
 
@@ -160,43 +269,9 @@ def restore_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None
     restore_incarnations(cluster, record)
     cluster.run_incarnations.update(record.run_incarnations)
     for pserver in record.pservers:
-        if pserver.info.index < cluster.registry.num_pservers:
-            cluster.registry.members[pserver.info.index] = PserverMember(
-                pserver.info, pserver.instance, now, restored=pserver.restored, here_since=now, is_restored=True
-            )
+        cluster.registry.restore(pserver, now)
     if record.run is not None:
-        _restore_run(cluster.run, record.run, now)
-
-
-def _restore_run(run: Run, record: RunRecord, now: float) -> None:
-    run.name, run.state = record.name, record.state
-    if record.num_trainers is not None:  # of a run that continues with other settings it is as near as they allow
-        fewest, most = run.sizes
-        run.num_trainers = min(max(record.num_trainers, fewest), most)
-    run.failure = None if record.failure is None else error_from_problem(record.failure)
-    if record.plan is not None:
-        run.plan, run.declaration, run.uploader = SlicePlan.from_json(record.plan), record.declaration, record.uploader
-        run.started_at = now
-    for name in ("attempt", "resume", "source", "has_begun", "has_trained", "membership"):
-        setattr(run, name, getattr(record, name))
-    run.number = record.number + 1
-    run.began = dict(record.began) or ({record.attempt: record.resume} if record.attempt else {})
-    run.ended_at = now if run.is_over else None
-    for trainer in record.trainers:
-        run.trainers[trainer.rank] = restore_trainer(trainer, record, now)
-
-
-def restore_trainer(t: TrainerRecord, record: RunRecord, now: float) -> TrainerMember:
-    """Return a recorded trainer, whose lease begins now.
-
-    Declarations of one run differ in the incarnation and the rendezvous alone.
-    """
-    declaration = None
-    if record.declaration is not None and t.declared:
-        own = record.declaration.rendezvous if t.rank == 0 else None
-        declaration = record.declaration.model_copy(update={"incarnation": t.incarnation, "rendezvous": own})
-    same = t.model_dump(exclude={"declared"})
-    return TrainerMember(**same, seen_at=now, joined_at=now, gone_at=now, declaration=declaration)
+        cluster.run.restore(record.run, now)
 
 
 class RecordFile:

@@ -10,16 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ps_protocol.errors import StorageFailed, error_from_problem
+from ps_protocol.errors import StorageFailed
 from ps_protocol.membership import Controls
-from ps_protocol.plan import SlicePlan
 from services.runtime.checkpoints import Manifest, all_checkpoints, complete_checkpoints, read_manifest
 from services.runtime.logs import get_logger
 from services.runtime.storage import CheckpointStorage
 
 from ..settings import CoordinatorSettings
 from .model import plan_model
-from .record import ClusterRecord, RunRecord, restore_cluster, restore_incarnations, restore_trainer
+from .record import ClusterRecord, RunRecord, restore_cluster, restore_incarnations
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -42,12 +41,12 @@ class Resumption:
     @property
     def was_over(self) -> bool:
         """True if the recorded run was over."""
-        return self.saved.state in ("finished", "failed")
+        return self.saved.is_over
 
     @property
     def had_trainers(self) -> bool:
         """True if trainers of the recorded run may still live."""
-        return any(trainer.state in ("joined", "declared") for trainer in self.saved.trainers)
+        return bool(self.saved.members)
 
 
 def restore_state(
@@ -71,8 +70,8 @@ def restore_state(
             if manifest is None:
                 raise StorageFailed(f"the checkpoint of round {begins.round} of run {begins.run} no longer exists")
             cluster.beginning = manifest.model_copy(update={"controls": _find_controls(record, manifest)})
-        if run.plan is not None:
-            log.info("restored the run", run=run.name, state=run.state, attempt=run.attempt)
+        if run.record.plan is not None:
+            log.info("restored the run", run=run.record.name, state=run.record.state, attempt=run.record.attempt)
 
 
 def _resume(
@@ -119,7 +118,7 @@ def _is_on_disks(run: RunRecord, settings: CoordinatorSettings) -> bool:
     if not (run.has_begun or run.state == "gathering") or run.plan is None or run.declaration is None:
         return False
     plan = plan_model(run.declaration, settings, settings.wanted_pservers)
-    return plan.digest == SlicePlan.from_json(run.plan).digest
+    return plan.digest == run.plan.digest
 
 
 def _find_beginning(record: ClusterRecord | None, place: CheckpointStorage) -> Manifest | None:
@@ -158,40 +157,39 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
     assert record.run is not None
     restore_cluster(cluster, record, now)
     run = cluster.run
-    if run.state != "gathering":
-        run.state, run.source = "training", None
-    run.failure, run.ended_at = None, None
-    members = dict(run.membership.members)
-    for rank, trainer in list(run.trainers.items()):
-        if run.num_trainers is not None and rank >= run.num_trainers:
-            del run.trainers[rank]
-            continue
-        trainer.lose("lost", f"trainer {rank} must be started again", now, is_awaited=True)
-        trainer.is_resumed = True
-        # A trainer that was done is a member again, so that the first trainer to return does not continue alone.
-        # In asynchronous modes its start follows from the pservers' state instead.
-        if not run.settings.consistency.is_async:
-            members.setdefault(rank, trainer.incarnation)
-    run.membership = replace(run.membership, members=members)
+    run.record, run.ended_at = await_trainers(run.record, is_async=run.settings.consistency.is_async), None
+    run.reports = {rank: report for rank, report in run.reports.items() if rank in run.record.trainers}
     cluster.resumption = Resumption(record.run, now + cluster.lease_seconds, beginning)
+
+
+def await_trainers(run: RunRecord, *, is_async: bool) -> RunRecord:
+    """Return the run as it waits for all of its trainers, even those that were done."""
+    ranks = [rank for rank in run.trainers if run.num_trainers is None or rank < run.num_trainers]
+    members = dict(run.membership.members)
+    # A trainer that was done is a member again, so that the first trainer to return does not continue alone.
+    # In asynchronous modes its start follows from the pservers' state instead.
+    if not is_async:
+        members = {rank: run.trainers[rank].incarnation for rank in ranks} | members
+    if run.state != "gathering":
+        run = run.update(state="training", source=None)
+    for rank in ranks:
+        why = f"trainer {rank} must be started again"
+        run = run.with_trainers([rank], state="lost", why=why, is_awaited=True, is_resumed=True, round=0)
+    return run.update(
+        failure=None,
+        membership=replace(run.membership, members=members),
+        trainers={rank: run.trainers[rank] for rank in ranks},
+    )
 
 
 def undo_resumption(cluster: Cluster, resumption: Resumption, now: float) -> None:
     """Restore the recorded run, because a process from before the restart has reported."""
-    run, saved = cluster.run, resumption.saved
-    members = dict(run.membership.members)
-    for recorded in saved.trainers:
-        if recorded.rank in run.trainers and run.trainers[recorded.rank].is_resumed:
-            run.trainers[recorded.rank] = restore_trainer(recorded, saved, now)
-            if recorded.rank not in saved.membership.members:
-                members.pop(recorded.rank, None)
-    run.membership = replace(run.membership, members=members)
-    if resumption.was_over:
-        run.state, run.ended_at = saved.state, now
-        run.failure = None if saved.failure is None else error_from_problem(saved.failure)
-    run.number += 1
-    log.warning("not resumed: processes of the run before are still alive", run=run.name, state=run.state)
-    if run.state != "failed":
+    run, failure = cluster.run, cluster.run.record.failure
+    run.restore(resumption.saved, now)
+    if failure is not None:
+        run.fail(failure, now)
+    log.warning("not resumed: processes of the run before are still alive", run=run.record.name, state=run.record.state)
+    if run.record.state != "failed":
         return
     cluster.beginning = resumption.beginning
     if cluster.beginning is not None:

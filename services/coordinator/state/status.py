@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from ps_config.versions import installed_versions
 from ps_protocol.messages import ClusterStatus, PserverStatus, Software, TrainerStatus
 
-from .record import copy_fields
+from .record import TrainerRecord, copy_fields
+from .trainers import TrainerReport
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -16,16 +17,17 @@ if TYPE_CHECKING:
 
 def list_prospects(cluster: Cluster, now: float) -> list[tuple[str, float]]:
     """Return each lost member that is awaited, in words, and the seconds until the run fails without it."""
-    if cluster.run.state != "training":
+    if cluster.run.record.state != "training":
         return []
     limit = cluster.run.settings.rejoin_timeout_seconds
     lost = [m for _, m in sorted(cluster.registry.lost.items())]
     gone = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in lost]
-    gone += [(trainer.why, trainer.gone_at) for trainer in cluster.run.awaited]
+    reports = cluster.run.reports
+    gone += [(trainer.why, reports[trainer.rank].gone_at) for trainer in cluster.run.record.awaited]
     patience = cluster.run.settings.round_timeout_seconds  # after which it counts as lost
     gone += [
-        (f"trainer {trainer.rank} joined and has not declared its model", trainer.joined_at + patience)
-        for trainer in cluster.run.undeclared
+        (f"trainer {trainer.rank} joined and has not declared its model", reports[trainer.rank].joined_at + patience)
+        for trainer in cluster.run.record.undeclared
     ]
     return [(text, max(0.0, limit - (now - since))) for text, since in gone]
 
@@ -40,19 +42,19 @@ def describe_notice(cluster: Cluster) -> str:
 
 def describe_pause(run: Run) -> str:
     """Return the notice for trainers that wait while the run is paused; empty if the run is not paused."""
-    if run.state != "training" or not run.membership.newest_controls.is_paused:
+    if run.record.state != "training" or not run.record.membership.newest_controls.is_paused:
         return ""
     return "an administrator has paused the run; it continues after POST /v1/controls/resume"
 
 
 def describe_status(cluster: Cluster, now: float) -> ClusterStatus:
     """Return the state of the cluster."""
-    run = cluster.run
-    plan, prospects = run.plan, list_prospects(cluster, now)
+    run, record = cluster.run, cluster.run.record
+    plan, prospects = record.plan, list_prospects(cluster, now)
     pservers = [member for _, member in sorted(cluster.registry.members.items())]
     return ClusterStatus(
-        run=run.name,
-        state=run.state,
+        run=record.name,
+        state=record.state,
         mode=run.settings.mode,
         num_pservers=cluster.registry.num_pservers,
         num_trainers=run.sizes[0],
@@ -61,7 +63,7 @@ def describe_status(cluster: Cluster, now: float) -> ClusterStatus:
             *filter(None, [describe_pause(run)]),
             *(f"{what}; the run fails in {left:.0f} s unless this member returns" for what, left in prospects),
         ),
-        failure=run.failure.to_problem() if run.failure else None,
+        failure=record.failure.to_problem() if record.failure else None,
         plan_digest=plan.digest if plan else None,
         num_parameters=len(plan.parameters) if plan else 0,
         parameter_bytes=plan.num_bytes if plan else 0,
@@ -79,8 +81,20 @@ def describe_status(cluster: Cluster, now: float) -> ClusterStatus:
             for member in pservers
         ),
         trainers=tuple(
-            copy_fields(TrainerStatus, trainer, heartbeat_age_seconds=now - trainer.seen_at)
-            for _, trainer in sorted(run.trainers.items())
+            _describe_trainer(trainer, run.reports[rank], now) for rank, trainer in sorted(record.trainers.items())
         ),
         software=Software(**installed_versions()),
+    )
+
+
+def _describe_trainer(trainer: TrainerRecord, report: TrainerReport, now: float) -> TrainerStatus:
+    return copy_fields(
+        TrainerStatus,
+        report.heartbeat,
+        rank=trainer.rank,
+        state=trainer.state,
+        incarnation=trainer.incarnation,
+        metrics_address=trainer.metrics_address,
+        heartbeat_age_seconds=now - report.seen_at,
+        unreachable={index: seconds for index, (_, seconds) in report.heartbeat.unreachable.items()},
     )

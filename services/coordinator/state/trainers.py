@@ -8,20 +8,18 @@ the world size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from ps_protocol.errors import Conflict, NotReady
-from ps_protocol.messages import DeclareModel, JoinTrainer, Link, Software
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from ps_protocol.messages import JoinTrainer, TrainerHeartbeat
+from ps_protocol.vocabulary import Rank, Round
+
+from .record import TrainerRecord
 
 if TYPE_CHECKING:
     from .run import Run
-
-EVICTED = "was evicted by an administrator"
-
-TrainerState = Literal["joined", "declared", "done", "failed", "lost"]
 
 
 def name_ranks(ranks: Iterable[Rank]) -> str:
@@ -34,102 +32,84 @@ def name_ranks(ranks: Iterable[Rank]) -> str:
 
 
 @dataclass(slots=True)
-class TrainerMember:
-    """The newest incarnation of a rank, present or gone."""
+class TrainerReport:
+    """The newest heartbeat of a trainer, and times by the monotonic clock. Nothing of it is persisted."""
 
-    rank: Rank
-    incarnation: Incarnation
-    instance: str
-    seen_at: float  # by the monotonic clock
-    metrics_address: str | None
-    state: TrainerState = "joined"
-    declaration: DeclareModel | None = None
-    joined_at: float = 0.0
-    round: Round = 0
-    results: dict[str, float] = field(default_factory=dict)
+    heartbeat: TrainerHeartbeat
+    seen_at: float
+    joined_at: float
     gone_at: float = 0.0  # when it was lost or failed
-    why: str = ""  # the reason in words
-    is_awaited: bool = False  # the run waits for this rank, whichever process takes it
-    is_resumed: bool = False  # awaited since the run was resumed, so that all begin together
-    has_chosen: bool = False  # its rank was set with RANK
-    software: Software | None = None
-    links: Mapping[PserverIndex, Link] = field(default_factory=dict)
-    unreachable: Mapping[PserverIndex, float] = field(default_factory=dict)  # seconds
     cut_off_at: float = -math.inf  # when it last reported the current incarnation of a pserver as unreachable
-    waiting_seconds: float = 0.0  # strategy ring: how long it waits in its next round
-    is_done: bool = False  # strategy ring: it has no batches left
+    has_chosen: bool = False  # its rank was set with RANK
     is_stuck: bool = False  # lost although it is alive, because it does not progress
 
-    @property
-    def is_present(self) -> bool:
-        """True if the trainer holds its rank."""
-        return self.state in ("joined", "declared")
+    @classmethod
+    def begin(
+        cls, trainer: TrainerRecord, run: str, now: float, round_: Round, *, has_chosen: bool = False
+    ) -> TrainerReport:
+        """Return the report of a trainer that has not sent a heartbeat; its lease begins now."""
+        heartbeat = TrainerHeartbeat(run=run, incarnation=trainer.incarnation, round=round_)
+        return cls(heartbeat, seen_at=now, joined_at=now, has_chosen=has_chosen)
 
     @property
-    def was_evicted(self) -> bool:
-        """True if an administrator evicted the trainer."""
-        return self.state == "lost" and self.why.endswith(EVICTED)
-
-    def lose(self, state: Literal["failed", "lost"], why: str, now: float, *, is_awaited: bool) -> None:
-        """Mark the trainer as gone."""
-        self.state, self.why, self.gone_at, self.is_awaited = state, why, now, is_awaited
-
-    def revive(self) -> None:
-        """Undo the loss of a trainer. It stays awaited until the pservers have installed it."""
-        self.state = "joined" if self.declaration is None else "declared"
-        self.is_stuck = False
+    def round(self) -> Round:
+        """The newest round that the trainer has completed."""
+        return self.heartbeat.round
 
 
-def join_run(run: Run, request: JoinTrainer, now: float) -> TrainerMember:
-    """Return the member for a process: a new one, or the same again if its request is repeated.
+def join_run(run: Run, request: JoinTrainer, now: float) -> TrainerRecord:
+    """Return the trainer of a process: a new one, or the same again if its request is repeated.
 
     Once the run has begun, only ranks of lost trainers are free. Raises Conflict, NotReady without a free rank, and the
     errors of `check_expectations`.
     """
     check_expectations(run, request)
-    for trainer in run.trainers.values():
+    for trainer in run.record.trainers.values():
         if trainer.instance == request.instance and trainer.is_present:
-            trainer.seen_at = now
+            run.reports[trainer.rank].seen_at = now
             return trainer
-    if run.num_trainers is None and request.world_size is not None:
+    if run.record.num_trainers is None and request.world_size is not None:
         fix_num_trainers(run, request.world_size)
     rank = choose_rank(run, request.rank)
-    before = run.trainers.get(rank)
-    trainer = TrainerMember(
-        rank, run.next_incarnation(rank), request.instance, now, request.metrics_address, joined_at=now
+    before = run.record.trainers.get(rank)
+    trainer = TrainerRecord(
+        rank=rank,
+        incarnation=run.next_incarnation(rank),
+        instance=request.instance,
+        metrics_address=request.metrics_address,
+        is_awaited=before is not None and before.is_awaited,
     )
-    if before is not None:
-        trainer.round, trainer.is_awaited = before.round, before.is_awaited
-    trainer.has_chosen = request.rank is not None
-    run.trainers[rank] = trainer
-    run.number += 1
+    round_ = 0 if before is None else run.reports[rank].round
+    run.reports[rank] = TrainerReport.begin(trainer, run.record.name, now, round_, has_chosen=request.rank is not None)
+    run.record = run.record.change(trainers={**run.record.trainers, rank: trainer})
     end_last_call(run, now)
-    return trainer
+    return next(t for t in run.record.trainers.values() if t.instance == request.instance and t.is_present)
 
 
 def end_last_call(run: Run, now: float) -> None:
     """Fix the number of trainers once enough are present and the last call is over, or no further trainer may join."""
-    if run.num_trainers is not None:
+    if run.record.num_trainers is not None:
         return
     fewest, most = run.sizes
-    here = [trainer for trainer in run.trainers.values() if trainer.is_present]
-    needed = max([fewest, *(trainer.rank + 1 for trainer in here if trainer.has_chosen)])
-    is_over = all(now - trainer.joined_at >= run.settings.last_call_seconds for trainer in here)
+    here = [run.reports[rank] for rank in run.record.members]
+    needed = max([fewest, *(rank + 1 for rank in run.record.members if run.reports[rank].has_chosen)])
+    is_over = all(now - report.joined_at >= run.settings.last_call_seconds for report in here)
     if len(here) == most or (len(here) >= needed and is_over):
         fix_num_trainers(run, len(here))
 
 
 def fix_num_trainers(run: Run, num_trainers: int) -> None:
     """Fix the number of trainers. Trainers without a rank are refused when they ask again."""
-    run.num_trainers = num_trainers
-    here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_present]
-    run.trainers = {t.rank: t for t in here if t.has_chosen and t.rank < num_trainers}
-    free = [rank for rank in range(num_trainers) if rank not in run.trainers]
-    for rank, trainer in zip(free, (t for t in here if not t.has_chosen), strict=False):
+    here = [(trainer, run.reports[rank]) for rank, trainer in sorted(run.record.trainers.items()) if trainer.is_present]
+    placed = {t.rank: (t, report) for t, report in here if report.has_chosen and t.rank < num_trainers}
+    free = [rank for rank in range(num_trainers) if rank not in placed]
+    for rank, (trainer, report) in zip(free, (one for one in here if not one[1].has_chosen), strict=False):
         if rank != trainer.rank:
-            trainer.rank, trainer.incarnation = rank, run.next_incarnation(rank)
-        run.trainers[rank] = trainer
-    run.number += 1
+            trainer = trainer.model_copy(update={"rank": rank, "incarnation": run.next_incarnation(rank)})
+        placed[rank] = trainer, report
+    run.reports = {rank: report for rank, (_, report) in placed.items()}
+    trainers = {rank: trainer for rank, (trainer, _) in placed.items()}
+    run.record = run.record.change(num_trainers=num_trainers, trainers=trainers)
 
 
 def check_expectations(run: Run, request: JoinTrainer) -> None:
@@ -160,10 +140,10 @@ def check_expectations(run: Run, request: JoinTrainer) -> None:
 
 def choose_rank(run: Run, wanted: Rank | None) -> Rank:
     """Return the rank of a new trainer. Raises Conflict or NotReady without a free one."""
-    taken = {rank for rank, t in run.trainers.items() if t.is_present or t.state == "done"}
+    taken = {rank for rank, t in run.record.trainers.items() if t.is_present or t.state == "done"}
     free = [rank for rank in range(run.sizes[1]) if rank not in taken]
-    if run.plan is not None and (not free or (wanted in taken and not run.trainers[wanted].is_present)):
-        raise NotReady(f"run {run.name} is under way", waiting_for=f"run {run.name} to end")
+    if run.record.plan is not None and (not free or (wanted in taken and not run.record.trainers[wanted].is_present)):
+        raise NotReady(f"run {run.record.name} is under way", waiting_for=f"run {run.record.name} to end")
     if wanted is None:
         if not free:
             raise Conflict(
@@ -174,5 +154,5 @@ def choose_rank(run: Run, wanted: Rank | None) -> Rank:
         return free[0]
     if wanted not in free:
         text = f"a living trainer has rank {wanted}; stop that trainer, or start this one with another RANK"
-        raise Conflict(text, code="rank_taken", current=run.trainers[wanted].incarnation)
+        raise Conflict(text, code="rank_taken", current=run.record.trainers[wanted].incarnation)
     return wanted

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ps_protocol.encodings import Part
+
 from .layout import ShardLayout
-from .tensors import Part, view_bytes
+from .tensors import view_bytes
 
 PIECE = 1 << 18  # elements that are summed before they are scaled, so that they stay in the cache
 

@@ -6,8 +6,8 @@ the next delta contains it.
 
     values ──(values - published)──► integers, scales ──► published += integers * scales     here, and in every trainer
 
-Error feedback: see `trainer_client/client/encoding.py`. Deltas to a copy that the receiver has, too: Mishchenko et al.
-2019, "Distributed Learning with Compressed Gradient Differences" (arXiv:1901.09269).
+Error feedback: see `trainer_client/client/error_feedback.py`. Deltas to a copy that the receiver has, too: Mishchenko
+et al. 2019, "Distributed Learning with Compressed Gradient Differences" (arXiv:1901.09269).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from ps_protocol.quantisation import add_delta, pieces, quantise
+from ps_protocol.encodings import TORCH_DTYPES, add_delta, pieces, quantise
 from ps_protocol.wire_types import WireTensor, quantised
 
 from .layout import BlockPlace, ShardLayout
-from .tensors import TORCH_DTYPES, view_bytes
+from .tensors import view_bytes
 
 BorrowedTensor = tuple[WireTensor, memoryview]
 

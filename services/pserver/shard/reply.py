@@ -11,14 +11,15 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ps_protocol.encodings import TORCH_DTYPES
 from ps_protocol.errors import StaleRound
 from ps_protocol.frames import encode_header
-from ps_protocol.routes import SINCE_KEY
+from ps_protocol.requests import SINCE_KEY
 from ps_protocol.vocabulary import DTYPE_BYTES, Round
 from ps_protocol.wire_types import WireTensor
 
 from .layout import BlockPlace
-from .tensors import TORCH_DTYPES, view_bytes
+from .tensors import view_bytes
 
 CHUNK_BYTES = 1 << 20
 LARGE_BYTES = 1 << 16  # larger tensors are sent without a copy; smaller ones are joined

@@ -32,7 +32,7 @@ def write_record(folder: Path, began: dict[int, int | None]) -> None:
     begin_training(cluster)
     record = describe_cluster(cluster)
     assert record.run is not None
-    run = record.run.model_copy(update={"plan": PLAN.to_json(), "attempt": len(began), "began": began})
+    run = record.run.model_copy(update={"plan": PLAN, "attempt": len(began), "began": began})
     RecordFile(folder).write(ClusterRecord(**{**dict(record), "run": run}))
 
 

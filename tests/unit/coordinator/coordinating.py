@@ -131,13 +131,13 @@ async def training(pservers: FakePservers | None = None, **settings: Any) -> Asy
 
 def heartbeat(coordinator: Coordinator, rank: int, round_: int, **changes: Any) -> None:
     run = coordinator.cluster.run
-    message = alive(run.trainers[rank].incarnation, run.name, round_).model_copy(update=changes)
+    message = alive(run.record.trainers[rank].incarnation, run.record.name, round_).model_copy(update=changes)
     coordinator.cluster.trainer_heartbeat(rank, message, coordinator.now())
 
 
 def leave(coordinator: Coordinator, rank: int, outcome: str = "done", **changes: Any) -> None:
     run = coordinator.cluster.run
-    message = leaving(outcome, run.trainers[rank].incarnation, run.name, **changes)
+    message = leaving(outcome, run.record.trainers[rank].incarnation, run.record.name, **changes)
     coordinator.cluster.leave_trainer(rank, message, coordinator.now())
     coordinator.changed()
 

@@ -108,6 +108,6 @@ def train(cluster: Cluster, now: float = 0.0) -> None:
     join_all(cluster, now)
     assert cluster.start_run_if_complete()
     cluster.run.begin_training(now)
-    cluster.finish_change(cluster.run.number)
+    cluster.finish_change(cluster.run.record.number)
     for index in range(cluster.registry.num_pservers):
-        cluster.pserver_heartbeat(index, beat(run=cluster.run.name), now)
+        cluster.pserver_heartbeat(index, beat(run=cluster.run.record.name), now)

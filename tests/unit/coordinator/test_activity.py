@@ -73,7 +73,7 @@ def test_samples_of_other_incarnations_runs_and_attempts_are_dropped() -> None:
     assert list(log.trainers[1]) == [(400.0, 3)]
     log.record_pserver(cluster, 1, beat(run="another", load=load()), 401.0)
     assert log.pservers[1][-1].at == MAX_SAMPLES + 9
-    cluster.run.attempt = 1
+    cluster.run.record = cluster.run.record.update(attempt=1)
     log.record_pserver(cluster, 0, beat(run="run1", attempt=1, load=load()), 402.0)
     assert (len(log.samples), len(log.pservers), len(log.trainers)) == (1, 1, 0)
 
@@ -165,7 +165,7 @@ def test_changes_of_the_cluster_become_events():
     ]
     assert texts(events, seen)[2:] == ["trainer 1 failed: no data", "checkpoint of round 40 is complete"]
     seen = events.newest_id
-    cluster.run.attempt, cluster.run.resume = 1, 40
+    cluster.run.record = cluster.run.record.update(attempt=1, resume=40)
     cluster.run.fail(TrainerLost("trainer 1 did not come back", ranks=[1]), 99.0)
     events.detect_changes(cluster)
     assert texts(events, seen) == [

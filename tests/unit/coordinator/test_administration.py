@@ -34,7 +34,7 @@ async def test_a_rollback_behind_the_rounds_of_a_trainer_that_is_done_is_refused
         coordinator.cluster.run.complete_checkpoints[:] = [2]
         with pytest.raises(Conflict, match="trainer 1"):
             await Administration(coordinator).roll_back("me", RollBack(round=2))
-        assert (run.state, run.rollback_to, outcomes(coordinator)) == ("training", None, ["requested", "failed"])
+        assert (run.record.state, run.rollback_to, outcomes(coordinator)) == ("training", None, ["requested", "failed"])
 
 
 async def test_a_rollback_is_refused_if_its_checkpoint_is_deleted_during_another_change() -> None:
@@ -65,11 +65,11 @@ async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeyp
         assert outcomes(coordinator) == ["requested"]
         may_go_on.set()
         run = coordinator.cluster.run
-        await eventually(lambda: bool(run.membership.controls) and run.installed_number == run.number)
-        assert run.membership.newest_controls.is_paused
+        await eventually(lambda: bool(run.record.membership.controls) and run.installed_number == run.record.number)
+        assert run.record.membership.newest_controls.is_paused
         await eventually(lambda: len(coordinator.audit.entries()) == 2)
         last = coordinator.audit.entries()[-1]
-        assert (last.number, last.outcome, last.round) == (1, "done", run.membership.newest_controls.since)
+        assert (last.number, last.outcome, last.round) == (1, "done", run.record.membership.newest_controls.since)
 
 
 async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on() -> None:
@@ -80,7 +80,7 @@ async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on()
         await administrator.set_rate("me", SetRate(rate=0.5))
         pservers.short.add("0")
         done = await administrator.pause("me")
-        assert (run.attempt, run.wanted) == (1, None)
+        assert (run.record.attempt, run.wanted) == (1, None)
         assert (done.round, done.controls.is_paused, done.controls.rates) == (5, True, {0: 0.5})
         for taken in pservers.taken.values():
             controls = taken[-1].membership.controls
@@ -96,7 +96,7 @@ async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() 
         with pytest.raises(Conflict, match="not every pserver can restore round 3"):
             await administrator.roll_back("me", RollBack(round=3))
         assert outcomes(coordinator) == ["requested", "failed"]
-        assert (run.state, run.attempt, run.rollback_to) == ("training", 0, None)
+        assert (run.record.state, run.record.attempt, run.rollback_to) == ("training", 0, None)
         pservers.ranges = [[3, 3], [0, 2]]
         assert (await administrator.roll_back("me", RollBack(round=3))).round == 4
 
@@ -115,13 +115,13 @@ async def test_a_rollback_that_becomes_impossible_meanwhile_is_refused(does_a_tr
         heartbeat(coordinator, 1, 4)
         cluster.run.complete_checkpoints[:] = [2]
         if does_a_trainer_leave:
-            message = leaving("done", run=cluster.run.name, round=4, attempt=0)
+            message = leaving("done", run=cluster.run.record.name, round=4, attempt=0)
             pservers.on_freeze = lambda: cluster.leave_trainer(1, message, coordinator.now())
         else:
             pservers.pages.append(httpx.Response(500, text="a shard cannot be read"))
         with pytest.raises(Conflict, match=expected):
             await Administration(coordinator).roll_back("me", RollBack(round=2))
-        assert (cluster.run.state, cluster.run.attempt) == ("training", 0)
+        assert (cluster.run.record.state, cluster.run.record.attempt) == ("training", 0)
         assert outcomes(coordinator) == ["requested", "failed"]
 
 
@@ -134,10 +134,10 @@ async def test_a_trainer_that_leaves_with_rounds_of_the_attempt_before_a_rollbac
         await Administration(coordinator).roll_back("me", RollBack(round=2))
         leave(coordinator, 1, round=4, attempt=attempt)
         if attempt == 0:
-            assert run.failure.code == "pserver_lost"
-            assert "rounds 3 to 4 are lost and cannot be repeated, because trainer 1 left" in run.failure.detail
+            assert run.record.failure.code == "pserver_lost"
+            assert "rounds 3 to 4 are lost and cannot be repeated, because trainer 1 left" in run.record.failure.detail
         else:  # the trainer has trained them again, or the request does not name the attempt
-            assert run.failure is None
+            assert run.record.failure is None
 
 
 async def test_a_paused_run_is_resumed_while_a_checkpoint_is_being_made() -> None:
@@ -162,9 +162,9 @@ async def test_an_evicted_trainer_is_not_counted_as_lost_and_the_last_one_stays(
         await Administration(coordinator).evict("me", 1)
         with raises_code("cannot_evict"):
             await Administration(coordinator).evict("me", 0)
-        evicted = coordinator.cluster.run.trainers[1]
-        assert (evicted.state, registry.get_sample_value("gradpost_trainers_gone")) == ("lost", 0)
-        evicted.why = "no heartbeat for 30 s"
+        run = coordinator.cluster.run
+        assert (run.record.trainers[1].state, registry.get_sample_value("gradpost_trainers_gone")) == ("lost", 0)
+        run.record = run.record.with_trainers([1], why="no heartbeat for 30 s")
         assert registry.get_sample_value("gradpost_trainers_gone") == 1
 
 
@@ -182,10 +182,10 @@ async def test_a_pserver_that_lost_rounds_causes_a_rollback_though_no_trainer_re
             httpx.Response(200, content=b"?"),
         ]
         coordinator.cluster.register_pserver(registration("0", index=0), coordinator.now())
-        coordinator.cluster.run.number += 1
+        coordinator.cluster.run.record = coordinator.cluster.run.record.change()
         coordinator.changed()
-        await eventually(lambda: coordinator.cluster.run.attempt == 1)
-        assert coordinator.cluster.run.resume == 4
+        await eventually(lambda: coordinator.cluster.run.record.attempt == 1)
+        assert coordinator.cluster.run.record.resume == 4
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ async def test_rounds_that_a_lost_trainer_had_pulled_are_remembered(reported, ro
     pservers = FakePservers()
     async with training(pservers) as coordinator:
         run = coordinator.cluster.run
-        coordinator.cluster.pserver_heartbeat(0, beat(run=run.name, round_=reported), coordinator.now())
+        coordinator.cluster.pserver_heartbeat(0, beat(run=run.record.name, round_=reported), coordinator.now())
         heartbeat(coordinator, 0, round_, attempt=attempt)
         leave(coordinator, 0, "failed")
         await eventually(lambda: all(len(taken) == 2 for taken in pservers.taken.values()))
-        assert run.attempt == is_rolled_back
+        assert run.record.attempt == is_rolled_back
         if is_rolled_back:
-            assert (run.resume, run.pulled) == (4, 0)
+            assert (run.record.resume, run.pulled) == (4, 0)
 
 
 @pytest.mark.parametrize("has_trained", [True, False])
@@ -220,16 +220,16 @@ async def test_a_run_begins_again_with_initial_values_only_before_its_first_roun
         heartbeat(coordinator, 0, 5 * has_trained)
         pservers.empty |= {"0", "1"}
         pservers.ranges = []
-        run.number += 1
+        run.record = run.record.change()
         coordinator.changed()
-        await eventually(lambda: run.is_over or run.attempt == 1)
-        assert (run.failure is not None and run.failure.code == "pserver_lost") == has_trained
+        await eventually(lambda: run.record.is_over or run.record.attempt == 1)
+        assert (run.record.failure is not None and run.record.failure.code == "pserver_lost") == has_trained
 
 
 async def test_the_round_in_which_a_trainer_starts_does_not_count_as_pulled() -> None:
     async with training() as coordinator:
         run = coordinator.cluster.run
-        run.membership = replace(run.membership, starts={0: 7})
+        run.record = run.record.update(membership=replace(run.record.membership, starts={0: 7}))
         for round_, pulled in ((6, 0), (7, 7)):
             heartbeat(coordinator, 0, round_)
             assert run.pulled == pulled
@@ -252,20 +252,22 @@ async def test_a_trainer_causes_a_rollback_only_if_a_pserver_came_back_with_fewe
         cluster, run = coordinator.cluster, coordinator.cluster.run
         if restored is not None:
             rounds = FrozenRounds(applied=restored)
-            held = HeldRun(run=run.name, attempt=0, plan=run.plan.digest, rounds=rounds, restorable=((0, 4),))
+            held = HeldRun(
+                run=run.record.name, attempt=0, plan=run.record.plan.digest, rounds=rounds, restorable=((0, 4),)
+            )
             request = registration("new", address="http://0:1/", index=0, previous=1, held=held)
             cluster.register_pserver(request, coordinator.now())
             coordinator.changed()
             await eventually(lambda: not run.is_changing)
         if reported is not None:
             incarnation = cluster.registry.members[0].info.incarnation
-            cluster.pserver_heartbeat(0, beat(incarnation, run.name, reported), coordinator.now())
+            cluster.pserver_heartbeat(0, beat(incarnation, run.record.name, reported), coordinator.now())
         for _ in range(2):  # the second heartbeat changes nothing more
             heartbeat(coordinator, 0, received, ahead_of={0: named})
         assert run.is_changing == is_rolled_back
         coordinator.changed()
         await eventually(lambda: not run.is_changing)
-        assert run.attempt == is_rolled_back
+        assert run.record.attempt == is_rolled_back
         if is_rolled_back:
             [event] = [event for event in coordinator.events.after(0) if event.kind == "rollback"]
             assert "pserver 0 came back with round 4, and trainer 0 has received round 5" in event.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from services.coordinator import checkpoints as checkpoints_module
 from services.coordinator.administration import Administration
 from services.coordinator.checkpoints import CheckpointSchedule, Manifests
 from services.coordinator.state.cluster import Cluster
+from services.coordinator.state.record import Decision
 from services.runtime.checkpoints import (
     MANIFEST,
     all_checkpoints,
@@ -60,7 +60,9 @@ class Writers(FakePservers):
         for index in (0, 1):
             files = tuple(shard_file(index, round_) for round_ in written[index])
             changes = {"coming_checkpoints": tuple(set(coming) - set(written[index])), "checkpoints": files}
-            cluster.pserver_heartbeat(index, beat(run=cluster.run.name, round_=self.rounds[index], **changes), 1.0)
+            cluster.pserver_heartbeat(
+                index, beat(run=cluster.run.record.name, round_=self.rounds[index], **changes), 1.0
+            )
 
 
 Scheduled = tuple[Cluster, Writers, CheckpointSchedule]
@@ -150,7 +152,7 @@ async def test_a_requested_checkpoint_is_made_once():
 async def test_a_requested_checkpoint_is_not_made_in_the_next_attempt():
     async with scheduling([7, 7]) as (cluster, writers, schedule):
         schedule.request()
-        cluster.run.attempt = cluster.run.listed_attempt = 1
+        cluster.run.record, cluster.run.listed_attempt = cluster.run.record.update(attempt=1), 1
         for member in cluster.registry.members.values():
             member.attempt = 1
         await schedule.advance()
@@ -190,7 +192,9 @@ async def test_a_requested_checkpoint_that_fails_repeatedly_is_given_up(monkeypa
 async def test_a_paused_asynchronous_run_with_unequal_pservers_has_no_checkpoint():
     writers = Writers()
     async with training(writers, durability="none", on_trainer_loss="fail", mode="async") as coordinator:
-        coordinator.cluster.run.membership = Membership({}, controls=(Controls(is_paused=True),))
+        coordinator.cluster.run.record = coordinator.cluster.run.record.update(
+            membership=Membership({}, controls=(Controls(is_paused=True),))
+        )
         writers.rounds = [94, 93]
         writers.report(coordinator.cluster, written=[[], []])
         with pytest.raises(TryAgain, match=r"is paused while its pservers have applied \[93, 94\] contributions"):
@@ -243,7 +247,7 @@ def restart(cluster: Cluster) -> None:
 
 def roll_back(cluster: Cluster, round_: int) -> None:
     run = cluster.run
-    run.apply_decision(replace(run.decision, attempt=run.attempt + 1, resume=round_))
+    run.apply_decision(Decision(run.record.attempt + 1, round_, 0, run.record.membership))
 
 
 def found(place: CheckpointStorage) -> list[int]:
@@ -304,10 +308,10 @@ async def test_pservers_receive_no_list_of_checkpoints_while_one_is_being_comple
 async def test_older_checkpoints_are_deleted_unless_a_change_is_under_way(cluster, place, manifests):
     """Until the last pserver has been changed, the run may be rolling back to an older one."""
     await complete(manifests, cluster, 0, 4)
-    cluster.run.number += 1
+    cluster.run.record = cluster.run.record.change()
     await complete(manifests, cluster, 8)
     assert found(place) == cluster.run.complete_checkpoints == [8, 4, 0]
-    cluster.finish_change(cluster.run.number)
+    cluster.finish_change(cluster.run.record.number)
     await complete(manifests, cluster, 12)
     assert found(place) == cluster.run.complete_checkpoints == [12, 8]
     assert place.list("run1") == ["000000000008", "000000000012"]
@@ -328,7 +332,7 @@ async def test_checkpoints_are_completed_though_a_place_refuses_to_delete(
 
 
 async def test_a_checkpoint_is_not_completed_from_shards_of_several_attempts(cluster, place, manifests):
-    cluster.run.attempt = 1
+    cluster.run.record = cluster.run.record.update(attempt=1)
     report(cluster, 0, 4, attempt=1)
     report(cluster, 1, 4, attempt=0)
     await manifests.update()

@@ -70,7 +70,7 @@ def test_a_second_pserver_with_the_same_index_waits_for_the_lease_of_the_first()
         registry.register(registration("b", index=0), 15)  # while it is renewed
     assert registry.expire(9 + LEASE) == []
     [lost] = registry.expire(9.001 + LEASE)
-    assert (lost.instance, registry.is_complete) == ("pserver a", False)
+    assert (lost.record.instance, registry.is_complete) == ("pserver a", False)
     answer = registry.register(registration("b", index=0), 19.5)
     assert (answer.index, answer.incarnation) == (0, 2)
 
@@ -156,12 +156,12 @@ def test_a_cluster_names_what_it_waits_for():
     cluster.run.declare(1, model())
     assert cluster.waiting_for == ["pserver 0", "trainer 0"]
     cluster.expire(LEASE + 1)  # pserver 1 is lost, which does not end the run before its start
-    assert (cluster.run.failure, cluster.waiting_for[:2]) == (None, ["pserver 0", "pserver 1"])
+    assert (cluster.run.record.failure, cluster.waiting_for[:2]) == (None, ["pserver 0", "pserver 1"])
     cluster.register_pserver(registration("p", index=1), 20)
     cluster.register_pserver(registration("q"), 20)
     for name in "ab":
         rank = cluster.join_trainer(joining(name), 20).rank
-        cluster.run.declare(rank, model(cluster.run.trainers[rank].incarnation))
+        cluster.run.declare(rank, model(cluster.run.record.trainers[rank].incarnation))
     assert cluster.waiting_for == ["the pservers to install the plan"]
     assert cluster.start_run_if_complete()
     assert cluster.waiting_for == ["the pservers to install the plan"]
@@ -176,28 +176,28 @@ def test_a_trainer_must_declare_a_model_within_the_round_timeout_of_the_last_joi
     cluster.run.declare(0, model())
     cluster.run.expire(1000, lease_seconds=9000)
     cluster.run.expire(2000, lease_seconds=9000)
-    assert cluster.run.failure is None  # trainer 1 has not joined; the order of starts does not matter
+    assert cluster.run.record.failure is None  # trainer 1 has not joined; the order of starts does not matter
     cluster.join_trainer(joining("b"), 2000)
     for now in (2000, 2030, 2059):
         cluster.run.expire(now, lease_seconds=9000)
-    assert cluster.run.failure is None
+    assert cluster.run.record.failure is None
     cluster.run.leave(1, leaving(), 2059)
     cluster.run.expire(2059, lease_seconds=9000)
     cluster.join_trainer(joining("c"), 2060)  # which begins another time-out
     for now in (2060, 2119):
         cluster.run.expire(now, lease_seconds=9000)
-    assert cluster.run.failure is None
+    assert cluster.run.record.failure is None
     cluster.run.expire(2121, lease_seconds=9000)
-    assert isinstance(cluster.run.failure, RoundTimeout)
-    assert cluster.run.failure.facts["missing"] == [1]
-    assert "trainer 1 joined, but did not declare a model" in cluster.run.failure.detail
+    assert isinstance(cluster.run.record.failure, RoundTimeout)
+    assert cluster.run.record.failure.facts["missing"] == [1]
+    assert "trainer 1 joined, but did not declare a model" in cluster.run.record.failure.detail
 
 
 def test_all_pservers_and_trainers_receive_the_same_plan_and_members():
     cluster = make_training()
     first, second = make_installation(cluster, 0, 7, None), make_installation(cluster, 1, 7, None)
     assert first.plan == second.plan
-    assert SlicePlan.from_json(first.plan).digest == cluster.run.plan.digest
+    assert SlicePlan.from_json(first.plan).digest == cluster.run.record.plan.digest
     assert first.membership.members == {0: 1, 1: 1}
     assert (first.incarnation, first.uploader, first.number) == (1, 0, 7)
     ready = cluster.plan_ready(1, 1)
@@ -212,7 +212,7 @@ def test_another_version_of_the_protocol_is_refused():
         cluster.register_pserver(registration(protocol=99), 0)
     with raises_code("unsupported_protocol"):
         cluster.join_trainer(joining(protocol=99), 0)
-    assert (cluster.registry.members, cluster.run.trainers) == ({}, {})
+    assert (cluster.registry.members, cluster.run.record.trainers) == ({}, {})
 
 
 # ---------------------------------------------------------------- during training
@@ -224,27 +224,27 @@ def test_a_silent_pserver_ends_the_run_and_is_named():
         cluster.run.heartbeat(rank, alive(), 9)
     cluster.pserver_heartbeat(0, beat(), 9)
     cluster.expire(11)
-    assert cluster.run.failure.code == "pserver_lost"
-    assert str(cluster.run.failure) == "pserver 1 at http://1:1 was lost: no heartbeat for 11.0 s (lease 10 s)"
-    message = make_members_message(cluster.run, cluster.run.number)
-    assert (message.failure["code"], message.number) == ("pserver_lost", cluster.run.number)
+    assert cluster.run.record.failure.code == "pserver_lost"
+    assert str(cluster.run.record.failure) == "pserver 1 at http://1:1 was lost: no heartbeat for 11.0 s (lease 10 s)"
+    message = make_members_message(cluster.run, cluster.run.record.number)
+    assert (message.failure["code"], message.number) == ("pserver_lost", cluster.run.record.number)
 
 
 def test_a_pserver_that_registers_again_during_a_run_has_lost_its_shard():
     cluster = make_training()
     cluster.registry.expire(100)  # the cluster has not noticed the loss
     cluster.register_pserver(registration("new", index=1), 100)
-    assert cluster.run.failure.code == "pserver_lost"
-    assert "pserver 1 was restarted" in str(cluster.run.failure)
+    assert cluster.run.record.failure.code == "pserver_lost"
+    assert "pserver 1 was restarted" in str(cluster.run.record.failure)
 
 
 def test_leases_are_renewed_when_the_coordinator_could_not_receive_heartbeats():
     cluster = make_training()
     cluster.renew_leases(100)
     cluster.expire(105)
-    assert cluster.run.state == "training"
+    assert cluster.run.record.state == "training"
     cluster.expire(120)
-    assert cluster.run.state == "failed"
+    assert cluster.run.record.state == "failed"
 
 
 def test_a_heartbeat_reports_a_round_timeout():
@@ -252,11 +252,11 @@ def test_a_heartbeat_reports_a_round_timeout():
     cluster.pserver_heartbeat(0, beat(run="run0", round_=4, missing=(1,), waiting_seconds=61), 1)  # of an old run
     cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(1,), waiting_seconds=59), 62)
     cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(), waiting_seconds=61), 62)  # it is applying
-    assert cluster.run.failure is None
+    assert cluster.run.record.failure is None
     cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(0, 1), waiting_seconds=61), 62)
-    assert isinstance(cluster.run.failure, RoundTimeout)
-    assert cluster.run.failure.facts == {"missing": [0, 1]}
-    assert "trainer 0, trainer 1 did not reach the batch barrier of round 5" in str(cluster.run.failure)
+    assert isinstance(cluster.run.record.failure, RoundTimeout)
+    assert cluster.run.record.failure.facts == {"missing": [0, 1]}
+    assert "trainer 0, trainer 1 did not reach the batch barrier of round 5" in str(cluster.run.record.failure)
 
 
 def test_no_trainer_is_late_while_it_cannot_reach_a_pserver_or_a_pserver_does_not_serve_the_run():
@@ -265,15 +265,15 @@ def test_no_trainer_is_late_while_it_cannot_reach_a_pserver_or_a_pserver_does_no
     cluster.trainer_heartbeat(1, alive().model_copy(update={"unreachable": {0: (1, 0.5)}}), 20)
     cluster.trainer_heartbeat(1, alive().model_copy(update={"unreachable": {0: (7, 0.5)}}), 70)  # another incarnation
     cluster.pserver_heartbeat(0, beat(**waits, waiting_seconds=79), 79)
-    assert cluster.run.failure is None
+    assert cluster.run.record.failure is None
     cluster.pserver_heartbeat(1, beat(run=None), 80)
     cluster.pserver_heartbeat(0, beat(**waits, waiting_seconds=100), 100)
-    assert cluster.run.failure is None
+    assert cluster.run.record.failure is None
     cluster.pserver_heartbeat(1, beat(run="run1"), 101)
     cluster.pserver_heartbeat(0, beat(**waits, waiting_seconds=160), 160)
-    assert cluster.run.failure is None
+    assert cluster.run.record.failure is None
     cluster.pserver_heartbeat(0, beat(**waits, waiting_seconds=161), 161)
-    assert isinstance(cluster.run.failure, RoundTimeout)
+    assert isinstance(cluster.run.record.failure, RoundTimeout)
 
 
 @pytest.mark.parametrize(("reason", "now"), [("RoundTimeout: …", 72.5), ("RoundTimeout: …", 71.9), ("gave up", 72.5)])
@@ -282,8 +282,8 @@ def test_a_trainer_that_leaves_after_a_round_timeout_did_not_cause_it(reason, no
     cluster = make_training()
     cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(1,), waiting_seconds=58), 70)
     cluster.leave_trainer(0, leaving("failed", reason=reason), now)
-    assert isinstance(cluster.run.failure, RoundTimeout)
-    assert cluster.run.failure.facts == {"missing": [1]}
+    assert isinstance(cluster.run.record.failure, RoundTimeout)
+    assert cluster.run.record.failure.facts == {"missing": [1]}
 
 
 @pytest.mark.parametrize(
@@ -299,14 +299,14 @@ def test_a_trainer_that_fails_without_a_round_timeout_ends_the_run(heartbeat):
     cluster = make_training()
     cluster.registry.heartbeat(0, heartbeat, 10)
     cluster.leave_trainer(0, leaving("failed", reason="ValueError: no data"), 11)
-    assert str(cluster.run.failure) == "trainer 0 failed: ValueError: no data"
+    assert str(cluster.run.record.failure) == "trainer 0 failed: ValueError: no data"
 
 
 def test_a_trainer_that_joins_waits_until_a_restarted_pserver_holds_the_run():
     cluster = make_training(durability="log")
     assert cluster.plan_ready(0, 1) is not None
     held = HeldRun(
-        run="run1", attempt=0, plan=cluster.run.plan.digest, rounds=FrozenRounds(applied=4), restorable=((0, 4),)
+        run="run1", attempt=0, plan=cluster.run.record.plan.digest, rounds=FrozenRounds(applied=4), restorable=((0, 4),)
     )  # fmt: skip
     answer = cluster.register_pserver(registration("new1", index=1, previous=1, held=held), 1.0)
     assert cluster.plan_ready(0, 1) is None
@@ -342,17 +342,17 @@ def test_the_next_run_begins_when_all_trainers_have_left_or_expired(does_leave: 
         cluster.run.expire(LEASE + 1, LEASE)
     answer = cluster.join_trainer(joining("new"), LEASE + 1)
     assert (answer.run, answer.rank, answer.incarnation) == ("run2", 0, 2)
-    assert (cluster.run.state, cluster.run.failure) == ("gathering", None)
+    assert (cluster.run.record.state, cluster.run.record.failure) == ("gathering", None)
     assert cluster.waiting_for == ["trainer 0 to declare its model", "trainer 1"]
 
 
 def test_successive_runs_on_the_same_pservers():
     cluster = make_training()
     for run in ("run1", "run2", "run3"):
-        assert cluster.run.name == run
-        for rank, incarnation in cluster.run.members.items():
+        assert cluster.run.record.name == run
+        for rank, incarnation in cluster.run.record.members.items():
             cluster.leave_trainer(rank, leaving(run=run, incarnation=incarnation), 1)
-        assert cluster.run.state == "finished"
+        assert cluster.run.record.state == "finished"
         assert not cluster.pserver_heartbeat(0, beat(), 2).stop
         assert not cluster.may_exit
         join_all(cluster, 2, suffix=run)

@@ -40,7 +40,7 @@ async def test_trainers_receive_the_plan_when_every_pserver_has_it():
         waiting = asyncio.create_task(coordinator.wait_for_plan(*trainer, 20))
         await eventually(lambda: len(pservers.taken["0"]) == 1)
         assert not waiting.done()
-        assert coordinator.cluster.run.state == "gathering"
+        assert coordinator.cluster.run.record.state == "gathering"
         may_install.set()
         ready = await asyncio.wait_for(waiting, 2)
         assert [p.index for p in ready.pservers] == [0, 1]
@@ -50,7 +50,7 @@ async def test_trainers_receive_the_plan_when_every_pserver_has_it():
 async def test_an_unsuccessful_wait_for_the_plan_names_what_is_missing():
     async with coordinating(FakePservers()) as coordinator:
         coordinator.cluster.join_trainer(joining("a", 0), coordinator.now())
-        run = coordinator.cluster.run.name
+        run = coordinator.cluster.run.record.name
         with pytest.raises(NotReady, match="pserver 0, pserver 1, trainer 0 to declare its model, trainer 1"):
             await coordinator.wait_for_plan(0, run, 1, 0.01)
 
@@ -76,7 +76,7 @@ async def test_an_installation_is_repeated(error: Exception, num_installations: 
     pservers.answer["0"] = fail
     async with coordinating(pservers, lease_seconds=30) as coordinator:
         begin(coordinator)
-        await eventually(lambda: coordinator.cluster.run.state == "training")
+        await eventually(lambda: coordinator.cluster.run.record.state == "training")
         assert [kind for kind, _, _ in pservers.told("0")] == ["InstallRun"] * num_installations
 
 
@@ -116,7 +116,7 @@ async def test_a_failure_reaches_every_pserver_and_every_waiting_trainer():
             assert isinstance(taken[1], InstallMembers)
             assert taken[1].failure["detail"] == "trainer 1 failed: no data"
         errors = await asyncio.gather(
-            *(coordinator.wait_for_plan(0, run.name, 1, 5) for _ in range(2)), return_exceptions=True
+            *(coordinator.wait_for_plan(0, run.record.name, 1, 5) for _ in range(2)), return_exceptions=True
         )
         assert [type(e) for e in errors] == [TrainerLost, TrainerLost]
         assert errors[0] is not errors[1]
@@ -125,15 +125,15 @@ async def test_a_failure_reaches_every_pserver_and_every_waiting_trainer():
 async def test_a_run_that_begins_during_a_reconciliation_is_left_to_the_next_one():
     pservers = FakePservers()
     async with training(pservers, durability="none", on_trainer_loss="fail") as coordinator:
-        cluster, old = coordinator.cluster, coordinator.cluster.run.name
+        cluster, old = coordinator.cluster, coordinator.cluster.run.record.name
         for rank in (0, 1):
             cluster.leave_trainer(rank, leaving(run=old), coordinator.now())
         reconciling = asyncio.create_task(coordinator._reconciler.reconcile())
         await asyncio.sleep(0)  # it has seen the old run, and has not sent anything yet
         cluster.join_trainer(joining("next", 0), coordinator.now())
         await reconciling
-        assert cluster.run.name != old
-        assert not [kind for kind, run, _ in pservers.told("0") if run == cluster.run.name]
+        assert cluster.run.record.name != old
+        assert not [kind for kind, run, _ in pservers.told("0") if run == cluster.run.record.name]
 
 
 async def test_pservers_receive_the_newest_members_only():
@@ -158,11 +158,11 @@ async def test_leases_expire_while_the_coordinator_waits_for_a_pserver():
         may_go_on = pservers.hold("1", kind=InstallMembers)
         cluster, begin_time = coordinator.cluster, coordinator.now()
         leave(coordinator, 1)
-        while cluster.run.failure is None:
+        while cluster.run.record.failure is None:
             for index in (0, 1):
-                cluster.pserver_heartbeat(index, beat(run=cluster.run.name), coordinator.now())
+                cluster.pserver_heartbeat(index, beat(run=cluster.run.record.name), coordinator.now())
             await asyncio.sleep(0.05)
-        assert isinstance(cluster.run.failure, TrainerLost)  # trainer 0 has sent no heartbeat
+        assert isinstance(cluster.run.record.failure, TrainerLost)  # trainer 0 has sent no heartbeat
         assert coordinator.now() - begin_time < 1.2
         may_go_on.set()
 
@@ -171,8 +171,8 @@ async def test_a_pause_of_the_coordinator_renews_every_lease_once():
     async with training(lease_seconds=0.4, on_trainer_loss="fail") as coordinator:
         time.sleep(0.7)  # noqa: ASYNC251 - as between SIGSTOP and SIGCONT: no heartbeat can be received
         await asyncio.sleep(0.2)
-        assert coordinator.cluster.run.failure is None
-        await eventually(lambda: coordinator.cluster.run.failure is not None)
+        assert coordinator.cluster.run.record.failure is None
+        await eventually(lambda: coordinator.cluster.run.record.failure is not None)
 
 
 async def test_all_trainers_receive_the_same_duration_of_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -183,7 +183,7 @@ async def test_all_trainers_receive_the_same_duration_of_a_round(tmp_path: Path,
     async def summarize(round_: int, now: float) -> tuple[int, float]:
         async def answer() -> list[PserverState]:
             facts = {"index": 0, "transports": (), "shard_bytes": 0, "pushed_bytes": 0, "pulled_bytes": 0}
-            return [PserverState.model_construct(run=coordinator.cluster.run.name, round=round_, **facts)]
+            return [PserverState.model_construct(run=coordinator.cluster.run.record.name, round=round_, **facts)]
 
         monkeypatch.setattr(coordinator, "read_states", answer)
         monkeypatch.setattr(coordinator, "now", lambda: now)
@@ -225,7 +225,7 @@ async def test_the_last_checkpoint_contains_pushes_that_are_applied_after_the_tr
 
     monkeypatch.setattr("services.coordinator.coordinator.want_checkpoint", want)
     async with training() as coordinator:
-        run = coordinator.cluster.run.name
+        run = coordinator.cluster.run.record.name
         assert await coordinator._write_result(run, 90) == 95
         assert await coordinator._write_result(run, 95) is None
         assert requested == [90, 90, 95, 95]
@@ -315,7 +315,7 @@ async def test_no_trainer_learns_of_a_rollback_before_the_disk_has_it():
     pservers = FakePservers()
     async with training(pservers) as coordinator:
         file, cluster = SlowFile(coordinator, lambda run: run.attempt == 1), coordinator.cluster
-        message = alive(run=cluster.run.name)
+        message = alive(run=cluster.run.record.name)
         pservers.empty.add("1")
         leave(coordinator, 1, "failed")
         assert await asyncio.to_thread(file.is_writing.wait, 10)
@@ -324,7 +324,7 @@ async def test_no_trainer_learns_of_a_rollback_before_the_disk_has_it():
         another_request = asyncio.create_task(coordinator.persist())  # must not undo the decision
         file.may_write.set()
         await another_request
-        await eventually(lambda: cluster.run.attempt == 1)
+        await eventually(lambda: cluster.run.record.attempt == 1)
         reply = cluster.trainer_heartbeat(0, message, coordinator.now())
         assert (reply.attempt, reply.resume) == (1, 4)
         assert (file.newest.attempt, file.newest.resume) == (1, 4)
@@ -365,7 +365,7 @@ async def test_no_request_is_acknowledged_before_the_disk_has_its_change(monkeyp
             assert not trainer_on_disk().declared
             await post(DECLARE_MODEL.format(rank=0), model(run=run))
             assert trainer_on_disk().declared
-            await coordinator.wait_until(lambda: coordinator.cluster.run.state == "training", 5)
+            await coordinator.wait_until(lambda: coordinator.cluster.run.record.state == "training", 5)
             await post(LEAVE.format(rank=0), leaving(run=run))
             assert trainer_on_disk().state == "done"
 

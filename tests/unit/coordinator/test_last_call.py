@@ -29,14 +29,14 @@ def test_a_run_waits_for_its_minimum_of_trainers_indefinitely():
     for now in range(100):
         join_run(run, joining("a"), now)
         run.expire(now, LEASE)
-    assert (run.num_trainers, run.missing_ranks) == (None, [0, 1])
+    assert (run.record.num_trainers, run.missing_ranks) == (None, [0, 1])
 
 
 def test_a_run_with_its_maximum_of_trainers_begins_at_once():
     run = elastic()
     for name in "abcd":
         join_run(run, joining(name), 0)
-    assert run.num_trainers == 4
+    assert run.record.num_trainers == 4
 
 
 def test_ranks_close_up_before_the_start_when_a_trainer_has_died():
@@ -46,15 +46,15 @@ def test_ranks_close_up_before_the_start_when_a_trainer_has_died():
     for name in "bc":
         join_run(run, joining(name), LEASE)
     run.expire(LEASE + 1, LEASE)
-    assert {rank: t.instance for rank, t in run.trainers.items()} == {0: "trainer b", 1: "trainer c"}
-    assert run.members == {0: 2, 1: 2}  # other incarnations than the ones that had these ranks before
+    assert {rank: t.instance for rank, t in run.record.trainers.items()} == {0: "trainer b", 1: "trainer c"}
+    assert run.record.members == {0: 2, 1: 2}  # other incarnations than the ones that had these ranks before
 
 
 def test_a_trainer_that_names_a_world_size_determines_it():
     run = elastic()
     join_run(run, joining("a"), 0)
     assert join_run(run, joining("b", 2, world_size=3), 0).rank == 2
-    assert (run.num_trainers, run.missing_ranks) == (3, [0, 1, 2])
+    assert (run.record.num_trainers, run.missing_ranks) == (3, [0, 1, 2])
     for size in (1, 5):
         with raises_code("world_mismatch", match="WORLD_SIZE of the trainer does not match"):
             join_run(elastic(), joining("c", world_size=size), 0)
@@ -74,14 +74,14 @@ def test_ranks_fit_the_size_of_the_run_in_any_order_of_arrival(steps):
     for name, rank, size, pause in steps:
         now += pause
         run.expire(now, LEASE)
-        before = dict(run.trainers) if run.num_trainers is not None else {}
+        before = dict(run.record.trainers) if run.record.num_trainers is not None else {}
         with contextlib.suppress(GradpostError):
             join_run(run, joining(name, rank, world_size=size), now)
-        assert all(rank == trainer.rank for rank, trainer in run.trainers.items())
-        assert all(run.trainers[rank] is trainer for rank, trainer in before.items() if trainer.is_present)
-        if run.num_trainers is not None:
-            assert 2 <= run.num_trainers <= 4
-            assert all(rank < run.num_trainers for rank in run.trainers)
+        assert all(rank == trainer.rank for rank, trainer in run.record.trainers.items())
+        assert all(run.record.trainers[rank] == trainer for rank, trainer in before.items() if trainer.is_present)
+        if run.record.num_trainers is not None:
+            assert 2 <= run.record.num_trainers <= 4
+            assert all(rank < run.record.num_trainers for rank in run.record.trainers)
 
 
 def elastic_cluster() -> Cluster:
@@ -107,7 +107,7 @@ def test_a_restarted_coordinator_keeps_the_size_of_the_run():
     for name in "abc":
         before.join_trainer(joining(name, world_size=3), 0.0)
     restore_cluster(after, describe_cluster(before), 100.0)
-    assert (after.run.num_trainers, sorted(after.run.trainers)) == (3, [0, 1, 2])
+    assert (after.run.record.num_trainers, sorted(after.run.record.trainers)) == (3, [0, 1, 2])
 
 
 def test_a_restarted_coordinator_begins_the_last_call_again():
@@ -117,6 +117,6 @@ def test_a_restarted_coordinator_begins_the_last_call_again():
             before.join_trainer(joining(name), 0.0)
     restore_cluster(after, describe_cluster(before), 100.0)
     after.expire(100.0 + CALL - 0.1)
-    assert after.run.num_trainers is None
+    assert after.run.record.num_trainers is None
     after.expire(100.0 + CALL)
-    assert after.run.num_trainers == 2
+    assert after.run.record.num_trainers == 2

@@ -19,6 +19,7 @@ from services.coordinator.state.record import (
     FILE,
     Beginning,
     ClusterRecord,
+    Decision,
     RecordFile,
     describe_cluster,
     restore_cluster,
@@ -51,8 +52,8 @@ def rolled_back() -> Cluster:
     """Return a cluster in its second attempt, which waits for one of two trainers."""
     cluster = make_training()
     run = cluster.run
-    run.attempt, run.resume = 1, 7
-    run.membership = Membership({0: 1, 1: 1}, {1: 9}, {9: (0,), 10: (0, 1)}, {9: (0,)})
+    run.record = run.record.update(attempt=1, resume=7)
+    run.record = run.record.update(membership=Membership({0: 1, 1: 1}, {1: 9}, {9: (0,), 10: (0, 1)}, {9: (0,)}))
     cluster.leave_trainer(1, leaving("failed", reason="no data"), 1.0)
     return cluster
 
@@ -93,7 +94,7 @@ def over(outcome: str, **changes: Any) -> Cluster:
 
 
 def awaited(cluster: Cluster) -> list[int]:
-    return [trainer.rank for trainer in cluster.run.awaited]
+    return [trainer.rank for trainer in cluster.run.record.awaited]
 
 
 # ---------------------------------------------------------------- a restart
@@ -101,13 +102,14 @@ def awaited(cluster: Cluster) -> list[int]:
 
 def test_a_restarted_coordinator_has_the_recorded_state(tmp_path):
     before = rolled_back()
-    before.registry.members[0].restored = 8
+    member = before.registry.members[0]
+    member.record = member.record.model_copy(update={"restored": 8})
     after = restarted(before, tmp_path)
-    run, old = after.run, before.run
-    assert (run.name, run.state, run.attempt, run.resume) == (old.name, "training", 1, 7)
-    assert run.number == old.number + 1  # the last change is made once more
-    assert run.membership == old.membership
-    assert run.plan.digest == old.plan.digest
+    run, old = after.run, before.run.record
+    assert (run.record.name, run.record.state, run.record.attempt, run.record.resume) == (old.name, "training", 1, 7)
+    assert run.record.number == old.number + 1  # the last change is made once more
+    assert run.record.membership == old.membership
+    assert run.record.plan.digest == old.plan.digest
     assert awaited(after) == [1]
     assert after.pserver_infos == before.pserver_infos
     assert describe_cluster(after).model_copy(update={"run": None}) == describe_cluster(before).model_copy(
@@ -125,16 +127,16 @@ def test_the_rounds_of_a_trainer_that_was_done_are_recorded(tmp_path):
 
 def test_it_is_recorded_that_trainers_have_completed_a_round(tmp_path):
     before = rolled_back()
-    assert not before.run.has_trained
+    assert not before.run.record.has_trained
     before.trainer_heartbeat(0, alive(round_=8).model_copy(update={"attempt": 1}), 2.0)
-    assert restarted(before, tmp_path).run.has_trained
+    assert restarted(before, tmp_path).run.record.has_trained
 
 
 def test_the_round_to_which_every_attempt_went_back_is_recorded(tmp_path):
     before = make_training()
-    before.run.apply_decision(replace(before.run.decision, attempt=1, resume=None))
-    before.run.apply_decision(replace(before.run.decision, attempt=2, resume=7))
-    before.run.pending = replace(before.run.decision, attempt=3, resume=5)
+    before.run.apply_decision(Decision(1, None, 0, Membership({})))
+    before.run.apply_decision(Decision(2, 7, 0, Membership({})))
+    before.run.pending = Decision(3, 5, 0, Membership({}))
     assert make_installation(restarted(before, tmp_path), 0, 9, 5).began == {1: None, 2: 7, 3: 5}
 
 
@@ -142,7 +144,7 @@ def test_an_earlier_record_tells_the_round_of_the_newest_attempt_alone(tmp_path)
     record = write_and_read(rolled_back(), tmp_path)
     after = make()
     restore_cluster(after, record.model_copy(update={"run": record.run.model_copy(update={"began": {}})}), RESTART)
-    assert after.run.began == {1: 7}
+    assert after.run.record.began == {1: 7}
 
 
 def test_every_lease_is_renewed_once(tmp_path):
@@ -151,7 +153,7 @@ def test_every_lease_is_renewed_once(tmp_path):
     assert sorted(after.registry.members) == [0, 1]
     after.pserver_heartbeat(0, beat(run="run1"), RESTART + 8)
     after.expire(RESTART + LEASE + 1)
-    assert (sorted(after.registry.members), sorted(after.run.members)) == ([0], [])
+    assert (sorted(after.registry.members), sorted(after.run.record.members)) == ([0], [])
 
 
 def test_no_trainer_is_unreachable_for_a_pserver_without_a_heartbeat_since_the_restart(tmp_path):
@@ -159,10 +161,10 @@ def test_no_trainer_is_unreachable_for_a_pserver_without_a_heartbeat_since_the_r
     cut_off = alive().model_copy(update={"unreachable": {0: (1, LEASE + 1)}})
     for now in (RESTART + 0.1, NO_LEASE + 0.1):  # by then its lease has expired, but it is not removed yet
         cluster.trainer_heartbeat(0, cut_off, now)
-        assert not cluster.run.trainers[0].is_stuck
-    cluster.pserver_heartbeat(0, beat(run=cluster.run.name), NO_LEASE + 0.1)
+        assert not cluster.run.reports[0].is_stuck
+    cluster.pserver_heartbeat(0, beat(run=cluster.run.record.name), NO_LEASE + 0.1)
     cluster.trainer_heartbeat(0, cut_off, NO_LEASE + 0.1)
-    assert cluster.run.trainers[0].is_stuck
+    assert cluster.run.reports[0].is_stuck
 
 
 def test_later_incarnations_get_higher_numbers(tmp_path):
@@ -175,9 +177,12 @@ def test_a_failed_run_stays_failed(tmp_path):
     before = rolled_back()
     before.run.fail(TrainerLost("trainer 1 failed: no data", ranks=[1]), 2.0)
     after = restarted(before, tmp_path)
-    assert after.run.is_over
-    assert isinstance(after.run.failure, TrainerLost)
-    assert (after.run.failure.detail, after.run.failure.facts["ranks"]) == ("trainer 1 failed: no data", [1])
+    assert after.run.record.is_over
+    assert isinstance(after.run.record.failure, TrainerLost)
+    assert (after.run.record.failure.detail, after.run.record.failure.facts["ranks"]) == (
+        "trainer 1 failed: no data",
+        [1],
+    )
 
 
 def test_before_the_first_join_pservers_keep_their_places(tmp_path):
@@ -185,7 +190,7 @@ def test_before_the_first_join_pservers_keep_their_places(tmp_path):
     before.register_pserver(registration("0", index=0), 0.0)
     assert write_and_read(before, tmp_path).run is None
     after = restarted(before, tmp_path)
-    assert (after.run.state, sorted(after.registry.members)) == ("gathering", [0])
+    assert (after.run.record.state, sorted(after.registry.members)) == ("gathering", [0])
 
 
 def test_before_the_start_trainers_keep_their_places(tmp_path):
@@ -195,8 +200,8 @@ def test_before_the_start_trainers_keep_their_places(tmp_path):
     before.run.declare(1, model())
     after = restarted(before, tmp_path)
     run = after.run
-    assert (run.name, run.state, run.plan, run.started_at) == ("run1", "gathering", None, None)
-    assert {rank: trainer.state for rank, trainer in run.trainers.items()} == {0: "joined", 1: "declared"}
+    assert (run.record.name, run.record.state, run.record.plan, run.started_at) == ("run1", "gathering", None, None)
+    assert {rank: trainer.state for rank, trainer in run.record.trainers.items()} == {0: "joined", 1: "declared"}
     run.declare(0, model())
     run.declare(1, model())  # a retry, whose first response was lost
     for index in (0, 1):
@@ -221,7 +226,7 @@ def test_a_failed_run_is_resumed(tmp_path):
     before = rolled_back()
     before.run.fail(TrainerLost("trainer 1 failed: no data", ranks=[1]), 2.0)
     after = resumed(before, tmp_path)
-    assert (after.run.state, after.run.failure, after.run.attempt) == ("training", None, 1)
+    assert (after.run.record.state, after.run.record.failure, after.run.record.attempt) == ("training", None, 1)
     assert after.waiting_for == ["trainer 0", "trainer 1"]
     after.expire(NO_LEASE + 1)  # until then a pserver might be alive
     assert after.waiting_for == ["pserver 0", "pserver 1", "trainer 0", "trainer 1"]
@@ -233,17 +238,17 @@ def test_a_run_that_had_not_begun_is_resumed_with_its_checkpoint(tmp_path):
     for index in (0, 1):
         before.register_pserver(registration(str(index), index=index), 0.0)
     assert before.start_run_if_complete()
-    before.run.resume, before.run.source = 20, "run0"
+    before.run.record = before.run.record.update(resume=20, source="run0")
     after = resumed(before, tmp_path)
-    assert (after.run.state, after.run.resume, after.run.source) == ("gathering", 20, "run0")
-    install = make_installation(after, 0, 9, after.run.resume)
+    assert (after.run.record.state, after.run.record.resume, after.run.record.source) == ("gathering", 20, "run0")
+    install = make_installation(after, 0, 9, after.run.record.resume)
     assert (install.restore, install.source) == (20, "run0")
 
 
 def test_a_run_that_had_begun_is_resumed_with_the_state_of_its_pservers(tmp_path):
     before = rolled_back()
-    before.run.source = "run0"
-    assert resumed(before, tmp_path).run.source is None
+    before.run.record = before.run.record.update(source="run0")
+    assert resumed(before, tmp_path).run.record.source is None
 
 
 def test_a_resumed_run_waits_for_all_trainers_even_one_that_was_done(tmp_path):
@@ -268,9 +273,9 @@ def test_if_the_coordinator_alone_was_restarted_the_run_is_as_before(tmp_path, s
         cluster.trainer_heartbeat(0, alive(), RESTART + 1)
     first = "done" if sender == "trainer is done" else "declared"
     assert awaited(cluster) == []
-    assert [trainer.state for trainer in cluster.run.trainers.values()] == [first, "declared", "done"]
+    assert [trainer.state for trainer in cluster.run.record.trainers.values()] == [first, "declared", "done"]
     cluster.trainer_heartbeat(1, alive(), RESTART + 2)
-    assert cluster.run.state == "training"
+    assert cluster.run.record.state == "training"
 
 
 @pytest.mark.parametrize("end", ["finished", "failed"])
@@ -278,9 +283,13 @@ def test_if_the_coordinator_alone_was_restarted_a_run_that_was_over_stays_over(t
     after = resumed(
         over("done" if end == "finished" else "failed", on_trainer_loss="fail"), tmp_path, on_trainer_loss="fail"
     )
-    assert after.run.state == "training"
+    assert after.run.record.state == "training"
     after.pserver_heartbeat(0, beat(run="run1"), RESTART + 1)
-    assert (after.run.state, after.run.failure is None, after.run.is_deserted) == (end, end == "finished", True)
+    assert (after.run.record.state, after.run.record.failure is None, after.run.record.is_deserted) == (
+        end,
+        end == "finished",
+        True,
+    )
 
 
 @pytest.mark.parametrize("sender", ["pserver", "trainer"])
@@ -311,12 +320,12 @@ def test_processes_that_are_known_to_have_ended_are_not_waited_for(tmp_path):
 def test_after_a_failed_run_that_pservers_still_hold_the_next_run_begins_with_its_checkpoint(tmp_path):
     before = over("failed", on_trainer_loss="fail")
     manifest = Manifest(
-        run="run1", attempt=0, round=20, consistency=Consistency(), plan=before.run.plan.to_json(), shards=(),
+        run="run1", attempt=0, round=20, consistency=Consistency(), plan=before.run.record.plan.to_json(), shards=(),
         created="2026-11-22T10:00:00+00:00",
     )  # fmt: skip
     after = resumed(before, tmp_path, manifest, on_trainer_loss="fail")
     after.pserver_heartbeat(0, beat(run="run1"), RESTART + 1)
-    assert after.run.state == "failed"
+    assert after.run.record.state == "failed"
     assert after.join_trainer(joining("new", 0), RESTART + 2).run != "run1"
     assert after.beginning == manifest
     assert describe_cluster(after).beginning == Beginning(run="run1", round=20, controls=Controls())
@@ -327,16 +336,16 @@ def test_new_processes_resume_a_run_that_was_over(tmp_path):
     before.leave_trainer(0, leaving("failed"), 1.0)  # and the other trainer has not learned of it
     after = resumed(before, tmp_path)
     held = HeldRun(
-        run="run1", attempt=0, plan=before.run.plan.digest, rounds=FrozenRounds(applied=4), restorable=((0, 4),)
+        run="run1", attempt=0, plan=before.run.record.plan.digest, rounds=FrozenRounds(applied=4), restorable=((0, 4),)
     )  # fmt: skip
     for index in (0, 1):
         answer = after.register_pserver(registration(f"new{index}", index=index, previous=1, held=held), RESTART + 1)
         after.pserver_heartbeat(index, beat(answer.incarnation), RESTART + 2)
     after.trainer_heartbeat(1, alive(), RESTART + 2)
-    assert after.run.state == "training"
+    assert after.run.record.state == "training"
     joined = after.join_trainer(joining("new", 0), NO_LEASE)
     after.trainer_heartbeat(0, alive(joined.incarnation), NO_LEASE)
-    assert (after.run.name, after.run.state, awaited(after)) == ("run1", "training", [])
+    assert (after.run.record.name, after.run.record.state, awaited(after)) == ("run1", "training", [])
 
 
 def test_a_trainer_that_is_silent_before_it_takes_part_in_a_resumed_run_ends_nothing(tmp_path):
@@ -344,22 +353,22 @@ def test_a_trainer_that_is_silent_before_it_takes_part_in_a_resumed_run_ends_not
     cluster = resumed_with_one_done(tmp_path, on_trainer_loss="fail")
     joined = cluster.join_trainer(joining("new", 0), NO_LEASE)
     cluster.expire(NO_LEASE + 1 + LEASE)
-    assert (cluster.run.is_over, awaited(cluster)) == (False, [0, 1, 2])
+    assert (cluster.run.record.is_over, awaited(cluster)) == (False, [0, 1, 2])
     cluster.trainer_heartbeat(0, alive(joined.incarnation), NO_LEASE + 2 + LEASE)
     cluster.run.declare(0, model(joined.incarnation))
     assert awaited(cluster) == [1, 2]
     cluster.expire(NO_LEASE + 3 + 3 * LEASE)
-    assert isinstance(cluster.run.failure, TrainerLost)
+    assert isinstance(cluster.run.record.failure, TrainerLost)
 
 
 def test_a_resumed_run_that_continues_without_lost_trainers_begins_after_the_rejoin_timeout(tmp_path):
     run = resumed_with_one_done(tmp_path, on_trainer_loss="continue", rejoin_timeout_seconds=30.0).run
     join_run(run, joining("new", 0), RESTART + 1)
     run.declare(0, model(2))
-    assert [trainer.rank for trainer in run.awaited] == [1, 2]
+    assert [trainer.rank for trainer in run.record.awaited] == [1, 2]
     run.heartbeat(0, alive(2), RESTART + 31)
     run.expire(RESTART + 31, LEASE)
-    assert (run.awaited, run.is_over) == ([], False)
+    assert (run.record.awaited, run.record.is_over) == ([], False)
 
 
 # ---------------------------------------------------------------- the file
@@ -376,10 +385,10 @@ def test_a_record_is_made_and_written_only_if_something_has_changed(tmp_path, mo
         patch.delattr(record_module, "seal")
         file.write(describe_cluster(cluster))
     assert not (tmp_path / FILE).exists()
-    cluster.run.number += 1
+    cluster.run.record = cluster.run.record.change()
     file.write(describe_cluster(cluster))
     written = RecordFile(tmp_path).read()
-    assert written.run.number == cluster.run.number
+    assert written.run.number == cluster.run.record.number
 
 
 def test_a_record_whose_writing_failed_is_written_over(tmp_path, monkeypatch):
@@ -387,7 +396,7 @@ def test_a_record_whose_writing_failed_is_written_over(tmp_path, monkeypatch):
     file, cluster = RecordFile(tmp_path), rolled_back()
     before = describe_cluster(cluster)
     file.write(before)
-    cluster.run.attempt += 1
+    cluster.run.record = cluster.run.record.update(attempt=cluster.run.record.attempt + 1)
 
     def fail(folder: Path) -> None:
         raise OSError(f"{folder} is broken")
@@ -416,7 +425,9 @@ def test_a_damaged_record_is_refused(tmp_path, accident):
 def test_a_record_of_an_earlier_version_is_read_unless_it_sets_values(tmp_path):
     cluster, path = rolled_back(), tmp_path / FILE
     controls = Controls(since=3, rates={0: 0.5}, frozen=("w",))
-    cluster.run.membership = replace(cluster.run.membership, controls=(controls,))
+    cluster.run.record = cluster.run.record.update(
+        membership=replace(cluster.run.record.membership, controls=(controls,))
+    )
     record = write_and_read(cluster, tmp_path)
     rewrite_sealed(path, lambda content: content["run"]["membership"]["controls"][0].update(replaced={}))
     assert RecordFile(tmp_path).read() == record

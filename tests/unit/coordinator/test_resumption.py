@@ -42,9 +42,9 @@ async def planned(folder: Path, **settings: Any) -> Run:
 
 
 def write_checkpoint(folder: Path, run: Run, round_: int, /, **changes: Any) -> None:
-    values: dict[str, Any] = {"run": run.name, "created": f"2026-11-22T05:34:2{round_}Z", **changes}
+    values: dict[str, Any] = {"run": run.record.name, "created": f"2026-11-22T05:34:2{round_}Z", **changes}
     manifest = Manifest(
-        attempt=0, round=round_, consistency=Consistency(), plan=run.plan.to_json(), shards=(), **values
+        attempt=0, round=round_, consistency=Consistency(), plan=run.record.plan.to_json(), shards=(), **values
     )  # fmt: skip
     write_manifest(open_checkpoint_storage(str(folder / "checkpoints")), manifest)
 
@@ -56,7 +56,7 @@ def beginning_of(coordinator: Coordinator) -> tuple[str, int] | None:
 
 async def test_a_run_is_resumed_on_its_disks_if_the_plan_is_the_same(tmp_path):
     run = await planned(tmp_path)
-    assert (await restored(tmp_path, resume=True)).cluster.run.name == run.name
+    assert (await restored(tmp_path, resume=True)).cluster.run.record.name == run.record.name
 
 
 @pytest.mark.parametrize("changes", [{"min_block_size": 10**6}, {"num_pservers": 3}, {"slice_parameters": False}])
@@ -64,15 +64,15 @@ async def test_a_run_with_another_plan_begins_with_a_checkpoint(tmp_path, change
     write_checkpoint(tmp_path, await planned(tmp_path), 7, run="run0")
     for resume in (True, False, True):  # and so do the coordinator's next incarnations
         coordinator = await restored(tmp_path, resume=resume, **changes)
-        assert (beginning_of(coordinator), coordinator.cluster.run.plan) == (("run0", 7), None)
+        assert (beginning_of(coordinator), coordinator.cluster.run.record.plan) == (("run0", 7), None)
 
 
 async def test_a_run_with_another_plan_and_no_checkpoint_is_an_error(tmp_path):
     run = await planned(tmp_path)
     coordinator = await restored(tmp_path)
-    coordinator.cluster.run.has_trained = True
+    coordinator.cluster.run.record = coordinator.cluster.run.record.update(has_trained=True)
     await coordinator.persist()
-    with pytest.raises(StorageFailed, match=f"run {run.name} has no checkpoint"):
+    with pytest.raises(StorageFailed, match=f"run {run.record.name} has no checkpoint"):
         await restored(tmp_path, resume=True, num_pservers=3)
 
 
@@ -81,9 +81,9 @@ async def test_a_checkpoint_that_was_undone_and_not_deleted_is_not_used(tmp_path
     coordinator = await restored(tmp_path)
     for round_ in (4, 7):
         write_checkpoint(tmp_path, run, round_)
-    coordinator.cluster.run.attempt, coordinator.cluster.run.resume = 1, 5
+    coordinator.cluster.run.record = coordinator.cluster.run.record.update(attempt=1, resume=5)
     await coordinator.persist()
-    assert beginning_of(await restored(tmp_path, resume=True, num_pservers=3)) == (run.name, 4)
+    assert beginning_of(await restored(tmp_path, resume=True, num_pservers=3)) == (run.record.name, 4)
 
 
 async def test_a_resumption_that_failed_before_training_begins_with_the_same_checkpoint_again(tmp_path):
@@ -93,7 +93,7 @@ async def test_a_resumption_that_failed_before_training_begins_with_the_same_che
         write_checkpoint(tmp_path, run, round_, run=name)
     coordinator = await restored(tmp_path)
     run = coordinator.cluster.run
-    run.resume, run.source = 7, "run0"
+    run.record = run.record.update(resume=7, source="run0")
     run.fail(TrainerLost("interrupted by Ctrl-C", ranks=[0]), 1.0)
     await coordinator.persist()
     for _ in range(2):
@@ -111,15 +111,18 @@ async def test_a_resumed_run_waits_for_trainers_that_were_done_too(tmp_path, gon
     await planned(tmp_path, mode=mode)
     coordinator = await restored(tmp_path, mode=mode)
     run = coordinator.cluster.run
-    run.has_begun = run.has_trained = True
+    run.record = run.record.update(has_begun=True, has_trained=True)
     for rank in gone:
-        run.leave(rank, leaving("done", run=run.name, incarnation=run.trainers[rank].incarnation, round=9), 1.0)
-    run.membership = Membership({rank: t.incarnation for rank, t in run.trainers.items() if rank not in gone})
+        run.leave(
+            rank, leaving("done", run=run.record.name, incarnation=run.record.trainers[rank].incarnation, round=9), 1.0
+        )
+    members = {rank: t.incarnation for rank, t in run.record.trainers.items() if rank not in gone}
+    run.record = run.record.update(membership=Membership(members))
     await coordinator.persist()
     run = (await restored(tmp_path, resume=True, mode=mode)).cluster.run
     counted = (0, 1) if mode == "sync" else [rank for rank in (0, 1) if rank not in gone]
-    assert run.targets == {rank: run.trainers[rank].incarnation for rank in counted}
-    assert [trainer.rank for trainer in run.awaited] == [0, 1]
+    assert run.record.targets == {rank: run.record.trainers[rank].incarnation for rank in counted}
+    assert [trainer.rank for trainer in run.record.awaited] == [0, 1]
 
 
 async def test_controls_stay_set_on_other_pservers(tmp_path):
@@ -129,7 +132,7 @@ async def test_controls_stay_set_on_other_pservers(tmp_path):
     at_checkpoint = Controls(since=3, frozen=("w",))
     write_checkpoint(tmp_path, run, 7, controls=at_checkpoint)
     controls = at_checkpoint, Controls(since=9, rates={0: 0.5}, is_paused=True)
-    coordinator.cluster.run.membership = Membership({}, controls=controls)
+    coordinator.cluster.run.record = coordinator.cluster.run.record.update(membership=Membership({}, controls=controls))
     await coordinator.persist()
     for resume in (True, False, True):
         coordinator = await restored(tmp_path, resume=resume, num_pservers=3)
@@ -148,4 +151,4 @@ async def test_a_run_that_will_begin_with_a_checkpoint_keeps_its_trainers(tmp_pa
         coordinator = await restored(tmp_path, resume=resume)
         joined = coordinator.cluster.join_trainer(joining("a", 0), coordinator.now())
         await coordinator.persist()
-        assert (joined.rank, joined.incarnation, joined.run) == (0, 1, coordinator.cluster.run.name)
+        assert (joined.rank, joined.incarnation, joined.run) == (0, 1, coordinator.cluster.run.record.name)

@@ -35,7 +35,7 @@ def begin(cluster: Cluster, now: float = 0.0) -> None:
         declare(cluster, rank, rendezvous="10.0.0.5:4711" if rank == 0 else None, optimizer="Muon")
     assert cluster.start_run_if_complete(now)
     cluster.run.begin_training(now)
-    cluster.finish_change(cluster.run.number)
+    cluster.finish_change(cluster.run.record.number)
 
 
 def waits(
@@ -75,10 +75,10 @@ def test_a_ring_begins_without_pservers_and_with_any_optimizer() -> None:
     cluster = ring()
     assert cluster.waiting_for == ["trainer 0", "trainer 1"]
     begin(cluster)
-    assert cluster.run.state == "training"
+    assert cluster.run.record.state == "training"
     ready = cluster.plan_ready(1, 1)
     assert (ready.rendezvous, ready.pservers) == ("10.0.0.5:4711", ())
-    assert cluster.run.plan.num_bytes == 4 * 10010
+    assert cluster.run.record.plan.num_bytes == 4 * 10010
 
 
 def test_pservers_and_requests_for_them_are_refused() -> None:
@@ -109,10 +109,10 @@ def test_a_restarted_coordinator_keeps_the_ring() -> None:
     record = describe_cluster(cluster)
     again = ring()
     restore_cluster(again, type(record).model_validate_json(record.model_dump_json()), 1.0)
-    assert again.run.state == "training"
+    assert again.run.record.state == "training"
     waits(again, 1, 0.0)
     again.run.declare(1, model(1, optimizer="Muon"))  # a retry, whose first response was lost
-    again.finish_change(again.run.number)
+    again.finish_change(again.run.record.number)
     ready = again.plan_ready(1, 1)
     assert ready.rendezvous == "10.0.0.5:4711"
 
@@ -122,7 +122,7 @@ def test_a_silent_trainer_ends_the_run() -> None:
     begin(cluster)
     waits(cluster, 0, 3.0, now=LEASE)
     cluster.expire(LEASE + 1)
-    failure = cluster.run.failure
+    failure = cluster.run.record.failure
     assert isinstance(failure, TrainerLost)
     assert failure.facts == {"ranks": [1]}
 
@@ -133,9 +133,9 @@ def test_a_missing_trainer_ends_the_run_after_the_round_timeout() -> None:
     waits(cluster, 1, 0.0)
     waits(cluster, 0, 60.0)
     waits(cluster, 2, 60.0)
-    assert cluster.run.failure is None
+    assert cluster.run.record.failure is None
     waits(cluster, 2, 60.5)
-    failure = cluster.run.failure
+    failure = cluster.run.record.failure
     assert isinstance(failure, RoundTimeout)
     assert failure.facts == {"missing": [1]}
     assert "trainer 1 did not contribute to round 5 in the ring" in failure.detail
@@ -146,7 +146,7 @@ def test_a_round_in_which_all_trainers_wait_ends_the_run_after_the_round_timeout
     begin(cluster)
     waits(cluster, 0, 59.5)
     waits(cluster, 1, 60.5)
-    failure = cluster.run.failure
+    failure = cluster.run.record.failure
     assert isinstance(failure, RoundTimeout)
     assert "all trainers waited in round 5" in failure.detail
     assert "check the network between them" in failure.detail
@@ -158,9 +158,9 @@ def test_a_trainer_that_leaves_before_the_others_ends_the_run() -> None:
     cluster.leave_trainer(1, leaving(round=5), 1.0)
     waits(cluster, 0, 0.5, round_=4)  # in the last round of both, which can complete
     waits(cluster, 0, 0.0, round_=5)
-    assert cluster.run.failure is None
+    assert cluster.run.record.failure is None
     waits(cluster, 0, 0.5, round_=5)
-    failure = cluster.run.failure
+    failure = cluster.run.record.failure
     assert failure.code == "trainer_left"
     assert "trainer 1 left before round 6" in failure.detail
 
@@ -169,10 +169,10 @@ def test_a_trainer_that_joins_without_gradients_may_wait_and_is_not_missing() ->
     cluster = ring(3)
     begin(cluster)
     waits(cluster, 0, 1000.0, round_=5, is_done=True)
-    assert cluster.run.failure is None
+    assert cluster.run.record.failure is None
     waits(cluster, 0, 0.0, round_=5, is_done=True)
     waits(cluster, 1, 60.5, round_=5)
-    failure = cluster.run.failure
+    failure = cluster.run.record.failure
     assert isinstance(failure, RoundTimeout)
     assert failure.facts == {"missing": [2]}
 

@@ -35,7 +35,7 @@ def training(num_trainers: int = 2, **changes: Any) -> Run:
 
 
 def awaited(run: Run) -> list[int]:
-    return [trainer.rank for trainer in run.awaited]
+    return [trainer.rank for trainer in run.record.awaited]
 
 
 # ---------------------------------------------------------------- joining
@@ -51,9 +51,9 @@ def test_trainers_get_the_lowest_free_rank_or_the_one_they_want():
 def test_a_repeated_join_gets_the_same_rank():
     run = make_run()
     first = join_run(run, joining("a"), 0)
-    number = run.number
+    number = run.record.number
     assert join_run(run, joining("a"), 5) is first
-    assert (first.seen_at, run.number) == (5, number)
+    assert (run.reports[0].seen_at, run.record.number) == (5, number)
 
 
 def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
@@ -62,9 +62,9 @@ def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
     with raises_code("rank_taken", match="rank 0") as caught:
         join_run(run, joining("b", 0), 5)
     assert caught.value.may_be_retried
-    assert run.members == {0: 1}
+    assert run.record.members == {0: 1}
     run.expire(LEASE + 1, LEASE)
-    assert (run.state, run.failure, run.members) == ("gathering", None, {})
+    assert (run.record.state, run.record.failure, run.record.members) == ("gathering", None, {})
     assert join_run(run, joining("b", 0), LEASE + 1).incarnation == 2
     with raises_code("stale_trainer"):
         run.heartbeat(0, alive(incarnation=1), LEASE + 2)  # SIGCONT after its lease
@@ -82,7 +82,7 @@ def test_a_trainer_that_does_not_fit_the_cluster_is_refused(request_, error):
     run = make_run()
     with raises_code(error):
         join_run(run, request_, 0)
-    assert (run.trainers, run.number) == ({}, 0)
+    assert (run.record.trainers, run.record.number) == ({}, 0)
     join_run(run, joining(world_size=2, rank=1, expects={"mode": "sync"}), 0)
 
 
@@ -93,9 +93,9 @@ def test_a_run_is_declared_when_all_trainers_have_declared_the_same():
     run = joined()
     run.declare(1, model())
     run.declare(1, model())
-    assert (run.missing_ranks, run.is_declared) == ([0], False)
+    assert (run.missing_ranks, run.record.num_declared) == ([0], 1)
     run.declare(0, model())
-    assert (run.missing_ranks, run.is_declared) == ([], True)
+    assert (run.missing_ranks, run.record.num_declared) == ([], 2)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_declaration_may_change_until_the_plan_is_made():
     run.declare(0, model())  # a retry
     with pytest.raises(ModelMismatch, match="trainer 0"):
         run.declare(0, model(min_block_size=100))
-    assert run.trainers[0].declaration == model()
+    assert run.record.declaration == model()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_messages_of_another_run_or_incarnation_are_refused(act: Callable[..., N
         act(run, incarnation=2)
     with raises_code("stale_trainer"):
         run.heartbeat(5, alive(), 1)
-    assert run.members == {0: 1, 1: 1}
+    assert run.record.members == {0: 1, 1: 1}
 
 
 def test_the_plan_follows_the_declaration():
@@ -201,10 +201,14 @@ def test_the_plan_follows_the_declaration():
         run.declare(rank, model(min_block_size=2500, slice_parameters=True))
     plan = run.start(2)
     assert [block.name for block in plan.blocks] == ["w.block0", "w.block1", "b.block0"]
-    assert (run.plan, run.uploader, run.state) == (plan, 0, "gathering")  # until the pservers have it
+    assert (run.record.plan, run.record.uploader, run.record.state) == (
+        plan,
+        0,
+        "gathering",
+    )  # until the pservers have it
     run.begin_training(3.0)
     run.begin_training(4.0)
-    assert (run.state, run.started_at) == ("training", 3.0)
+    assert (run.record.state, run.started_at) == ("training", 3.0)
 
 
 # ---------------------------------------------------------------- leases before the start
@@ -218,20 +222,20 @@ def test_a_silent_trainer_is_back_before_the_start_if_its_place_is_still_free(ha
         run.declare(0, model())
     run.heartbeat(1, alive(), 8)
     run.expire(LEASE + 1, LEASE)
-    number = run.number
+    number = run.record.number
     run.heartbeat(0, alive(), 12)
-    assert (run.members, run.is_declared) == ({0: 1, 1: 1}, False)
-    assert run.number > number
+    assert (run.record.members, run.record.num_declared) == ({0: 1, 1: 1}, int(has_declared))
+    assert run.record.number > number
     for rank in (0, 1):
         run.declare(rank, model())
-    assert run.is_declared
+    assert run.record.num_declared == 2
 
 
 def test_a_trainer_that_leaves_before_the_start_frees_its_rank():
     run = joined()
     run.declare(0, model())
     run.leave(0, leaving("failed"), 1)
-    assert (run.state, run.members) == ("gathering", {1: 1})
+    assert (run.record.state, run.record.members) == ("gathering", {1: 1})
     assert join_run(run, joining("c"), 2).rank == 0
 
 
@@ -241,16 +245,16 @@ def test_a_trainer_that_leaves_before_the_start_frees_its_rank():
 def test_a_silent_trainer_ends_the_run_and_is_named():
     run = training()
     run.heartbeat(1, alive(round_=3, loss=0.5), 8)
-    number = run.number
+    number = run.record.number
     run.expire(LEASE, LEASE)
-    assert run.failure is None
+    assert run.record.failure is None
     run.expire(LEASE + 1.5, LEASE)
-    assert (run.state, run.ended_at, run.members) == ("failed", LEASE + 1.5, {1: 1})
-    assert isinstance(run.failure, TrainerLost)
-    assert str(run.failure) == "trainer 0 was lost: no heartbeat for 11.5 s (lease 10 s)"
-    assert run.failure.facts == {"ranks": [0]}
-    assert run.number > number
-    assert (run.trainers[1].round, run.trainers[1].results) == (3, {"loss": 0.5})
+    assert (run.record.state, run.ended_at, run.record.members) == ("failed", LEASE + 1.5, {1: 1})
+    assert isinstance(run.record.failure, TrainerLost)
+    assert str(run.record.failure) == "trainer 0 was lost: no heartbeat for 11.5 s (lease 10 s)"
+    assert run.record.failure.facts == {"ranks": [0]}
+    assert run.record.number > number
+    assert (run.reports[1].round, run.reports[1].heartbeat.results) == (3, {"loss": 0.5})
 
 
 def test_a_lost_trainer_stays_lost_when_its_run_has_failed():
@@ -258,10 +262,10 @@ def test_a_lost_trainer_stays_lost_when_its_run_has_failed():
     run.heartbeat(1, alive(), 11)
     run.expire(11, LEASE)
     run.heartbeat(0, alive(), 12)  # SIGCONT: its heartbeat is answered with the failure
-    assert run.trainers[0].state == "lost"
+    assert run.record.trainers[0].state == "lost"
     run.leave(0, leaving(), 13)
-    assert run.trainers[0].state == "lost"
-    assert 0 not in run.members
+    assert run.record.trainers[0].state == "lost"
+    assert 0 not in run.record.members
 
 
 def test_a_lost_trainer_that_leaves_as_done_is_done():
@@ -271,36 +275,36 @@ def test_a_lost_trainer_that_leaves_as_done_is_done():
     run.expire(LEASE + 2, LEASE)
     assert awaited(run) == [0, 1]
     run.leave(0, leaving(), LEASE + 3)
-    assert (awaited(run), run.trainers[0].state) == ([1], "done")
+    assert (awaited(run), run.record.trainers[0].state) == ([1], "done")
     run.leave(1, leaving(), LEASE + 3)
-    assert run.state == "finished"
+    assert run.record.state == "finished"
 
 
 def test_a_trainer_that_is_done_is_not_waited_for():
     run = training(3)
-    number = run.number
+    number = run.record.number
     run.leave(0, leaving(round=5), 1)
-    assert (run.state, run.members, run.uploader) == ("training", {1: 1, 2: 1}, 0)
-    assert run.number > number
-    number = run.number
+    assert (run.record.state, run.record.members, run.record.uploader) == ("training", {1: 1, 2: 1}, 0)
+    assert run.record.number > number
+    number = run.record.number
     run.leave(0, leaving(round=5), 2)  # a retry
-    assert run.number == number
+    assert run.record.number == number
     for rank in (1, 2):
         run.heartbeat(rank, alive(), 9)
     run.expire(15, LEASE)  # the lease of trainer 0 does not matter
-    assert run.state == "training"
+    assert run.record.state == "training"
     for rank in (1, 2):
         run.leave(rank, leaving(round=5), 16)
-    assert (run.state, run.ended_at, run.is_deserted) == ("finished", 16, True)
+    assert (run.record.state, run.ended_at, run.record.is_deserted) == ("finished", 16, True)
 
 
 def test_a_trainer_that_fails_ends_the_run_with_its_reason():
     run = training()
     run.leave(1, leaving("failed", reason="ValueError: no data"), 4)
-    assert (run.state, run.is_deserted) == ("failed", False)
+    assert (run.record.state, run.record.is_deserted) == ("failed", False)
     run.leave(0, leaving("failed", reason="TrainerLost: trainer 1 failed"), 5)
-    assert str(run.failure) == "trainer 1 failed: ValueError: no data"  # the first failure
-    assert (run.is_deserted, run.ended_at) == (True, 4)
+    assert str(run.record.failure) == "trainer 1 failed: ValueError: no data"  # the first failure
+    assert (run.record.is_deserted, run.ended_at) == (True, 4)
 
 
 @pytest.mark.parametrize(("policy", "is_awaited"), [("fail", False), ("wait", True), ("continue", False)])
@@ -308,18 +312,23 @@ def test_a_trainer_that_was_done_is_lost_if_its_process_fails_then(policy: LossP
     run = training(on_trainer_loss=policy)
     run.leave(0, leaving(), 1)
     run.leave(0, leaving("failed", reason="its process failed with exit code 3"), 2)
-    assert (run.trainers[0].state, run.trainers[0].is_awaited) == ("failed", is_awaited)
-    assert run.trainers[0].why == "trainer 0 failed: its process failed with exit code 3"
-    assert (run.failure is not None) == (policy == "fail")
+    assert (run.record.trainers[0].state, run.record.trainers[0].is_awaited) == ("failed", is_awaited)
+    assert run.record.trainers[0].why == "trainer 0 failed: its process failed with exit code 3"
+    assert (run.record.failure is not None) == (policy == "fail")
 
 
 def test_a_finished_run_stays_finished():
     run = training(1)
     run.leave(0, leaving(), 1)
-    number = run.number
+    number = run.record.number
     run.leave(0, leaving("failed"), 2)
     run.fail(Ended("it exited", code="pserver_lost"), 2)
-    assert (run.state, run.trainers[0].state, run.failure, run.number) == ("finished", "done", None, number)
+    assert (run.record.state, run.record.trainers[0].state, run.record.failure, run.record.number) == (
+        "finished",
+        "done",
+        None,
+        number,
+    )
 
 
 # ---------------------------------------------------------------- another incarnation
@@ -340,27 +349,27 @@ def test_another_incarnation_takes_over_though_it_was_silent_for_a_while(has_dec
         run.declare(1, model(2))
     run.heartbeat(0, alive(), 2 + LEASE)
     run.expire(3 + LEASE, LEASE)
-    number = run.number
+    number = run.record.number
     run.heartbeat(1, alive(2), 4 + LEASE)
     if not has_declared:
-        assert run.targets == {0: 1, 1: 1}  # the others do not go on without it
+        assert run.record.targets == {0: 1, 1: 1}  # the others do not go on without it
         run.declare(1, model(2))
-    assert run.targets == {0: 1, 1: 2}
-    assert run.trainers[1].is_awaited  # it contributes to the open round
-    assert run.number > number
+    assert run.record.targets == {0: 1, 1: 2}
+    assert run.record.trainers[1].is_awaited  # it contributes to the open round
+    assert run.record.number > number
 
 
 def test_another_incarnation_that_was_silent_is_back_though_the_run_continued_without_it():
     run = training(on_trainer_loss="continue")
     run.leave(1, leaving("failed"), 1)
-    assert run.awaited == []
+    assert run.record.awaited == []
     join_run(run, joining("another process", 1), 2)
     run.heartbeat(0, alive(), 2 + LEASE)
     run.expire(3 + LEASE, LEASE)
-    assert run.members == {0: 1}
+    assert run.record.members == {0: 1}
     run.heartbeat(1, alive(2), 4 + LEASE)
     run.declare(1, model(2))
-    assert run.targets == {0: 1, 1: 2}
+    assert run.record.targets == {0: 1, 1: 2}
 
 
 def test_another_incarnation_that_declares_late_is_lost_and_may_still_take_over():
@@ -368,12 +377,12 @@ def test_another_incarnation_that_declares_late_is_lost_and_may_still_take_over(
     limit = run.settings.round_timeout_seconds
     run.expire(3, 10 * limit)
     run.expire(4 + limit, 10 * limit)
-    assert not run.is_over
-    assert "did not declare a model within the round time-out" in run.awaited[0].why
+    assert not run.record.is_over
+    assert "did not declare a model within the round time-out" in run.record.awaited[0].why
     run.heartbeat(1, alive(2), 5 + limit)
-    assert run.awaited  # its heartbeats never stopped
+    assert run.record.awaited  # its heartbeats never stopped
     run.declare(1, model(2))
-    assert (run.awaited, run.targets) == ([], {0: 1, 1: 2})
+    assert (run.record.awaited, run.record.targets) == ([], {0: 1, 1: 2})
 
 
 @pytest.mark.parametrize("policy", ["wait", "continue"])
@@ -384,15 +393,15 @@ def test_another_incarnation_that_never_declares_is_given_up(policy: LossPolicy)
     run.leave(2, leaving(), 1)
     run.leave(1, leaving("failed"), 1)
     join_run(run, joining("another process", 1), 2)
-    assert [t.rank for t in run.undeclared] == [1]
+    assert [t.rank for t in run.record.undeclared] == [1]
     run.expire(2 + round_timeout, 1000)
-    assert run.trainers[1].is_present
+    assert run.record.trainers[1].is_present
     run.expire(3 + round_timeout, 1000)
-    assert "did not declare a model" in run.awaited[0].why
+    assert "did not declare a model" in run.record.awaited[0].why
     run.revive_stuck(set())
-    assert run.awaited
+    assert run.record.awaited
     run.expire(4 + round_timeout + rejoin_timeout, 1000)
-    assert isinstance(run.failure, TrainerLost)
+    assert isinstance(run.record.failure, TrainerLost)
 
 
 def test_another_incarnation_is_not_stuck_in_the_round_of_its_predecessor():
@@ -402,10 +411,10 @@ def test_another_incarnation_is_not_stuck_in_the_round_of_its_predecessor():
         if declare:
             run.declare(1, model(2))
         run.mark_stuck([1], TrainerLost("trainer 1 did not come", ranks=[1]), 3)
-        assert run.members == {0: 1, 1: 2}
-    assert run.targets == {0: 1, 1: 2}
+        assert run.record.members == {0: 1, 1: 2}
+    assert run.record.targets == {0: 1, 1: 2}
     run.leave(1, leaving(incarnation=2), 5)
-    assert run.awaited == []
+    assert run.record.awaited == []
 
 
 @pytest.mark.parametrize(("min_trainers", "still_awaited"), [(1, []), (2, [1])])
@@ -416,10 +425,10 @@ def test_a_run_that_continues_waits_until_it_has_its_minimum_of_trainers(min_tra
     assert awaited(run) == ([1] if min_trainers == 1 else [0, 1])
     join_run(run, joining("another process", 0), 3)
     assert awaited(run) == [1]  # the new process may be busy with imports, or fail in them
-    number = run.number
+    number = run.record.number
     run.declare(0, model(2))
-    assert (awaited(run), run.number > number) == (still_awaited, True)
+    assert (awaited(run), run.record.number > number) == (still_awaited, True)
     if not still_awaited:
-        assert run.targets == {0: 2}
+        assert run.record.targets == {0: 2}
         run.expire(1000, LEASE * 1000)
-        assert run.failure is None
+        assert run.record.failure is None

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ps_protocol.encodings import PIECE, TORCH_DTYPES
 from ps_protocol.frames import parse_frame
 from ps_protocol.plan import make_plan
-from ps_protocol.quantisation import PIECE
-from ps_protocol.routes import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
+from ps_protocol.requests import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver.inspection import read_blocks
@@ -24,7 +24,7 @@ from services.pserver.shard.shard import Shard
 from services.pserver.shard.shard_state import ShardState, reslice
 from trainer_client.transport.destinations import Deltas
 from trainer_client.transport.frame_sink import FrameSink
-from trainer_client.transport.tensors import TORCH_DTYPES, writable_bytes
+from trainer_client.transport.tensors import writable_bytes
 
 from ...soaking import examples
 from .oracle import make_options, make_spec

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ps_protocol.encodings import Part, QuantisedPart, SparsePart
 from ps_protocol.errors import ContributionConflict, StaleRound, TryAgain
 from ps_protocol.frames import DEFAULT_LIMITS, encode_header, parse_frame
 from ps_protocol.plan import make_plan
@@ -27,7 +28,7 @@ from services.pserver.shard.bodies import Body, BufferPool
 from services.pserver.shard.layout import ShardLayout
 from services.pserver.shard.reply import Reply
 from services.pserver.shard.staging import Contribution, Push
-from services.pserver.shard.tensors import Part, QuantisedPart, SparsePart, StagedBlock, check_blocks
+from services.pserver.shard.tensors import StagedBlock, check_blocks
 
 from ...raising import raises_code
 

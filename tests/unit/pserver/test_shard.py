@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ps_protocol.encodings import is_finite
 from ps_protocol.frames import parse_frame
 from ps_protocol.optimizers import OptimizerSpec, StepState
 from ps_protocol.plan import make_plan
@@ -17,7 +18,6 @@ from services.pserver.shard.aggregation import PIECE, Aggregator
 from services.pserver.shard.layout import ShardLayout
 from services.pserver.shard.reply import CHUNK_BYTES
 from services.pserver.shard.shard import Shard
-from services.pserver.shard.tensors import is_finite
 from tests.unit.coordinator.support import defaults
 
 from .oracle import DTYPES, assert_same_bits, average, make_numbers, make_options, make_spec

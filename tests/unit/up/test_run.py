@@ -108,7 +108,7 @@ def test_the_trainer_that_the_cluster_names_is_the_cause(
 def begin_run(folder: Path, *, has_begun: bool = True) -> None:
     cluster = make_cluster()
     train(cluster)
-    cluster.run.has_begun = has_begun
+    cluster.run.record = cluster.run.record.update(has_begun=has_begun)
     RecordFile(folder).write(describe_cluster(cluster))
 
 

@@ -1,9 +1,7 @@
-"""The encoding of a gradient for the wire; the part that the encoding loses is kept, and pushed later.
+"""Error feedback: the part of a gradient that its encoding loses is kept, and pushed later.
 
-Error feedback: Seide et al. 2014, "1-Bit Stochastic Gradient Descent" (Interspeech); Karimireddy et al. 2019, "Error
-Feedback Fixes SignSGD" (arXiv:1901.09847). Scales for groups of elements: Dettmers et al. 2021, "8-bit Optimizers via
-Block-wise Quantization" (arXiv:2110.02861). The largest elements only: Stich et al. 2018, "Sparsified SGD with Memory"
-(arXiv:1809.07599).
+Seide et al. 2014, "1-Bit Stochastic Gradient Descent" (Interspeech); Karimireddy et al. 2019, "Error Feedback Fixes
+SignSGD" (arXiv:1901.09847).
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ps_protocol.quantisation import pieces, quantise
+from ps_protocol.encodings import LOSSY_ENCODERS
 from ps_protocol.vocabulary import Block
 from ps_protocol.wire_types import PushType
 
@@ -29,6 +27,14 @@ class Remainder:
         self.kept = torch.zeros(num_elements, dtype=torch.float32, device="cpu")
         self.next = torch.zeros_like(self.kept)  # what is left once the newest push has been applied
         self.is_pending = False  # there is such a push
+
+    def encode(self, kind: PushType, gradient: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Write the remainder and a flat gradient to its tensors on the wire (`SlicePlan.pushed`).
+
+        The part that these lack becomes the next remainder. A gradient that is not finite leaves none.
+        """
+        LOSSY_ENCODERS[kind](gradient, self.kept, self.next, *tensors)
+        self.is_pending = True
 
     def resolve(self, *, is_applied: bool) -> None:
         """Commit the remainder of the newest push if it was applied, else discard it."""
@@ -64,38 +70,3 @@ class ErrorFeedback:
         """Set all remainders to zero, because the run has gone back."""
         for remainder in self._remainders.values():
             remainder.reset()
-
-
-def encode_gradient(
-    kind: PushType, source: Tensor, remainder: Remainder | None, destinations: Sequence[Tensor]
-) -> None:
-    """Write a flat gradient to its tensors on the wire (`SlicePlan.pushed`).
-
-    The current `remainder` is added to the gradient first, and the part that is not pushed becomes the next remainder.
-    Without `remainder` the gradient is only converted. A gradient that is not finite is pushed unchanged, and leaves no
-    remainder.
-    """
-    if remainder is None:
-        destinations[0].copy_(source)
-        return
-    encode = _quantise if kind == "int8" else _sparsify
-    encode(source, remainder.kept, remainder.next, *destinations)
-    remainder.is_pending = True
-
-
-def _quantise(source: Tensor, kept: Tensor, left: Tensor, integers: Tensor, scales: Tensor) -> None:
-    for elements, groups in pieces(len(source)):
-        torch.add(kept[elements], source[elements], out=left[elements])
-        quantise(left[elements], integers[elements], scales[groups])
-    if not scales.sum().isfinite():
-        left.zero_()
-
-
-def _sparsify(source: Tensor, kept: Tensor, left: Tensor, values: Tensor, indices: Tensor) -> None:
-    torch.add(kept, source, out=left)
-    largest = torch.topk(left.abs(), len(values), sorted=False).indices.sort().values
-    indices.copy_(largest)
-    torch.index_select(left, 0, largest, out=values)
-    left[largest] = 0.0
-    if not values.sum().isfinite():
-        left.zero_()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ps_protocol.quantisation import PIECE, add_delta, dequantise, pieces, quantise
+from ps_protocol.encodings import PIECE, add_delta, dequantise, pieces, quantise
 from ps_protocol.wire_types import GROUP
 
 SIZES = st.sampled_from([1, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 7])

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ps_protocol.quantisation import PIECE
+from ps_protocol.encodings import PIECE, TORCH_DTYPES
 from ps_protocol.vocabulary import Block
 from ps_protocol.wire_types import GROUP, WireTypes
-from trainer_client.client.encoding import ErrorFeedback, Remainder, encode_gradient
-from trainer_client.transport.tensors import TORCH_DTYPES
+from trainer_client.client.error_feedback import ErrorFeedback, Remainder
 
 SIZES = st.sampled_from([1, 2, GROUP - 1, GROUP, GROUP + 1, 5 * GROUP + 3, PIECE, PIECE + GROUP + 5])
 
@@ -30,7 +29,7 @@ def encode(kind: str, gradient: Tensor, error: Tensor, topk: float = 0.1) -> lis
 def encode_with(kind: str, gradient: Tensor, remainder: Remainder, topk: float = 0.1) -> list[Tensor]:
     tensors = WireTypes(push=kind, topk=topk).pushed("w.block0", "F32", len(gradient))
     found = [torch.full((count,), 77).to(TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]
-    encode_gradient(kind, gradient, remainder, found)
+    remainder.encode(kind, gradient, found)
     return found
 
 
