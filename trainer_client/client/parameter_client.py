@@ -91,4 +91,4 @@ class ParameterClient(RunClient):
         """
         if not self.joined.consistency.is_async:
             await self.ask_all(lambda pserver: pserver.barrier(round_, Barrier("fetch")))
-            self.membership.round = max(self.membership.round, round_)
+            self.membership.note_pulled(round_)

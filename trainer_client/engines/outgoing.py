@@ -31,19 +31,24 @@ END_SECONDS = 5.0  # for requests that are given up; they end at once
 class Acknowledged:
     """A flag on the I/O loop: every push of a step was acknowledged, or a push has failed."""
 
-    event: asyncio.Event = field(default_factory=asyncio.Event)
-    succeeded: bool = False
+    _event: asyncio.Event = field(default_factory=asyncio.Event)
+    _succeeded: bool = False
+
+    def resolve(self, *, succeeded: bool) -> None:
+        """Set the flag."""
+        self._succeeded = succeeded
+        self._event.set()
 
     async def wait(self) -> bool:
-        """Wait until the flag is set."""
-        await self.event.wait()
-        return self.succeeded
+        """Wait until the flag is set; return True if all pushes have succeeded."""
+        await self._event.wait()
+        return self._succeeded
 
 
 def nothing_to_wait_for() -> Acknowledged:
     """Return the flag of a step that was pushed."""
-    acknowledged = Acknowledged(succeeded=True)
-    acknowledged.event.set()
+    acknowledged = Acknowledged()
+    acknowledged.resolve(succeeded=True)
     return acknowledged
 
 
@@ -117,14 +122,15 @@ class Outgoing:
 
     async def join(self) -> bool:
         """Wait for all acknowledgements; return True if all pushes were finite. Raises the error of a push."""
+        succeeded = False
         try:
             verdicts = await asyncio.gather(*map(asyncio.wrap_future, self._pushes))
-            self.acknowledged.succeeded = True
+            succeeded = True
         except BaseException:
             await self._end()  # they read the caller's gradients, which may change once this has failed
             raise
         finally:
-            self.acknowledged.event.set()
+            self.acknowledged.resolve(succeeded=succeeded)
         return all(verdicts)
 
     async def _end(self) -> None:

@@ -75,7 +75,7 @@ class Pipeline:
     def forget_versions(self) -> None:
         """Pull all blocks the next time, because the sets were changed."""
         for destination in (one for some in self._memory for one in some):
-            destination.version = None
+            destination.forget_version()
 
     def pull_start(self, version: Round) -> None:
         """Pull `version`, from which the next step starts. Discard all steps and pulls in flight."""

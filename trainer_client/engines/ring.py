@@ -24,7 +24,7 @@ from ps_protocol.vocabulary import Rank
 
 from ..session.session import Session
 from .collective_buffers import FlatBucket, FlatGradients
-from .engine import Contribution, StepProgress
+from .engine import Contribution, StepProgress, note_own_round
 from .local_steps import step_with_gradients
 from .model_tensors import TrainedModel
 from .ring_group import Group, Tally, TallyVector
@@ -243,10 +243,8 @@ class RingEngine:
         if tally.source is not None:
             self._broadcast(self._parameters, tally.source)
             self._has_written = False
-        skipped, grad_norm = [], None
+        grad_norm = None
         if tally.nonfinite:
-            skipped, grad_norm = [round_], None if self._client.max_grad_norm is None else math.nan
-            self._client.metrics.skipped.inc()
             self._log(f"round {round_} was skipped by all trainers: NaN or infinity in gradients of", tally.nonfinite)
         else:
             grad_norm = self._average()
@@ -256,12 +254,8 @@ class RingEngine:
         self._clear_round()
         self._is_midway = False
         self.progress.version = round_
-        if self._has_joined:
-            return
-        outcomes = self._client.outcomes.advance(skipped, None, newest=round_, keep=2)
-        self._client.adopt_results(round_, outcomes, grad_norm)
-        self._client.metrics.rounds.inc()
-        self._client.metrics.round.set(round_)
+        if not self._has_joined:
+            note_own_round(self._client, round_, grad_norm, is_skipped=bool(tally.nonfinite))
 
     @torch.no_grad()
     def _average(self) -> float | None:
