@@ -15,22 +15,33 @@ from .errors import BadInput
 from .fence import MAX_DIGITS, is_decimal
 from .norms import AgreedNorm
 from .optimizers import HyperParameters, OptimizerSpec, check_hyper_parameters
-from .routes import (
-    BARRIER_HEADER,
-    COMPUTED_ON_KEY,
-    GRAD_SCALER_KEY,
-    HAVE_HEADER,
-    HYPER_PARAMETERS_KEY,
-    NORM_HEADER,
-    NUM_BLOCKS_KEY,
-    NUM_SLOTS_KEY,
-    SINCE_KEY,
-    SKIPPED_BEFORE_KEY,
-    SKIPPED_KEY,
-    VERDICT_HEADER,
-    WAIT_HEADER,
-)
 from .vocabulary import Rank, Round
+
+# Headers.
+BARRIER_HEADER = "gradpost-barrier"  # "batch" or "fetch"; on a get or a norm request "batch"
+VERDICT_HEADER = "gradpost-verdict"  # "nonfinite" with a batch barrier whose gradient holds NaN or infinity
+HAVE_HEADER = "gradpost-have"  # on a get in the synchronous mode: the base version, so that only newer blocks are sent
+NORM_HEADER = "gradpost-norm"  # on a get with clipping: see norms.py
+WAIT_HEADER = "gradpost-wait-seconds"  # after which the server answers round_pending
+
+# Metadata of a contribution's last frame.
+NUM_BLOCKS_KEY = "num_blocks"
+HYPER_PARAMETERS_KEY = "hyper_parameters"
+NUM_SLOTS_KEY = "num_slots"
+COMPUTED_ON_KEY = "computed_on"
+
+# Metadata of the answer to a get: in the synchronous mode the outcome of the newest rounds.
+SKIPPED_KEY = "skipped_for"  # the trainers whose gradients were not finite, so that the round was skipped
+SKIPPED_BEFORE_KEY = "skipped_before"  # the same of rounds before it, which `max_delay` lets a trainer miss
+GRAD_SCALER_KEY = "grad_scaler"
+SINCE_KEY = "since"  # blocks that have not changed after this round are left out
+APPLIED_KEY = "applied"  # in asynchronous modes: the number of applied contributions of all trainers
+HISTORY_KEY = "history"  # of a shard between contributions: the newest step of each trainer in it
+
+# Metadata of frames of optimizer state.
+STEPS_KEY = "steps"  # the step count of each block
+STATES_KEY = "states"  # the step states that a state_dict needs; a pushed frame with it holds slots only
+SLOT_NAMES_KEY = "slots"  # the names of all slots
 
 WAIT_SECONDS = 10.0  # how long a pserver holds a request back before it answers which trainers are missing
 MAX_WAIT_SECONDS = 30.0
@@ -40,7 +51,7 @@ MAX_WAIT_SECONDS = 30.0
 class Completion:
     """The announcement of a whole contribution to a pserver, which its last frame carries."""
 
-    num_blocks: int
+    num_blocks: int  # in all frames to this pserver
     hyper_parameters: list[HyperParameters]
     computed_on: Round | None = None  # asynchronous modes: the step after which the parameters were pulled
     num_slots: int = 0  # slots and step states in other frames of the contribution
@@ -167,12 +178,28 @@ def _bad_header(name: str, problem: str, expected: str, actual: str | None) -> B
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """The result of pulling a shard."""
+    """The version in the answer to a get, and the outcome of its round."""
 
     version: Round
     base: Round | None  # blocks that have not changed after it were omitted, and deltas apply to it
     skipped: Mapping[Round, tuple[Rank, ...]]  # skipped rounds among the newest: the ranks with NaN or infinity
     scaler: HyperParameters | None  # the state of the lowest rank's GradScaler in this round
+
+    def to_metadata(self) -> dict[str, str]:
+        """Return the metadata of the outcome.
+
+        >>> Pulled(7, None, {6: (1,), 7: (0,)}, None).to_metadata()
+        {'skipped_for': '[0]', 'skipped_before': '{"6": [1]}'}
+        """
+        before = {round_: ranks for round_, ranks in self.skipped.items() if round_ < self.version}
+        metadata = {}
+        if self.version in self.skipped:
+            metadata[SKIPPED_KEY] = json.dumps(self.skipped[self.version])
+        if before:
+            metadata[SKIPPED_BEFORE_KEY] = json.dumps(before)
+        if self.scaler is not None:
+            metadata[GRAD_SCALER_KEY] = json.dumps(self.scaler)
+        return metadata
 
     @classmethod
     def from_metadata(cls, version: Round, metadata: Mapping[str, str]) -> Pulled:

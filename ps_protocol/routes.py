@@ -1,4 +1,4 @@
-"""The paths of the HTTP API, and the request headers and metadata keys that are not part of the fence."""
+"""The paths of the HTTP API."""
 
 # every service
 HEALTH = "/healthz"
@@ -55,36 +55,3 @@ EVICT = "/v1/trainers/{rank}/evict"
 ROLL_BACK = "/v1/rollback"
 TARGETS = "/v1/targets"
 CHECKPOINTS = "/v1/checkpoints"
-
-# "batch" or "fetch" on a barrier; "batch" on a get or a norm request makes it a batch barrier too
-BARRIER_HEADER = "gradpost-barrier"
-# "nonfinite" with a batch barrier: the trainer's gradient holds NaN or infinity, by itself or a pserver
-VERDICT_HEADER = "gradpost-verdict"
-# on a get in the synchronous mode: the base version that the trainer holds, so that only newer blocks are sent
-HAVE_HEADER = "gradpost-have"
-# on a get with clipping: digest, sum of squares of this pserver, total sum of squares (see norms.py)
-NORM_HEADER = "gradpost-norm"
-# the seconds after which the server answers round_pending
-WAIT_HEADER = "gradpost-wait-seconds"
-
-# metadata of an answer in asynchronous modes: the number of applied contributions of all trainers
-APPLIED_KEY = "applied"
-HISTORY_KEY = "history"  # of a shard between contributions: the newest step of each trainer in it
-# metadata in the synchronous mode: the trainers whose gradients were not finite, so that the round was skipped
-SKIPPED_KEY = "skipped_for"
-SKIPPED_BEFORE_KEY = "skipped_before"  # skipped rounds before it, which `max_delay` lets a trainer miss
-GRAD_SCALER_KEY = "grad_scaler"  # of the lowest rank, for a trainer that joins: the last object of its hyperparameters
-
-SINCE_KEY = "since"  # of an answer without the blocks that have not changed after this round
-
-# metadata of a pushed frame
-NUM_BLOCKS_KEY = "num_blocks"
-HYPER_PARAMETERS_KEY = "hyper_parameters"
-NUM_SLOTS_KEY = "num_slots"  # of a frame with num_blocks: the number of slots and step states in it
-COMPUTED_ON_KEY = "computed_on"  # asynchronous modes: the step after which the parameters were pulled
-
-# metadata of a frame of slots: the step count of each block
-STEPS_KEY = "steps"
-# metadata of a frame of slots: the step states that a state_dict needs; a pushed frame with it holds slots only
-STATES_KEY = "states"
-SLOT_NAMES_KEY = "slots"  # the names of all slots

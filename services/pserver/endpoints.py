@@ -24,8 +24,16 @@ from ps_protocol.fence import FENCE_HEADER, FENCE_PATTERN, Fence
 from ps_protocol.fields import MAX_NAME, MAX_ORDINAL, MAX_TENSORS
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
-from ps_protocol.requests import MAX_WAIT_SECONDS, Barrier, Pull
-from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
+from ps_protocol.requests import (
+    BARRIER_HEADER,
+    HAVE_HEADER,
+    MAX_WAIT_SECONDS,
+    NORM_HEADER,
+    VERDICT_HEADER,
+    WAIT_HEADER,
+    Barrier,
+    Pull,
+)
 
 from .limits import WaitingPulls
 from .pserver import Pserver

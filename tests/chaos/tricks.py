@@ -17,8 +17,8 @@ import httpx
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import PushAnswer
-from ps_protocol.requests import Pull
-from ps_protocol.routes import BARRIER, BARRIER_HEADER, SEND
+from ps_protocol.requests import BARRIER_HEADER, Pull
+from ps_protocol.routes import BARRIER, SEND
 from trainer_client.client.buckets import Payload
 from trainer_client.client.pserver_client import PserverClient
 

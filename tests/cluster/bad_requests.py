@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 
 from ps_protocol import routes
 from ps_protocol.plan import SlicePlan, make_plan
+from ps_protocol.requests import BARRIER_HEADER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec
 
 from .wire import NUMBERS, World, completion, encode_blocks, join_message, model_message
@@ -75,7 +76,7 @@ def honest(path: str, w: World, **changes: Any) -> Request:
     if path in (routes.SEND, routes.INITIAL):
         body = encode_blocks(w.trainer.plan, w.own_blocks(), completion(len(w.own_blocks())))
     if path == routes.BARRIER:
-        headers[routes.BARRIER_HEADER] = "batch"
+        headers[BARRIER_HEADER] = "batch"
     return Request(path, headers=headers, content=body)
 
 

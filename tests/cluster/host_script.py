@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ps_protocol.errors import GradpostError, ModelMismatch, NonFiniteGradient
+from ps_protocol.errors import GradpostError, ModelMismatch
 from tests.cluster.trainer_processes import NUM_HOSTS, PROCESSES, WORLD
 from tests.cluster.training import (
     NET_STEPS,
@@ -24,7 +24,6 @@ from tests.cluster.training import (
     assert_close,
     average,
     change_rates,
-    follow_contract,
     make_optimizer,
     make_parameters,
     set_gradients,
@@ -145,22 +144,6 @@ def scaled(session: Session, *, delay: int = 0, **arguments: Any) -> dict[str, T
     return {"biases": torch.tensor(biases)}
 
 
-def kept(session: Session) -> dict[str, Tensor]:
-    """Save and load in every process, as libraries do; only one of a host has slots."""
-    weight, optimizer = wrap_weight(session, 3, momentum=0.5)
-    optimizer.load_state_dict(optimizer.state_dict())
-    for _ in range(2):
-        step_with(optimizer, weight)
-    saved = optimizer.state_dict()
-    assert (saved["state"] != {}) == (session.rank % 2 == 0)
-    if session.rank == 0:  # which has the lowest rank's
-        saved["state"][0]["momentum_buffer"].zero_()
-    optimizer.load_state_dict(saved)
-    step_with(optimizer, weight)
-    assert weight.tolist() == [-1.0 - 1.5 - 1.0] * 3  # the momentum was set to 0
-    return {}
-
-
 def sharing(session: Session) -> dict[str, Tensor]:
     """Train beside a process group of the script, of all processes."""
     dist.init_process_group("gloo")
@@ -172,27 +155,6 @@ def sharing(session: Session) -> dict[str, Tensor]:
     dist.destroy_process_group()
     assert weight.tolist() == [-4.5] * 3
     assert total.item() == WORLD**3
-    return {}
-
-
-def refused(session: Session) -> dict[str, Tensor]:
-    """Push a NaN, which is refused for all processes of the host; corrected, it may be tried again."""
-    weight, optimizer = wrap_weight(session, 4)
-    num_refused = 0
-    for round_ in (1, 2, 3):
-        weight.grad = torch.full((4,), float(round_))
-        if session.rank == 3 and round_ == 2:
-            weight.grad[1] = float("nan")
-        try:
-            optimizer.step()
-        except NonFiniteGradient as error:
-            assert "trainer 1" in str(error)  # noqa: PT017
-            num_refused += 1
-            weight.grad.fill_(float(round_))
-            optimizer.step()
-        assert optimizer.round == round_
-    assert num_refused == (session.rank >= 2)
-    assert weight.tolist() == [-6.0] * 4
     return {}
 
 
@@ -255,13 +217,10 @@ IN_SYNC: dict[str, Callable[[Session], dict[str, Tensor]]] = {
     "all start from the same buffers": start,
     "the scale is the same in all processes": scaled,
     "the scale is the same with overlap": partial(scaled, overlap=True),
-    "checkpoints of scripts have slots in one process": kept,
     "a script's own process group stays its own": sharing,
-    "a gradient that is refused is refused for the host": refused,
     "another gradient after a step that failed is refused for the host": broken_off,
     "different models are refused in all processes": different,
     "all processes get the mean of the first processes' buffers": averaging,
-    "the engines follow the contract": follow_contract,
 }
 WORK = {**IN_SYNC, "delayed": delayed, "scaled with delay": partial(scaled, delay=1)}
 

@@ -162,8 +162,6 @@ def test_gradients_of_dropped_passes_do_not_count(own_cluster: StartCluster, str
             if num_passes == 3:
                 optimizer.step()
             optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match=r"the session is closed.*call step\(\) before close\(\)"):
-            session.close() or optimizer.step()
         return float(weight.unique().item())
 
     assert run_all(own_cluster(strategy=strategy), work) == [-9.0, -9.0]

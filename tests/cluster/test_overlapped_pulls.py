@@ -80,19 +80,6 @@ def late(request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]
     return send
 
 
-def test_gradients_may_be_reused_as_soon_as_the_step_has_ended(session: Session) -> None:
-    model = nn.Linear(200, 200, bias=False)
-    nn.init.zeros_(model.weight)
-    optimizer = wrap_model(session, model, lr=1.0, **BOTH)
-    session.client.push = late(session.client.push)
-    for _ in range(3):
-        model(torch.ones(200)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    optimizer.synchronize()
-    assert torch.equal(model.weight, torch.full((200, 200), -3.0))
-
-
 def look_at_state(model: Net, optimizer: RemoteOptimizer) -> dict[str, Tensor]:
     return {name: model.state_dict()[name].clone() for name, _ in model.named_parameters()}
 

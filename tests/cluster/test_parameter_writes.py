@@ -17,7 +17,7 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
-from .training import assert_identical, run_all, seeded, step_with, values, wrap_model
+from .training import assert_identical, run_all, seeded, values
 
 pytestmark = pytest.mark.cluster
 STEPS = 6
@@ -194,21 +194,6 @@ def test_values_that_are_put_back_change_nothing(pair: LocalCluster) -> None:
     expected = run_all(pair, partial(train, swaps=False))
     for found, wanted in zip(swapped, expected, strict=True):
         assert_identical(found, wanted)
-
-
-def test_the_lowest_rank_that_writes_counts(pair: LocalCluster, ring: LocalCluster) -> None:
-    def train(session: Session) -> dict[str, Tensor]:
-        model = make_model(seed=1)
-        optimizer = wrap_model(session, model, lr=1.0)
-        optimizer.step()
-        with optimizer.write_parameters(), torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(session.rank + 3)
-        step_with(optimizer, *model.parameters())
-        return values(model)
-
-    for found in run_all(pair, train) + run_all(ring, train):
-        assert {value for tensor in found.values() for value in tensor.flatten().tolist()} == {2.0}
 
 
 def test_parameters_stay_those_of_the_wrap(session: Session) -> None:

@@ -27,7 +27,6 @@ from .training import (
     assert_close,
     assert_identical,
     change_rates,
-    follow_contract,
     make_optimizer,
     make_parameters,
     run_all,
@@ -70,11 +69,6 @@ def test_the_results_are_those_of_the_pservers(ring: LocalCluster, pair: LocalCl
     actual = run_all(ring, work, **SMALL)
     assert_identical(actual[0], actual[1])
     assert_close(actual[0], run_all(pair, work)[0], ROUNDING, ROUNDING)
-
-
-def test_the_engines_of_pservers_and_of_a_ring_follow_the_contract(ring: LocalCluster, pair: LocalCluster) -> None:
-    for cluster in (ring, pair):
-        run_all(cluster, follow_contract)
 
 
 @pytest.mark.parametrize("kind", NET_OPTIMIZERS)
@@ -255,9 +249,8 @@ def nan_in_round_2(session: Session, *, overlap: bool = False) -> list[float]:
     return weight.tolist()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_under_reject_all_wait_for_another_gradient(ring: LocalCluster, overlap: bool) -> None:
-    assert run_all(ring, partial(nan_in_round_2, overlap=overlap)) == [[-10.0] * 4] * 2
+def test_under_reject_all_wait_for_another_gradient_also_with_overlap(ring: LocalCluster) -> None:
+    assert run_all(ring, partial(nan_in_round_2, overlap=True)) == [[-10.0] * 4] * 2
 
 
 def test_under_skip_round_no_trainer_steps(skipping: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,15 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel
 from ps_protocol.optimizers import check_optimizer
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.engines.engine import Contribution, StepProgress
 from trainer_client.testing import LocalCluster
 
 from . import training_script
@@ -331,43 +328,6 @@ def start_everywhere(session: Session) -> dict[str, Tensor]:
                 tensor.fill_(session.rank + 5)
     RemoteOptimizer(torch.optim.SGD(model[:2].parameters(), lr=0.1), model=model, session=session)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-# ---------------------------------------------------------------------- engines
-
-
-def follow_contract(session: Session) -> dict[str, Tensor]:
-    """Call each method of an engine, and check what all of them promise. All processes return the same."""
-    weight, optimizer = wrap_weight(session, 4, 3)
-    engine, mean = optimizer._engine, (session.world_size + 1) / 2
-    gradient = torch.full((12,), session.rank + 1.0)
-    contribution = Contribution({"weight": gradient}, optimizer._work.hyperparameters())
-    assert engine.progress == StepProgress()
-
-    engine.step(contribution)
-    assert engine.progress == StepProgress(begun=1, version=1)
-    assert weight.unique().tolist() == [-mean]
-    assert not engine.synchronize()  # no step is on its way
-
-    engine.add_gradient("weight", gradient)
-    engine.step(contribution)
-    assert weight.unique().tolist() == [-2 * mean]
-
-    weight.data = weight.data.clone()
-    engine.follow_parameters()
-    engine.step(contribution)
-    assert weight.unique().tolist() == [-3 * mean]  # the new memory
-
-    values = weight.data
-    weight.data = values.double()
-    with pytest.raises(BadModel, match="'weight' has another shape or dtype"):
-        optimizer.step()
-    weight.data = values.fill_(5.0)
-    engine.replace_values({"weight"})
-    engine.step(contribution)
-    assert weight.unique().tolist() == [5 - mean]
-    assert engine.progress == StepProgress(begun=4, version=4)
-    return {"weight": weight.detach().clone()}
 
 
 # ---------------------------------------------------------------------- training_script.py

@@ -17,22 +17,19 @@ from ps_protocol.frames import DTYPE_BYTES, encode_header
 from ps_protocol.messages import DeclareModel, PlanReady, TrainerJoined
 from ps_protocol.optimizers import RULES
 from ps_protocol.plan import SlicePlan
+from ps_protocol.requests import BARRIER_HEADER, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY, WAIT_HEADER
 from ps_protocol.routes import (
     BARRIER,
-    BARRIER_HEADER,
     DECLARE_MODEL,
     GET,
-    HYPER_PARAMETERS_KEY,
     INITIAL,
     JOIN_TRAINER,
     LEAVE,
     METRICS,
-    NUM_BLOCKS_KEY,
     PLAN,
     SEND,
     STATE,
     STATUS,
-    WAIT_HEADER,
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Block
 from trainer_client.testing import LocalCluster

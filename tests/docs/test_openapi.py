@@ -16,6 +16,7 @@ from ps_protocol import routes
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE
 from ps_protocol.fence import FENCE_HEADER, Fence
 from ps_protocol.norms import AgreedNorm, ShardNorm
+from ps_protocol.requests import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.runtime.scopes import ROUTE_SCOPES
 
@@ -131,10 +132,10 @@ def test_the_fence_is_required(pserver: Document) -> None:
     for method, path in FENCED:
         headers = {p["name"]: p["required"] for p in pserver["paths"][path][method]["parameters"]}
         assert headers.items() >= dict.fromkeys(HEADERS, True).items()
-        of_a_barrier = {routes.BARRIER_HEADER: True, routes.VERDICT_HEADER: False}
+        of_a_barrier = {BARRIER_HEADER: True, VERDICT_HEADER: False}
         more = {routes.BARRIER: of_a_barrier} | {
             route: dict.fromkeys(optional, False)
-            for route, optional in ((routes.GET, {*OPTIONAL, routes.HAVE_HEADER}), (routes.NORM, OPTIONAL))
+            for route, optional in ((routes.GET, {*OPTIONAL, HAVE_HEADER}), (routes.NORM, OPTIONAL))
         }
         assert headers == dict.fromkeys(HEADERS, True) | more.get(path, {})
 
@@ -142,7 +143,7 @@ def test_the_fence_is_required(pserver: Document) -> None:
 def test_headers_match_their_described_patterns(pserver: Document) -> None:
     by_name = {p["name"]: p["schema"] for p in pserver["paths"][routes.GET]["post"]["parameters"]}
     norm = AgreedNorm(ShardNorm("5f0c", 1e-7), math.inf).to_header()
-    for name, value in {**HEADERS, routes.NORM_HEADER: norm}.items():
+    for name, value in {**HEADERS, NORM_HEADER: norm}.items():
         assert re.fullmatch(by_name[name]["pattern"], value)
         assert not re.search(by_name[name]["pattern"], "é")
     with raises_code("bad_header"):
@@ -150,4 +151,4 @@ def test_headers_match_their_described_patterns(pserver: Document) -> None:
     assert not re.search(by_name[FENCE_HEADER]["pattern"], HEADERS[FENCE_HEADER] + "9" * 19)
 
 
-OPTIONAL = (routes.BARRIER_HEADER, routes.VERDICT_HEADER, routes.NORM_HEADER, routes.WAIT_HEADER)
+OPTIONAL = (BARRIER_HEADER, VERDICT_HEADER, NORM_HEADER, WAIT_HEADER)

@@ -12,10 +12,10 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from ps_config.tokens import SCOPES
-from ps_protocol import routes
 from ps_protocol.fence import FENCE_HEADER, Fence
 from ps_protocol.optimizers import RULES
 from ps_protocol.plan import SlicePlan
+from ps_protocol.requests import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
 from services.runtime.scopes import DOCS, OPENAPI, ROUTE_SCOPES, needed_scope
 
 from .apps import run_coordinator, run_pserver
@@ -33,7 +33,7 @@ def test_headers() -> None:
     before = [codes(row["version 1"]) for row in table(section(TEXT, "Changes from version 1"), "version 1")]
     assert [f"gradpost-{field.name.replace('_', '-')}" for field in fields(Fence)] in before
     assert [codes(row["header"])[0] for row in others] == [
-        routes.BARRIER_HEADER, routes.VERDICT_HEADER, routes.HAVE_HEADER, routes.NORM_HEADER, routes.WAIT_HEADER,
+        BARRIER_HEADER, VERDICT_HEADER, HAVE_HEADER, NORM_HEADER, WAIT_HEADER,
     ]  # fmt: skip
 
 
@@ -57,9 +57,11 @@ def test_optimizers() -> None:
 # ---------------------------------------------------------------------- messages
 
 
+SHOWN = examples(section(read("protocol-reference.md"), "Examples"), "json")
+
+
 def test_every_message_has_an_example_that_can_be_read_again() -> None:
-    shown = examples(section(read("protocol-reference.md"), "Examples"), "json")
-    for block, example in zip(shown, EXAMPLES, strict=True):
+    for block, example in zip(SHOWN, EXAMPLES, strict=True):
         assert TypeAdapter(type(example)).validate_json(block.text) == example
     assert {type(message) for example in EXAMPLES for message in messages_in(example)} >= {*list_messages()}
 

@@ -23,17 +23,8 @@ from hypothesis.errors import Unsatisfiable
 from ps_protocol.errors import ERRORS, PROBLEM_CONTENT_TYPE
 from ps_protocol.fence import FENCE_HEADER
 from ps_protocol.frames import CONTENT_TYPE
-from ps_protocol.routes import (
-    DECLARE_MODEL,
-    EVENT_STREAM,
-    EVICT,
-    JOIN_TRAINER,
-    PAUSE,
-    RATE,
-    RESUME,
-    ROLL_BACK,
-    WAIT_HEADER,
-)
+from ps_protocol.requests import WAIT_HEADER
+from ps_protocol.routes import DECLARE_MODEL, EVENT_STREAM, EVICT, JOIN_TRAINER, PAUSE, RATE, RESUME, ROLL_BACK
 from trainer_client.testing import LocalCluster
 
 from ..cluster.bad_requests import LIMITS, MIB

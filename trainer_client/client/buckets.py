@@ -6,7 +6,7 @@ A bucket is only packaging and may differ between tries; what counts is the bloc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ps_protocol.encodings import TORCH_DTYPES
 from ps_protocol.frames import encode_header
-from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import Completion
-from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex, Round
+from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex
 from ps_protocol.wire_types import PushType, WireTensor
 
 from ..transport.tensors import has_wire_layout, writable_bytes
@@ -125,14 +124,10 @@ class Bucket:
         return tuple(part for part in parts if len(part))
 
 
-def describe_push(
-    shard: Sequence[Bucket],
-    hyper_parameters: list[HyperParameters],
-    computed_on: Round | None = None,
-    num_slots: int = 0,
-) -> Completion:
-    """Return the metadata of the last frame of a contribution, whose buckets are filled."""
-    return Completion(sum(len(bucket.present) for bucket in shard), hyper_parameters, computed_on, num_slots)
+def describe_push(shard: Sequence[Bucket], completion: Completion, num_slots: int = 0) -> dict[str, str]:
+    """Return the metadata of the last frame of a contribution to a pserver, whose buckets are filled."""
+    num_blocks = sum(len(bucket.present) for bucket in shard)
+    return replace(completion, num_blocks=num_blocks, num_slots=num_slots).to_metadata()
 
 
 def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback | None = None) -> list[list[Bucket]]:

@@ -8,7 +8,7 @@ import copy
 import secrets
 import ssl
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 import httpx
@@ -62,7 +62,7 @@ class Membership:
         self.results: dict[str, float] = {}
         self.failure: GradpostError | None = None  # that ended the run
         self.news = News()
-        self.links: dict[PserverIndex, LinkMeter] = {}
+        self.links: Mapping[PserverIndex, LinkMeter] = {}
         self._waits = Waits()
         self._settings = settings
         self._http = http
@@ -97,6 +97,22 @@ class Membership:
         """Adopt the leader's place in the run, without heartbeats. Called by the follower processes of a host."""
         self.joined = joined
         self.log = make_log(run=joined.run, trainer=joined.rank, process=process)
+
+    def adopt_round(self, round_: Round) -> None:
+        """Report this round as the newest with the heartbeats, also after a rollback to it."""
+        self.round = round_
+
+    def note_pulled(self, round_: Round) -> None:
+        """Note a round that was pulled from every pserver, and may not be the newest one."""
+        self.round = max(self.round, round_)
+
+    def report_results(self, results: Mapping[str, float]) -> None:
+        """Report the newest numbers of the script with the heartbeats."""
+        self.results.update(results)
+
+    def report_links(self, links: Mapping[PserverIndex, LinkMeter]) -> None:
+        """Report the measured links to the pservers with the heartbeats."""
+        self.links = links
 
     @contextlib.contextmanager
     def reporting_wait(self) -> Iterator[None]:

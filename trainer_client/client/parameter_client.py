@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ps_protocol.encodings import TORCH_DTYPES
 from ps_protocol.optimizers import HyperParameters
-from ps_protocol.requests import Barrier
+from ps_protocol.requests import Barrier, Completion
 from ps_protocol.vocabulary import Round
 
 from ..transport.tensors import writable_bytes
@@ -54,13 +54,13 @@ class ParameterClient(RunClient):
         """
         flat = self.flatten(gradients)
         is_async = self.joined.consistency.is_async
-        computed_on = self.membership.round if is_async else None
+        completion = Completion(0, hyper_parameters, self.membership.round if is_async else None)
         frames = []
         size = self.settings.chosen_bucket_bytes
         for shard in make_buckets(self.plan, bucket_bytes=size, feedback=self.feedback):
             for bucket in shard:
                 bucket.fill(flat)
-            last = shard[-1].frame(describe_push(shard, hyper_parameters, computed_on).to_metadata())
+            last = shard[-1].frame(describe_push(shard, completion))
             frames.append([bucket.frame() for bucket in shard[:-1] if bucket.present] + [last])
         self.begin_round(round_)
         self._is_finite = await self.push_all(round_, frames)
@@ -91,4 +91,4 @@ class ParameterClient(RunClient):
         """
         if not self.joined.consistency.is_async:
             await self.ask_all(lambda pserver: pserver.barrier(round_, Barrier("fetch")))
-            self.membership.round = max(self.membership.round, round_)
+            self.membership.note_pulled(round_)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
@@ -20,7 +19,7 @@ from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import StepState, read_states
-from ps_protocol.requests import Barrier, Pull, Pulled
+from ps_protocol.requests import SLOT_NAMES_KEY, STATES_KEY, Barrier, Pull, Pulled
 from ps_protocol.vocabulary import Round
 
 from ..transport.destinations import ShardDestination
@@ -74,14 +73,14 @@ class PserverClient:
             await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
             asked = perf_counter()
             response = await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
-            self.link.round_trip_seconds = perf_counter() - asked
-            self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
+            is_local = response.extensions.get(LOCAL_EXTENSION, False)
+            self.link.note_answer(is_local=is_local, round_trip_seconds=perf_counter() - asked)
 
         await connection.request_with_retry(routes.HEALTH, attempt)
 
     def go_back(self, attempt: int) -> None:
         """Follow the run to its newest attempt, and forget the pushes of the one before."""
-        self.connection.fence = replace(self.connection.fence, attempt=attempt)
+        self.connection.follow_attempt(attempt)
         self._kept.clear()
 
     # ------------------------------------------------------------------ pushes
@@ -152,7 +151,7 @@ class PserverClient:
         headers = {**connection.fence.at_round(round_).to_headers(), **headers}
         response = await connection.exchange.send("POST", connection.url(route), headers, body=body)
         raise_for_problem(response)
-        self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
+        self.link.note_answer(is_local=response.extensions.get(LOCAL_EXTENSION, False))
         return kind.model_validate_json(response.content)
 
     # ------------------------------------------------------------------ frames
@@ -194,8 +193,8 @@ class PserverClient:
     async def describe_optimizer_state(self, round_: Round) -> HeldState:
         """Return the step states and the names of the slots after a round that this trainer has pulled."""
         metadata = (await self._fetch("POST", routes.SLOTS, Pull(round_), ShardDestination({}))).metadata
-        names = json.loads(metadata[routes.SLOT_NAMES_KEY])
-        return HeldState(read_states(metadata[routes.STATES_KEY]), frozenset(names))
+        names = json.loads(metadata[SLOT_NAMES_KEY])
+        return HeldState(read_states(metadata[STATES_KEY]), frozenset(names))
 
     async def get_optimizer_state(self, round_: Round, slots: Mapping[str, memoryview]) -> None:
         """Fetch slots (`{slot}/{block}` -> its writable bytes) as of this round."""

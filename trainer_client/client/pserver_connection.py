@@ -89,6 +89,10 @@ class PserverConnection:
             self.info = info
             self.fence = replace(self.fence, pserver_incarnation=info.incarnation)
 
+    def follow_attempt(self, attempt: int) -> None:
+        """Send all further requests for this attempt of the run."""
+        self.fence = replace(self.fence, attempt=attempt)
+
     async def request_with_retry(
         self, route: str, attempt: Callable[[], Awaitable[T]], push_again: Callable[[], Awaitable[bool]] | None = None
     ) -> T:
@@ -160,9 +164,8 @@ class _Retries:
         connection = self._connection
         news, info = connection.news, connection.info
         self._num_unanswered += 1
-        news.failing.setdefault(info.index, (info.incarnation, asyncio.get_running_loop().time()))
-        if isinstance(error, GatewayPage):
-            news.pages[info.index] = str(error)
+        page = str(error) if isinstance(error, GatewayPage) else None
+        news.mark_unreachable(info, asyncio.get_running_loop().time(), page)
         if self._silence.is_exhausted() and not connection.is_coordinator_reachable():
             raise Unreachable(
                 f"pserver {info.index} at {info.address} could not be reached for {connection.retry_seconds:g} s: "
@@ -201,7 +204,7 @@ class _Retries:
         if self._is_refused_for_long() and (has_lost_rounds or not connection.is_coordinator_reachable()):
             raise answer
         if has_lost_rounds:
-            news.ahead_of[connection.info.index] = incarnation
+            news.mark_ahead_of(connection.info.index, incarnation)
         self._count(answer.code)
         await news.wait_for_heartbeat(NEWS_SECONDS)
 

@@ -75,7 +75,7 @@ class RunClient:
         self.pservers: list[PserverClient] = []
         self.is_declared = False  # all trainers have declared the same, and there is a plan
         self.unfinished: set[asyncio.Task[Any]] = set()  # steps that are on their way
-        self.at_leave: list[Callable[[], None]] = []  # called once the run was left
+        self._at_leave: list[Callable[[], None]] = []
         self._pushed_round: Round = 0  # the newest that something was pushed for
         self._begun_round: Round = 0  # the newest that some pserver may have counted this trainer in
         self.feedback = ErrorFeedback()
@@ -83,7 +83,7 @@ class RunClient:
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
         token = self.settings.sent_token
-        self._token = None if token is None else TokenPair(token, self._warn)
+        self._token = None if token is None else TokenPair(token, lambda line: self.log.warning(line))
         self._control = make_control_client(self.settings.client_tls, self._token)
         self._bulk: dict[tuple[bool, str | None], Exchange] = {}
         self.start: Round = 1  # the first round that this trainer pushes for
@@ -147,10 +147,8 @@ class RunClient:
 
     def adopt_results(self, round_: Round, outcomes: Outcomes, grad_norm: float | None) -> None:
         """Adopt the results of a round that this client has not pulled: in a ring, or from a host's leader."""
-        self.membership.round, self.outcomes, self.grad_norm = round_, outcomes, grad_norm
-
-    def _warn(self, line: str) -> None:
-        self.log.warning(line)
+        self.membership.adopt_round(round_)
+        self.outcomes, self.grad_norm = outcomes, grad_norm
 
     async def declare(
         self,
@@ -186,9 +184,8 @@ class RunClient:
         self.must_upload = ready.uploader == self.joined.rank and ready.start == 1
         self.start, self.nonfinite, self.rendezvous = ready.start, ready.nonfinite, ready.rendezvous
         self.max_grad_norm = ready.max_grad_norm
-        self.membership.round = ready.start - 1
-        news = self.membership.news
-        news.attempt = news.newest_attempt = ready.attempt
+        self.membership.adopt_round(ready.start - 1)
+        self.membership.news.begin_attempt(ready.attempt)
         for info in ready.pservers:
             fence = Fence(
                 protocol=PROTOCOL_VERSION,
@@ -206,17 +203,16 @@ class RunClient:
                 fence,
                 self._bulk_client,
                 self.metrics,
-                news,
+                self.membership.news,
                 retry_seconds=settings.retry_seconds,
                 deadline_seconds=self.joined.round_timeout_seconds + 30,
             )
             self.pservers.append(PserverClient(connection, max_delay=self.joined.consistency.max_delay))
-        links = self.membership.links = {pserver.index: pserver.link for pserver in self.pservers}
-        self.metrics.local_pservers.set_function(lambda: sum(link.is_local for link in links.values()))
+        self.membership.report_links({pserver.index: pserver.link for pserver in self.pservers})
+        self.metrics.local_pservers.set_function(lambda: sum(pserver.link.is_local for pserver in self.pservers))
         self.is_declared = True
-        if ready.start > 1:
-            text = f"continuing run {ready.run} at round {ready.start - 1}"
-            self.log.info(f"{text}: a script that counts its own steps begins there")
+        if (done := ready.start - 1) > 0:
+            self.log.info(f"continuing run {ready.run} at round {done}: a script that counts its steps begins there")
         with contextlib.suppress(RolledBack):  # what is done next meets it again
             await self.ask_all(lambda pserver: pserver.warm_up())
         return self.plan
@@ -241,13 +237,18 @@ class RunClient:
             self.uploader = news.uploader
         self.feedback.reset()
         self.outcomes = Outcomes()
-        self._pushed_round = self._begun_round = self.membership.round = news.resume
+        self.membership.adopt_round(news.resume)
+        self._pushed_round = self._begun_round = news.resume
         self.must_upload = news.uploader == self.joined.rank
         return news.resume
 
     def begin_round(self, round_: Round) -> None:
         """Note that pservers may count this trainer in the round: leaving before its end is a failure."""
         self._begun_round = round_
+
+    def call_at_leave(self, close: Callable[[], None]) -> None:
+        """Call `close` once this trainer has left the run."""
+        self._at_leave.append(close)
 
     async def finish(self) -> None:
         """Wait until every step that has begun is pulled, or has failed."""
@@ -262,7 +263,7 @@ class RunClient:
         if outcome == "done" and self._begun_round > self.membership.round:
             outcome, reason = "failed", f"it left in the middle of round {self._begun_round}"
         await self.membership.leave(outcome, reason)
-        for close in self.at_leave:
+        for close in self._at_leave:
             close()
         await self._control.aclose()
         for exchange in self._bulk.values():
@@ -374,9 +375,7 @@ class RunClient:
         blocks that have a destination are pulled. Without deltas `on_block` is called with the name of each complete
         block.
         """
-        bases = [destination.version for destination in destinations]
-        for destination in destinations:
-            destination.version = None  # until the pull has succeeded
+        bases = [destination.forget_version() for destination in destinations]  # until the pull has succeeded
 
         async def get(index: int, norm: AgreedNorm | None) -> Pulled:
             destination = destinations[index]
@@ -387,10 +386,10 @@ class RunClient:
         indices = [index for index, one in enumerate(destinations) if one.blocks or not is_partial]
         pulled = await self._get_all(Pull(round_, barrier), indices, get)
         for index, one in zip(indices, pulled, strict=True):
-            destinations[index].version = one.version
+            destinations[index].note_pulled(one.version)
         self._note_results(round_, pulled)
         if not is_partial:
-            self.membership.round = max(self.membership.round, round_)
+            self.membership.note_pulled(round_)
 
     async def _get_all(
         self,

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ps_protocol.optimizers import HyperParameters
+from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import Round
+
+from ..client.run_client import RunClient
 
 
 class Contribution(NamedTuple):
     """The part of one trainer, or one process, in a step."""
 
     gradients: Mapping[str, Tensor]  # by parameter name, of shape (numel,); parameters without a gradient are left out
-    hyperparameters: list[HyperParameters]  # of each group; and the state of a GradScaler, if there is one
+    completion: Completion = Completion(0, [])  # its numbers of blocks and slots are set for each pserver
     is_finite: bool = True  # False: the gradients have overflowed, and were cleared
 
 
@@ -68,3 +71,14 @@ class StepEngine(Protocol):
 
     def synchronize(self) -> bool:
         """Wait for the newest step's parameters; return True if any parameter was written."""
+
+
+def note_own_round(client: RunClient, round_: Round, grad_norm: float | None, *, is_skipped: bool) -> None:
+    """Note the results of a round in which the trainer has stepped itself, or has skipped the step."""
+    if is_skipped:
+        client.metrics.skipped.inc()
+        grad_norm = None if client.max_grad_norm is None else math.nan
+    outcomes = client.outcomes.advance([round_] if is_skipped else [], None, newest=round_, keep=2)
+    client.adopt_results(round_, outcomes, grad_norm)
+    client.metrics.rounds.inc()
+    client.metrics.round.set(round_)

@@ -188,13 +188,13 @@ class HostFollower:
     def step(self, contribution: Contribution) -> None:
         """Implement `StepEngine.step`. Process 0 decides the hyperparameters. Raises the errors of process 0, too."""
         gradients = contribution.gradients
-        self.progress.begun += 1
         self._gradients.check(gradients)
         self._gradients.send_rest(gradients)
         absent = [index for index, name in enumerate(self._names) if name not in gradients]
         self._host.send("step", absent=absent, is_finite=contribution.is_finite)
         self._host.finish_with_leader()
         self._gradients.clear()
+        self.progress.begun += 1
         self._receive_result()
 
     def synchronize(self) -> bool:
@@ -206,7 +206,11 @@ class HostFollower:
         return True
 
     def _receive_result(self) -> None:
-        [result] = self._host.receive("result")
+        try:
+            [result] = self._host.receive("result")
+        except BaseException:
+            self.progress.begun = self.progress.version  # as in process 0: a step that fails takes later ones along
+            raise
         self.progress.num_rollbacks += result["begun"] < self.progress.begun
         self.progress.begun = result["begun"]
         self._receive_values(self._values, result)

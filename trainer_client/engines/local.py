@@ -17,7 +17,7 @@ from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.norms import clip_coefficient
 
 from ..session.session import Session
-from .engine import Contribution, StepProgress
+from .engine import Contribution, StepProgress, note_own_round
 from .local_steps import LocalSteps, step_with_gradients
 from .model_tensors import TrainedModel
 
@@ -59,18 +59,11 @@ class LocalEngine:
         if client.nonfinite != "allow":
             culprit = next((name for name, g in contribution.gradients.items() if not is_finite(g)), None)
             if culprit is not None and client.nonfinite == "reject":
-                raise NonFiniteGradient(f"the gradient of {culprit!r} contains NaN or infinity in round {round_}")
+                raise NonFiniteGradient(f"NaN or infinity in the gradient of {culprit!r} in round {round_}")
             is_skipped = client.nonfinite == "skip_round" and (culprit is not None or not contribution.is_finite)
-        if is_skipped:
-            client.metrics.skipped.inc()
-            grad_norm = None if client.max_grad_norm is None else math.nan
-        else:
-            grad_norm = self._apply(contribution.gradients)
+        grad_norm = None if is_skipped else self._apply(contribution.gradients)
         self.progress.begun = self.progress.version = round_
-        skipped = [round_] if is_skipped else []
-        client.adopt_results(round_, client.outcomes.advance(skipped, None, newest=round_, keep=2), grad_norm)
-        client.metrics.rounds.inc()
-        client.metrics.round.set(round_)
+        note_own_round(client, round_, grad_norm, is_skipped=is_skipped)
 
     @torch.no_grad()
     def _apply(self, gradients: Mapping[str, Tensor]) -> float | None:

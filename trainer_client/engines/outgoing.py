@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ps_protocol.errors import GradpostError
-from ps_protocol.optimizers import HyperParameters
+from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import PserverIndex, Round
 
 from ..client.buckets import Bucket, Payload, describe_push
@@ -31,19 +31,24 @@ END_SECONDS = 5.0  # for requests that are given up; they end at once
 class Acknowledged:
     """A flag on the I/O loop: every push of a step was acknowledged, or a push has failed."""
 
-    event: asyncio.Event = field(default_factory=asyncio.Event)
-    succeeded: bool = False
+    _event: asyncio.Event = field(default_factory=asyncio.Event)
+    _succeeded: bool = False
+
+    def resolve(self, *, succeeded: bool) -> None:
+        """Set the flag."""
+        self._succeeded = succeeded
+        self._event.set()
 
     async def wait(self) -> bool:
-        """Wait until the flag is set."""
-        await self.event.wait()
-        return self.succeeded
+        """Wait until the flag is set; return True if all pushes have succeeded."""
+        await self._event.wait()
+        return self._succeeded
 
 
 def nothing_to_wait_for() -> Acknowledged:
     """Return the flag of a step that was pushed."""
-    acknowledged = Acknowledged(succeeded=True)
-    acknowledged.event.set()
+    acknowledged = Acknowledged()
+    acknowledged.resolve(succeeded=True)
     return acknowledged
 
 
@@ -87,8 +92,7 @@ class Outgoing:
     def complete(
         self,
         gradients: Mapping[str, Tensor],
-        numbers: list[HyperParameters],
-        computed_on: Round | None,
+        completion: Completion,
         slots: Sequence[StateFrames] | None = None,
     ) -> None:
         """Push the remaining buckets, without parameters that have no gradient. `slots` are pushed, too."""
@@ -102,7 +106,7 @@ class Outgoing:
             bucket.fill(gradients, borrow=self._borrow)
             if bucket is shard[-1]:
                 num_slots = slots[bucket.pserver].num_slots if slots else 0
-                self._push(bucket, bucket.frame(describe_push(shard, numbers, computed_on, num_slots).to_metadata()))
+                self._push(bucket, bucket.frame(describe_push(shard, completion, num_slots)))
             elif bucket.present:
                 self._push(bucket, bucket.frame())
 
@@ -118,14 +122,15 @@ class Outgoing:
 
     async def join(self) -> bool:
         """Wait for all acknowledgements; return True if all pushes were finite. Raises the error of a push."""
+        succeeded = False
         try:
             verdicts = await asyncio.gather(*map(asyncio.wrap_future, self._pushes))
-            self.acknowledged.succeeded = True
+            succeeded = True
         except BaseException:
             await self._end()  # they read the caller's gradients, which may change once this has failed
             raise
         finally:
-            self.acknowledged.event.set()
+            self.acknowledged.resolve(succeeded=succeeded)
         return all(verdicts)
 
     async def _end(self) -> None:

@@ -75,7 +75,7 @@ class Pipeline:
     def forget_versions(self) -> None:
         """Pull all blocks the next time, because the sets were changed."""
         for destination in (one for some in self._memory for one in some):
-            destination.version = None
+            destination.forget_version()
 
     def pull_start(self, version: Round) -> None:
         """Pull `version`, from which the next step starts. Discard all steps and pulls in flight."""
@@ -119,14 +119,7 @@ class Pipeline:
             self._layouts[self._slot(self._outgoing.step)] = None
             self._outgoing = None
 
-    def begin_step(
-        self,
-        step: Round,
-        contribution: Contribution,
-        *,
-        computed_on: Round,
-        slots: Sequence[StateFrames] | None = None,
-    ) -> None:
+    def begin_step(self, step: Round, contribution: Contribution, slots: Sequence[StateFrames] | None = None) -> None:
         """Start to push all gradients, and optimizer state if there is any; a pull will follow.
 
         Blocks for copies from and to a device.
@@ -134,11 +127,10 @@ class Pipeline:
         self._destinations.begin_step()
         gradients = self._copy_to_host(step, contribution.gradients)
         outgoing = self._outgoing = self._outgoing or self._begin_pushes(step)
-        is_async = self._client.joined.consistency.is_async
-        if is_async:
+        if self._client.joined.consistency.is_async:
             self._client.begin_round(step)
         try:
-            outgoing.complete(gradients, contribution.hyperparameters, computed_on if is_async else None, slots)
+            outgoing.complete(gradients, contribution.completion, slots)
         except BaseException:
             self._cancel_pushes()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -160,10 +161,12 @@ class PserverEngine:
         if self._pipeline.max_delay == 0 and not self._is_by_parameter:
             self._under_way = contribution
         gradients = {**contribution.gradients, **self._averages.changed_values()}
-        pushed = contribution._replace(gradients=gradients)
+        computed_on = self.progress.version if self._client.joined.consistency.is_async else None
+        completion = replace(contribution.completion, computed_on=computed_on)
+        pushed = contribution._replace(gradients=gradients, completion=completion)
         slots = self._loading.frames_for(step)
         try:
-            self._pipeline.begin_step(step, pushed, computed_on=self.progress.version, slots=slots)
+            self._pipeline.begin_step(step, pushed, slots)
         except BaseException as error:
             if not isinstance(error, GradpostError) and self._pipeline.newest_pushed == step:
                 self._keep_contribution()

@@ -24,7 +24,7 @@ from ps_protocol.vocabulary import Rank
 
 from ..session.session import Session
 from .collective_buffers import FlatBucket, FlatGradients
-from .engine import Contribution, StepProgress
+from .engine import Contribution, StepProgress, note_own_round
 from .local_steps import step_with_gradients
 from .model_tensors import TrainedModel
 from .ring_group import Group, Tally, TallyVector
@@ -48,7 +48,7 @@ class RingEngine:
         self._has_joined = False  # no batches are left here
         self._is_void = False  # the gradients that have left for the next round are incomplete
         self._is_midway = False  # a round has begun, and not ended
-        self._contribution = Contribution({}, [])
+        self._contribution = Contribution({})
         self._gradients = FlatGradients(parameters, self._agree_on_bucket_bytes(), group.device, self._send)
         self.follow_parameters()
         self._broadcast({**model.pulled, **model.stored})
@@ -120,7 +120,7 @@ class RingEngine:
         self._tally.fill(
             self._contribution.gradients.keys(),
             is_finite=not has_overflowed and not self._find_nonfinite(),
-            numbers=_digest((_numbers(self._optimizer), self._contribution.hyperparameters)),
+            numbers=_digest((_numbers(self._optimizer), self._contribution.completion.hyper_parameters)),
             has_written=self._has_written,
         )
 
@@ -157,7 +157,7 @@ class RingEngine:
         log, last = self._client.log, self.progress.version
         try:
             while self._has_joined:
-                self.step(Contribution({}, []))
+                self.step(Contribution({}))
                 if last == self.progress.version - 1:
                     log.info(
                         "this trainer has no batches left, and joins the rounds of the other trainers without gradients"
@@ -209,7 +209,10 @@ class RingEngine:
             raise BadModel(
                 f"hyperparameters or GradScaler states differ between trainers in round {self.progress.begun}. "
                 "Set the same values on all; give ReduceLROnPlateau a loss averaged over all trainers",
-                actual=[*(dict(group) for group in _numbers(self._optimizer)), *self._contribution.hyperparameters],
+                actual=[
+                    *(dict(group) for group in _numbers(self._optimizer)),
+                    *self._contribution.completion.hyper_parameters,
+                ],
             )
         elif not tally.nonfinite or self._client.nonfinite != "reject":
             self._end(tally)
@@ -240,10 +243,8 @@ class RingEngine:
         if tally.source is not None:
             self._broadcast(self._parameters, tally.source)
             self._has_written = False
-        skipped, grad_norm = [], None
+        grad_norm = None
         if tally.nonfinite:
-            skipped, grad_norm = [round_], None if self._client.max_grad_norm is None else math.nan
-            self._client.metrics.skipped.inc()
             self._log(f"round {round_} was skipped by all trainers: NaN or infinity in gradients of", tally.nonfinite)
         else:
             grad_norm = self._average()
@@ -253,12 +254,8 @@ class RingEngine:
         self._clear_round()
         self._is_midway = False
         self.progress.version = round_
-        if self._has_joined:
-            return
-        outcomes = self._client.outcomes.advance(skipped, None, newest=round_, keep=2)
-        self._client.adopt_results(round_, outcomes, grad_norm)
-        self._client.metrics.rounds.inc()
-        self._client.metrics.round.set(round_)
+        if not self._has_joined:
+            note_own_round(self._client, round_, grad_norm, is_skipped=bool(tally.nonfinite))
 
     @torch.no_grad()
     def _average(self) -> float | None:

@@ -68,7 +68,7 @@ class Group:
             )
         work = run_aside(lambda: self._make_group(rendezvous))
         self.collectives = Collectives(self._io.run(self._client.membership.guard(self._wait(work))))
-        self._client.at_leave.append(self.close)
+        self._client.call_at_leave(self.close)
 
     def _make_group(self, rendezvous: str) -> Any:
         if rendezvous == OWN_GROUP:  # a group beside the script's own, whose collectives may come in between

@@ -11,7 +11,7 @@ from torch import Tensor
 from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import FRESH, MASTER, StepState, slot_key, write_states
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import STATES_KEY
+from ps_protocol.requests import STATES_KEY
 from ps_protocol.vocabulary import Block, Round
 
 from ..client.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTES, Payload

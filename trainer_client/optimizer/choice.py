@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
+from ps_protocol.requests import Completion
 
 from ..engines.engine import Contribution, StepEngine
 from ..engines.host import HostFollower, HostLeader
@@ -106,7 +107,7 @@ class DividedWork:
             return None
         found = [] if self.is_stepped_here else read_hyper_parameters(self.spec, self.optimizer)
         means: list[HyperParameters] = [] if self.mean_rate is None else [{"lr": self.mean_rate}]
-        return Contribution(gradients, [*found, *means, *scaler], is_finite)
+        return Contribution(gradients, Completion(0, [*found, *means, *scaler]), is_finite)
 
 
 def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None, model: TrainedModel) -> DividedWork:

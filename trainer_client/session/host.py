@@ -154,9 +154,7 @@ class Host:
         while True:
             await asyncio.sleep(period)
             for peer in [peer for peer in self._peers.values() if not peer.left.is_set()]:
-                peer.send("alive")
-                peer.silent_periods += 1
-                if peer.silent_periods > limit:
+                if peer.ping() > limit:
                     text = f"process {peer.process} of this host has sent nothing for {lease_seconds:g} s"
                     self._client.membership.fail(
                         Ended(f"{text}: it is stopped, or too busy to run its other threads", code="host_broken")
@@ -246,7 +244,7 @@ class Host:
             return make_group(store, place.process, place.num_processes, device, LOOPBACK)
 
         self.collectives = Collectives(self._run(self._with_news(run_aside(make))))
-        self._client.at_leave.append(self.collectives.close)
+        self._client.call_at_leave(self.collectives.close)
 
     def finish(self) -> None:
         """Wait for all collectives that all processes have begun. Raises the errors of `receive`."""
@@ -292,7 +290,7 @@ class Peer:
     ) -> None:
         """Listen on a connection; `on_failure` is called with an error that makes further waits useless."""
         self.process = process
-        self.silent_periods = 0  # since the last message; `Host` counts them
+        self._silent_periods = 0  # of pings since the last message
         self.left = asyncio.Event()  # its script has ended, and reported that
         self._reader = reader
         self._writer = writer
@@ -302,12 +300,18 @@ class Peer:
         self._listening = asyncio.create_task(self._listen(), name=f"process {process}")
 
     def __repr__(self) -> str:
-        return f"<Peer [process {self.process} | {self._inbox.qsize()} messages | silent {self.silent_periods}]>"
+        return f"<Peer [process {self.process} | {self._inbox.qsize()} messages | silent {self._silent_periods}]>"
 
     def send(self, kind: str, **facts: Any) -> None:
         """Send a message, unless the process has gone. Does not wait."""
         if not self._writer.is_closing():
             self._writer.write(encode(kind, **facts))
+
+    def ping(self) -> int:
+        """Send a sign of life, and return the number of periods since the process's last message."""
+        self.send("alive")
+        self._silent_periods += 1
+        return self._silent_periods
 
     async def receive(self, kind: str) -> Line:
         """Receive the process's next message, of this kind. Raises its reported failure, Ended, BadModel.
@@ -336,7 +340,7 @@ class Peer:
     async def _listen(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # the latter: not JSON, or far too long
             while text := await self._reader.readline():
-                self.silent_periods = 0
+                self._silent_periods = 0
                 self._receive(json.loads(text))
         if not self.left.is_set():
             error = Ended(f"process {self.process} of this host has ended", code="host_broken")

@@ -117,7 +117,7 @@ class Session:
         self._reported = names
         for name, value in update.items():
             self.client.metrics.reported.labels(name).set(value)
-        self.io.loop.call_soon_threadsafe(self.client.membership.results.update, update)
+        self.io.loop.call_soon_threadsafe(self.client.membership.report_results, update)
 
     def summary(self) -> RunSummary:
         """Return the run in a few numbers, as the servers saw it. Blocks for an answer of the coordinator."""

@@ -131,6 +131,15 @@ class ShardDestination:
     deltas: Deltas | None = None
     version: Round | None = None  # that the memory holds; None: unknown, or the script may have changed it
 
+    def forget_version(self) -> Round | None:
+        """Return the version, which is unknown from now on."""
+        version, self.version = self.version, None
+        return version
+
+    def note_pulled(self, version: Round | None) -> None:
+        """Note the version that was written to the memory."""
+        self.version = version
+
 
 class Deltas:
     """Memory for the deltas of one pserver's blocks, made once: about 26 bytes for 100 bytes of values.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import LENGTH_BYTES, TRUSTED_LIMITS, Frame, parse_header, parse_length
-from ps_protocol.routes import SINCE_KEY
+from ps_protocol.requests import SINCE_KEY
 
 NO_DELTAS: Mapping[str, memoryview] = {}
 

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from ps_protocol.errors import NotFound
 from ps_protocol.frames import encode_header
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import BLOCKS, SHARD, SLOTS, STEPS_KEY
+from ps_protocol.requests import STEPS_KEY
+from ps_protocol.routes import BLOCKS, SHARD, SLOTS
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, ParameterSpec, PserverIndex, Round
 from services.runtime.large_replies import PART_BYTES, Stream
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from ps_protocol.frames import encode_header
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
-from ps_protocol.routes import GRAD_SCALER_KEY
+from ps_protocol.requests import GRAD_SCALER_KEY
 from ps_protocol.vocabulary import Durability, Incarnation, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger

@@ -23,8 +23,7 @@ from ps_protocol.errors import GradpostError, RoundPending, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import Membership
 from ps_protocol.optimizers import HyperParameters
-from ps_protocol.requests import Completion, Pull
-from ps_protocol.routes import APPLIED_KEY, HISTORY_KEY
+from ps_protocol.requests import APPLIED_KEY, HISTORY_KEY, Completion, Pull
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger

@@ -16,8 +16,7 @@ from ps_protocol.optimizers import (
     split_key,
 )
 from ps_protocol.plan import SlicePlan
-from ps_protocol.requests import Completion
-from ps_protocol.routes import COMPUTED_ON_KEY, STATES_KEY
+from ps_protocol.requests import COMPUTED_ON_KEY, STATES_KEY, Completion
 from ps_protocol.vocabulary import BufferSpec, PserverIndex
 from ps_protocol.wire_types import INDICES, SCALES, WireTensor
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import SCALER_NUMBERS, HyperParameters, find_scaler
-from ps_protocol.routes import GRAD_SCALER_KEY, SKIPPED_BEFORE_KEY, SKIPPED_KEY
+from ps_protocol.requests import Pulled
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 
@@ -53,22 +53,8 @@ class History:
                 del known[old]
 
     def outcome(self, round_: Round) -> dict[str, str]:
-        """Return the metadata of the reply for this version: ranks with non-finite gradients, and the GradScaler state.
-
-        `skipped_for` is this round; `skipped_before` maps earlier rounds.
-
-        >>> History(nonfinite={6: (1,), 7: (0,)}).outcome(7)
-        {'skipped_for': '[0]', 'skipped_before': '{"6": [1]}'}
-        """
-        before = {str(known): ranks for known, ranks in self.nonfinite.items() if known < round_}
-        metadata = {}
-        if round_ in self.nonfinite:
-            metadata[SKIPPED_KEY] = json.dumps(self.nonfinite[round_])
-        if before:
-            metadata[SKIPPED_BEFORE_KEY] = json.dumps(before)
-        if self.scaler is not None:
-            metadata[GRAD_SCALER_KEY] = json.dumps(self.scaler)
-        return metadata
+        """Return the metadata of the reply for this version: skipped rounds, and the GradScaler state."""
+        return Pulled(round_, None, self.nonfinite, self.scaler).to_metadata()
 
     def adopt_outcomes(self, other: History) -> None:
         """Add the outcomes that trainers receive of another run's rounds, from which this run resumes."""

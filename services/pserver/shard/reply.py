@@ -14,7 +14,7 @@ from torch import Tensor
 from ps_protocol.encodings import TORCH_DTYPES
 from ps_protocol.errors import StaleRound
 from ps_protocol.frames import encode_header
-from ps_protocol.routes import SINCE_KEY
+from ps_protocol.requests import SINCE_KEY
 from ps_protocol.vocabulary import DTYPE_BYTES, Round
 from ps_protocol.wire_types import WireTensor
 

@@ -20,7 +20,7 @@ from ps_protocol.errors import BadInput
 from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import FRESH, MASTER, HyperParameters, split_key, write_states
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import SLOT_NAMES_KEY, STATES_KEY, STEPS_KEY
+from ps_protocol.requests import SLOT_NAMES_KEY, STATES_KEY, STEPS_KEY
 from ps_protocol.vocabulary import BufferSpec, PserverIndex, Rank
 from ps_protocol.wire_types import WireTensor
 

@@ -25,7 +25,7 @@ from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, Install
 from ps_protocol.messages import NormAnswer
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.plan import SlicePlan, make_plan
-from ps_protocol.routes import (
+from ps_protocol.requests import (
     BARRIER_HEADER,
     COMPUTED_ON_KEY,
     HAVE_HEADER,

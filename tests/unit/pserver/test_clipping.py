@@ -16,7 +16,7 @@ from ps_protocol.errors import ContributionMissing, NormChanged, RoundPending, R
 from ps_protocol.membership import Controls, Membership
 from ps_protocol.messages import NormAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
-from ps_protocol.routes import NORM_HEADER
+from ps_protocol.requests import NORM_HEADER
 
 from ...raising import raises_code
 from .oracle import TorchOracle, assert_same_bits, average

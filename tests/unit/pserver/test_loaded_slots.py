@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.optimizers import FRESH, MASTER, StepState, read_states, slot_key, write_states
-from ps_protocol.routes import COMPUTED_ON_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, SLOT_NAMES_KEY, STATES_KEY
+from ps_protocol.requests import COMPUTED_ON_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, SLOT_NAMES_KEY, STATES_KEY
 from ps_protocol.wire_types import UNCHANGED, WireTypes
 from services.pserver.durable.update_log import Update
 from services.pserver.shard.shard import Shard

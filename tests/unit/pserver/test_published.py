@@ -15,7 +15,7 @@ from torch import Tensor
 from ps_protocol.encodings import PIECE, TORCH_DTYPES
 from ps_protocol.frames import parse_frame
 from ps_protocol.plan import make_plan
-from ps_protocol.routes import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
+from ps_protocol.requests import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver.inspection import read_blocks

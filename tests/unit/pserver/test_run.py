@@ -19,8 +19,8 @@ from ps_protocol.errors import Conflict, RoundPending, TrainerLost
 from ps_protocol.frames import parse_frame
 from ps_protocol.membership import Controls, InstallMembers, PserverRegistered
 from ps_protocol.optimizers import HyperParameters
-from ps_protocol.requests import MAX_WAIT_SECONDS
-from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, MEMBERS, VERDICT_HEADER, WAIT_HEADER
+from ps_protocol.requests import BARRIER_HEADER, HYPER_PARAMETERS_KEY, MAX_WAIT_SECONDS, VERDICT_HEADER, WAIT_HEADER
+from ps_protocol.routes import MEMBERS
 from services.pserver.app import make_pserver_app
 from services.pserver.durable.records import Record
 from services.pserver.durable.update_log import Update

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gradpost
-from ps_protocol.errors import Conflict, NonFiniteGradient
+from ps_protocol.errors import Conflict
 
 STEPS = 6
 
@@ -60,18 +60,6 @@ def test_a_script_trains_as_with_its_own_optimizer(settings: dict[str, Any]) -> 
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-def test_a_script_may_write_parameters() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    with gradpost.connect(strategy="local"):
-        optimizer = gradpost.RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
-        for expected in (2.0, 4.0):
-            weight.grad = torch.ones(2)
-            optimizer.step()
-            with optimizer.write_parameters(), torch.no_grad():
-                weight.add_(3.0)
-            assert weight.tolist() == [expected] * 2
-
-
 def test_gradients_are_clipped_to_the_norm() -> None:
     model = make_model()
     weight = model[0].weight
@@ -95,18 +83,6 @@ def test_a_round_with_overflow_is_skipped_and_the_scale_backs_off() -> None:
             scaler.step(optimizer)
             scaler.update()
         assert scaler.get_scale() == 4.0
-        assert weight.tolist() == [0.0] * 3
-
-
-def test_a_gradient_with_nan_is_refused() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    with gradpost.connect(strategy="local"):
-        optimizer = gradpost.RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
-        weight.grad = torch.tensor([0.0, math.nan, 0.0])
-        with pytest.raises(NonFiniteGradient, match="weight"):
-            optimizer.step()
-        weight.grad = torch.ones(3)
-        optimizer.step()
         assert weight.tolist() == [0.0] * 3
 
 
@@ -143,6 +119,6 @@ print(f"{optimizer.session.world_size} {weight.tolist()};", flush=True)
 def test_the_processes_of_a_host_train_together(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(HOST_SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.count("2 [-6.0, -6.0];") == 2  # three steps with the mean of 1 and 3

@@ -16,7 +16,7 @@ from torch import Tensor
 from ps_protocol.errors import BadModel
 from ps_protocol.frames import Frame, FrameLimits, parse_frame
 from ps_protocol.plan import SlicePlan, make_plan
-from ps_protocol.routes import NUM_BLOCKS_KEY
+from ps_protocol.requests import NUM_BLOCKS_KEY, Completion
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import WireTypes
 from trainer_client.client.buckets import Payload, make_buckets
@@ -161,7 +161,7 @@ def test_each_block_is_pushed_once_and_the_last_frame_has_their_number(io: IoThr
     for name in present[:num_early]:
         holding = [bucket for shard in shards for bucket in shard if name in bucket.parameters]
         outgoing.add(name, gradients[name], holding)
-    outgoing.complete(gradients, [{"lr": 0.5}], None)
+    outgoing.complete(gradients, Completion(0, [{"lr": 0.5}]))
     io.run(asyncio.wait_for(outgoing.join(), timeout=10))
 
     pushed_blocks: Counter[str] = Counter()

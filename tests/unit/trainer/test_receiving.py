@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ps_protocol.errors import GradpostError
 from ps_protocol.frames import DTYPE_BYTES, TRUSTED_LIMITS, encode_header
 from ps_protocol.plan import make_plan
-from ps_protocol.routes import SINCE_KEY
+from ps_protocol.requests import SINCE_KEY
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client.transport.destinations import Deltas, PullProgress
 from trainer_client.transport.frame_sink import FrameSink

@@ -13,7 +13,7 @@ from ps_protocol.errors import BadModel
 from ps_protocol.frames import parse_frame
 from ps_protocol.optimizers import FRESH, RULES, StepState, read_states, split_key
 from ps_protocol.plan import make_plan
-from ps_protocol.routes import STATES_KEY
+from ps_protocol.requests import STATES_KEY
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client.engines.state_transfer import Loading, make_state_frames
 from trainer_client.engines.torch_state import ParameterState, read_state, write_state
