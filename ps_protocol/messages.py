@@ -422,36 +422,3 @@ class RunSummary(Message):
             f"{verb}: mode={self.mode} transport={self.transport}{results} "
             f"rounds={self.rounds} seconds={self.seconds:.1f}"
         )
-
-
-class PushAnswer(Message):
-    """The answer to a push: how many of its blocks are new, and whether its round was already applied."""
-
-    status: Literal["staged", "already_applied"]
-    staged: Count = 0
-    duplicates: Count = 0
-    complete: Flag = False
-    finite: Flag = Field(
-        default=True, description="policy skip_round: whether the pushed gradient holds neither NaN nor infinity"
-    )
-
-
-class BarrierAnswer(Message):
-    """The answer to a barrier: the open round and the trainers that its batch barrier waits for.
-
-    `notice` describes lost trainers and when the run fails without them.
-    """
-
-    round: Round
-    missing: Ordinals = ()
-    notice: Note = ""
-
-
-class NormAnswer(Message):
-    """The sum of squares of a pserver's part of a round's gradient, and a digest of the contributions in it.
-
-    The sum is None if the round was applied without a norm: it stepped nothing, or was restored from a disk.
-    """
-
-    contributions: Label = ""
-    sum_of_squares: Number | None = None

@@ -1,4 +1,4 @@
-"""Data requests as values, and their form on the wire: headers, and the metadata of frames.
+"""Data requests as values, their form on the wire (headers, and the metadata of frames), and small answers to them.
 
 A value describes a request, and the fence identifies its sender and its round. Code between the two ends passes values
 on without reading their fields, so that a new field needs one line here and one reader.
@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import Field
+
 from .errors import BadInput
 from .fence import MAX_DIGITS, is_decimal
+from .fields import Count, Flag, Label, Message, Note, Number, Ordinals, Rank, Round
 from .norms import AgreedNorm
 from .optimizers import HyperParameters, OptimizerSpec, check_hyper_parameters
-from .vocabulary import Rank, Round
 
 # Headers.
 BARRIER_HEADER = "gradpost-barrier"  # "batch" or "fetch"; on a get or a norm request "batch"
@@ -211,3 +213,36 @@ class Pulled:
         base = metadata.get(SINCE_KEY)
         scaler = json.loads(metadata.get(GRAD_SCALER_KEY, "null"))
         return cls(version, None if base is None else int(base), skipped, scaler)
+
+
+class PushAnswer(Message):
+    """The answer to a push: how many of its blocks are new, and whether its round was already applied."""
+
+    status: Literal["staged", "already_applied"]
+    staged: Count = 0
+    duplicates: Count = 0
+    complete: Flag = False
+    finite: Flag = Field(
+        default=True, description="policy skip_round: whether the pushed gradient holds neither NaN nor infinity"
+    )
+
+
+class BarrierAnswer(Message):
+    """The answer to a barrier: the open round and the trainers that its batch barrier waits for.
+
+    `notice` describes lost trainers and when the run fails without them.
+    """
+
+    round: Round
+    missing: Ordinals = ()
+    notice: Note = ""
+
+
+class NormAnswer(Message):
+    """The sum of squares of a pserver's part of a round's gradient, and a digest of the contributions in it.
+
+    The sum is None if the round was applied without a norm: it stepped nothing, or was restored from a disk.
+    """
+
+    contributions: Label = ""
+    sum_of_squares: Number | None = None

@@ -23,7 +23,6 @@ from ps_protocol.errors import BadInput, Conflict, GradpostError
 from ps_protocol.fence import FENCE_HEADER, FENCE_PATTERN, Fence
 from ps_protocol.fields import MAX_NAME, MAX_ORDINAL, MAX_TENSORS
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
-from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.requests import (
     BARRIER_HEADER,
     HAVE_HEADER,
@@ -32,7 +31,10 @@ from ps_protocol.requests import (
     VERDICT_HEADER,
     WAIT_HEADER,
     Barrier,
+    BarrierAnswer,
+    NormAnswer,
     Pull,
+    PushAnswer,
 )
 
 from .limits import WaitingPulls

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from ps_config import control_client
 from ps_protocol.errors import Ended
 from ps_protocol.fence import Fence
-from ps_protocol.messages import PushAnswer
+from ps_protocol.requests import PushAnswer
 from ps_protocol.vocabulary import Incarnation, Mode, Rank, Round
 from services.pserver.durable.records import Buffer
 from services.pserver.durable.storage import RunStorage

@@ -16,8 +16,7 @@ import httpx
 
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE
-from ps_protocol.messages import PushAnswer
-from ps_protocol.requests import BARRIER_HEADER, Pull
+from ps_protocol.requests import BARRIER_HEADER, Pull, PushAnswer
 from ps_protocol.routes import BARRIER, SEND
 from trainer_client.client.buckets import Payload
 from trainer_client.client.pserver_client import PserverClient

@@ -22,19 +22,16 @@ from ps_protocol.membership import (
     WantCheckpoint,
 )
 from ps_protocol.messages import (
-    BarrierAnswer,
     CheckpointCreated,
     DeclareModel,
     JoinTrainer,
     Leave,
     Link,
-    NormAnswer,
     PlanReady,
     PserverHeartbeat,
     PserverHeartbeatReply,
     PserverInfo,
     PserverLoad,
-    PushAnswer,
     ShardFile,
     Software,
     Traffic,
@@ -43,6 +40,7 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from ps_protocol.plan import SlicePlan
+from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
 
 from .markdown import example_plan, read
 

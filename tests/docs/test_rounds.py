@@ -18,8 +18,8 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ERRORS
 from ps_protocol.fence import FENCE_HEADER, Fence
 from ps_protocol.membership import InstallRun, Membership, PserverRegistered
-from ps_protocol.messages import PushAnswer
 from ps_protocol.plan import SlicePlan
+from ps_protocol.requests import PushAnswer
 from ps_protocol.routes import BARRIER, INITIAL
 
 from .apps import call, run_pserver

@@ -16,10 +16,18 @@ from ps_protocol import routes
 from ps_protocol.errors import GradpostError
 from ps_protocol.fields import Message
 from ps_protocol.frames import CONTENT_TYPE
-from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import StepState, read_states
-from ps_protocol.requests import SLOT_NAMES_KEY, STATES_KEY, Barrier, Pull, Pulled
+from ps_protocol.requests import (
+    SLOT_NAMES_KEY,
+    STATES_KEY,
+    Barrier,
+    BarrierAnswer,
+    NormAnswer,
+    Pull,
+    Pulled,
+    PushAnswer,
+)
 from ps_protocol.vocabulary import Round
 
 from ..transport.destinations import ShardDestination

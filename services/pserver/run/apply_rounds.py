@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 from ps_protocol.errors import Ended, GradpostError, NormChanged, RoundPending, StaleRound
 from ps_protocol.fence import Fence
 from ps_protocol.membership import Membership
-from ps_protocol.messages import BarrierAnswer, NormAnswer
 from ps_protocol.norms import AgreedNorm, clip_coefficient
-from ps_protocol.requests import Barrier, Pull
+from ps_protocol.requests import Barrier, BarrierAnswer, NormAnswer, Pull
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.logs import get_logger
 

@@ -32,8 +32,8 @@ from ps_protocol.errors import (
 )
 from ps_protocol.fence import Fence
 from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
-from ps_protocol.messages import PushAnswer
 from ps_protocol.plan import SlicePlan
+from ps_protocol.requests import PushAnswer
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger

@@ -22,7 +22,6 @@ from ps_protocol.errors import GradpostError, StaleRun
 from ps_protocol.fence import Fence
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
 from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, Membership, PserverRegistered
-from ps_protocol.messages import NormAnswer
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.requests import (
@@ -33,6 +32,7 @@ from ps_protocol.requests import (
     NORM_HEADER,
     NUM_BLOCKS_KEY,
     WAIT_HEADER,
+    NormAnswer,
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Round
 from ps_protocol.wire_types import UNCHANGED, WireTypes

@@ -14,9 +14,8 @@ from torch import Tensor
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ContributionMissing, NormChanged, RoundPending, RoundTimeout, StaleRound, TrainerLost
 from ps_protocol.membership import Controls, Membership
-from ps_protocol.messages import NormAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
-from ps_protocol.requests import NORM_HEADER
+from ps_protocol.requests import NORM_HEADER, NormAnswer
 
 from ...raising import raises_code
 from .oracle import TorchOracle, assert_same_bits, average
