@@ -21,8 +21,9 @@ from torch import Tensor
 from ps_protocol.encodings import TORCH_DTYPES
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Round
+from services.coordinator.restore import RecordFile
 from services.coordinator.state.decision import newest_common
-from services.coordinator.state.record import RecordFile, RunRecord
+from services.coordinator.state.record import RunRecord
 from services.pserver.durable.disk import IDENTITY, FolderTaken, StateFolder
 from services.pserver.durable.storage import RunStorage
 from services.pserver.shard.shard_state import ShardState, concatenate

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ps_config.environment import find_path
-from services.coordinator.state.record import RecordFile
+from services.coordinator.restore import RecordFile
 from services.runtime.storage import lock_folder
 
 from ..output import CommandError

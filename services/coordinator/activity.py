@@ -15,8 +15,8 @@ from ps_protocol.messages import PserverHeartbeat, PserverLoad, TrainerHeartbeat
 from ps_protocol.vocabulary import Mode, PserverIndex, Rank, Round
 
 from .state.cluster import Cluster
-from .state.record import copy_fields
 from .state.run import Run
+from .state.status import copy_fields
 
 WINDOW_SECONDS = 5.0  # of a rate: heartbeats come once a second, each with a whole number
 SAMPLE_SECONDS = 1.0

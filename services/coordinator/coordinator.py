@@ -21,11 +21,12 @@ from .audit import AuditLog
 from .checkpoints import CheckpointSchedule, Manifests
 from .events import Events
 from .reconcile import RESULT_SECONDS, Reconciler, read_state, want_checkpoint
+from .restore import RecordFile, restore_state
 from .settings import CoordinatorSettings
 from .state.cluster import Cluster
-from .state.record import RecordFile, copy_fields, describe_cluster
-from .state.resumption import restore_state
+from .state.record import describe_cluster
 from .state.run import Run
+from .state.status import copy_fields
 
 log = get_logger()
 
@@ -169,7 +170,7 @@ class Coordinator:
                 self._wake.set()
             elif members != self.cluster.installed_members:
                 members = self.cluster.installed_members
-                log.info("members installed", trainers=sorted(members))
+                log.info("members installed", trainers=sorted(members), reason=self.cluster.run.reason)
             await self._notify_waiters()
             logged = self._log_news(logged)
             run = self.cluster.run

@@ -90,12 +90,12 @@ class Events:
         if run.record.attempt != self._attempt:
             self._attempt = run.record.attempt
             where = "with initial values" if run.record.resume is None else f"after round {run.record.resume}"
-            why = f": {run.rollback_reason}" if run.rollback_reason else ""
+            why = f": {run.reason}" if run.reason else ""
             text = f"the run is rolled back and continues {where} (attempt {run.record.attempt}){why}"
             yield (
                 "rollback",
                 text,
-                {"resume": run.record.resume, "attempt": run.record.attempt, "reason": run.rollback_reason},
+                {"resume": run.record.resume, "attempt": run.record.attempt, "reason": run.reason},
             )
         checkpoints = set(run.complete_checkpoints)
         for round_ in sorted(checkpoints - self._checkpoints):

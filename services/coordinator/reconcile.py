@@ -217,7 +217,6 @@ class Reconciler:
         await self._adopt(run, members, outcome, {member.info.index: round_ for member in members})
         if gone := run.find_departed_after(back):  # trainers that left while the decision was written
             run.fail_for_lost_rounds(gone, back, applied, self._now())
-        run.rollback_reason = wanted.reason
         run.complete_checkpoints[:] = [checkpoint for checkpoint in run.complete_checkpoints if checkpoint <= back]
         log.warning(
             "the run is rolled back",

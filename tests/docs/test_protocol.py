@@ -57,9 +57,11 @@ def test_optimizers() -> None:
 # ---------------------------------------------------------------------- messages
 
 
+SHOWN = examples(section(read("protocol-reference.md"), "Examples"), "json")
+
+
 def test_every_message_has_an_example_that_can_be_read_again() -> None:
-    shown = examples(section(read("protocol-reference.md"), "Examples"), "json")
-    for block, example in zip(shown, EXAMPLES, strict=True):
+    for block, example in zip(SHOWN, EXAMPLES, strict=True):
         assert TypeAdapter(type(example)).validate_json(block.text) == example
     assert {type(message) for example in EXAMPLES for message in messages_in(example)} >= {*list_messages()}
 

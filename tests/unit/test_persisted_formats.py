@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from gradpost.export import export_model
 from ps_protocol.membership import Controls, Membership
-from services.coordinator.state.record import RecordFile, restore_cluster
+from services.coordinator.restore import RecordFile
+from services.coordinator.state.record import restore_cluster
 from services.pserver.durable.disk import Disk
 from services.runtime.checkpoints import complete_checkpoints
 from services.runtime.storage import open_checkpoint_storage

@@ -1,4 +1,4 @@
-"""The membership of a trainer without a cluster (`strategy="local"`): it asks nobody, and no other trainer exists."""
+"""The membership of a trainer without a cluster (`strategy="local"`): there is no coordinator, and no other trainer."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Cluster:
         A report from a trainer of a run that was over does not count, because its script may not know of the end.
         """
         resumption = self.resumption
-        if resumption is not None and not (is_trainer and resumption.was_over):
+        if resumption is not None and not (is_trainer and resumption.saved.is_over):
             self.resumption = None
             undo_resumption(self, resumption, now)
 
@@ -77,7 +77,7 @@ class Cluster:
         resumption = self.resumption
         if resumption is None or now >= resumption.until:
             return
-        if resumption.had_trainers or any(member.is_restored for member in self.registry.members.values()):
+        if resumption.saved.members or any(member.is_restored for member in self.registry.members.values()):
             text = f"run {self.run.record.name} is resumed; living processes from before the restart must report first"
             raise NotReady(text, waiting_for="processes of the resumed run, for one lease")
 

@@ -13,11 +13,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ps_protocol.errors import Ended
-from ps_protocol.membership import FrozenRounds, Membership
+from ps_protocol.membership import Controls, FrozenRounds, Membership
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 from .record import Decision
 from .run import Run
+from .trainers import name_ranks
 
 Ranges = list[tuple[Round, Round]]
 
@@ -67,7 +68,22 @@ def decide_change(
     if run.wanted is not None:  # the pservers stand still, so it counts from the first round that none has applied
         since = max(answer.applied for answer in rounds) + 1
         outcome = outcome.with_controls(run.wanted.model_copy(update={"since": since}), first=lowest + 1)
-    return Decision(run.record.attempt, run.record.resume, run.record.uploader, outcome)
+    reason = explain_change(run.record.membership, targets, run.wanted)
+    return Decision(run.record.attempt, run.record.resume, run.record.uploader, outcome, reason)
+
+
+def explain_change(before: Membership, members: Mapping[Rank, Incarnation], wanted: Controls | None) -> str:
+    """Return the reason for a decision without a rollback.
+
+    >>> explain_change(Membership({0: 1, 1: 1}), {1: 2, 2: 1}, None)
+    'trainer 1, trainer 2 joined; trainer 0 left'
+    """
+    joined = [rank for rank, incarnation in sorted(members.items()) if before.members.get(rank) != incarnation]
+    left = sorted(before.members.keys() - members.keys())
+    texts = [f"{name_ranks(ranks)} {verb}" for ranks, verb in ((joined, "joined"), (left, "left")) if ranks]
+    if wanted is not None:
+        texts.append("an administrator has set controls")
+    return "; ".join(texts) or "a pserver must install the membership again"
 
 
 def _find_loss(
@@ -123,7 +139,8 @@ def decide_rollback(
     standing = record.membership.controls[-1:] if run.wanted is None else (run.wanted,)
     since = 0 if run.wanted is None else (round_ or 0) + 1
     controls = tuple(one.model_copy(update={"since": since}) for one in standing)
-    return Decision(record.attempt + 1, round_, uploader, Membership(dict(targets), controls=controls))
+    membership = Membership(dict(targets), controls=controls)
+    return Decision(record.attempt + 1, round_, uploader, membership, wanted.reason)
 
 
 def decide(

@@ -1,14 +1,12 @@
-"""The coordinator's durable state as frozen values, and its file, written at every decision and read once at the start.
+"""The durable state as frozen values, which are what `coordinator.json` contains.
 
 It does not contain what members report with every heartbeat, except the rounds of trainers that are done.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, TypeAdapter, model_validator
@@ -20,12 +18,10 @@ from ps_protocol.messages import DeclareModel, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest, is_undone, nest_membership
-from services.runtime.storage import lock_folder, seal, unseal, write_file
 
 if TYPE_CHECKING:
     from .cluster import Cluster
 
-FILE = "coordinator.json"
 EVICTED = "was evicted by an administrator"
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -46,15 +42,11 @@ class TrainerRecord(Message):
     instance: str
     metrics_address: str | None
     state: TrainerState = "joined"
-    declared: bool = Field(default=False, description="whether the trainer has declared the model of the run")
-    why: str = Field(default="", description="reason for which the trainer was lost or failed")
-    is_awaited: bool = Field(
-        default=False, description="whether the run waits for this rank, whichever process takes it"
-    )
-    is_resumed: bool = Field(
-        default=False, description="whether the rank is awaited because the run was resumed, so that all begin together"
-    )
-    round: Round = Field(default=0, description="newest completed round of a trainer that is done")
+    declared: bool = False  # it has declared the model of the run
+    why: str = ""  # the reason for which it was lost or failed
+    is_awaited: bool = False  # the run waits for this rank, whichever process takes it
+    is_resumed: bool = False  # awaited since the run was resumed, so that all begin together
+    round: Round = 0  # the newest completed round of a trainer that is done
 
     @property
     def is_present(self) -> bool:
@@ -96,25 +88,19 @@ class RunRecord(Message):
 
     name: str
     state: RunState = "gathering"
-    num_trainers: int | None = Field(description="number of trainers; null until it is fixed")
+    num_trainers: int | None  # None until it is fixed
     failure: Failure | None = None
     plan: Plan | None = None
-    declaration: DeclareModel | None = Field(
-        default=None, description="model that the plan is made for: the declaration of the lowest rank so far"
-    )
-    uploader: Rank = Field(
-        default=0, description="trainer that pushes initial values: the lowest rank when the plan was made"
-    )
-    attempt: int = Field(default=0, description="number of rollbacks")
-    membership: Membership = Field(default=Membership({}), description="newest decision that is in effect")
-    resume: Round | None = Field(default=None, description="round that the attempt began with; null: initial values")
-    began: dict[int, Round | None] = Field(default={}, description="round that each attempt since the first began with")
-    source: str | None = Field(default=None, description="run whose checkpoint this run begins with")
-    has_begun: bool = Field(default=True, description="whether every pserver has installed the run once")
-    has_trained: bool = Field(
-        default=True, description="whether a trainer has completed a round, so that initial values cannot replace it"
-    )
-    number: int = Field(default=0, description="number of the newest change that pservers must receive")
+    declaration: DeclareModel | None = None  # the model of the plan: the declaration of the lowest rank so far
+    uploader: Rank = 0  # pushes the initial values: the lowest rank when the plan was made
+    attempt: int = 0  # raised by each rollback
+    membership: Membership = Membership({})  # the newest decision
+    resume: Round | None = None  # the round that this attempt began with; None: initial values
+    began: dict[int, Round | None] = Field(default={})  # the round that each attempt since the first began with
+    source: str | None = None  # the run whose checkpoint this one began with
+    has_begun: bool = True  # every pserver has installed it once
+    has_trained: bool = True  # a trainer has completed a round, so that initial values cannot replace it
+    number: int = 0  # of the newest change that every pserver must receive
     trainers: Trainers = Field(default={})
 
     @model_validator(mode="before")
@@ -194,10 +180,6 @@ class RunRecord(Message):
             fields |= {"source": None, "began": {**self.began, decision.attempt: decision.resume}}
         return self.update(**fields)
 
-    def fail(self, failure: GradpostError) -> RunRecord:
-        """Return the failed run, or the run itself if it is over: the first failure is kept."""
-        return self if self.is_over else self.change(state="failed", failure=failure)
-
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -207,6 +189,7 @@ class Decision:
     resume: Round | None
     uploader: Rank
     membership: Membership
+    reason: str = field(default="", compare=False)
 
 
 class PserverRecord(Message):
@@ -214,9 +197,7 @@ class PserverRecord(Message):
 
     info: PserverInfo
     instance: str
-    restored: Round | None = Field(
-        default=None, description="round that it had restored when it registered in the current attempt"
-    )
+    restored: Round | None = None  # the round that it had restored when it registered in the current attempt
 
 
 class Beginning(Message):
@@ -224,7 +205,7 @@ class Beginning(Message):
 
     run: str
     round: Round
-    controls: Controls | None = Field(default=None, description="current controls; null: the controls in the manifest")
+    controls: Controls | None = None  # None: those of the manifest
 
 
 class ClusterRecord(Message):
@@ -247,15 +228,9 @@ def describe_cluster(cluster: Cluster) -> ClusterRecord:
         pserver_incarnations=cluster.registry.incarnations,
         run_incarnations=cluster.run_incarnations,
         pservers=tuple(member.record for _, member in sorted(members.items())),
-        beginning=begins and copy_fields(Beginning, begins),
+        beginning=begins and Beginning(run=begins.run, round=begins.round, controls=begins.controls),
         run=cluster.run.durable if cluster.run.record.trainers else None,
     )
-
-
-def copy_fields(kind: type[MessageT], source: object, **changed: Any) -> MessageT:
-    """Return a message with the attributes of the same names, except for those in `changed`."""
-    same = {name: getattr(source, name) for name in kind.model_fields if name not in changed}
-    return kind(**same, **changed)
 
 
 def restore_incarnations(cluster: Cluster, record: ClusterRecord) -> None:
@@ -272,37 +247,3 @@ def restore_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None
         cluster.registry.restore(pserver, now)
     if record.run is not None:
         cluster.run.restore(record.run, now)
-
-
-class RecordFile:
-    """The file on the disk, and the lock of its folder. All methods block, and raise OSError."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
-        self._lock_path = folder / "coordinator"
-        self._lock: int | None = None
-        self._written: ClusterRecord | None = None
-
-    def lock(self) -> bool:
-        """Return whether this process has locked the file. The lock lasts until `unlock` or its end."""
-        self._lock = lock_folder(self._lock_path)
-        return self._lock is not None
-
-    def unlock(self) -> None:
-        """Release the lock."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def read(self) -> ClusterRecord | None:
-        """Return the record that was written last; None if there is none. Raises DamagedFile, OSError."""
-        if not self._path.exists():
-            return None
-        return unseal(self._path.read_bytes(), ClusterRecord, str(self._path))
-
-    def write(self, record: ClusterRecord) -> None:
-        """Write the record, unless it equals the one that was written last."""
-        if record != self._written:
-            self._written = None  # if this fails, it is unknown which of the two is there
-            write_file(self._path, [seal(record)])
-            self._written = record

@@ -54,7 +54,7 @@ class Run:
         self.reports: dict[Rank, TrainerReport] = {}  # of all trainers in the record
         self.rollback_to: Round | None = None  # the round of a rollback that an administrator requested
         self.rollback_refusal = ""  # why the newest request was refused
-        self.rollback_reason = ""  # of the newest attempt
+        self.reason = ""  # of the newest decision
         self.lost_rounds: dict[PserverIndex, LostRounds] = {}  # reports of this attempt
         self.applied: Round = 0  # the newest round that a pserver has reported in this attempt
         self.pulled: Round = 0  # the newest round that a trainer reports to have received in this attempt
@@ -141,7 +141,7 @@ class Run:
             self.rollback_to = None
             self.applied = self.pulled = 0
             self.lost_rounds = {}
-        self.record = self.record.adopt(decision)
+        self.record, self.reason = self.record.adopt(decision), decision.reason
 
     # ------------------------------------------------------------------ joining
 
@@ -190,6 +190,7 @@ class Run:
         members, declaration = self.record.members, self.record.declaration
         assert declaration is not None
         plan = plan_model(declaration, self.settings, num_pservers)
+        self.reason = "all members are present"
         self.record = self.record.update(plan=plan, uploader=min(members), membership=Membership(members))
         return plan
 
@@ -406,4 +407,4 @@ class Run:
     def fail(self, failure: GradpostError, now: float) -> None:
         """Fail the run. The first failure is kept."""
         if not self.record.is_over:
-            self.record, self.ended_at = self.record.fail(failure), now
+            self.record, self.ended_at = self.record.change(state="failed", failure=failure), now

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ps_config.versions import installed_versions
+from ps_protocol.fields import Message
 from ps_protocol.messages import ClusterStatus, PserverStatus, Software, TrainerStatus
 
-from .record import TrainerRecord, copy_fields
+from .record import TrainerRecord
 from .trainers import TrainerReport
 
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .run import Run
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def copy_fields(kind: type[MessageT], source: object, **changed: Any) -> MessageT:
+    """Return a message with the attributes of the same names, except for those in `changed`."""
+    same = {name: getattr(source, name) for name in kind.model_fields if name not in changed}
+    return kind(**same, **changed)
 
 
 def list_prospects(cluster: Cluster, now: float) -> list[tuple[str, float]]:

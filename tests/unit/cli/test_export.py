@@ -13,7 +13,8 @@ from gradpost.export import export_model
 from gradpost.output import CommandError
 from ps_protocol.consistency import Consistency
 from ps_protocol.messages import ShardFile
-from services.coordinator.state.record import ClusterRecord, RecordFile, describe_cluster
+from services.coordinator.restore import RecordFile
+from services.coordinator.state.record import ClusterRecord, describe_cluster
 from services.pserver.durable.disk import Disk
 from services.pserver.shard.history import History
 from services.pserver.shard.shard_state import concatenate

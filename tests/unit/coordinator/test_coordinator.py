@@ -20,8 +20,9 @@ from ps_protocol.messages import PserverState
 from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, LEAVE, REGISTER_PSERVER
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.restore import RecordFile
 from services.coordinator.settings import CoordinatorSettings
-from services.coordinator.state.record import ClusterRecord, RecordFile, RunRecord, TrainerRecord
+from services.coordinator.state.record import ClusterRecord, RunRecord, TrainerRecord
 from services.coordinator.state.run import Run
 from services.runtime.metrics import ServiceMetrics
 

@@ -12,15 +12,14 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import NotReady, TrainerLost
 from ps_protocol.membership import Controls, FrozenRounds, HeldRun, Membership
 from ps_protocol.plan import SlicePlan
+from services.coordinator import restore as restore_module
 from services.coordinator.reconcile import make_installation
-from services.coordinator.state import record as record_module
+from services.coordinator.restore import FILE, RecordFile
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.record import (
-    FILE,
     Beginning,
     ClusterRecord,
     Decision,
-    RecordFile,
     describe_cluster,
     restore_cluster,
     restore_incarnations,
@@ -382,7 +381,7 @@ def test_a_record_is_made_and_written_only_if_something_has_changed(tmp_path, mo
     (tmp_path / FILE).unlink()
     with monkeypatch.context() as patch:
         patch.delattr(SlicePlan, "to_json")
-        patch.delattr(record_module, "seal")
+        patch.delattr(restore_module, "seal")
         file.write(describe_cluster(cluster))
     assert not (tmp_path / FILE).exists()
     cluster.run.record = cluster.run.record.change()

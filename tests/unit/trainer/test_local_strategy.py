@@ -119,6 +119,6 @@ print(f"{optimizer.session.world_size} {weight.tolist()};", flush=True)
 def test_the_processes_of_a_host_train_together(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(HOST_SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.count("2 [-6.0, -6.0];") == 2  # three steps with the mean of 1 and 3

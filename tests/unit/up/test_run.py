@@ -14,7 +14,8 @@ from gradpost.up import make_environment, resolve_command, state_folder
 from gradpost.up.ending import STOP_GRACE_SECONDS, blame, end_by_script, end_by_signal
 from gradpost.up.state_folder import MAX_RUNS, named_root, new_folder, newest_folder, resume_folder
 from ps_config.environment import SETTINGS_FILE_VARIABLE
-from services.coordinator.state.record import RecordFile, describe_cluster
+from services.coordinator.restore import RecordFile
+from services.coordinator.state.record import describe_cluster
 
 from ..coordinator.support import make_cluster, train
 
