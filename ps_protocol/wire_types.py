@@ -25,7 +25,7 @@ PullType: TypeAlias = Literal["float32", "bfloat16", "float16", "int8"]
 
 GROUP = 256  # elements that share a scale
 DEFAULT_TOPK = 0.01
-SCALES, INDICES = ".scales", ".indices"  # suffixes of a block's second tensor
+SCALES = ".scales"  # suffix of a block's second tensor
 
 _FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -84,7 +84,7 @@ class WireTypes:
             return quantised(name, num_elements)
         if self.push == "topk":
             count = max(1, math.ceil(num_elements * self.topk))
-            return [(name, "F32", (count,)), (name + INDICES, "I32", (count,))]
+            return [(name, "F32", (count,)), (name + ".indices", "I32", (count,))]
         return [(name, _FLOATS[self.push], (num_elements,))]
 
     def pulled(self, dtype: str) -> str:

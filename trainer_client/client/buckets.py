@@ -17,7 +17,7 @@ from ps_protocol.frames import encode_header
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex
-from ps_protocol.wire_types import PushType, WireTensor
+from ps_protocol.wire_types import WireTensor
 
 from ..transport.tensors import has_wire_layout, writable_bytes
 from .error_feedback import ErrorFeedback, Remainder
@@ -45,7 +45,7 @@ class BucketEntry:
         """The size of the block on the wire."""
         return sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in self.tensors)
 
-    def fill(self, kind: PushType, source: Tensor, *, borrow: bool) -> None:
+    def fill(self, source: Tensor, *, borrow: bool) -> None:
         """Fill the block from a flat parameter or gradient."""
         if borrow and self._fits(source):
             self.lent = source
@@ -56,7 +56,7 @@ class BucketEntry:
         if self.remainder is None:
             self.own[0].copy_(source)
         else:
-            self.remainder.encode(kind, source, self.own)
+            self.remainder.encode(source, self.own)
 
     def place_in(self, buffer: bytearray, offset: int) -> None:
         """Place the block's tensors in this memory, from the offset on."""
@@ -82,12 +82,11 @@ class Bucket:
     pservers. Only then may the bucket be filled again. Small blocks lie together in memory of its own.
     """
 
-    def __init__(self, pserver: PserverIndex, slots: list[BucketEntry], kind: PushType) -> None:
+    def __init__(self, pserver: PserverIndex, slots: list[BucketEntry]) -> None:
         self.pserver = pserver
         self.slots = slots
         self.parameters = frozenset(slot.block.parameter for slot in slots)
         self.present = slots  # those that were filled
-        self._kind = kind
         is_small = [slot.num_bytes < MIN_LENT_BYTES for slot in slots]
         self._small = bytearray(sum(slot.num_bytes for slot, small in zip(slots, is_small, strict=True) if small))
         self._segments: list[BucketEntry | memoryview] = []  # in order: large blocks, and ranges of `_small`
@@ -111,7 +110,7 @@ class Bucket:
         for slot in self.present:
             block = slot.block
             source = flat[block.parameter][block.begin : block.end]
-            slot.fill(self._kind, source, borrow=borrow and slot.num_bytes >= MIN_LENT_BYTES)
+            slot.fill(source, borrow=borrow and slot.num_bytes >= MIN_LENT_BYTES)
 
     def frame(self, metadata: Mapping[str, str] | None = None) -> Payload:
         """Return the encoded frame of the filled blocks with this metadata, in parts."""
@@ -137,7 +136,6 @@ def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback 
     pserver has at least one bucket, maybe an empty one, because every pserver must learn that a contribution is
     complete.
     """
-    kind = plan.wire.push if feedback is not None else "float32"
     result = []
     for pserver, shard in enumerate(plan.shards):
         groups: list[list[BucketEntry]] = [[]]
@@ -145,7 +143,7 @@ def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback 
         for block in reversed(shard):
             values: list[WireTensor] = [(block.name, plan.parameter[block.parameter].dtype, (block.num_elements,))]
             tensors = values if feedback is None else plan.pushed(block)
-            remainder = feedback.of(block) if feedback is not None and len(tensors) > 1 else None
+            remainder = feedback.of(block, plan.wire.push) if feedback is not None and len(tensors) > 1 else None
             slot = BucketEntry(block, tensors, remainder)
             num_bytes = slot.num_bytes
             header = sum(len(name) + ENTRY_HEADER_BYTES for name, _, _ in tensors)
@@ -155,5 +153,5 @@ def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback 
             groups[-1].append(slot)
             size += num_bytes
             header_size += header
-        result.append([Bucket(pserver, group, kind) for group in groups])
+        result.append([Bucket(pserver, group) for group in groups])
     return result

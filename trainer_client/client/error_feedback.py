@@ -23,17 +23,18 @@ class Remainder:
     again is the same bytes.
     """
 
-    def __init__(self, num_elements: int) -> None:
+    def __init__(self, kind: PushType, num_elements: int) -> None:
+        self._kind = kind
         self.kept = torch.zeros(num_elements, dtype=torch.float32, device="cpu")
         self.next = torch.zeros_like(self.kept)  # what is left once the newest push has been applied
         self.is_pending = False  # there is such a push
 
-    def encode(self, kind: PushType, gradient: Tensor, tensors: Sequence[Tensor]) -> None:
+    def encode(self, gradient: Tensor, tensors: Sequence[Tensor]) -> None:
         """Write the remainder and a flat gradient to its tensors on the wire (`SlicePlan.pushed`).
 
         The part that these lack becomes the next remainder. A gradient that is not finite leaves none.
         """
-        LOSSY_ENCODERS[kind](gradient, self.kept, self.next, *tensors)
+        LOSSY_ENCODERS[self._kind](gradient, self.kept, self.next, *tensors)
         self.is_pending = True
 
     def resolve(self, *, is_applied: bool) -> None:
@@ -54,11 +55,11 @@ class ErrorFeedback:
     def __init__(self) -> None:
         self._remainders: dict[str, Remainder] = {}
 
-    def of(self, block: Block) -> Remainder:
-        """Return the remainder of a block, zeros at first."""
+    def of(self, block: Block, kind: PushType) -> Remainder:
+        """Return the remainder of a block that is pushed in this wire type, zeros at first."""
         remainder = self._remainders.get(block.name)
         if remainder is None:
-            remainder = self._remainders[block.name] = Remainder(block.num_elements)
+            remainder = self._remainders[block.name] = Remainder(kind, block.num_elements)
         return remainder
 
     def resolve(self, *, is_applied: bool) -> None:

@@ -18,7 +18,7 @@ from ps_protocol.optimizers import (
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import COMPUTED_ON_KEY, STATES_KEY, Completion
 from ps_protocol.vocabulary import BufferSpec, PserverIndex
-from ps_protocol.wire_types import INDICES, SCALES, WireTensor
+from ps_protocol.wire_types import WireTensor
 
 from ..shard.bodies import Body
 from ..shard.layout import ShardLayout
@@ -46,8 +46,8 @@ def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
     entries = {entry.name: entry for entry in body.frame.tensors}
     blocks: dict[str, StagedBlock] = {}
     for name in entries:
-        place = layout.place.get(name) or layout.place.get(name.removesuffix(SCALES).removesuffix(INDICES))
-        if place is None or name not in (tensor for tensor, _, _ in place.pushed):
+        place = layout.place_of_pushed.get(name)
+        if place is None:
             raise BadInput(f"block {name!r} is not on this pserver", code="unknown_block")
         if place.name not in blocks:
             blocks[place.name] = _read_block(body, place.pushed, entries, place.block.num_elements)

@@ -86,5 +86,6 @@ class ShardLayout:
         # The gradient ends here. The group of the means is the last one.
         self.num_stepped = min((place.step_begin for place in places if place.is_mean), default=offset)
         self.places = tuple(places)  # in the order of the flat tensor
+        self.place_of_pushed = {name: place for place in places for name, _, _ in place.pushed}  # by tensor on the wire
         by_name = {place.name: place for place in places}
         self.place = {block.name: by_name[block.name] for block in blocks}  # by block name, in plan order

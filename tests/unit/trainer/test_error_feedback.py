@@ -18,7 +18,7 @@ SIZES = st.sampled_from([1, 2, GROUP - 1, GROUP, GROUP + 1, 5 * GROUP + 3, PIECE
 
 def encode(kind: str, gradient: Tensor, error: Tensor, topk: float = 0.1) -> list[Tensor]:
     """Encode with the error in `error`, and write the remaining error there."""
-    remainder = Remainder(len(gradient))
+    remainder = Remainder(kind, len(gradient))
     remainder.kept.copy_(error)
     found = encode_with(kind, gradient, remainder, topk)
     remainder.resolve(is_applied=True)
@@ -29,7 +29,7 @@ def encode(kind: str, gradient: Tensor, error: Tensor, topk: float = 0.1) -> lis
 def encode_with(kind: str, gradient: Tensor, remainder: Remainder, topk: float = 0.1) -> list[Tensor]:
     tensors = WireTypes(push=kind, topk=topk).pushed("w.block0", "F32", len(gradient))
     found = [torch.full((count,), 77).to(TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]
-    remainder.encode(kind, gradient, found)
+    remainder.encode(gradient, found)
     return found
 
 
@@ -72,9 +72,9 @@ def test_a_gradient_that_is_not_finite_is_pushed_as_such_and_leaves_no_error(kin
 
 def test_forget_discards_the_errors() -> None:
     feedback, block = ErrorFeedback(), Block("w", 0, 0, 4, 0)
-    feedback.of(block).kept.fill_(3.0)
+    feedback.of(block, "int8").kept.fill_(3.0)
     feedback.reset()
-    assert feedback.of(block).kept.tolist() == [0.0] * 4
+    assert feedback.of(block, "int8").kept.tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("kind", ["int8", "topk"])
@@ -83,15 +83,15 @@ def test_forget_discards_the_errors() -> None:
 def test_a_push_that_is_not_applied_leaves_the_error_as_it_was(kind: str, fates: list[str], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     feedback, block, size = ErrorFeedback(), Block("w", 0, 0, 1000, 0), 1000
-    undisturbed = Remainder(size)
+    undisturbed = Remainder(kind, size)
     for fate in fates:
         gradient = torch.randn(size, generator=generator)
-        pushed = encode_with(kind, gradient, feedback.of(block))
+        pushed = encode_with(kind, gradient, feedback.of(block, kind))
         if fate == "refused":  # and pushed again: what is staged already has to be the same
-            again = encode_with(kind, gradient, feedback.of(block))
+            again = encode_with(kind, gradient, feedback.of(block, kind))
             assert all(map(torch.equal, pushed, again))
         feedback.resolve(is_applied=fate != "skipped")
         if fate != "skipped":
             assert all(map(torch.equal, pushed, encode_with(kind, gradient, undisturbed)))
             undisturbed.resolve(is_applied=True)
-    assert torch.equal(feedback.of(block).kept, undisturbed.kept)
+    assert torch.equal(feedback.of(block, kind).kept, undisturbed.kept)
