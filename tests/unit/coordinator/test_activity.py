@@ -24,6 +24,7 @@ from services.coordinator.activity import (
 from services.coordinator.audit import FILE, MAX_LISTED, AuditLog
 from services.coordinator.events import MAX_EVENTS, Events
 from services.coordinator.state.cluster import Cluster
+from services.coordinator.state.record import Decision
 
 from .support import LEASE, alive, beat, joining, leaving, make_cluster, registration, train
 
@@ -165,12 +166,12 @@ def test_changes_of_the_cluster_become_events():
     ]
     assert texts(events, seen)[2:] == ["trainer 1 failed: no data", "checkpoint of round 40 is complete"]
     seen = events.newest_id
-    cluster.run.record = cluster.run.record.update(attempt=1, resume=40)
+    cluster.run.apply_decision(Decision(1, 40, 0, cluster.run.record.membership, "pserver 0 holds nothing of the run"))
     cluster.run.fail(TrainerLost("trainer 1 did not come back", ranks=[1]), 99.0)
     events.detect_changes(cluster)
     assert texts(events, seen) == [
         "run run1 is failed: trainer 1 did not come back",
-        "the run is rolled back and continues after round 40 (attempt 1)",
+        "the run is rolled back and continues after round 40 (attempt 1): pserver 0 holds nothing of the run",
     ]
     [failed, _] = events.after(seen)
     assert (failed.kind, failed.run, failed.facts) == ("run", "run1", {"state": "failed"})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ps_protocol.membership import FrozenRounds, Membership
-from services.coordinator.state.decision import Rollback, decide, decide_steps
+from ps_protocol.membership import Controls, FrozenRounds, Membership
+from services.coordinator.state.decision import Rollback, decide, decide_steps, explain_change
 
 TWO = Membership({0: 1, 1: 1})
 
@@ -94,3 +94,9 @@ def test_with_max_delay_later_rounds_are_open_too():
     decided = decide(TWO, {0: 1}, [FrozenRounds(applied=6)] * 2, max_delay=1)
     assert isinstance(decided, Membership)
     assert decided.sets == {7: (0,), 8: (0,)}
+
+
+def test_every_decision_without_a_rollback_has_a_reason():
+    assert explain_change(TWO, {0: 2, 2: 1}, None) == "trainer 0, trainer 2 joined; trainer 1 left"
+    assert explain_change(TWO, TWO.members, Controls(is_paused=True)) == "an administrator has set controls"
+    assert explain_change(TWO, TWO.members, None) == "a pserver must install the membership again"
