@@ -46,7 +46,8 @@ class ControlTransport(httpx.AsyncHTTPTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send the request as httpx does, and convert ssl.SSLError to httpx.ConnectError."""
-        request.extensions = {**request.extensions, "trace": _CloseAfterFailedHandshake()}
+        if request.url.scheme == "https":
+            request.extensions = {**request.extensions, "trace": _CloseAfterFailedHandshake()}
         try:
             return await super().handle_async_request(request)
         except ssl.SSLError as error:
