@@ -162,7 +162,7 @@ def start_engine(session: Session, work: DividedWork) -> StartedEngine:
         rendezvous = None if group is None else group.offer()
         declared = work.spec.with_means() if model.averages.means else work.spec
         session.io.run(client.declare(parameters, declared, stored, model.aliases, rendezvous))
-        if client.settings.strategy == "local":
+        if group is None and work.is_stepped_here:
             return StartedEngine(LocalEngine(session, model, work.optimizer, work.local), None)
         if group is None:
             engine = PserverEngine(session, model, work.local)
