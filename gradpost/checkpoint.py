@@ -14,8 +14,8 @@ from services.runtime.storage import open_checkpoint_storage
 from trainer_client.client.inspection import ClusterView
 
 from .output import Column, CommandError, count, print_json, print_line, print_table
+from .state_folder import named_root, newest_folder
 from .status import asking, print_answer
-from .up.state_folder import named_root, newest_folder
 
 
 def default_place() -> str:

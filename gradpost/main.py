@@ -35,7 +35,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 Coordinator = Annotated[
     str | None,
     typer.Option(
-        metavar="URL", help="The coordinator's address [default: GRADPOST_COORDINATOR, else http://127.0.0.1:7070]."
+        metavar="URL",
+        help="The coordinator's address [default: GRADPOST_COORDINATOR, else that of the newest `up` in this folder, "
+        "else http://127.0.0.1:7070].",
     ),
 ]
 TokenPath = Annotated[
@@ -140,10 +142,25 @@ def up(
     trainers: Annotated[
         int, typer.Option(metavar="N", min=1, envvar="GRADPOST_NUM_TRAINERS", help="Number of trainers.")
     ] = 2,
-    port: Annotated[int, typer.Option(metavar="N", help="The coordinator's port; 0: a free one.")] = 0,
-    whole: Annotated[bool, typer.Option("--whole", help="Keep each parameter whole, on one pserver.")] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="The port of the dashboard; 0: any [default: 7070 if it is free, else 0]."),
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave the services and the dashboard up after the run, until Ctrl-C.")
+    ] = False,
+    whole: Annotated[
+        bool,
+        typer.Option("--whole", help="Keep each parameter whole, on one pserver.", rich_help_panel="Slice plan"),
+    ] = False,
     max_restarts: Annotated[
-        int, typer.Option(metavar="N", min=0, help="The number of times that each failed process is restarted.")
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="The number of times that each failed process is restarted.",
+            rich_help_panel="Failures",
+        ),
     ] = 0,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all log lines of the services.")] = False,
     as_json: Annotated[
@@ -157,9 +174,11 @@ def up(
     remaining trainers finish the run.
     """
     from .up import run_up
+    from .up.local_run import UpOptions
 
-    settings = {**ctx.obj, "port": port, **({"slice_parameters": False} if whole else {})}
-    sys.exit(run_up(command, pservers, trainers, settings, max_restarts=max_restarts, verbose=verbose, as_json=as_json))
+    settings = {**ctx.obj, **({} if port is None else {"port": port}), **({"slice_parameters": False} if whole else {})}
+    options = UpOptions(max_restarts=max_restarts, keep=keep, verbose=verbose, as_json=as_json)
+    sys.exit(run_up(command, pservers, trainers, settings, options))
 
 
 checkpoint_app = typer.Typer(

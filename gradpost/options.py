@@ -24,6 +24,19 @@ class SettingsCommand(TyperCommand):
         parameters = super().get_params(ctx)
         return [*parameters[:own], *make_options(str(self.name)), *parameters[own:]]
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, and the options under the titles of their groups."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                is_option = parameter.param_type_name == "option"
+                title = (getattr(parameter, "rich_help_panel", None) or "Options") if is_option else "Arguments"
+                groups.setdefault(title, []).append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
     def invoke(self, ctx: Any) -> Any:
         """Move the given settings to `ctx.obj`, and call the function."""
         own = {parameter.name for parameter in self.params}

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import os
+import re
 import types
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -30,11 +31,17 @@ S = TypeVar("S", bound=ServiceSettings)
 
 # Settings without an option: those of other roles, and those for a program that starts this one.
 _HIDDEN = {"coordinator": {"coordinator", "ready_fd"}, "pserver": {"lease_seconds", "ready_fd"}}
-_UP_SETTINGS = """
-    strategy mode max_staleness max_delay wait_for_apply read_consistency max_queued compensation dc_lambda
-    min_block_size placement nonfinite lease_seconds push_type pull_type topk round_timeout_seconds on_trainer_loss
-    min_trainers rejoin_timeout_seconds durability checkpoint_rounds keep_checkpoints checkpoints state_dir resume
-"""
+_UP_GROUPS = {  # the titles in `gradpost up --help`, and their settings
+    "Options": "strategy mode max_delay nonfinite",
+    "Failures": "resume on_trainer_loss min_trainers rejoin_timeout_seconds round_timeout_seconds lease_seconds",
+    "Checkpoints and paths": "durability checkpoint_rounds keep_checkpoints checkpoints state_dir",
+    "Wire types": "push_type pull_type topk",
+    "Slice plan": "min_block_size placement",
+    "Asynchronous modes": "max_staleness wait_for_apply read_consistency max_queued compensation dc_lambda",
+}
+_UP_SETTINGS = {name: title for title, names in _UP_GROUPS.items() for name in names.split()}
+# How the description of a setting without a default ends.
+_IF_UNSET = re.compile(r"(?:; none: |\. Default: )")
 _ALIASES = {"round_timeout_seconds": "--round-timeout", "rejoin_timeout_seconds": "--rejoin-timeout"}
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -85,20 +92,23 @@ def _describe(problem: ErrorDetails, given: Mapping[str, Any]) -> str:
 
 @functools.cache
 def make_options(command: str) -> list[Any]:
-    """Return typer's options for the settings of `up`, or of a role, in the order of the fields.
+    """Return typer's options for the settings of `up`, or of a role, in the order of their groups or fields.
 
     Their values are text, which the settings parse as they parse the environment.
     """
     fields = settings_class("pserver" if command == "pserver" else "coordinator").model_fields
-    names = [
-        name for name in fields if (name in _UP_SETTINGS.split() if command == "up" else name not in _HIDDEN[command])
-    ]
+    names = list(_UP_SETTINGS) if command == "up" else [name for name in fields if name not in _HIDDEN[command]]
 
     def command_function() -> None: ...
 
     command_function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotate(name, fields))
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=_annotate(name, fields[name], _UP_SETTINGS[name] if command == "up" else None),
+            )
             for name in names
         ]
     )
@@ -108,18 +118,19 @@ def make_options(command: str) -> list[Any]:
     return options
 
 
-def _annotate(name: str, fields: Mapping[str, FieldInfo]) -> Any:
-    field, flag = fields[name], "--" + name.replace("_", "-")
-    text = [(field.description or "").replace("`", "")]  # descriptions are Markdown, for docs/settings.md
-    if field.default is not None and field.default is not False:
-        text.append(f"[default: {field.default}]")
-    help_ = " ".join(text).strip()
-    kind = _without_none(field.annotation)
+def _annotate(name: str, field: FieldInfo, group: str | None) -> Any:
+    flag, kind, default = name.replace("_", "-"), _without_none(field.annotation), field.default
+    text, *if_unset = _IF_UNSET.split((field.description or "").replace("`", ""))  # Markdown, for docs/settings.md
+    if default is not None:
+        if_unset = [flag if default is True else f"no-{flag}" if default is False else default]
+    help_ = f"{text} [default: {if_unset[0]}]" if if_unset else text
     if kind is bool:
-        return Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=help_, show_default=False)]
+        option = typer.Option(f"--{flag}/--no-{flag}", help=help_, show_default=False, rich_help_panel=group)
+        return Annotated[bool | None, option]
     metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else _METAVARS.get(kind, "FILE")
-    names = [flag, *filter(None, [_ALIASES.get(name)])]
-    return Annotated[str | None, typer.Option(*names, help=help_, metavar=metavar, show_default=False)]
+    names = [f"--{flag}", *filter(None, [_ALIASES.get(name)])]
+    option = typer.Option(*names, help=help_, metavar=metavar, show_default=False, rich_help_panel=group)
+    return Annotated[str | None, option]
 
 
 def _without_none(annotation: Any) -> Any:

@@ -20,6 +20,7 @@ from ps_protocol.messages import ClusterStatus, TrainerStatus
 from trainer_client.client.inspection import ClusterView
 
 from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table, warn
+from .state_folder import named_root, running_address
 
 DEFAULT_COORDINATOR = "http://127.0.0.1:7070"
 TIMEOUT_SECONDS = 5.0
@@ -71,7 +72,7 @@ def open_view(
     *,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> ClusterView:
-    """Return a client of the coordinator that the option, the environment or the settings file names.
+    """Return a client of the coordinator: of the option, the environment, the settings file or the newest `up`.
 
     They also name its token and certificates; the default token is that of `scope` in `tokens_dir`, if set.
     """
@@ -91,7 +92,7 @@ class Connection:
 def find_connection(coordinator: str | None, token_file: Path | None = None, scope: Scope = "read") -> Connection:
     """Return the connection for `open_view`. Raises CommandError for a bad address, SettingsError for bad settings."""
     check_environment(os.environ)
-    address = coordinator or find_setting("coordinator") or DEFAULT_COORDINATOR
+    address = coordinator or find_setting("coordinator") or running_address(named_root()) or DEFAULT_COORDINATOR
     if not address.startswith(("http://", "https://")):
         raise CommandError(f"expected the coordinator's base URL, such as {DEFAULT_COORDINATOR}, not {address!r:.200}")
     token_file = token_file or find_path("token_file")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,17 @@ from typing import Any
 from ps_config.environment import PREFIX, check_environment, find_setting
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings
+from services.runtime.storage import lock_folder
 from trainer_client.testing.local_cluster import use_this_python
 
 from ..output import CommandError
 from ..settings import read_settings
+from ..state_folder import named_root, new_folder, resume_folder
 from .ending import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
-from .local_run import LocalRun
-from .state_folder import named_root, new_folder, resume_folder
+from .local_run import LocalRun, UpOptions
 
 DEFAULT_PSERVERS = 2
+DEFAULT_PORT: int = CoordinatorSettings.model_fields["port"].default
 
 # Settings that `up` sets for each process, which must not inherit the value of another one.
 _SET_BY_UP = """
@@ -34,26 +38,24 @@ def run_up(
     num_pservers: int | None,
     num_trainers: int,
     settings: Mapping[str, Any],
-    *,
-    max_restarts: int = 0,
-    verbose: bool,
-    as_json: bool,
+    options: UpOptions,
 ) -> int:
-    """Run `command` on a new local cluster and return the exit code; `settings` are the given options.
+    """Run `command` on a new local cluster and return the exit code; `settings` are those given as options.
 
     Without `num_pservers` the strategy decides. Raises CommandError or SettingsError before anything is started.
     """
     given = dict(settings)
-    if not max_restarts and find_setting("on_trainer_loss") is None:
+    if not options.max_restarts and find_setting("on_trainer_loss") is None:
         given.setdefault("on_trainer_loss", "fail")  # no lost trainer can rejoin
     # Checked here too, since the services would report errors in their own logs only.
     pservers = {} if num_pservers is None else {"num_pservers": num_pservers}
     cluster = read_settings(CoordinatorSettings, {**given, **pservers})
-    if cluster.strategy == "ring" and max_restarts:
+    if cluster.strategy == "ring" and options.max_restarts:
         raise CommandError("--max-restarts needs pservers: a ring cannot continue without a trainer, or take it back")
     read_settings(PserverSettings, {})
     resolved = resolve_command(command)  # before a folder is made for the run
     root = Path(given.pop("state_dir", named_root()))
+    given.setdefault("port", choose_port())
     given["state_dir"] = (resume_folder(root) if given.get("resume") else new_folder(root)).path
     run = LocalRun(
         resolved,
@@ -61,12 +63,23 @@ def run_up(
         num_trainers,
         given,
         make_environment(os.environ, num_trainers, given),
-        max_restarts=max_restarts,
+        options,
         tolerates_losses=cluster.on_trainer_loss == "continue",
-        verbose=verbose,
-        as_json=as_json,
     )
     return run.run()
+
+
+def choose_port() -> int:
+    """Return the coordinator's usual port if it is free, else 0. No other `up` of this user takes it meanwhile."""
+    if lock_folder(Path(tempfile.gettempdir()) / f"gradpost-{os.getuid()}-port-{DEFAULT_PORT}") is None:
+        return 0
+    with socket.socket() as attempt:
+        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the coordinator does
+        try:
+            attempt.bind(("127.0.0.1", DEFAULT_PORT))
+        except OSError:
+            return 0
+    return DEFAULT_PORT
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:

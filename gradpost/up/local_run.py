@@ -8,14 +8,17 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ps_protocol.errors import GradpostError
-from ps_protocol.messages import ClusterStatus
+from ps_protocol.messages import ClusterStatus, RunSummary
 from trainer_client.testing import Child, LocalCluster
 
 from ..output import EXIT_FAILED, count
+from ..state_folder import write_address
 from .ending import (
     EXIT_NOT_EXECUTABLE,
     HOPELESS_GRACE_SECONDS,
@@ -36,6 +39,16 @@ JOIN_CHECK_SECONDS = 1.0
 JOIN_GRACE_SECONDS = 3.0  # before a script that ended without joining ends the run
 
 
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """The options of `gradpost up` that are no settings of the cluster."""
+
+    max_restarts: int = 0  # of each process
+    keep: bool = False  # leave the services up after the run, until a signal
+    verbose: bool = False
+    as_json: bool = False
+
+
 class LocalRun:
     """The processes of one run. `command` is an executable and its arguments."""
 
@@ -46,16 +59,17 @@ class LocalRun:
         num_trainers: int,
         settings: Mapping[str, Any],
         environ: Mapping[str, str],
+        options: UpOptions,
         *,
-        max_restarts: int,
         tolerates_losses: bool,
-        verbose: bool,
-        as_json: bool,
     ) -> None:
         self._command = list(command)
-        self._as_json = as_json
+        self._options = options
+        self._state_dir: Path = settings["state_dir"]
         self._signals: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
-        self._screen = Screen(verbose=verbose, as_json=as_json, on_closed=lambda: self._signals.put(signal.SIGPIPE))
+        self._screen = Screen(
+            verbose=options.verbose, as_json=options.as_json, on_closed=lambda: self._signals.put(signal.SIGPIPE)
+        )
         self._cluster = LocalCluster(
             pservers=num_pservers,
             trainers=num_trainers,
@@ -63,7 +77,7 @@ class LocalRun:
             environ=environ,
             **settings,
         )
-        self._restarts_left: defaultdict[str, int] = defaultdict(lambda: max_restarts)  # by the child's name
+        self._restarts_left: defaultdict[str, int] = defaultdict(lambda: options.max_restarts)  # by the child's name
         self._tolerates_losses = tolerates_losses
         self._ending: Ending | None = None
         self._codes: dict[int, int] = {}  # of scripts that have ended
@@ -89,14 +103,23 @@ class LocalRun:
                     self._watch()
                 self._find_cause()
                 summary = self._ask(self._cluster.summary)
+                if self._options.keep and (self._ending is None or self._ending.by_script):
+                    exit_code = self._report(summary)
+                    self._screen.print_message(f"the services stay up until Ctrl-C; dashboard: {self._cluster.address}")
+                    self._signals.get()
+                    return exit_code
         finally:
             self._cluster.stop(STOP_GRACE_SECONDS)
+        return self._report(summary)
+
+    def _report(self, summary: RunSummary | None) -> int:
+        """Print how the run ended, and return the exit code."""
         if self._ending is not None:
             self._screen.print_message(self._ending.reason, "red")
         if summary is not None and summary.state != "gathering":
             if self._ending is not None and self._ending.exit_code != 0:
                 summary = summary.model_copy(update={"state": "failed"})  # also if the cluster has finished it
-            print_summary(summary, as_json=self._as_json)
+            print_summary(summary, as_json=self._options.as_json)
         elif self._ending is None:
             self._screen.print_message(
                 "nothing was trained: no script joined the cluster (trainer_client.connect)", "yellow"
@@ -110,10 +133,9 @@ class LocalRun:
         try:
             cluster.start(give_up=lambda: not self._signals.empty())
             pservers = f"{count(cluster.num_pservers, 'pserver')} and " if cluster.num_pservers else ""
-            self._screen.print_message(
-                f"{pservers}{count(cluster.num_trainers, 'trainer')} around the coordinator at {cluster.address}",
-                "dim",
-            )
+            trainers = count(cluster.num_trainers, "trainer")
+            self._screen.print_message(f"{pservers}{trainers}; dashboard: {cluster.address}", "dim")
+            write_address(self._state_dir, cluster.address)
             for rank in range(cluster.num_trainers):
                 self._start_script(rank)
         except RuntimeError:

@@ -118,14 +118,14 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
     durability: Durability | None = Field(
         default=None,
         description="data that a pserver writes before a round counts: `none`; `log`, which survives a crash of the "
-        "process; `fsync`, which survives a crash of the machine. Default: `log`, in the asynchronous modes `none`",
+        "process; `fsync`, which survives a crash of the machine. Default: `log`; in the asynchronous modes `none`",
     )
     checkpoint_rounds: int | None = Field(
         default=None,
         ge=1,
         description="number of rounds (in the asynchronous modes contributions) between checkpoints, if the disks are "
-        "fast enough. A log limits the number by `max_log_bytes`. With neither this setting nor a log there are no "
-        "checkpoints, in the asynchronous modes one every 1,000 contributions",
+        "fast enough; a log limits it by `max_log_bytes`; none: as many as the log allows; without a log no "
+        "checkpoints, or in the asynchronous modes one every 1,000 contributions",
     )
     max_log_bytes: int | None = Field(
         default=None,

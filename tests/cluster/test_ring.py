@@ -286,4 +286,4 @@ def test_up_trains_the_digits_without_a_pserver(tmp_path: Path) -> None:
     assert (summary["state"], summary["transport"], summary["shards"]) == ("finished", "ring", [])
     assert summary["rounds"] == 8 * 23
     assert summary["results"]["accuracy"] >= 0.97
-    assert "gradpost: 2 trainers around the coordinator" in stderr
+    assert "gradpost: 2 trainers; dashboard: http://" in stderr

@@ -49,7 +49,7 @@ def test_it_trains_and_ends_with_the_numbers(tmp_path: Path) -> None:
     # 18 elements; blocks of at least 4, so that each pserver has half of the matrix and one of them the bias.
     assert sorted(line.split()[1] for line in shards) == ["32", "40"]
     assert "\x1b" not in stdout + stderr
-    assert re.fullmatch(r"gradpost: 2 pservers and 2 trainers around the coordinator at http://\S+\n", stderr)
+    assert re.fullmatch(r"gradpost: 2 pservers and 2 trainers; dashboard: http://\S+\n", stderr)
 
 
 @pytest.mark.extended
@@ -177,6 +177,26 @@ def test_a_failure_before_joining_ends_the_others(tmp_path: Path) -> None:
     code, _, stderr = run_up("--", "python", "-c", script, folder=tmp_path)
     assert code == 3
     assert stderr.endswith("gradpost: trainer 1 failed with exit code 3\n")
+
+
+def test_kept_services_are_found_in_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: RunCommand,  # noqa: F811
+) -> None:  # fmt: skip
+    script = train_script(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    arguments = ("--keep", "--pservers", 1, "--trainers", 1, "--", "python", script)
+    with RunningUp(*arguments, folder=tmp_path) as up:
+        assert up.process.stdout is not None
+        assert any(line.startswith("trained: ") for line in up.process.stdout)
+        status = run_command("status")
+        assert "finished, mode sync, round 5" in status.stdout, status.stderr
+        assert "weight" in run_command("params").stdout
+        up.signal(signal.SIGINT)
+        code, _, stderr = up.finish()
+        assert code == 0
+        assert "gradpost: the services stay up until Ctrl-C; dashboard: http://" in stderr
+        assert up.has_left_nothing(), up.left()
+    assert "no coordinator" in run_command("status").stderr
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,16 @@ def test_a_wrong_usage_is_explained(run_command: RunCommand, arguments: list[str
     assert outcome.stderr.splitlines()[-1].startswith("Error: ")
 
 
+def test_the_help_of_up_has_groups_and_every_default(run_command: RunCommand) -> None:
+    text = " ".join(run_command("up", "--help").stdout.split())
+    groups = ["Arguments: COMMAND", "Options: --pservers", "Slice plan: ", "Failures: --max-restarts"]
+    groups += ["Checkpoints and paths: --", "Wire types: --push-type", "Asynchronous modes: --"]
+    places = [text.index(group) for group in groups]
+    assert places == sorted(places)
+    for option in make_options("up"):
+        assert "[default: " in str(option.help), option.name
+
+
 def test_up_has_a_flag_for_everything_about_the_mode() -> None:
     assert {field.name for field in fields(Consistency)} <= {option.name for option in make_options("up")}
 

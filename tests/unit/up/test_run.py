@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from gradpost import state_folder, up
 from gradpost.output import CommandError
-from gradpost.up import make_environment, resolve_command, state_folder
+from gradpost.state_folder import MAX_RUNS, named_root, new_folder, newest_folder, resume_folder
+from gradpost.up import choose_port, make_environment, resolve_command
 from gradpost.up.ending import STOP_GRACE_SECONDS, blame, end_by_script, end_by_signal
-from gradpost.up.state_folder import MAX_RUNS, named_root, new_folder, newest_folder, resume_folder
 from ps_config.environment import SETTINGS_FILE_VARIABLE
 from services.coordinator.restore import RecordFile
 from services.coordinator.state.record import describe_cluster
@@ -46,6 +49,16 @@ def test_a_missing_command_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 def test_settings_of_one_process_are_not_inherited() -> None:
     kept = {"GRADPOST_PLACEMENT": "hash", "HOME": "/root", "OMP_NUM_THREADS": "3"}
     assert make_environment({**kept, "GRADPOST_PORT": "7070", "GRADPOST_COORDINATOR": "http://c"}, 2) == kept
+
+
+def test_the_usual_port_is_used_once_if_it_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(up, "DEFAULT_PORT", port)
+        assert choose_port() == 0
+    (tmp_path / f"gradpost-{os.getuid()}-port-{port}").rename(tmp_path / "of-an-earlier-up")
+    assert [choose_port(), choose_port()] == [port, 0]
 
 
 def test_trainers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

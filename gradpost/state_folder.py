@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ps_config.environment import find_path
-from services.coordinator.restore import RecordFile
 from services.runtime.storage import lock_folder
 
-from ..output import CommandError
+from .output import CommandError
 
 DEFAULT_ROOT = Path(".gradpost")
 MAX_RUNS = 3
+ADDRESS = "address"  # the file with the coordinator's address
 _PREFIX = "up-"
 
 
@@ -35,6 +35,8 @@ def newest_folder(root: Path) -> Path | None:
 
 def holds_a_run(folder: Path) -> bool:
     """Return whether a run has begun in this folder; otherwise, its script may have failed immediately."""
+    from services.coordinator.restore import RecordFile  # takes as long to import as `gradpost status` takes otherwise
+
     try:
         record = RecordFile(folder).read()
     except OSError:  # damaged, so there was a record
@@ -78,6 +80,21 @@ def new_folder(root: Path) -> RunFolder:
     lock = lock_folder(folder)
     assert lock is not None  # its name contains this process's id
     return RunFolder(folder, lock)
+
+
+def write_address(folder: Path, address: str) -> None:
+    """Write the address of the coordinator into the folder of its run."""
+    (folder / ADDRESS).write_text(address)
+
+
+def running_address(root: Path) -> str | None:
+    """Return the coordinator's address of the newest run in `root` that is running; None if there is none."""
+    for file in sorted(root.glob(f"{_PREFIX}*/{ADDRESS}"), reverse=True):
+        lock = lock_folder(file.parent)
+        if lock is None:
+            return file.read_text()
+        os.close(lock)
+    return None
 
 
 def _folders(root: Path) -> list[Path]:
