@@ -314,6 +314,77 @@ def events(
 
 
 @app.command()
+def pause(coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False) -> None:
+    """Pause the run: pservers apply no further round, trainers wait, and no time-out counts."""
+    from .control import RunChange
+
+    RunChange(coordinator, token_file, as_json=as_json).pause()
+
+
+@app.command()
+def resume(coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False) -> None:
+    """Resume a paused run."""
+    from .control import RunChange
+
+    RunChange(coordinator, token_file, as_json=as_json).resume()
+
+
+@app.command()
+def rate(
+    value: Annotated[float | None, typer.Argument(metavar="RATE", min=0, help="The learning rate.")] = None,
+    group: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="The index of the parameter group [default: all].")
+    ] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="Use the script's own learning rate again.")] = False,
+    coordinator: Coordinator = None,
+    token_file: TokenPath = None,
+    as_json: Json = False,
+) -> None:
+    """Set a learning rate, which replaces the script's."""
+    from .control import RunChange
+
+    RunChange(coordinator, token_file, as_json=as_json).set_rate(value, group, reset=reset)
+
+
+ParameterName = Annotated[
+    str, typer.Argument(metavar="NAME", help="The name of the parameter.", autocompletion=complete_parameter)
+]
+
+
+@app.command()
+def freeze(
+    name: ParameterName, coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False
+) -> None:
+    """Freeze a parameter: it does not change, as if it had no gradient."""
+    from .control import RunChange
+
+    RunChange(coordinator, token_file, as_json=as_json).freeze(name)
+
+
+@app.command()
+def unfreeze(
+    name: ParameterName, coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False
+) -> None:
+    """Unfreeze a parameter."""
+    from .control import RunChange
+
+    RunChange(coordinator, token_file, as_json=as_json).unfreeze(name)
+
+
+@app.command()
+def evict(
+    rank: Annotated[int, typer.Argument(metavar="RANK", min=0, help="The rank of the trainer.")],
+    coordinator: Coordinator = None,
+    token_file: TokenPath = None,
+    as_json: Json = False,
+) -> None:
+    """Continue without a trainer. Another process may take its rank."""
+    from .control import RunChange
+
+    RunChange(coordinator, token_file, as_json=as_json).evict(rank)
+
+
+@app.command()
 def tensorboard(
     logdir: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write to, in a subfolder for the run.")],
     every: Annotated[

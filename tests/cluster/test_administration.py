@@ -259,6 +259,26 @@ def test_checkpoints(long_run: FaultyRun, gradpost: Gradpost, tmp_path: Path) ->
 
 
 @pytest.mark.extended
+def test_changes_of_a_run(long_run: FaultyRun, gradpost: Gradpost) -> None:
+    admin = Administrator(long_run)
+    before = admin.ask("GET", "/v1/controls")
+    for command, outcome in (
+        ("pause", "is paused"),
+        ("rate 0.05", "uses learning rate 0.05 for all parameter groups"),
+        ("freeze 0.bias", "does not change parameter 0.bias"),
+    ):
+        assert re.fullmatch(rf"run \w+ {outcome} from round [\d,]+ on\n", gradpost(*command.split()).stdout)
+    changed = admin.ask("GET", "/v1/controls")
+    assert (changed["is_paused"], changed["rates"], changed["frozen"]) == (True, {"0": 0.05}, ["0.bias"])
+    for command in ("rate --group 0 --reset", "unfreeze 0.bias", "resume"):
+        assert json.loads(gradpost(*command.split(), "--json").stdout)["round"] >= changed["since"]
+    assert {**admin.ask("GET", "/v1/controls"), "since": before["since"]} == before
+    assert "give a learning rate, or --reset" in gradpost("rate", exit_code=2).stderr
+    assert "there is no parameter 'x' in this run" in gradpost("freeze", "x", exit_code=2).stderr
+    assert "trainer 7 is not a member of run" in gradpost("evict", 7, exit_code=2).stderr
+
+
+@pytest.mark.extended
 def test_events_are_followed_over_a_restart_of_the_coordinator(long_run: FaultyRun, gradpost: Gradpost) -> None:
     assert "trainer 0 has joined" in gradpost("events").stdout
     newest = json.loads(gradpost("events", "--json").stdout.splitlines()[-1])["id"]

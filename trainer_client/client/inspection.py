@@ -134,8 +134,12 @@ class ClusterView:
 
     def roll_back(self, round_: int) -> dict[str, Any]:
         """Roll the run back to a complete checkpoint; return the round at which it continues."""
-        message = json.dumps({"round": round_})
-        answer = self._request("POST", self.coordinator + ROLL_BACK, message, timeout=CHECKPOINT_SECONDS)
+        return self.change_run("POST", ROLL_BACK, {"round": round_})
+
+    def change_run(self, method: str, path: str, message: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send an administrator's change; return the round from which it applies. Blocks until all pservers have it."""
+        body = None if message is None else json.dumps(message)
+        answer = self._request(method, self.coordinator + path, body, timeout=CHECKPOINT_SECONDS)
         return TypeAdapter(Object).validate_json(answer)
 
     def protocol_version(self) -> str:
