@@ -82,10 +82,15 @@ class AnswerHead:
 
 
 class _Message(Request):
-    """A request whose body is limited. It raises HTTPException, because FastAPI hides other exceptions."""
+    """A request whose body is limited, and is JSON whatever its content type is; `curl -d` sends that of a form.
+
+    It raises HTTPException, because FastAPI hides other exceptions.
+    """
 
     def __init__(self, request: Request, most: int) -> None:
-        super().__init__(request.scope, self._receive_counted)
+        others = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
+        headers = [*others, (b"content-type", b"application/json")]
+        super().__init__({**request.scope, "headers": headers}, self._receive_counted)
         self._receive_next = request.receive
         self._most = most
         self._num_bytes = 0
