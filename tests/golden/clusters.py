@@ -37,7 +37,7 @@ def same_arithmetic() -> Iterator[None]:
 
     Torch's kernels for AVX2 and AVX-512 fuse multiplications with additions, its default kernels do not: without this
     the digests of all nine optimizers depend on the CPU. Torch reads the variable once, so these processes need warm
-    servers of their own. MKL computes the dot product in the norm of a gradient, and the square roots outside of torch's
+    servers of their own. MKL computes the dot product in the norm of a gradient, and square roots outside of torch's
     fused kernels: its compatible code begins them with the instruction RSQRTPS, whose result depends on the vendor.
     """
     with pytest.MonkeyPatch.context() as patch:
