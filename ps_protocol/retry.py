@@ -58,8 +58,8 @@ class Patience:
         """Forget the failures until now."""
         self._since = None
 
-    def is_exhausted(self) -> bool:
-        """Note a failure, and return whether they have gone on for the whole time."""
+    def note_failure(self) -> bool:
+        """Note a failure; return True if failures have gone on for the whole time."""
         self.start()
         assert self._since is not None
         return self._now() >= self._since + self._seconds

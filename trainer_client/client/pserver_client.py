@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
@@ -32,7 +33,8 @@ from ps_protocol.vocabulary import Round
 
 from ..transport.destinations import ShardDestination
 from ..transport.frame_sink import NO_DELTAS, FrameSink
-from .buckets import Payload
+from .buckets import FrameParts
+from .news import Attempt
 from .pserver_connection import PserverConnection
 
 M = TypeVar("M", bound=Message)
@@ -65,7 +67,7 @@ class PserverClient:
     def __init__(self, connection: PserverConnection, *, max_delay: int) -> None:
         self.connection = connection
         self.link = connection.link
-        self._kept: dict[Round, list[Payload]] = {}  # pushed, and not pulled yet: a pserver may lose it
+        self._kept: dict[Round, list[FrameParts]] = {}  # pushed, and not pulled yet: a pserver may lose it
         self._max_delay = max_delay
 
     @property
@@ -86,14 +88,14 @@ class PserverClient:
 
         await connection.request_with_retry(routes.HEALTH, attempt)
 
-    def go_back(self, attempt: int) -> None:
-        """Follow the run to its newest attempt, and forget the pushes of the one before."""
-        self.connection.follow_attempt(attempt)
+    def follow(self, attempt: Attempt) -> None:
+        """Send all further requests for this attempt of the run, and forget the pushes of the attempt before."""
+        self.connection.fence = replace(self.connection.fence, attempt=attempt.number)
         self._kept.clear()
 
     # ------------------------------------------------------------------ pushes
 
-    async def push(self, round_: Round, body: Payload, *, initial: bool = False) -> PushAnswer:
+    async def push(self, round_: Round, body: FrameParts, *, initial: bool = False) -> PushAnswer:
         """Push one encoded bucket. `body` must not change until this returns."""
         route = routes.INITIAL if initial else routes.SEND
         num_bytes = sum(map(len, body))
@@ -114,14 +116,14 @@ class PserverClient:
         self.connection.metrics.pushed_bytes.inc(num_bytes)
         return answer
 
-    def _keep(self, round_: Round, body: Payload) -> None:
+    def _keep(self, round_: Round, body: FrameParts) -> None:
         for old in sorted(self._kept)[: -max(MIN_KEPT_ROUNDS, self._max_delay + 1)]:
             del self._kept[old]  # of a caller that pushes and never pulls
         frames = self._kept.setdefault(round_, [])
         if not any(frame is body for frame in frames):
             frames.append(body)
 
-    def _drop(self, round_: Round, body: Payload) -> None:
+    def _drop(self, round_: Round, body: FrameParts) -> None:
         """Forget a push that was refused or given up: the next attempt of the caller has a frame of its own."""
         frames = [frame for frame in self._kept.pop(round_, ()) if frame is not body]
         if frames:
@@ -153,7 +155,7 @@ class PserverClient:
         return await self.connection.request_with_retry(route, attempt, partial(self._push_again, round_))
 
     async def _send(
-        self, kind: type[M], route: str, round_: Round, headers: Mapping[str, str], body: Payload = ()
+        self, kind: type[M], route: str, round_: Round, headers: Mapping[str, str], body: FrameParts = ()
     ) -> M:
         connection = self.connection
         headers = {**connection.fence.at_round(round_).to_headers(), **headers}

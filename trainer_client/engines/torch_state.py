@@ -38,7 +38,7 @@ class ParameterState(NamedTuple):
     slots: Mapping[str, Tensor]  # of shape (numel,), float32, in host memory
 
 
-OptimizerState = Mapping[str, ParameterState]  # by parameter name; without those that were never stepped
+ParameterStates = Mapping[str, ParameterState]  # by parameter name; without those that were never stepped
 
 
 def needed_slots(
@@ -62,7 +62,7 @@ def full_groups(optimizer: Optimizer) -> Groups:
     return [{**group, **fixed} for group in optimizer.param_groups]
 
 
-def own_state(spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
+def own_state(spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str]) -> ParameterStates:
     """Return the state that an optimizer has from its steps or a checkpoint; `names` are by id.
 
     Raises BadModel for slots that no pserver could have.
@@ -74,17 +74,17 @@ def own_state(spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str
 
 
 def write_state(
-    spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], slots: OptimizerState
+    spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], states: ParameterStates
 ) -> dict[Tensor, Any]:
     """Return the state of each parameter that has one, as torch's optimizer keeps it; `names` are by id.
 
     `groups` contain the value that Adagrad fills a new sum with, which is its own argument.
-    Slots are float32 whatever the parameter is: `load_state_dict` rounds them. They share memory with `slots`.
+    Slots are float32 whatever the parameter is: `load_state_dict` rounds them. They share memory with `states`.
     """
     state: dict[Tensor, Any] = {}
     for group in groups:
         for parameter in group["params"]:
-            found = slots.get(names[id(parameter)])
+            found = states.get(names[id(parameter)])
             if found is None and spec.name == "Adagrad":  # which has a state from the start
                 start = float(group["initial_accumulator_value"])
                 filled = torch.full((parameter.numel(),), start, dtype=torch.float32, device="cpu")
@@ -115,7 +115,7 @@ def _scalar(value: float) -> Tensor:
 
 def read_state(
     spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], state_dict: Mapping[str, Any]
-) -> OptimizerState:
+) -> ParameterStates:
     """Return the state in a `state_dict` of an optimizer with these groups; it may share memory with it.
 
     Raises BadInput for a `state_dict` that does not fit.
@@ -127,7 +127,7 @@ def read_state(
             raise BadModel("the state_dict of an optimizer must be a dict with state and param_groups")
     _check_groups(spec, groups, saved)
     rest = dict(state)
-    slots: dict[str, ParameterState] = {}
+    states: dict[str, ParameterState] = {}
     for group, theirs in zip(groups, saved, strict=True):
         for parameter, index in zip(group["params"], theirs["params"], strict=True):
             entry = rest.pop(index, None)
@@ -135,13 +135,13 @@ def read_state(
                 name = names[id(parameter)]
                 found = _read(spec.name, {**group, **theirs, **_fixed(group)}, name, parameter, entry)
                 if found is not None:
-                    slots[name] = found
+                    states[name] = found
     if rest:
         raise BadModel(
             "the loaded state_dict has state of parameters that the optimizer does not have",
             actual=f"{list(rest)!s:.80}",
         )
-    return slots
+    return states
 
 
 def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,16 +198,18 @@ def _read(
     return ParameterState(state, {**slots, MASTER: _read_slot(name, MASTER, parameter, master)})
 
 
-def split_masters(slots: OptimizerState, parameters: Mapping[str, Tensor]) -> tuple[OptimizerState, dict[str, Tensor]]:
-    """Return slots without masters, and the masters, (numel,) float32, that the parameters were rounded from.
+def split_masters(
+    states: ParameterStates, parameters: Mapping[str, Tensor]
+) -> tuple[ParameterStates, dict[str, Tensor]]:
+    """Return states without masters, and the masters, (numel,) float32, that the parameters were rounded from.
 
     A master is left out if its parameter was loaded from another checkpoint, or stepped by `torch.optim`, which does
     not change masters.
     """
-    without, masters = dict(slots), {}
-    for name, (state, of_parameter) in slots.items():
-        if MASTER in of_parameter:
-            rest = dict(of_parameter)
+    without, masters = dict(states), {}
+    for name, (state, slots) in states.items():
+        if MASTER in slots:
+            rest = dict(slots)
             master, parameter = rest.pop(MASTER), parameters[name].detach()
             without[name] = ParameterState(state, rest)
             if torch.equal(master.to(parameter), parameter.reshape(-1)):

@@ -12,7 +12,7 @@ from ps_protocol.errors import BadModel
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.requests import Completion
 
-from ..engines.engine import Contribution, StepEngine
+from ..engines.engine import StepEngine, StepGradients
 from ..engines.host import HostFollower, HostLeader
 from ..engines.local import LocalEngine
 from ..engines.local_steps import LocalSteps, check_outer
@@ -20,7 +20,7 @@ from ..engines.model_tensors import TrainedModel, check_alike, describe_model
 from ..engines.pserver import PserverEngine
 from ..engines.ring import RingEngine
 from ..engines.ring_group import Group
-from ..engines.torch_state import OptimizerState, own_state
+from ..engines.torch_state import ParameterStates, own_state
 from ..session.collectives import choose_device
 from ..session.session import Session
 from ..transport.tensors import Flattening
@@ -84,7 +84,7 @@ class DividedWork:
     is_stepped_here: bool  # `optimizer` steps in the trainer, in a ring or without a cluster
     is_async: bool
     mean_rate: float | None  # of the means of averaged buffers; None if there are none
-    initial_state: OptimizerState  # of the optimizer, from its own steps or a checkpoint
+    initial_state: ParameterStates  # of the optimizer, from its own steps or a checkpoint
     flattening: Flattening = field(default_factory=Flattening)
 
     @property
@@ -97,7 +97,7 @@ class DividedWork:
         """True if every step is a round of all trainers, which have its outcome in common."""
         return not self.is_async and self.local is None
 
-    def contribute(self, is_finite: bool, scaler: list[HyperParameters]) -> Contribution | None:
+    def contribute(self, is_finite: bool, scaler: list[HyperParameters]) -> StepGradients | None:
         """Return the contribution of a step, with the state of a GradScaler; None after a local step but the last."""
         if self.local is None:
             gradients = self.flattening.flatten(self.model.parameters)
@@ -107,7 +107,7 @@ class DividedWork:
             return None
         found = [] if self.is_stepped_here else read_hyper_parameters(self.spec, self.optimizer)
         means: list[HyperParameters] = [] if self.mean_rate is None else [{"lr": self.mean_rate}]
-        return Contribution(gradients, Completion(0, [*found, *means, *scaler]), is_finite)
+        return StepGradients(gradients, Completion(0, [*found, *means, *scaler]), is_finite)
 
 
 def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None, model: TrainedModel) -> DividedWork:
@@ -169,7 +169,7 @@ def start_engine(session: Session, work: DividedWork) -> StartedEngine:
             if work.initial_state:
                 engine.load_optimizer_state(work.initial_state)
             return StartedEngine(engine, engine)
-        group.open(client.rendezvous)
+        group.open(client.run.rendezvous)
         ring = RingEngine(session, model, work.optimizer, group)
         session.call_at_close(ring.join_others)
         return StartedEngine(ring, None)

@@ -126,7 +126,7 @@ class RemoteOptimizer(WrappingOptimizer):
 
         NaN if the round was skipped; None before the first round.
         """
-        return self._session.client.grad_norm
+        return self._session.client.results.grad_norm
 
     def summary(self) -> RunSummary:
         """Return the results of the run, as the services know them. Blocks for the coordinator."""

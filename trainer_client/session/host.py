@@ -103,7 +103,7 @@ class Host:
         ):
             writer.close()
             return
-        peer = self._peers[process] = Peer(process, reader, writer, self._client.membership.fail)
+        peer = self._peers[process] = Peer(process, reader, writer, self._client.coordinator.fail)
         peer.send("welcome")
         self._send_joined(peer)
         if len(self._peers) == self.place.num_processes - 1:
@@ -145,7 +145,7 @@ class Host:
         except BaseException:
             writer.close()
             raise
-        return Peer(0, reader, writer, self._client.membership.fail)
+        return Peer(0, reader, writer, self._client.coordinator.fail)
 
     async def _watch(self, lease_seconds: float) -> None:
         """Send signs of life, and fail when a process is silent for a lease. Counts periods of this process only."""
@@ -156,7 +156,7 @@ class Host:
             for peer in [peer for peer in self._peers.values() if not peer.left.is_set()]:
                 if peer.ping() > limit:
                     text = f"process {peer.process} of this host has sent nothing for {lease_seconds:g} s"
-                    self._client.membership.fail(
+                    self._client.coordinator.fail(
                         Ended(f"{text}: it is stopped, or too busy to run its other threads", code="host_broken")
                     )
 
@@ -231,7 +231,7 @@ class Host:
             self._client.log.info(f"waiting for {peers} ({kind})")
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._io.run(self._client.membership.guard(work))
+        return self._io.run(self._client.coordinator.guard(work))
 
     # ------------------------------------------------------------------ the group
 

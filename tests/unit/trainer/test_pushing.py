@@ -19,9 +19,9 @@ from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.requests import NUM_BLOCKS_KEY, Completion
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import WireTypes
-from trainer_client.client.buckets import Payload, make_buckets
+from trainer_client.client.buckets import FrameParts, PushBuckets, make_buckets
 from trainer_client.client.error_feedback import ErrorFeedback
-from trainer_client.engines.outgoing import Outgoing, nothing_to_wait_for
+from trainer_client.engines.outgoing import Outgoing
 from trainer_client.session.io_thread import IoThread
 from trainer_client.transport.tensors import Flattening
 
@@ -86,7 +86,7 @@ def test_a_header_with_many_tensors_stays_within_the_limits_of_a_frame() -> None
 
 def test_a_bucket_holds_about_its_bytes_and_each_pserver_has_one() -> None:
     [buckets] = make_buckets(plan_of({f"w{i}": 1000 for i in range(20)}), bucket_bytes=10_000)
-    assert [len(bucket.slots) for bucket in buckets] == [2] * 10
+    assert [len(bucket.entries) for bucket in buckets] == [2] * 10
     assert [len(shard) for shard in make_buckets(plan_of({"w": 3}, 3), bucket_bytes=1)] == [1, 1, 1]
 
 
@@ -101,8 +101,8 @@ def test_a_frame_holds_the_filled_values_and_its_metadata(borrow: bool) -> None:
             body = b"".join(bucket.frame(metadata))
             frame = parse_frame(body)
             assert frame.metadata == metadata
-            for slot, data in zip(bucket.slots, read(frame, body).values(), strict=True):
-                assert torch.equal(data, flat[slot.block.parameter][slot.block.begin : slot.block.end])
+            for entry, data in zip(bucket.entries, read(frame, body).values(), strict=True):
+                assert torch.equal(data, flat[entry.block.parameter][entry.block.begin : entry.block.end])
 
 
 def test_only_borrowed_gradients_are_sent_from_their_own_memory() -> None:
@@ -131,12 +131,12 @@ PLAN = plan_of(SIZES, NUM_PSERVERS, min_block_size=100)
 
 
 class Recorder:
-    """A client that records the pushed frames of each pserver."""
+    """A group of pservers that records the pushed frames of each."""
 
     def __init__(self) -> None:
         self.pushed: list[list[tuple[Frame, bytes]]] = [[] for _ in range(NUM_PSERVERS)]
 
-    async def push(self, step: int, pserver: int, frame: Payload) -> bool:
+    async def push(self, step: int, pserver: int, frame: FrameParts) -> bool:
         body = b"".join(frame)
         self.pushed[pserver].append((parse_frame(body), body))
         return True
@@ -156,16 +156,15 @@ def test_each_block_is_pushed_once_and_the_last_frame_has_their_number(io: IoThr
     bucket_bytes = data.draw(st.sampled_from([1, 300, 1000, 1 << 20]), label="bucket_bytes")
     shards = make_buckets(PLAN, bucket_bytes=bucket_bytes, feedback=ErrorFeedback())
     gradients = {name: torch.rand(SIZES[name]) for name in present}
-    client = Recorder()
-    outgoing = Outgoing(client, io, 1, shards, nothing_to_wait_for(), borrow=True)  # type: ignore[arg-type]
+    pservers = Recorder()
+    outgoing = Outgoing(pservers, io, 1, PushBuckets(shards), None, borrow=True)  # type: ignore[arg-type]
     for name in present[:num_early]:
-        holding = [bucket for shard in shards for bucket in shard if name in bucket.parameters]
-        outgoing.add(name, gradients[name], holding)
+        outgoing.add(name, gradients[name])
     outgoing.complete(gradients, Completion(0, [{"lr": 0.5}]))
     io.run(asyncio.wait_for(outgoing.join(), timeout=10))
 
     pushed_blocks: Counter[str] = Counter()
-    for shard, pushed in zip(PLAN.shards, client.pushed, strict=True):
+    for shard, pushed in zip(PLAN.shards, pservers.pushed, strict=True):
         frames = [frame for frame, _ in pushed]
         [num_blocks] = [frame.metadata[NUM_BLOCKS_KEY] for frame in frames if NUM_BLOCKS_KEY in frame.metadata]
         assert int(num_blocks) == sum(len(frame.tensors) for frame in frames)

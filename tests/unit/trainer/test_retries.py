@@ -334,14 +334,14 @@ def test_the_pause_without_an_answer_is_random_up_to_a_limit_that_doubles(attemp
 def test_patience_counts_from_the_first_failure_after_a_reset() -> None:
     now = 100.0
     patience = Patience(2.0, lambda: now)
-    assert not patience.is_exhausted()
+    assert not patience.note_failure()
     now = 101.9
-    assert not patience.is_exhausted()
+    assert not patience.note_failure()
     now = 102.0
-    assert patience.is_exhausted()
+    assert patience.note_failure()
     patience.reset()
-    assert not patience.is_exhausted()
+    assert not patience.note_failure()
     now = 103.0
     patience.start()  # it has started already
     now = 104.0
-    assert patience.is_exhausted()
+    assert patience.note_failure()

@@ -1,4 +1,4 @@
-"""A trainer's membership: joining the run, declaring the model, heartbeats, leaving."""
+"""A trainer's requests to the coordinator: join the run, declare the model, heartbeats, leave."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from ps_protocol.routes import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
 from .metrics import LinkMeter
-from .news import News, Waits
+from .news import Attempt, News, Waits
 from .settings import TrainerSettings
 
 T = TypeVar("T")
@@ -53,12 +53,13 @@ RETRY_SECONDS = 0.1
 PLAN_WAIT_SECONDS = 5.0
 
 
-class Membership:
-    """One trainer's place in one run. All methods run on the I/O loop."""
+class CoordinatorClient:
+    """One trainer's place in one run, held by heartbeats. All methods run on the I/O loop."""
 
     def __init__(self, settings: TrainerSettings, http: httpx.AsyncClient) -> None:
         self.joined: TrainerJoined
         self.round: Round = 0  # the newest round that was pulled from every pserver
+        self._counted_round: Round = 0  # the newest round that pservers may count this trainer in
         self.results: dict[str, float] = {}
         self.failure: GradpostError | None = None  # that ended the run
         self.news = News()
@@ -99,12 +100,21 @@ class Membership:
         self.log = make_log(run=joined.run, trainer=joined.rank, process=process)
 
     def adopt_round(self, round_: Round) -> None:
-        """Report this round as the newest with the heartbeats, also after a rollback to it."""
+        """Report this round as the newest with the heartbeats, also after a rollback to it. No round is under way."""
         self.round = round_
+        self.note_complete()
 
     def note_pulled(self, round_: Round) -> None:
         """Note a round that was pulled from every pserver, and may not be the newest one."""
         self.round = max(self.round, round_)
+
+    def note_may_be_counted(self, round_: Round) -> None:
+        """Note that pservers may count this trainer in a round: until it is pulled, leaving is a failure."""
+        self._counted_round = round_
+
+    def note_complete(self) -> None:
+        """Note that the trainer may leave, because no round needs it any more."""
+        self._counted_round = 0
 
     def report_results(self, results: Mapping[str, float]) -> None:
         """Report the newest numbers of the script with the heartbeats."""
@@ -136,10 +146,19 @@ class Membership:
             "incarnation": self.joined.incarnation,
             "wait_seconds": PLAN_WAIT_SECONDS,
         }
-        return PlanReady.from_answer(await self._request_with_retry("GET", PLAN, params=query))
+        ready = PlanReady.from_answer(await self._request_with_retry("GET", PLAN, params=query))
+        base_round = ready.start - 1
+        self.adopt_round(base_round)
+        self.news.begin_attempt(Attempt(ready.attempt, base_round, None if base_round else ready.uploader))
+        return ready
 
     async def leave(self, outcome: str, reason: str = "") -> None:
-        """Report the end of this trainer, for up to `retry_seconds`; after a failure once, since the lease ends."""
+        """Report the end of this trainer, for up to `retry_seconds`; after a failure once, since the lease ends.
+
+        Leaving in the middle of a round counts as failed, because only some pservers may have counted this trainer.
+        """
+        if outcome == "done" and self._counted_round > self.round:
+            outcome, reason = "failed", f"it left in the middle of round {self._counted_round}"
         if self._heartbeats is not None:
             self._heartbeats.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -152,13 +171,13 @@ class Membership:
                 incarnation=self.joined.incarnation,
                 outcome="done" if outcome == "done" else "failed",
                 round=self.round,
-                attempt=self.news.attempt,
+                attempt=self.news.attempt.number,
                 reason=reason[:2000],
             )
             if outcome != "done":
                 await self._try_post(LEAVE, message)
                 return
-            # Who is done and does not say so is waited for, and its loss may end the run of the others.
+            # The others wait for a trainer that does not report its end, and its loss may end their run.
             try:
                 await self._request_with_retry("POST", LEAVE.format(rank=self.joined.rank), message)
             except Unreachable as error:
@@ -179,7 +198,7 @@ class Membership:
             run=self.joined.run,
             incarnation=self.joined.incarnation,
             round=self.round,
-            attempt=self.news.attempt,
+            attempt=self.news.attempt.number,
             results=dict(self.results),
             unreachable=self.news.unreachable(now),
             ahead_of=dict(self.news.ahead_of),
@@ -261,7 +280,7 @@ class Membership:
 
         async def pause(error: Exception) -> None:
             if not isinstance(error, GradpostError):
-                self._log_silence(error, path, is_final=silence.is_exhausted())
+                self._log_silence(error, path, is_final=silence.note_failure())
                 await asyncio.sleep(RETRY_SECONDS)
                 return
             silence.reset()
@@ -270,7 +289,7 @@ class Membership:
                 raise error
             if error.status == 503:  # other processes are on their way
                 refusals.reset()
-            if refusals.is_exhausted():
+            if refusals.note_failure():
                 raise error
             self._log_once("waiting", f"waiting: {error.detail}")
             await asyncio.sleep(choose_pause(error, RETRY_SECONDS))
