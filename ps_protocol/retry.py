@@ -1,4 +1,4 @@
-"""The repetition of requests by clients: one loop, and the pauses in it; and the period of heartbeats.
+"""The repetition of requests by clients: pauses, limits and a loop; and the period of heartbeats.
 
 Every request of the protocol may be repeated, because its identity lets the service count it once. A policy decides
 which failures a request survives, how long it pauses after each of them, and when it gives up.

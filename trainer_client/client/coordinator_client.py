@@ -32,7 +32,7 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from ps_protocol.printable import escape_event
-from ps_protocol.retry import Patience, RetryPolicy, choose_pause, heartbeat_period, request_with_retry
+from ps_protocol.retry import Patience, choose_pause, heartbeat_period
 from ps_protocol.routes import (
     DECLARE_MODEL,
     JOIN_TRAINER,
@@ -277,25 +277,21 @@ class CoordinatorClient:
         silence, refusals = Patience(self._settings.retry_seconds), Patience(self._settings.retry_seconds / 4)
         silence.start()
         refusals.start()
-
-        async def pause(error: Exception) -> None:
-            if not isinstance(error, GradpostError):
+        while True:
+            try:
+                return await self._request(method, path, message, params)
+            except httpx.TransportError as error:
                 self._log_silence(error, path, is_final=silence.note_failure())
                 await asyncio.sleep(RETRY_SECONDS)
-                return
-            silence.reset()
-            silence.start()
-            if not error.may_be_retried:
-                raise error
-            if error.status == 503:  # other processes are on their way
-                refusals.reset()
-            if refusals.note_failure():
-                raise error
-            self._log_once("waiting", f"waiting: {error.detail}")
-            await asyncio.sleep(choose_pause(error, RETRY_SECONDS))
-
-        policy = RetryPolicy((httpx.TransportError, GradpostError), pause)
-        return await request_with_retry(lambda: self._request(method, path, message, params), policy)
+            except GradpostError as error:
+                silence.reset()
+                silence.start()
+                if error.status == 503:  # other processes are on their way
+                    refusals.reset()
+                if not error.may_be_retried or refusals.note_failure():
+                    raise
+                self._log_once("waiting", f"waiting: {error.detail}")
+                await asyncio.sleep(choose_pause(error, RETRY_SECONDS))
 
     def _log_silence(self, error: Exception, path: str, *, is_final: bool) -> None:
         """Log an error without an answer. Raises Unreachable if it is final, or a certificate that is not trusted."""

@@ -58,8 +58,8 @@ def needed_slots(
 
 def full_groups(optimizer: Optimizer) -> Groups:
     """Return the groups; torch's Adagrad fills its sums with its own argument, whatever a group says."""
-    fixed = {key: value for key, value in optimizer.defaults.items() if key == "initial_accumulator_value"}
-    return [{**group, **fixed} for group in optimizer.param_groups]
+    groups, start = optimizer.param_groups, optimizer.defaults.get("initial_accumulator_value")
+    return groups if start is None else [{**group, "initial_accumulator_value": start} for group in groups]
 
 
 def own_state(spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str]) -> ParameterStates:

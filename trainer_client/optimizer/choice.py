@@ -1,4 +1,4 @@
-"""The choice of a step engine: settings that do not work together, and the engine that follows from the others."""
+"""The choice of a step engine, in three steps: refuse bad combinations, divide the work, and start the engine."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from ..transport.tensors import Flattening
 from .parameter_watch import check_model
 from .wrapped_optimizer import describe_local_optimizer, describe_optimizer, read_hyper_parameters
 from .wrapped_state import StateInTrainer, StateOnPservers, WrappedState
+
+# ---------------------------------------------------------------------- 1. refuse combinations
 
 
 def check_combination(session: Session, model: TrainedModel, *, has_outer: bool) -> None:
@@ -71,6 +73,9 @@ def check_combination(session: Session, model: TrainedModel, *, has_outer: bool)
             raise BadModel(reason)
     if not local:
         check_model(model.module, model.parameters.values())
+
+
+# ---------------------------------------------------------------------- 2. divide the work
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,9 @@ def _make_outer(session: Session, model: TrainedModel) -> Optimizer:
     )
 
 
+# ---------------------------------------------------------------------- 3. start the engine
+
+
 class StartedEngine(NamedTuple):
     """The engine of a process, and the engine that uses the pservers: the same engine, or that of a host's leader."""
 
@@ -153,41 +161,47 @@ class StartedEngine(NamedTuple):
 
 def start_engine(session: Session, work: DividedWork) -> StartedEngine:
     """Declare the model, wait for all trainers and pservers, and pull the values that the run begins with."""
-    client, host, model = session.client, session.host, work.model
+    host, model = session.host, work.model
     device = choose_device(model.parameters)
-    parameters, stored = model.describe(work.optimizer)
-
-    def declare() -> StartedEngine:
-        group = Group(session, device) if client.joined.consistency.is_ring else None
-        rendezvous = None if group is None else group.offer()
-        declared = work.spec.with_means() if model.averages.means else work.spec
-        session.io.run(client.declare(parameters, declared, stored, model.aliases, rendezvous))
-        if group is None and work.is_stepped_here:
-            return StartedEngine(LocalEngine(session, model, work.optimizer, work.local), None)
-        if group is None:
-            engine = PserverEngine(session, model, work.local)
-            if work.initial_state:
-                engine.load_optimizer_state(work.initial_state)
-            return StartedEngine(engine, engine)
-        group.open(client.run.rendezvous)
-        ring = RingEngine(session, model, work.optimizer, group)
-        session.call_at_close(ring.join_others)
-        return StartedEngine(ring, None)
-
     if host is None:
-        return declare()
-    digests = describe_model(parameters, stored, work.spec, local_steps=client.settings.local_steps, device=device.type)
+        return _start_trainer(session, work, device)
+    parameters, stored = model.describe(work.optimizer)
+    local_steps = session.client.settings.local_steps
+    digests = describe_model(parameters, stored, work.spec, local_steps=local_steps, device=device.type)
     if not host.is_leader:
         return StartedEngine(HostFollower(session, host, model, digests, device, work.local), None)
     with host.reporting_failure():
         for process, line in enumerate(host.receive("model"), 1):
             check_alike(digests, line["model"], process)
-        started = declare()
+        started = _start_trainer(session, work, device)
         return started._replace(engine=HostLeader(session, host, model, device, started.engine))
+
+
+def _start_trainer(session: Session, work: DividedWork, device: torch.device) -> StartedEngine:
+    """Declare the model, and return the engine of this trainer in its run."""
+    client, model = session.client, work.model
+    parameters, stored = model.describe(work.optimizer)
+    spec = work.spec.with_means() if model.averages.means else work.spec
+    group = Group(session, device) if client.joined.consistency.is_ring else None
+    rendezvous = None if group is None else group.offer()
+    session.io.run(client.declare(parameters, spec, stored, model.aliases, rendezvous))
+    if group is not None:
+        group.open(client.run.rendezvous)
+        ring = RingEngine(session, model, work.optimizer, group)
+        session.call_at_close(ring.join_others)
+        return StartedEngine(ring, None)
+    if work.is_stepped_here:
+        return StartedEngine(LocalEngine(session, model, work.optimizer, work.local), None)
+    engine = PserverEngine(session, model, work.local)
+    if work.initial_state:
+        engine.load_optimizer_state(work.initial_state)
+    return StartedEngine(engine, engine)
 
 
 def make_state(remote: Optimizer, wrapped: Optimizer, work: DividedWork, started: StartedEngine) -> WrappedState:
     """Return the `state` that a RemoteOptimizer shows."""
+    if work.initial_state:
+        work.optimizer.state.clear()  # it belongs to the run now
     if work.is_wrapped_stepping:
         return StateInTrainer(remote, wrapped)
     return StateOnPservers(remote, work.spec, work.model.names, started.pserver)
