@@ -42,14 +42,16 @@ class BucketEntry:
     lent: Tensor | None = None  # the caller's tensor, if the block is sent from there
     num_bytes: int = field(init=False)  # the size of the block on the wire
     is_small: bool = field(init=False)
+    dtype: torch.dtype | None = field(init=False)  # of its only tensor on the wire; None if there are several
 
     def __post_init__(self) -> None:
         self.num_bytes = sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in self.tensors)
         self.is_small = self.num_bytes < MIN_LENT_BYTES
+        self.dtype = TORCH_DTYPES[self.tensors[0][1]] if len(self.tensors) == 1 else None
 
     def fill(self, source: Tensor, *, borrow: bool) -> None:
         """Fill the block from a flat parameter or gradient."""
-        if borrow and self._fits(source):
+        if borrow and source.dtype == self.dtype and has_wire_layout(source):
             self.lent = source
             return
         self.lent = None
@@ -67,10 +69,6 @@ class BucketEntry:
             views.append(torch.frombuffer(buffer, dtype=TORCH_DTYPES[dtype], count=count, offset=offset))
             offset += views[-1].nbytes
         self.own = tuple(views)
-
-    def _fits(self, source: Tensor) -> bool:
-        [(_, dtype, _), *more] = self.tensors
-        return not more and source.dtype == TORCH_DTYPES[dtype] and has_wire_layout(source)
 
     def parts(self) -> list[memoryview]:
         """Return the bytes that are sent, as views of the bucket's memory."""

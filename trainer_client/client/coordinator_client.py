@@ -71,7 +71,7 @@ class CoordinatorClient:
         self._heartbeats: asyncio.Task[None] | None = None
         self.log = make_log()
         self._waiting_since: float | None = None  # in a ring, by the loop; None: it computes
-        self._is_done = False  # in a ring: no batches are left
+        self.is_done = False  # in a ring: no batches are left, and the trainer joins the others' rounds
         self._logged: dict[str, str] = {}  # the last line about each topic
 
     # ------------------------------------------------------------------ joining
@@ -95,7 +95,7 @@ class CoordinatorClient:
         return self.joined
 
     def adopt_place(self, joined: TrainerJoined, process: int) -> None:
-        """Adopt the leader's place in the run, without heartbeats. Called by the follower processes of a host."""
+        """Adopt the leader's place in the run, without heartbeats. Follower processes of a host do not `join`."""
         self.joined = joined
         self.log = make_log(run=joined.run, trainer=joined.rank, process=process)
 
@@ -120,10 +120,6 @@ class CoordinatorClient:
         """Report the newest numbers of the script with the heartbeats."""
         self.results.update(results)
 
-    def report_links(self, links: Mapping[PserverIndex, LinkMeter]) -> None:
-        """Report the measured links to the pservers with the heartbeats."""
-        self.links = links
-
     @contextlib.contextmanager
     def reporting_wait(self) -> Iterator[None]:
         """Report with the heartbeats that this trainer waits for others. In a ring, by the I/O loop."""
@@ -132,10 +128,6 @@ class CoordinatorClient:
             yield
         finally:
             self._waiting_since = None
-
-    def report_done(self) -> None:
-        """Report with the heartbeats that a trainer of a ring has no batches left, and joins the others' rounds."""
-        self._is_done = True
 
     async def declare(self, message: DeclareModel) -> PlanReady:
         """Declare the model, and wait until all trainers have and the pservers have the plan."""
@@ -149,7 +141,8 @@ class CoordinatorClient:
         ready = PlanReady.from_answer(await self._request_with_retry("GET", PLAN, params=query))
         base_round = ready.start - 1
         self.adopt_round(base_round)
-        self.news.begin_attempt(Attempt(ready.attempt, base_round, None if base_round else ready.uploader))
+        attempt = Attempt(ready.attempt, base_round, None if base_round else ready.uploader)
+        self.news.attempt = self.news.newest_attempt = attempt
         return ready
 
     async def leave(self, outcome: str, reason: str = "") -> None:
@@ -205,7 +198,7 @@ class CoordinatorClient:
             software=Software(**installed_versions()),
             links={index: meter.describe() for index, meter in self.links.items()},
             waiting_seconds=0.0 if self._waiting_since is None else now - self._waiting_since,
-            is_done=self._is_done,
+            is_done=self.is_done,
         )
 
     async def _send_heartbeats(self) -> None:

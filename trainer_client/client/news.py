@@ -58,7 +58,7 @@ class News:
     pservers: dict[PserverIndex, PserverInfo] = field(default_factory=dict)
     failing: dict[PserverIndex, tuple[Incarnation, float]] = field(default_factory=dict)  # since when, by the loop
     pages: dict[PserverIndex, str] = field(default_factory=dict)  # that answered instead of a failing pserver
-    ahead_of: dict[PserverIndex, Incarnation] = field(default_factory=dict)
+    ahead_of: dict[PserverIndex, Incarnation] = field(default_factory=dict)  # incarnations that have lost rounds
     heard_at: float | None = None  # the time of the coordinator's newest answer
     waits: defaultdict[PserverIndex, Waits] = field(default_factory=lambda: defaultdict(Waits))  # for a pserver
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -83,19 +83,11 @@ class News:
         """Return the pservers that do not answer, and for how many seconds."""
         return {index: (incarnation, now - since) for index, (incarnation, since) in self.failing.items()}
 
-    def begin_attempt(self, attempt: Attempt) -> None:
-        """Note the attempt in which this trainer has joined the run."""
-        self.attempt = self.newest_attempt = attempt
-
     def mark_unreachable(self, info: PserverInfo, now: float, page: str | None) -> None:
         """Note that this pserver does not answer, since `now` at the latest; `page` is what answered instead."""
         self.failing.setdefault(info.index, (info.incarnation, now))
         if page is not None:
             self.pages[info.index] = page
-
-    def mark_ahead_of(self, index: PserverIndex, incarnation: Incarnation) -> None:
-        """Note that this incarnation of a pserver has lost rounds that this trainer has pulled."""
-        self.ahead_of[index] = incarnation
 
     def mark_reachable(self, index: PserverIndex) -> None:
         """Note that this pserver has answered, or has restarted."""

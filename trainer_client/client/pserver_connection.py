@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import httpx
@@ -40,30 +40,22 @@ NEWS_SECONDS = 2.0  # the wait for a heartbeat after another incarnation of the 
 MAX_REPUSHES = 5  # of one round, to one incarnation of a pserver: it may lose what it holds with each
 
 
+@dataclass(eq=False)
 class PserverConnection:
     """The address, incarnation and fence of one pserver, which follow the cluster. Used on the I/O loop."""
 
-    def __init__(
-        self,
-        info: PserverInfo,
-        fence: Fence,
-        exchange_for: Callable[[PserverInfo], Exchange],
-        metrics: TrainerMetrics,
-        news: News,
-        *,
-        retry_seconds: float,
-        deadline_seconds: float,
-    ) -> None:
-        self.info = info
-        self.fence = fence
-        self.exchange = exchange_for(info)  # the open HTTP connections to the pserver
-        self.link = LinkMeter()
-        self.metrics = metrics
-        self.news = news
-        self.retry_seconds = retry_seconds
-        self.deadline_seconds = deadline_seconds
-        self.first_incarnation = info.incarnation
-        self._exchange_for = exchange_for
+    info: PserverInfo
+    fence: Fence
+    exchange_for: Callable[[PserverInfo], Exchange]
+    metrics: TrainerMetrics
+    news: News
+    retry_seconds: float
+    deadline_seconds: float  # of one attempt
+    link: LinkMeter = field(default_factory=LinkMeter)
+
+    def __post_init__(self) -> None:
+        self.first_incarnation = self.info.incarnation
+        self.exchange = self.exchange_for(self.info)  # the open HTTP connections to the pserver
 
     def url(self, path: str) -> httpx.URL:
         """Return the URL of a route."""
@@ -83,7 +75,7 @@ class PserverConnection:
             self.news.mark_reachable(info.index)
         if info.incarnation >= self.info.incarnation and info != self.info:
             self.info = info
-            self.exchange = self._exchange_for(info)
+            self.exchange = self.exchange_for(info)
             self.fence = replace(self.fence, pserver_incarnation=info.incarnation)
 
     async def request_with_retry(
@@ -137,7 +129,7 @@ class PserverConnection:
                     if is_too_long and (has_lost_rounds or not self.is_coordinator_reachable()):
                         raise
                     if has_lost_rounds:
-                        self.news.mark_ahead_of(self.info.index, incarnation)
+                        self.news.ahead_of[self.info.index] = incarnation
                     await self.news.wait_for_heartbeat(NEWS_SECONDS)
                 self.metrics.retries.labels(answer.code).inc()
 

@@ -131,10 +131,6 @@ class RunClient:
         self._lag = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
         return joined
 
-    def adopt_place(self, joined: TrainerJoined, process: int) -> None:
-        """Adopt the leader's place in the run. Called by the follower processes of a host instead of `join`."""
-        self.coordinator.adopt_place(joined, process)
-
     def adopt_run(self, run: DeclaredRun) -> None:
         """Adopt the run that the leader has declared. Called by the follower processes of a host."""
         self._begin_run(run, [])
@@ -178,7 +174,7 @@ class RunClient:
         run = DeclaredRun(plan, ready.start, ready.nonfinite, ready.max_grad_norm, ready.rendezvous)
         self._begin_run(run, clients)
         self.uploader = ready.uploader
-        self.coordinator.report_links({client.index: client.link for client in clients})
+        self.coordinator.links = {client.index: client.link for client in clients}
         self.metrics.local_pservers.set_function(lambda: sum(client.link.is_local for client in clients))
         if ready.start > 1:
             self.log.info(

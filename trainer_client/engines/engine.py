@@ -25,18 +25,7 @@ class StepGradients(NamedTuple):
 
 @dataclass
 class StepProgress:
-    """The position of one trainer in its run. Only its engine changes it.
-
-    Parts that work ahead of the engine have their own positions:
-
-    ================================  ==============================================================================
-    `Pipeline.pulled`                 the newest step that was pulled; its values may not be in the parameters yet
-    `PserverGroup.pushed_round`       the newest round of which a part may have left
-    `CoordinatorClient.round`         the newest pulled round as heartbeats report it, from the I/O thread
-    `DeclaredRun.start`               the first round of this trainer; fixed
-    `Attempt.base_round`              the version that an attempt of the run began with
-    ================================  ==============================================================================
-    """
+    """The position of one trainer in its run. Only its engine changes it."""
 
     begun: Round = 0  # the newest step that has begun
     version: Round = 0  # the step whose values are in the parameters

@@ -66,10 +66,7 @@ class Outgoing:
                 self._sent_early.add(bucket)
 
     def complete(
-        self,
-        gradients: Mapping[str, Tensor],
-        completion: Completion,
-        state_frames: Sequence[StateFrames] | None = None,
+        self, gradients: Mapping[str, Tensor], completion: Completion, state_frames: Sequence[StateFrames] | None = None
     ) -> None:
         """Push the remaining buckets, without parameters that have no gradient, and the frames of optimizer state."""
         for pserver, of_pserver in enumerate(state_frames or ()):

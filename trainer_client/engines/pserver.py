@@ -159,8 +159,7 @@ class PserverEngine:
         self._unfinished.require_same_gradients(step, attempt.gradients, self._parameters)
         if self._local is not None:  # the local optimizer has changed the parameters
             self._pipeline.forget_bases()
-        has_several_steps = self._pipeline.max_delay > 0 or self._overlap_pulls
-        self._unfinished.note_begun(None if has_several_steps else attempt)
+        self._unfinished.attempt = None if self._pipeline.max_delay > 0 or self._overlap_pulls else attempt
         completion = replace(attempt.completion, computed_on=self.progress.version if self._is_async else None)
         gradients = {**attempt.gradients, **self._averages.changed_values()}
         pushed = attempt._replace(gradients=gradients, completion=completion)

@@ -153,7 +153,7 @@ class RingEngine:
         self._is_void = self._gradients.discard()  # of a backward pass after which there was no step
         self._gradients.mark_spoiled(is_spoiled=False)
         self._has_joined = True
-        self._client.coordinator.report_done()
+        self._client.coordinator.is_done = True
         log, last = self._client.log, self.progress.version
         try:
             while self._has_joined:

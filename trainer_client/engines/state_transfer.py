@@ -132,26 +132,19 @@ def _encode(portion: Sequence[tuple[str, memoryview | StepState]]) -> FrameParts
 class Loading:
     """Optimizer state and values that one trainer has loaded. No method blocks.
 
-    ========  ====================================================  ==============================================
-    state     reached by                                            a rollback
-    ========  ====================================================  ==============================================
-    none      the start                                             changes nothing
-    waiting   a load after round r: the state belongs to step       to r keeps it for another push of that step;
-              r + 1                                                 to before r loses it
-    applied   the pull of a later version than r, which has it      to r or before loses it
-    ========  ====================================================  ==============================================
-
+    State that is loaded after round r *waits* for step r + 1, which is repeated if the run goes back to r. It is
+    *applied* once a later version than r was pulled. If the run then goes back to r or before, it is lost.
     Before the first round only the trainer that brings the initial values pushes loaded state.
     """
 
     def __init__(self, client: RunClient, parameters: Mapping[str, Tensor]) -> None:
         """`parameters` are those of the script, which has its values in them by the next step."""
         self._parameters = parameters
-        self.states: ParameterStates | None = None  # waiting: the loaded optimizer state, if any
-        self._masters: Mapping[str, Tensor] = {}  # waiting: loaded values by parameter, (numel,) float32
-        self._frames: list[StateFrames] = []  # waiting: the encoded frames, once they are needed
+        self.states: ParameterStates | None = None  # that waits, if any
+        self._masters: Mapping[str, Tensor] = {}  # values that wait, by parameter, (numel,) float32
+        self._frames: list[StateFrames] = []  # the encoded state and values, once they are needed
         self._client = client
-        self._after: Round = -1  # r; -1: none
+        self._after: Round = -1  # r; -1: nothing was loaded, or it is lost
         self._has_stepped = False  # in this incarnation of the trainer
 
     @property

@@ -10,7 +10,7 @@ from ps_protocol.encodings import TORCH_DTYPES
 
 from ..client.buckets import PushBuckets, make_buckets
 from ..client.run_client import RunClient
-from ..transport.destinations import ShardDestination, make_destinations, make_shard_destinations
+from ..transport.destinations import make_destinations, make_shard_destinations
 from ..transport.device_copies import host_memory
 from ..transport.tensors import writable_bytes
 
@@ -29,24 +29,18 @@ class StepMemory:
         self._parameters = parameters
         self._dtypes = {name: TORCH_DTYPES[plan.pulled(name)] for name in parameters}
         self._is_apart = client.joined.consistency.max_delay > 0 or plan.wire.pulls_deltas
-        self._receive_into(
-            {name: host_memory(parameter, self._dtypes[name]) for name, parameter in parameters.items()}
-            if self._is_apart
-            else make_destinations(parameters, self._dtypes)
-        )
+        self.pulled: dict[str, Tensor] = {}  # host tensors by parameter name, in the dtype on the wire
+        if self._is_apart:
+            self.pulled = {name: host_memory(parameter, self._dtypes[name]) for name, parameter in parameters.items()}
+        self.follow_parameters()
         self.discard_pushes()
-
-    def _receive_into(self, pulled: dict[str, Tensor]) -> None:
-        self.pulled = pulled  # host tensors by parameter name, in the dtype on the wire
-        memory = {name: writable_bytes(tensor) for name, tensor in pulled.items() if tensor.numel()}
-        self.destinations: list[ShardDestination] = make_shard_destinations(
-            self._client.run.plan, memory, keeps_values=True
-        )
 
     def follow_parameters(self) -> None:
         """Use the memory that the parameters have now, unless this set is separate."""
         if not self._is_apart:
-            self._receive_into(make_destinations(self._parameters, self._dtypes))
+            self.pulled = make_destinations(self._parameters, self._dtypes)
+        memory = {name: writable_bytes(tensor) for name, tensor in self.pulled.items() if tensor.numel()}
+        self.destinations = make_shard_destinations(self._client.run.plan, memory, keeps_values=True)  # by pserver
 
     def forget_base(self) -> None:
         """Pull all blocks the next time, because the received values may have changed."""

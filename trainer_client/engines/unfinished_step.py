@@ -34,17 +34,13 @@ class UnfinishedStep:
         """Keep nothing. `leads_host`: other processes are needed to finish a step."""
         self.kept: StepGradients | None = None
         self._leads_host = leads_host
-        self._attempt: StepGradients | None = None  # the newest, with the script's gradients; None if there are several
+        self.attempt: StepGradients | None = None  # the newest, with the script's gradients; None if there are several
         self._rejection: NonFiniteGradient | None = None
         self._is_lost = False
 
-    def note_begun(self, attempt: StepGradients | None) -> None:
-        """Note the newest attempt of a step; None if several steps may be on their way."""
-        self._attempt = attempt
-
     def note_pulled(self) -> None:
         """Note that the step was pulled after all."""
-        self.kept = self._attempt = self._rejection = None
+        self.kept = self.attempt = self._rejection = None
 
     def note_rollback(self) -> None:
         """Note that the run has gone back to before the step."""
@@ -64,11 +60,11 @@ class UnfinishedStep:
         """Copy the gradients of the newest attempt, which pservers may have counted, before the script changes them."""
         if self.kept is not None:
             return  # the newest attempt has the same gradients
-        if self._attempt is None:
+        if self.attempt is None:
             self._is_lost = True
             return
-        copies = {name: gradient.clone() for name, gradient in self._attempt.gradients.items()}
-        self.kept, self._attempt = self._attempt._replace(gradients=copies), None
+        copies = {name: gradient.clone() for name, gradient in self.attempt.gradients.items()}
+        self.kept, self.attempt = self.attempt._replace(gradients=copies), None
 
     def require_same_gradients(self, step: Round, gradients: Mapping[str, Tensor], names: Collection[str]) -> None:
         """Raise ContributionConflict unless the gradients of these parameters may be pushed for the step.

@@ -1,4 +1,4 @@
-"""The choice of a step engine, in three steps: refuse bad combinations, divide the work, and start the engine."""
+"""The choice of a step engine: `check_combination`, then `divide_work`, then `start_engine`, then `make_state`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from ..transport.tensors import Flattening
 from .parameter_watch import check_model
 from .wrapped_optimizer import describe_local_optimizer, describe_optimizer, read_hyper_parameters
 from .wrapped_state import StateInTrainer, StateOnPservers, WrappedState
-
-# ---------------------------------------------------------------------- 1. refuse combinations
 
 
 def check_combination(session: Session, model: TrainedModel, *, has_outer: bool) -> None:
@@ -73,9 +71,6 @@ def check_combination(session: Session, model: TrainedModel, *, has_outer: bool)
             raise BadModel(reason)
     if not local:
         check_model(model.module, model.parameters.values())
-
-
-# ---------------------------------------------------------------------- 2. divide the work
 
 
 @dataclass(frozen=True)
@@ -147,9 +142,6 @@ def _make_outer(session: Session, model: TrainedModel) -> Optimizer:
         momentum=settings.outer_momentum,
         nesterov=settings.outer_nesterov,
     )
-
-
-# ---------------------------------------------------------------------- 3. start the engine
 
 
 class StartedEngine(NamedTuple):

@@ -24,13 +24,7 @@ _Form: TypeAlias = tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device,
 class ScriptGuard:
     """The parameters, groups and modules of a script as they were when the run began, or after the last step."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: TrainedModel,
-        engine: StepEngine,
-        session: Session,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, model: TrainedModel, engine: StepEngine, session: Session) -> None:
         """Note the state at the start. There is no `watch` with local steps, which write to the parameters."""
         client, settings = session.client, session.client.settings
         has_samples = not settings.overlap_pulls

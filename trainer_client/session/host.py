@@ -117,7 +117,7 @@ class Host:
         self._peers[0] = leader = await self._find_leader()
         self._all_here.set()
         joined = TrainerJoined.model_validate((await leader.receive("joined"))["joined"])
-        self._client.adopt_place(joined, self.place.process)
+        self._client.coordinator.adopt_place(joined, self.place.process)
         return joined
 
     async def _find_leader(self) -> Peer:

@@ -23,13 +23,6 @@ class SideStreams:
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
-    def of(self, device: torch.device) -> Any:
-        """Return the stream of a device."""
-        if device not in self._streams:
-            module: Any = torch.get_device_module(device)
-            self._streams[device] = module.Stream() if device.type == "cpu" else module.Stream(device=device)
-        return self._streams[device]
-
     def mark(self, device: torch.device) -> Any:
         """Return an event after all work that the calling thread has given to the device."""
         module: Any = torch.get_device_module(device)
@@ -40,7 +33,9 @@ class SideStreams:
     def copy(self, target: Tensor, source: Tensor, device: torch.device, after: Any) -> Any:
         """Begin a copy after the event `after`, and return the event of its end. Keep both tensors alive until then."""
         module: Any = torch.get_device_module(device)
-        stream = self.of(device)
+        if device not in self._streams:
+            self._streams[device] = module.Stream() if device.type == "cpu" else module.Stream(device=device)
+        stream = self._streams[device]
         stream.wait_event(after)
         with module.stream(stream), torch.no_grad():
             if target.device == device and (target.dtype, target.stride()) != (source.dtype, source.stride()):

@@ -77,12 +77,7 @@ class Exchange:
         return response
 
     async def send(
-        self,
-        method: str,
-        url: httpx.URL,
-        headers: Mapping[str, str],
-        *,
-        body: Sequence[memoryview] = (),
+        self, method: str, url: httpx.URL, headers: Mapping[str, str], *, body: Sequence[memoryview] = ()
     ) -> httpx.Response:
         """Send a request and return its response with the whole body, which is small. Raises httpx.TransportError."""
         response = await self.begin_request(method, url, headers, body=body)
