@@ -23,12 +23,12 @@ from ps_protocol.wire_types import WireTensor
 from ..transport.tensors import has_wire_layout, writable_bytes
 from .error_feedback import ErrorFeedback, Remainder
 
-FrameParts: TypeAlias = tuple[memoryview, ...]  # of one request: its parts, one behind the other
+FrameParts: TypeAlias = tuple[memoryview, ...]  # the body of one request, in parts that are sent in order
 
-MIN_LENT_BYTES = 64 * 1024  # of a block; smaller ones are copied, which costs less than a write each
+MIN_LENT_BYTES = 64 * 1024  # smaller blocks are copied, which costs less than a write for each
 # Many small blocks fill a frame's header before its data: half of what a pserver accepts by default.
 MAX_HEADER_BYTES = 512 * 1024
-ENTRY_HEADER_BYTES = 100  # of one block without its name: dtype, shape and offsets as JSON
+ENTRY_HEADER_BYTES = 100  # dtype, shape and offsets of one block as JSON
 
 
 @dataclass(slots=True)
@@ -37,12 +37,12 @@ class BucketEntry:
 
     block: Block
     tensors: list[WireTensor]
-    remainder: Remainder | None  # what these tensors lack
+    remainder: Remainder | None  # what the encoding loses, if it does
     own: tuple[Tensor, ...] = ()  # memory of the bucket, allocated when it is first needed
     lent: Tensor | None = None  # the caller's tensor, if the block is sent from there
     num_bytes: int = field(init=False)  # the size of the block on the wire
     is_small: bool = field(init=False)
-    dtype: torch.dtype | None = field(init=False)  # of its only tensor on the wire; None if there are several
+    dtype: torch.dtype | None = field(init=False)  # of the only tensor on the wire; None if there are several
 
     def __post_init__(self) -> None:
         self.num_bytes = sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in self.tensors)
@@ -118,7 +118,7 @@ class Bucket:
         parts = [memoryview(header)]
         for segment in self._segments if len(self.present) == len(self.entries) else self.present:
             parts += segment.parts() if isinstance(segment, BucketEntry) else [segment]
-        if sum(map(len, parts)) < MIN_LENT_BYTES:  # not worth a write for each
+        if sum(map(len, parts)) < MIN_LENT_BYTES:  # one write costs less than several
             return (memoryview(b"".join(parts)),)
         return tuple(part for part in parts if len(part))
 
@@ -130,7 +130,7 @@ class PushBuckets:
         self.shards = shards  # by pserver
         # In the order of sending: one of each pserver in turn, so that all are busy.
         self.in_order = [bucket for turn in zip_longest(*shards) for bucket in turn if bucket is not None]
-        self.holding: dict[str, list[Bucket]] = {}  # those with blocks of a parameter, by its name
+        self.holding: dict[str, list[Bucket]] = {}  # the buckets that hold a parameter's blocks, by its name
         for bucket in self.in_order:
             for name in bucket.parameters:
                 self.holding.setdefault(name, []).append(bucket)

@@ -61,7 +61,7 @@ class CoordinatorClient:
         self.round: Round = 0  # the newest round that was pulled from every pserver
         self._counted_round: Round = 0  # the newest round that pservers may count this trainer in
         self.results: dict[str, float] = {}
-        self.failure: GradpostError | None = None  # that ended the run
+        self.failure: GradpostError | None = None  # the error that ended the run
         self.news = News()
         self.links: Mapping[PserverIndex, LinkMeter] = {}
         self._waits = Waits()
@@ -70,7 +70,7 @@ class CoordinatorClient:
         self._coordinator = settings.coordinator.rstrip("/")
         self._heartbeats: asyncio.Task[None] | None = None
         self.log = make_log()
-        self._waiting_since: float | None = None  # in a ring, by the loop; None: it computes
+        self._waiting_since: float | None = None  # in a ring, by the loop's clock; None: the trainer computes
         self.is_done = False  # in a ring: no batches are left, and the trainer joins the others' rounds
         self._logged: dict[str, str] = {}  # the last line about each topic
 
@@ -215,7 +215,7 @@ class CoordinatorClient:
                 self._log_once("heartbeats", text)
                 continue
             except GradpostError as error:
-                if error.status >= 500 or error.may_be_retried:  # it stops, or stumbled: no word on this run
+                if error.status >= 500 or error.may_be_retried:  # the answer says nothing about the run
                     text = f"the coordinator at {self._coordinator} refused a heartbeat: {error}"
                     self._log_once("heartbeats", text)
                     continue

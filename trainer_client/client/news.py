@@ -53,14 +53,16 @@ class Attempt(NamedTuple):
 class News:
     """The newest known state of the cluster. Lives on the I/O loop."""
 
-    attempt: Attempt = field(default_factory=Attempt)  # that this trainer takes part in
+    attempt: Attempt = field(default_factory=Attempt)  # the attempt that this trainer takes part in
     newest_attempt: Attempt = field(default_factory=Attempt)
     pservers: dict[PserverIndex, PserverInfo] = field(default_factory=dict)
     failing: dict[PserverIndex, tuple[Incarnation, float]] = field(default_factory=dict)  # since when, by the loop
-    pages: dict[PserverIndex, str] = field(default_factory=dict)  # that answered instead of a failing pserver
+    pages: dict[PserverIndex, str] = field(default_factory=dict)  # answers of gateways instead of a failing pserver
     ahead_of: dict[PserverIndex, Incarnation] = field(default_factory=dict)  # incarnations that have lost rounds
     heard_at: float | None = None  # the time of the coordinator's newest answer
-    waits: defaultdict[PserverIndex, Waits] = field(default_factory=lambda: defaultdict(Waits))  # for a pserver
+    waits: defaultdict[PserverIndex, Waits] = field(
+        default_factory=lambda: defaultdict(Waits)
+    )  # for answers of a pserver
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 

@@ -45,7 +45,7 @@ MIN_KEPT_ROUNDS = 8
 class HeldState(NamedTuple):
     """The optimizer state that a pserver has."""
 
-    states: Mapping[str, StepState]  # of blocks that have been stepped
+    states: Mapping[str, StepState]  # by block name; a block that was never stepped has none
     slots: frozenset[str]  # the slots that exist, of all blocks
 
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 PAUSE_SECONDS = 0.02  # a get waits at the pserver; this is for answers that come at once
 NEWS_SECONDS = 2.0  # the wait for a heartbeat after another incarnation of the pserver answered
-MAX_REPUSHES = 5  # of one round, to one incarnation of a pserver: it may lose what it holds with each
+MAX_REPUSHES = 5  # of a round to one incarnation of a pserver, which has no reason to lose it again
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class PserverConnection:
                 silence.reset()
                 if isinstance(answer, TryAgain):
                     is_expected = isinstance(answer, NotReady) and self.is_coordinator_reachable()
-                    if is_expected or isinstance(answer, RoundPending):  # which ends by itself at the round time-out
+                    if is_expected or isinstance(answer, RoundPending):  # a round ends at its time-out
                         refusals.clear()
                     elif refusals[incarnation].note_failure():
                         raise

@@ -21,7 +21,7 @@ class Outcomes(NamedTuple):
     """The outcomes of the newest rounds. A later value replaces it, so that threads share it without a lock."""
 
     skipped: Collection[Round] = ()
-    scaler: HyperParameters | None = None  # that the lowest rank pushed in the newest round, for a trainer that joins
+    scaler: HyperParameters | None = None  # the state of the lowest rank's GradScaler, for a trainer that joins
 
     def advance(
         self, skipped: Collection[Round], scaler: HyperParameters | None, *, newest: Round, keep: int
@@ -46,7 +46,7 @@ class RoundResults:
 T = TypeVar("T")
 
 PAUSE_SECONDS = 0.05  # until every pserver has a change of members
-MAX_ASKED = 200  # in one pull: a change of members makes it twice or three times
+MAX_ASKED = 200  # times in one pull; a change of members takes two or three
 
 
 class NormAgreement:

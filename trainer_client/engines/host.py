@@ -213,7 +213,7 @@ class HostFollower:
         try:
             [result] = self._host.receive("result")
         except BaseException:
-            self.progress.begun = self.progress.version  # as in process 0: a step that fails takes later ones along
+            self.progress.begun = self.progress.version  # as in process 0: the steps after a failed step fail with it
             raise
         self.progress.num_rollbacks += result["begun"] < self.progress.begun
         self.progress.begun = result["begun"]

@@ -30,7 +30,7 @@ from ..transport.tensors import WIRE_DTYPES, check_form, wire_dtype
 class TrainedModel:
     """The tensors of a model that take part in a run, by name."""
 
-    module: nn.Module | None  # as far as the script has given it
+    module: nn.Module | None  # None if the script has not passed it
     parameters: Mapping[str, Tensor]
     num_unnamed: int  # parameters that are called by their position
     averages: BufferAverages

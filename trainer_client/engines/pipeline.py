@@ -51,9 +51,9 @@ class Pipeline:
         self._memory = [StepMemory(client, parameters) for _ in range(self.max_delay + 1)]
         self._gradient_copies = GradientCopies()
         self._parameter_copies = ParameterCopies(overlap_pulls=overlap_pulls)
-        self._outgoing: Outgoing | None = None  # of a step that has not begun, and has gradients already
-        self._previous_pushes: asyncio.Future[bool] | None = None  # of the newest step that has begun
-        self._pulls: dict[Round, Future[None]] = {}  # that `wait` has not ended, in the order of their steps
+        self._outgoing: Outgoing | None = None  # the step that begins next, once it has gradients
+        self._previous_pushes: asyncio.Future[bool] | None = None  # those of the newest step that has begun
+        self._pulls: dict[Round, Future[None]] = {}  # the pulls that `wait` has not ended yet, in order
         self._arrivals: dict[Round, PullProgress] = {}  # with `overlap_pulls`, of the steps in `_pulls`
         self._newest_pull: Future[None] | None = None
 

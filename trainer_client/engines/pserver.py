@@ -40,7 +40,7 @@ class PserverEngine:
         self._leads_host = session.host is not None  # its other processes are needed to finish a step
         self._averages = model.averages
         self._parameters = model.pulled
-        self._stored = model.stored  # which no round changes
+        self._stored = model.stored  # no round changes these tensors
         self._local = local
         self._overlap_pulls = self._client.settings.overlap_pulls
         self._is_async = self._client.joined.consistency.is_async

@@ -42,7 +42,7 @@ class RingEngine:
         self._group = group
         self._buffer_averages = model.averages
         self._has_written = False  # the script has, on purpose: the next round begins with its values
-        self._totals: list[Tensor] = []  # of the buckets that have left: sums of this trainer's own gradients
+        self._totals: list[Tensor] = []  # sums of this trainer's own gradients in each sent bucket
         self._tally = TallyVector(list(parameters), group.rank, group.size, group.device)
         self._num_active = group.size  # trainers that had a batch in the round
         self._has_joined = False  # no batches are left here
@@ -150,7 +150,7 @@ class RingEngine:
         """
         if self._is_midway:
             return
-        self._is_void = self._gradients.discard()  # of a backward pass after which there was no step
+        self._is_void = self._gradients.discard()  # True if a backward pass without a step has sent gradients
         self._gradients.mark_spoiled(is_spoiled=False)
         self._has_joined = True
         self._client.coordinator.is_done = True
@@ -281,7 +281,7 @@ class RingEngine:
         means = averages.means
         if not means:
             return
-        changed = {} if self._has_joined else averages.changed_values()  # it reads the script's model
+        changed = {} if self._has_joined else averages.changed_values()  # the call reads the script's model
         values = {name: mean.view(-1) for name, mean in means.items()} | changed
         flat = torch.cat([value.float() for value in values.values()]).to(self._group.device)
         if self._has_joined:
@@ -320,8 +320,8 @@ def _numbers(optimizer: Optimizer) -> list[list[tuple[str, list[float]]]]:
     for group in optimizer.param_groups:
         values = ((key, group[key]) for key in sorted(optimizer.defaults) if key in group)
         flat = ((key, value if isinstance(value, (tuple, list)) else (value,)) for key, value in values)
-        numbers = ((key, [float(v) for v in one if _is_number(v)]) for key, one in flat)
-        found.append([(key, some) for key, some in numbers if some])
+        numbers = ((key, [float(v) for v in values if _is_number(v)]) for key, values in flat)
+        found.append([(key, floats) for key, floats in numbers if floats])
     return found
 
 

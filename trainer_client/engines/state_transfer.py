@@ -79,7 +79,7 @@ class StateFrames(NamedTuple):
     """The frames of optimizer state that go to one pserver with a contribution."""
 
     frames: list[FrameParts]
-    num_slots: int  # and step states
+    num_slots: int  # the number of slots and step states in the frames
 
 
 def make_state_frames(
@@ -140,12 +140,12 @@ class Loading:
     def __init__(self, client: RunClient, parameters: Mapping[str, Tensor]) -> None:
         """`parameters` are those of the script, which has its values in them by the next step."""
         self._parameters = parameters
-        self.states: ParameterStates | None = None  # that waits, if any
-        self._masters: Mapping[str, Tensor] = {}  # values that wait, by parameter, (numel,) float32
+        self.states: ParameterStates | None = None  # the state that waits, if any
+        self._masters: Mapping[str, Tensor] = {}  # the values that wait, by parameter, (numel,) float32
         self._frames: list[StateFrames] = []  # the encoded state and values, once they are needed
         self._client = client
         self._after: Round = -1  # r; -1: nothing was loaded, or it is lost
-        self._has_stepped = False  # in this incarnation of the trainer
+        self._has_stepped = False  # this incarnation of the trainer has stepped
 
     @property
     def _is_waiting(self) -> bool:

@@ -38,7 +38,7 @@ class ParameterState(NamedTuple):
     slots: Mapping[str, Tensor]  # of shape (numel,), float32, in host memory
 
 
-ParameterStates = Mapping[str, ParameterState]  # by parameter name; without those that were never stepped
+ParameterStates = Mapping[str, ParameterState]  # by parameter name; a parameter that was never stepped has none
 
 
 def needed_slots(
@@ -85,7 +85,7 @@ def write_state(
     for group in groups:
         for parameter in group["params"]:
             found = states.get(names[id(parameter)])
-            if found is None and spec.name == "Adagrad":  # which has a state from the start
+            if found is None and spec.name == "Adagrad":  # torch fills its sums before the first step
                 start = float(group["initial_accumulator_value"])
                 filled = torch.full((parameter.numel(),), start, dtype=torch.float32, device="cpu")
                 found = ParameterState(FRESH, {"sum": filled})
@@ -128,12 +128,12 @@ def read_state(
     _check_groups(spec, groups, saved)
     rest = dict(state)
     states: dict[str, ParameterState] = {}
-    for group, theirs in zip(groups, saved, strict=True):
-        for parameter, index in zip(group["params"], theirs["params"], strict=True):
+    for group, saved_group in zip(groups, saved, strict=True):
+        for parameter, index in zip(group["params"], saved_group["params"], strict=True):
             entry = rest.pop(index, None)
             if entry:
                 name = names[id(parameter)]
-                found = _read(spec.name, {**group, **theirs, **_fixed(group)}, name, parameter, entry)
+                found = _read(spec.name, {**group, **saved_group, **_fixed(group)}, name, parameter, entry)
                 if found is not None:
                     states[name] = found
     if rest:
@@ -150,11 +150,11 @@ def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_groups(spec: OptimizerSpec, groups: Groups, saved: list[Any]) -> None:
-    sizes, theirs = ([len(group.get("params", ())) for group in some] for some in (groups, saved))
-    if sizes != theirs:
+    sizes, saved_sizes = ([len(group.get("params", ())) for group in listed] for listed in (groups, saved))
+    if sizes != saved_sizes:
         raise BadModel(
             "the loaded state_dict must have the parameter groups of the optimizer",
-            expected=f"groups of {sizes} parameters", actual=f"{theirs!s:.80}",
+            expected=f"groups of {sizes} parameters", actual=f"{saved_sizes!s:.80}",
         )  # fmt: skip
     names = RULES[spec.name].numbers
     for index, (group, flags) in enumerate(zip(saved, spec.group_flags, strict=True)):

@@ -83,8 +83,8 @@ class DividedWork:
     local: LocalSteps | None  # before each of its steps
     is_stepped_here: bool  # `optimizer` steps in the trainer, in a ring or without a cluster
     is_async: bool
-    mean_rate: float | None  # of the means of averaged buffers; None if there are none
-    initial_state: ParameterStates  # of the optimizer, from its own steps or a checkpoint
+    mean_rate: float | None  # the learning rate of the means of buffers; None if there are none
+    initial_state: ParameterStates  # the state of `optimizer` from its own steps or a checkpoint
     flattening: Flattening = field(default_factory=Flattening)
 
     @property
@@ -193,7 +193,7 @@ def _start_trainer(session: Session, work: DividedWork, device: torch.device) ->
 def make_state(remote: Optimizer, wrapped: Optimizer, work: DividedWork, started: StartedEngine) -> WrappedState:
     """Return the `state` that a RemoteOptimizer shows."""
     if work.initial_state:
-        work.optimizer.state.clear()  # it belongs to the run now
+        work.optimizer.state.clear()  # the run has the state now
     if work.is_wrapped_stepping:
         return StateInTrainer(remote, wrapped)
     return StateOnPservers(remote, work.spec, work.model.names, started.pserver)

@@ -83,7 +83,7 @@ class GradScaler(torch.amp.GradScaler):
         self._remote = optimizer
         self._client = optimizer.session.client
         self._is_shared = self.is_enabled() and optimizer.scaling.is_shared
-        self._inverse: float | None = None  # of the scale of this step, while gradients are to be divided by it
+        self._inverse: float | None = None  # 1 / scale of this step, until all gradients are unscaled
         self._overlap: Overlap | None = None
         if self.is_enabled():
             self._check_run()
@@ -110,7 +110,7 @@ class GradScaler(torch.amp.GradScaler):
         # Of torch's, which multiplies by a float32, whatever number the script has given.
         self._initial = self._state = replace(state, scale=as_float32(state.scale))
         self._is_due = True  # whether there is an outcome that the scale has yet to follow from
-        self._num_rollbacks: int | None = None  # of the run when the state was last advanced
+        self._num_rollbacks: int | None = None  # the rollbacks when the state was last advanced
 
     def _describe(self) -> HyperParameters:
         return asdict(self._state)

@@ -135,7 +135,7 @@ class ScriptGuard:
                 "optimizer.round"
             )
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        has_schedule = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in (self._optimizer, wrapped))
+        has_schedule = any(hasattr(stepped.step, "_wrapped_by_lr_sched") for stepped in (self._optimizer, wrapped))
         is_at_start = all(group["lr"] == group.get("initial_lr") for group in groups)
         if has_schedule and is_at_start and not follows_schedule:
             self._log.warning(

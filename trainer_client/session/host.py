@@ -34,7 +34,7 @@ LOOPBACK = "127.0.0.1"
 MAX_LINE_BYTES = 16 * 1024 * 1024
 HELLO_SECONDS = 5.0
 PAUSE_SECONDS = 0.2
-LOG_SECONDS = 10.0  # after which a wait is logged
+LOG_SECONDS = 10.0  # a longer wait is logged
 NEWS_SECONDS = 5.0  # from the break of a group's connection to the end of the process that broke it
 CLOSE_SECONDS = 1.0
 
@@ -126,7 +126,9 @@ class Host:
         while (waited := loop.time() - begun) < START_SECONDS:
             self._address = await run_aside(self._rendezvous.look_up)
             if self._address:
-                with contextlib.suppress(OSError, ValueError, TimeoutError):  # of an earlier incarnation
+                with contextlib.suppress(
+                    OSError, ValueError, TimeoutError
+                ):  # the address may be that of an earlier incarnation
                     async with asyncio.timeout(HELLO_SECONDS):
                         return await self._connect(*self._address.split(":"))
             if waited > LOG_SECONDS and not was_said:
@@ -271,7 +273,7 @@ class Host:
         try:
             return await work
         except RuntimeError as error:
-            await asyncio.sleep(NEWS_SECONDS)  # which the end of a process ends
+            await asyncio.sleep(NEWS_SECONDS)  # unless the end of a process ends this wait
             reason = str(error).partition("\n")[0]
             raise Ended(
                 f"the processes of this host cannot reach each other any more: {reason}", code="host_broken"
@@ -290,7 +292,7 @@ class Peer:
     ) -> None:
         """Listen on a connection; `on_failure` is called with an error that makes further waits useless."""
         self.process = process
-        self._silent_periods = 0  # of pings since the last message
+        self._silent_periods = 0  # number of pings since the last message
         self.left = asyncio.Event()  # its script has ended, and reported that
         self._reader = reader
         self._writer = writer

@@ -32,7 +32,7 @@ def make_destinations(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.
 
 def write_back(tensors: Mapping[str, Tensor], pulled: Mapping[str, Tensor], copies: ParameterCopies) -> None:
     """Copy pulled values to tensors with other memory: on other devices, or in other memory formats."""
-    written_in_place = []  # by the network
+    written_in_place = []
     with torch.no_grad():
         for name, tensor in tensors.items():
             if tensor.data_ptr() == pulled[name].data_ptr():
@@ -41,7 +41,7 @@ def write_back(tensors: Mapping[str, Tensor], pulled: Mapping[str, Tensor], copi
                 copies.copy(tensor, pulled[name])
             else:
                 tensor.copy_(pulled[name])
-    # Autograd did not see the network's writes; a second backward pass through the old graph must fail.
+    # Autograd has not seen what the network wrote; a second backward pass through the old graph must fail.
     torch.autograd.graph.increment_version(written_in_place)
 
 
@@ -87,7 +87,7 @@ class ShardDestination:
     With deltas the blocks are flat float32 memory that keeps the pulled values.
     """
 
-    blocks: Mapping[str, memoryview]  # by name: writable bytes
+    blocks: Mapping[str, memoryview]  # writable bytes, by block name
     deltas: Deltas | None = None
     base: Round | None = None  # the version in the memory; None: unknown, or the script may have changed it
 
@@ -123,7 +123,7 @@ class Deltas:
 
     def __init__(self, values: Mapping[str, memoryview]) -> None:
         """Make the memory for float32 blocks; `values` are their bytes by name, which hold pulled values only."""
-        self.memory: dict[str, memoryview] = {}  # by the name of a tensor in a frame
+        self.memory: dict[str, memoryview] = {}  # writable bytes, by the name of the tensor in a frame
         self._blocks = {}
         for name, data in values.items():
             block = torch.frombuffer(data, dtype=torch.float32)

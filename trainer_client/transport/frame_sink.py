@@ -33,9 +33,9 @@ class FrameSink:
         self.delta_names: list[str] = []  # tensors of this frame that are written to `deltas`
         self._start = bytearray()  # length and header, until they are complete
         self._frame: Frame | None = None
-        self.num_bytes = 0  # received
-        self._index = 0  # of the current tensor
-        self._filled = 0  # bytes of it
+        self.num_bytes = 0  # received bytes of the frame
+        self._index = 0  # index of the current tensor
+        self._filled = 0  # received bytes of the current tensor
 
     def feed(self, data: bytes | memoryview) -> None:
         """Implement `Sink.feed`."""
