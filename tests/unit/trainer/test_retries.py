@@ -91,7 +91,8 @@ async def test_a_restarted_pserver_has_as_long_as_the_coordinator_answers(
 
 async def test_the_time_of_a_pending_round_does_not_count_against_the_deadline() -> None:
     """A pserver may stop after a minute of waiting for a lost trainer."""
-    answers = [*[refuse(RoundPending("trainer 1 is missing"))] * 4, refuse(TryAgain("this pserver stops")), DONE]
+    stops = refuse(TryAgain("this pserver stops"))
+    answers = [stops, *[refuse(RoundPending("trainer 1 is missing"))] * 4, stops, DONE]
 
     async def answer(request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(0.1)
