@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel
 from ps_protocol.frames import Frame, FrameLimits, parse_frame
 from ps_protocol.plan import SlicePlan, make_plan
@@ -21,7 +25,9 @@ from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import WireTypes
 from trainer_client.client.buckets import FrameParts, PushBuckets, make_buckets
 from trainer_client.client.error_feedback import ErrorFeedback
+from trainer_client.client.pserver_group import DeclaredRun
 from trainer_client.engines.outgoing import Outgoing
+from trainer_client.engines.pipeline import Pipeline
 from trainer_client.session.io_thread import IoThread
 from trainer_client.transport.tensors import Flattening
 
@@ -176,3 +182,34 @@ def test_each_block_is_pushed_once_and_the_last_frame_has_their_number(io: IoThr
                 block = blocks[name]
                 assert torch.equal(values, gradients[block.parameter][block.begin : block.end])
     assert pushed_blocks == {block.name: 1 for block in PLAN.blocks if block.parameter in gradients}
+
+
+class FrameQueue:
+    """A group of pservers that hands on the frames as they are read from memory."""
+
+    def __init__(self) -> None:
+        self.feedback = ErrorFeedback()
+        self.frames = SimpleQueue[FrameParts]()
+
+    def begin_pushes(self, round_: int) -> None:
+        """Do nothing."""
+
+    async def push(self, step: int, pserver: int, frame: FrameParts) -> bool:
+        self.frames.put(frame)
+        return True
+
+
+def test_a_request_of_discarded_gradients_may_still_read_its_memory(io: IoThread) -> None:
+    pservers, size = FrameQueue(), 50_000
+    client: Any = SimpleNamespace(
+        pservers=pservers, run=DeclaredRun(plan_of({"first": size, "last": size})),
+        joined=SimpleNamespace(consistency=Consistency()), settings=SimpleNamespace(chosen_bucket_bytes=1),
+    )  # fmt: skip
+    parameters = {name: torch.zeros(size) for name in ("first", "last")}
+    pipeline = Pipeline(client, io, parameters, overlap_pulls=True)
+    pipeline.add(1, "last", torch.ones(size))
+    _, data = pservers.frames.get(timeout=10)
+    pipeline.discard_gradients()
+    pipeline.add(1, "last", torch.full((size,), 2.0))
+    pservers.frames.get(timeout=10)
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.ones(size))
