@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import BadModel
+from ps_protocol.errors import BadModel, GradpostError
 from ps_protocol.frames import Frame, FrameLimits, parse_frame
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.requests import NUM_BLOCKS_KEY, Completion
@@ -213,3 +213,21 @@ def test_a_request_of_discarded_gradients_may_still_read_its_memory(io: IoThread
     pipeline.add(1, "last", torch.full((size,), 2.0))
     pservers.frames.get(timeout=10)
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.ones(size))
+
+
+def test_nothing_is_pushed_after_a_step_that_failed(io: IoThread) -> None:
+    async def fail(*_: object) -> bool:
+        raise GradpostError("it was refused")
+
+    pservers, gradients = Recorder(), {"third": torch.rand(SIZES["third"])}
+    previous = None
+    for step, problem in ((1, "it was refused"), (2, "the step before it failed"), (3, "the step before it failed")):
+        refusing: Any = SimpleNamespace(push=fail) if step == 1 else pservers
+        outgoing = Outgoing(
+            refusing, io, step, PushBuckets(make_buckets(PLAN, bucket_bytes=300)), previous, borrow=True
+        )
+        outgoing.complete(gradients, Completion(0, []))
+        with pytest.raises(GradpostError, match=problem):
+            io.run(asyncio.wait_for(outgoing.join(), timeout=10))
+        previous = outgoing.pushes_done
+    assert pservers.pushed == [[]] * NUM_PSERVERS
