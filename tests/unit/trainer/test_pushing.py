@@ -199,20 +199,35 @@ class FrameQueue:
         return True
 
 
-def test_a_request_of_discarded_gradients_may_still_read_its_memory(io: IoThread) -> None:
-    pservers, size = FrameQueue(), 50_000
+SIZE = 50_000
+
+
+def make_pipeline(io: IoThread, pservers: FrameQueue, max_delay: int = 0) -> Pipeline:
     client: Any = SimpleNamespace(
-        pservers=pservers, run=DeclaredRun(plan_of({"first": size, "last": size})),
-        joined=SimpleNamespace(consistency=Consistency()), settings=SimpleNamespace(chosen_bucket_bytes=1),
+        pservers=pservers, run=DeclaredRun(plan_of({"first": SIZE, "last": SIZE})),
+        joined=SimpleNamespace(consistency=Consistency(max_delay=max_delay)),
+        settings=SimpleNamespace(chosen_bucket_bytes=1),
     )  # fmt: skip
-    parameters = {name: torch.zeros(size) for name in ("first", "last")}
-    pipeline = Pipeline(client, io, parameters, overlap_pulls=True)
-    pipeline.add(1, "last", torch.ones(size))
+    return Pipeline(client, io, {name: torch.zeros(SIZE) for name in ("first", "last")}, overlap_pulls=True)
+
+
+def test_steps_on_their_way_have_memory_of_their_own(io: IoThread) -> None:
+    pipeline = make_pipeline(io, FrameQueue(), max_delay=1)
+    first, second, third = map(pipeline._memory_of, (1, 2, 3))
+    assert first is third
+    assert first.buckets is not second.buckets
+    assert first.pulled["last"].data_ptr() != second.pulled["last"].data_ptr()
+
+
+def test_a_request_of_discarded_gradients_may_still_read_its_memory(io: IoThread) -> None:
+    pservers = FrameQueue()
+    pipeline = make_pipeline(io, pservers)
+    pipeline.add(1, "last", torch.ones(SIZE))
     _, data = pservers.frames.get(timeout=10)
     pipeline.discard_gradients()
-    pipeline.add(1, "last", torch.full((size,), 2.0))
+    pipeline.add(1, "last", torch.full((SIZE,), 2.0))
     pservers.frames.get(timeout=10)
-    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.ones(size))
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.ones(SIZE))
 
 
 def test_nothing_is_pushed_after_a_step_that_failed(io: IoThread) -> None:
