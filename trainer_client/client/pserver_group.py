@@ -88,8 +88,7 @@ class PserverGroup:
 
     async def push(self, round_: Round, pserver: PserverIndex, frame: FrameParts) -> bool:
         """Push one frame, which must not change until this returns. Return True if the pserver found it finite."""
-        answer = await self._coordinator.guard(self.clients[pserver].push(round_, frame))
-        return answer.finite
+        return (await self._coordinator.guard(self.clients[pserver].push(round_, frame))).finite
 
     async def push_all(self, round_: Round, frames: Sequence[Sequence[FrameParts]], *, initial: bool = False) -> bool:
         """Push the frames of each pserver, some of them concurrently. Return True if all were found finite."""

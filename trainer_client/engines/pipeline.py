@@ -204,6 +204,5 @@ class Pipeline:
             self._memory_of(step).discard_pushes()
         self._pulls.clear()
         self._arrivals.clear()
-        self._newest_pull = None
-        self._previous_pushes = None
+        self._newest_pull = self._previous_pushes = None
         self.discard_gradients()

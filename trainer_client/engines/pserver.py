@@ -83,9 +83,8 @@ class PserverEngine:
 
     def _pull_stored(self) -> None:
         pulled = make_destinations(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
-        self._io.run(
-            self._client.pservers.pull_buffers({name: writable_bytes(tensor) for name, tensor in pulled.items()})
-        )
+        memory = {name: writable_bytes(tensor) for name, tensor in pulled.items()}
+        self._io.run(self._client.pservers.pull_buffers(memory))
         write_back(self._stored, pulled, ParameterCopies(overlap_pulls=False))
         self._has_stored = True
 
