@@ -78,7 +78,7 @@ class Session:
     @property
     def round(self) -> Round:
         """The newest round that was pulled, or taken in a ring."""
-        return self.client.membership.round
+        return self.client.coordinator.round
 
     @property
     def is_open(self) -> bool:
@@ -117,7 +117,7 @@ class Session:
         self._reported = names
         for name, value in update.items():
             self.client.metrics.reported.labels(name).set(value)
-        self.io.loop.call_soon_threadsafe(self.client.membership.report_results, update)
+        self.io.loop.call_soon_threadsafe(self.client.coordinator.report_results, update)
 
     def summary(self) -> RunSummary:
         """Return the run in a few numbers, as the servers saw it. Blocks for an answer of the coordinator."""
@@ -129,7 +129,7 @@ class Session:
         In a ring a trainer that is done takes part in the others' rounds, without gradients, and leaves with them.
         """
         global _current
-        # A forked child (a data loader's worker) has neither the thread nor the membership.
+        # A forked child (a data loader's worker) has neither the thread nor the connections.
         if not self.is_open:
             return
         self._is_open = False

@@ -109,7 +109,7 @@ def test_a_result_that_the_coordinator_would_refuse_is_refused_at_once(session: 
     """A refused heartbeat would end training."""
     results: dict[str, float] = {}
     session.client = SimpleNamespace(
-        metrics=TrainerMetrics(), membership=SimpleNamespace(report_results=results.update)
+        metrics=TrainerMetrics(), coordinator=SimpleNamespace(report_results=results.update)
     )
     for name in ("", "x" * (MAX_RESULT_NAME + 1), "loss\n", "\x1b[2A"):
         with pytest.raises(ValueError, match="the name of a result must have 1 to 200 printable characters"):
