@@ -36,14 +36,10 @@ class BucketEntry:
 
     block: Block
     tensors: list[WireTensor]
+    num_bytes: int  # of these tensors
     remainder: Remainder | None  # what these tensors lack
     own: tuple[Tensor, ...] = ()  # memory of the bucket's, made when it is first needed
     lent: Tensor | None = None  # the caller's, if it is sent as it lies there
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the block on the wire."""
-        return sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in self.tensors)
 
     def fill(self, source: Tensor, *, borrow: bool) -> None:
         """Fill the block from a flat parameter or gradient."""
@@ -144,8 +140,8 @@ def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback 
             values: list[WireTensor] = [(block.name, plan.parameter[block.parameter].dtype, (block.num_elements,))]
             tensors = values if feedback is None else plan.pushed(block)
             remainder = feedback.of(block, plan.wire.push) if feedback is not None and len(tensors) > 1 else None
-            slot = BucketEntry(block, tensors, remainder)
-            num_bytes = slot.num_bytes
+            num_bytes = sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in tensors)
+            slot = BucketEntry(block, tensors, num_bytes, remainder)
             header = sum(len(name) + ENTRY_HEADER_BYTES for name, _, _ in tensors)
             if groups[-1] and (size + num_bytes > bucket_bytes or header_size + header > MAX_HEADER_BYTES):
                 groups.append([])

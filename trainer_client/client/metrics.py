@@ -161,11 +161,6 @@ class LinkMeter:
     pushes: TrafficMeter = field(default_factory=TrafficMeter)
     pulls: TrafficMeter = field(default_factory=TrafficMeter)
 
-    def note_answer(self, *, is_local: bool, round_trip_seconds: float | None = None) -> None:
-        """Note how the newest answer came, and how long it took if that was measured."""
-        self.is_local = is_local
-        self.round_trip_seconds = round_trip_seconds or self.round_trip_seconds
-
     def describe(self) -> Link:
         """Return the message of the heartbeat."""
         return Link(

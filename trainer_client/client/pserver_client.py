@@ -65,7 +65,8 @@ class PserverClient:
     def __init__(self, connection: PserverConnection, *, max_delay: int) -> None:
         self.connection = connection
         self.link = connection.link
-        self._kept: dict[Round, list[Payload]] = {}  # pushed, and not pulled yet: a pserver may lose it
+        # Pushed, and not pulled yet, by round and identity: a pserver may lose it.
+        self._kept: dict[Round, dict[int, Payload]] = {}
         self._max_delay = max_delay
 
     @property
@@ -81,8 +82,8 @@ class PserverClient:
             await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
             asked = perf_counter()
             response = await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
-            is_local = response.extensions.get(LOCAL_EXTENSION, False)
-            self.link.note_answer(is_local=is_local, round_trip_seconds=perf_counter() - asked)
+            self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
+            self.link.round_trip_seconds = perf_counter() - asked
 
         await connection.request_with_retry(routes.HEALTH, attempt)
 
@@ -117,19 +118,18 @@ class PserverClient:
     def _keep(self, round_: Round, body: Payload) -> None:
         for old in sorted(self._kept)[: -max(MIN_KEPT_ROUNDS, self._max_delay + 1)]:
             del self._kept[old]  # of a caller that pushes and never pulls
-        frames = self._kept.setdefault(round_, [])
-        if not any(frame is body for frame in frames):
-            frames.append(body)
+        self._kept.setdefault(round_, {})[id(body)] = body
 
     def _drop(self, round_: Round, body: Payload) -> None:
         """Forget a push that was refused or given up: the next attempt of the caller has a frame of its own."""
-        frames = [frame for frame in self._kept.pop(round_, ()) if frame is not body]
-        if frames:
-            self._kept[round_] = frames
+        frames = self._kept.get(round_, {})
+        frames.pop(id(body), None)
+        if not frames:
+            self._kept.pop(round_, None)
 
     async def _push_again(self, round_: Round) -> bool:
         """Push a round's contribution again, because a restarted pserver may have lost the staged blocks."""
-        frames = list(self._kept.get(round_, ()))
+        frames = list(self._kept.get(round_, {}).values())
         await asyncio.gather(*(self.push(round_, frame) for frame in frames))
         return bool(frames)
 
@@ -159,7 +159,7 @@ class PserverClient:
         headers = {**connection.fence.at_round(round_).to_headers(), **headers}
         response = await connection.exchange.send("POST", connection.url(route), headers, body=body)
         raise_for_problem(response)
-        self.link.note_answer(is_local=response.extensions.get(LOCAL_EXTENSION, False))
+        self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
         return kind.model_validate_json(response.content)
 
     # ------------------------------------------------------------------ frames
@@ -190,8 +190,9 @@ class PserverClient:
         if destination.deltas is not None:
             await destination.deltas.add(fetched.delta_names)
         if not pull.names:
-            for old in [known for known in self._kept if known <= pull.round]:
-                del self._kept[old]
+            for known in list(self._kept):
+                if known <= pull.round:
+                    del self._kept[known]
         return pulled
 
     async def get_buffers(self, buffers: Mapping[str, memoryview]) -> None:

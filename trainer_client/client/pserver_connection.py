@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import httpx
@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 PAUSE_SECONDS = 0.02  # a get waits at the pserver; this is for answers that come at once
 NEWS_SECONDS = 2.0  # the wait for a heartbeat after another incarnation of the pserver answered
+# No answer, or one of these: a request is repeated after it.
+SURVIVED = (httpx.TransportError, TimeoutError, TryAgain, ContributionMissing, StalePserver, StaleRun, FutureRound)
 MAX_REPUSHES = 5  # of one round, to one incarnation of a pserver: it may lose what it holds with each
 
 
@@ -102,7 +104,8 @@ class PserverConnection:
         pserver is unreachable after `retry_seconds`, unless the coordinator expects it back. Raises RolledBack when the
         run goes back meanwhile.
         """
-        return await request_with_retry(lambda: self._request(route, attempt), _Retries(self, push_again).policy)
+        policy = RetryPolicy(SURVIVED, _Retries(self, push_again).pause)
+        return await request_with_retry(partial(self._request, route, attempt), policy)
 
     async def _request(self, route: str, attempt: Callable[[], Awaitable[T]]) -> T:
         self.refresh()
@@ -120,7 +123,7 @@ class PserverConnection:
             return result
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def _parse_url(url: str) -> httpx.URL:
     """Parse a URL once, because that takes as long as sending a small request to it."""
     return httpx.URL(url)
@@ -138,13 +141,7 @@ class _Retries:
         self._refused_by: Incarnation | None = None
         self._num_repushes: Counter[Incarnation] = Counter()
 
-    @property
-    def policy(self) -> RetryPolicy:
-        unanswered = (httpx.TransportError, TimeoutError)
-        refused = (TryAgain, ContributionMissing, StalePserver, StaleRun, FutureRound)
-        return RetryPolicy(unanswered + refused, self._pause)
-
-    async def _pause(self, error: Exception) -> None:
+    async def pause(self, error: Exception) -> None:
         if not isinstance(error, GradpostError):
             await self._pause_unanswered(error)
             return

@@ -199,14 +199,9 @@ class RunClient:
                 round=0,
             )
             connection = PserverConnection(
-                info,
-                fence,
-                self._bulk_client,
-                self.metrics,
-                self.membership.news,
-                retry_seconds=settings.retry_seconds,
-                deadline_seconds=self.joined.round_timeout_seconds + 30,
-            )
+                info, fence, self._bulk_client, self.metrics, self.membership.news,
+                retry_seconds=settings.retry_seconds, deadline_seconds=self.joined.round_timeout_seconds + 30,
+            )  # fmt: skip
             self.pservers.append(PserverClient(connection, max_delay=self.joined.consistency.max_delay))
         self.membership.report_links({pserver.index: pserver.link for pserver in self.pservers})
         self.metrics.local_pservers.set_function(lambda: sum(pserver.link.is_local for pserver in self.pservers))
@@ -296,8 +291,7 @@ class RunClient:
     async def push(self, round_: Round, pserver: PserverIndex, frame: Payload) -> bool:
         """Push one frame, which must not change until this returns. Return True if the pserver found it finite."""
         self._pushed_round = round_
-        answer = await self.membership.guard(self.pservers[pserver].push(round_, frame))
-        return answer.finite
+        return (await self.membership.guard(self.pservers[pserver].push(round_, frame))).finite
 
     async def push_all(self, round_: Round, frames: Sequence[Sequence[Payload]], *, initial: bool = False) -> bool:
         """Push the frames of each pserver, some of them concurrently. Return True if all were found finite."""
@@ -386,7 +380,7 @@ class RunClient:
         indices = [index for index, one in enumerate(destinations) if one.blocks or not is_partial]
         pulled = await self._get_all(Pull(round_, barrier), indices, get)
         for index, one in zip(indices, pulled, strict=True):
-            destinations[index].note_pulled(one.version)
+            destinations[index].version = one.version
         self._note_results(round_, pulled)
         if not is_partial:
             self.membership.note_pulled(round_)
@@ -414,18 +408,20 @@ class RunClient:
     def _note_results(self, round_: Round, pulled: Sequence[Pulled]) -> None:
         """Note the outcome of the rounds that a pull reports: applied or skipped."""
         max_delay = self.joined.consistency.max_delay
-        skipped = {told: ranks for one in pulled for told, ranks in one.skipped.items()}
+        skipped: dict[Round, tuple[Rank, ...]] = {}
+        scaler = None
+        for one in pulled:
+            skipped.update(one.skipped)
+            scaler = scaler or one.scaler
         if not max_delay and round_ >= self._pushed_round:  # else the next one is on its way
             self.feedback.resolve(is_applied=round_ not in skipped)
         if round_ in skipped:
             self.grad_norm = None if self.max_grad_norm is None else math.nan
-        fresh = sorted(skipped.keys() - set(self.outcomes.skipped))
-        scaler = next((one.scaler for one in pulled if one.scaler is not None), None)
-        self.outcomes = self.outcomes.advance(skipped, scaler, newest=round_, keep=2 * max_delay + 2)
-        for told in fresh:
+        for told in sorted(skipped.keys() - set(self.outcomes.skipped)):
             self.metrics.skipped.inc()
             names = ", ".join(f"trainer {rank}" for rank in sorted(skipped[told]))
             self.log.warning(f"round {told} was skipped on all pservers: NaN or infinity in gradients of {names}")
+        self.outcomes = self.outcomes.advance(skipped, scaler, newest=round_, keep=2 * max_delay + 2)
 
     async def pull_buffers(self, memory: Mapping[str, memoryview]) -> None:
         """Fetch all buffers of the run (name -> writable bytes)."""
@@ -444,7 +440,8 @@ async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -171,8 +171,10 @@ class BufferAverages:
 
         A buffer with NaN or infinity is left out: it would spoil the mean for all trainers.
         """
+        if not self.means:
+            return {}
         copies = dict(zip(self.means, _copy_flat(self._buffers(), torch.device("cpu")), strict=True))
-        are_finite = bool(torch.cat(list(copies.values())).isfinite().all()) if copies else True
+        are_finite = bool(torch.cat(list(copies.values())).isfinite().all())
         return {
             name: copy
             for name, copy in copies.items()

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from time import perf_counter
-from typing import Any
 
 from torch import Tensor
 
@@ -79,7 +79,7 @@ class Outgoing:
         self._gradients: dict[str, Tensor] = {}
         self._left: set[int] = set()  # identities of buckets
         self._pushes: list[Future[bool]] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: list[asyncio.Task[bool]] = []  # the same on the I/O loop, once they have begun
 
     def add(self, name: str, gradient: Tensor, buckets: Sequence[Bucket]) -> None:
         """Add a flat gradient, which must not change any more. `buckets` are those that its blocks are in."""
@@ -99,11 +99,12 @@ class Outgoing:
         for pserver, one in enumerate(slots or ()):
             for frame in one.frames:
                 self._pushes.append(self._io.start(self._send(pserver, frame)))
-        # Bucket by bucket, so that the network works while the next one is being copied.
-        for bucket, shard in _interleave(self._layout):
-            if id(bucket) in self._left:
+        # Bucket by bucket, so that the network works while the next one is being copied; one of each pserver in turn.
+        for bucket in chain.from_iterable(zip_longest(*self._layout)):
+            if bucket is None or id(bucket) in self._left:
                 continue
             bucket.fill(gradients, borrow=self._borrow)
+            shard = self._layout[bucket.pserver]
             if bucket is shard[-1]:
                 num_slots = slots[bucket.pserver].num_slots if slots else 0
                 self._push(bucket, bucket.frame(describe_push(shard, completion, num_slots)))
@@ -115,45 +116,33 @@ class Outgoing:
         self._pushes.append(self._io.start(self._send(bucket.pserver, frame)))
 
     async def _send(self, pserver: PserverIndex, frame: Payload) -> bool:
-        note_task(self._tasks)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.append(task)
         if not await self._before.wait():
             raise GradpostError(f"step {self.step} was not pushed, because the step before it failed")
         return await self._client.push(self.step, pserver, frame)
 
     async def join(self) -> bool:
-        """Wait for all acknowledgements; return True if all pushes were finite. Raises the error of a push."""
+        """Wait for all acknowledgements; return True if all pushes were finite. Raises the error of a push.
+
+        Called by a task that was started after all pushes, so that they have begun.
+        """
         succeeded = False
         try:
-            verdicts = await asyncio.gather(*map(asyncio.wrap_future, self._pushes))
+            verdicts = await asyncio.gather(*self._tasks)
             succeeded = True
         except BaseException:
-            await self._end()  # they read the caller's gradients, which may change once this has failed
+            for task in self._tasks:
+                task.cancel()
+            # They read the caller's gradients, which may change once this has failed.
+            await asyncio.wait(self._tasks, timeout=END_SECONDS)
             raise
         finally:
             self.acknowledged.resolve(succeeded=succeeded)
         return all(verdicts)
 
-    async def _end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=END_SECONDS)
-
     def cancel(self) -> None:
         """Cancel the pushes, without waiting for their end."""
         for push in self._pushes:
             push.cancel()
-
-
-def _interleave(layout: Sequence[Sequence[Bucket]]) -> list[tuple[Bucket, Sequence[Bucket]]]:
-    """Return the buckets in the order of sending: one of each pserver in turn, so that all are busy."""
-    longest = max(map(len, layout), default=0)
-    return [(shard[i], shard) for i in range(longest) for shard in layout if i < len(shard)]
-
-
-def note_task(tasks: set[asyncio.Task[Any]]) -> None:
-    """Add the running task until it is done."""
-    task = asyncio.current_task()
-    assert task is not None
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)

@@ -27,7 +27,7 @@ from ..transport.destinations import Destinations, PullProgress, ShardDestinatio
 from ..transport.device_copies import GradientCopies, is_away
 from ..transport.tensors import writable_bytes
 from .engine import Contribution
-from .outgoing import Outgoing, note_task, nothing_to_wait_for
+from .outgoing import Outgoing, nothing_to_wait_for
 from .state_transfer import StateFrames
 
 
@@ -57,7 +57,6 @@ class Pipeline:
         self._pulls: dict[Round, Future[None]] = {}  # not waited for yet
         self._arrivals: dict[Round, PullProgress] = {}  # of these, as long as they last
         self._pushed = nothing_to_wait_for()  # of the newest step
-        self._newest_pull: Future[None] | None = None
         self.follow_parameters()
 
     # ------------------------------------------------------------------ memory. Nothing may be under way.
@@ -137,11 +136,11 @@ class Pipeline:
         self._outgoing = None
         self._pushed = outgoing.acknowledged  # from here on: a step that could not begin is not waited for
         arrivals = PullProgress(self._client.plan.blocks_of) if self._is_by_parameter else None
-        pull = self._io.start(self._pull(outgoing, self._newest_pull, contribution.is_finite, arrivals))
+        pull = self._io.start(self._pull(outgoing, self._pulls.get(step - 1), contribution.is_finite, arrivals))
         if arrivals is not None:
             self._arrivals[step] = arrivals
             pull.add_done_callback(lambda _: arrivals.end())
-        self._pulls[step] = self._newest_pull = pull
+        self._pulls[step] = pull
 
     def _copy_to_host(self, step: Round, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         away = {name: gradients[name] for name in reversed(list(gradients)) if is_away(gradients[name])}
@@ -174,7 +173,10 @@ class Pipeline:
     async def _pull(
         self, outgoing: Outgoing, before: Future[None] | None, is_finite: bool, arrivals: PullProgress | None
     ) -> None:
-        note_task(self._client.unfinished)
+        task = asyncio.current_task()
+        assert task is not None
+        self._client.unfinished.add(task)
+        task.add_done_callback(self._client.unfinished.discard)
         step, is_finite_everywhere = outgoing.step, await outgoing.join()
         self._client.begin_round(step)  # from here on barriers say that pservers may count it
         acknowledged = perf_counter()
@@ -220,7 +222,6 @@ class Pipeline:
             pull.cancel()
         self._pulls.clear()
         self._arrivals.clear()
-        self._newest_pull = None
         self._pushed = nothing_to_wait_for()
         self.discard_gradients()
         self._layouts = [None] * len(self._layouts)  # see `_cancel_pushes`

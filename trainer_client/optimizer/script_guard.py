@@ -44,7 +44,8 @@ class ScriptGuard:
         self._is_async = client.joined.consistency.is_async
         self._forms = self._read_forms()
         self._members = _identities(optimizer.param_groups)
-        self._places = ModelPlaces(model.module, model.parameters, model.averages.owners)
+        owners = model.averages.owners
+        self._places = None if model.module is None else ModelPlaces(model.module, model.parameters, owners)
         self._values_at_start: Digests | None = digest_values(self._parameters)  # None after the first step
         self._frozen_at_start = digest_values(frozen_parameters(model.module, self._parameters))
 
@@ -70,7 +71,8 @@ class ScriptGuard:
         self._check_structure()
         self._follow_memory()
         if self._values_at_start is None:
-            self._check_unchanged()
+            if self.watch is not None:
+                self.watch.check()
             return
         changed, self._values_at_start = find_rewritten(self._parameters, self._values_at_start), None
         if changed:
@@ -86,7 +88,8 @@ class ScriptGuard:
                 "parameters were replaced, added to or removed from param_groups after the optimizer was wrapped; the "
                 "slice plan is made once, when the run starts. Save a checkpoint, and start a new run"
             )
-        self._places.check()
+        if self._places is not None:
+            self._places.check()
 
     def _follow_memory(self) -> None:
         """Let the engine follow parameters that the script has moved. Raises BadModel for another shape or dtype."""
@@ -101,16 +104,11 @@ class ScriptGuard:
     def _read_forms(self) -> dict[str, _Form]:
         return {name: (p.shape, p.dtype, p.stride(), p.device, p.data_ptr()) for name, p in self._parameters.items()}
 
-    def _check_unchanged(self) -> None:
-        """Raise BadModel if the script has changed parameters since the last step."""
-        if self.watch is not None:
-            self.watch.check()
-
     @torch.no_grad()
     def synchronize(self) -> None:
         """Wait for the steps on their way. Raises BadModel for changes that their parameters would overwrite."""
-        if self._engine.progress.begun != self._engine.progress.version:
-            self._check_unchanged()
+        if self.watch is not None and self._engine.progress.begun != self._engine.progress.version:
+            self.watch.check()
         is_written = True
         try:
             is_written = self._engine.synchronize()

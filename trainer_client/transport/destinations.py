@@ -136,10 +136,6 @@ class ShardDestination:
         version, self.version = self.version, None
         return version
 
-    def note_pulled(self, version: Round | None) -> None:
-        """Note the version that was written to the memory."""
-        self.version = version
-
 
 class Deltas:
     """Memory for the deltas of one pserver's blocks, made once: about 26 bytes for 100 bytes of values.

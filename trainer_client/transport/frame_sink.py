@@ -109,7 +109,7 @@ class FrameSink:
         """Return the frame's metadata. Raises BadInput unless every destination is complete."""
         if self._frame is None or len(self.get_buffer()):
             raise BadInput("the reply ended early", code="malformed_frame")
-        missing = self._destinations.keys() - {entry.name for entry in self._frame.tensors}
+        missing = self._destinations.keys() - self._places.keys()
         if missing and SINCE_KEY not in self._frame.metadata:  # they have not changed
             raise BadInput(f"the reply lacks {sorted(missing)[0]!r}", code="malformed_frame")
         return self._frame.metadata
