@@ -79,7 +79,7 @@ class TensorEndpoints:
             await discard_body(scope, receive)
             raise
         run.transports.add(scope["http_version"])
-        with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.members)):
+        with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.schedule.members)):
             limits = replace(self._limits, max_tensors=min(self._limits.max_tensors, run.max_body_tensors))
             body = await receive_body(scope, receive, num_bytes, limits, self._pserver.pool)
             answer = await (run.set_initial(fence, body) if initial else run.push(fence, body))
@@ -90,7 +90,8 @@ class TensorEndpoints:
         headers = _headers(scope)
         await discard_body(scope, receive)
         run, fence, barrier = self._pserver.run, Fence.from_headers(headers), Barrier.from_headers(headers)
-        answer = _require_rounds(run, fence, f"{barrier.kind} barrier").count_barrier(fence, barrier)
+        run.check_fence(fence)
+        answer = _require_rounds(run, f"{barrier.kind} barrier").count_barrier(fence, barrier)
         await _send_json(scope, receive, send, answer)
 
     async def buffers(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,11 +147,11 @@ class TensorEndpoints:
         run.check_fence(fence)
         run.check_names(pull.names)
         if pull.barrier is not None:  # last, since a refused request must not count
-            _require_rounds(run, fence, "batch barrier").count_barrier(fence, pull.barrier)
+            _require_rounds(run, "batch barrier").count_barrier(fence, pull.barrier)
         async with self._waiting.place(fence.rank):
             if pull.norm is not None:  # the round is stepped with it
                 deadline = asyncio.get_running_loop().time() + pull.wait_seconds
-                await _require_rounds(run, fence, "global norm").get_norm(fence, pull)
+                await _require_rounds(run, "global norm").get_norm(fence, pull)
                 pull = replace(pull, wait_seconds=max(0.0, deadline - asyncio.get_running_loop().time()))
             reply = await run.executor.get(fence, pull)
             run.transports.add(scope["http_version"])
@@ -164,9 +165,8 @@ def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-def _require_rounds(run: Run, fence: Fence, what: str) -> RoundsExecutor:
-    """Return the executor of a synchronous run. Raises the error of a stale request, else Conflict."""
-    run.check_fence(fence)
+def _require_rounds(run: Run, what: str) -> RoundsExecutor:
+    """Return the executor of a synchronous run. Raises Conflict for another one."""
     if isinstance(run.executor, RoundsExecutor):
         return run.executor
     raise Conflict(
@@ -183,8 +183,10 @@ async def _receive_names(scope: Scope, receive: Receive) -> list[str]:
             raise BadInput(
                 "the list of blocks is too long", code="body_too_large", expected=f"<= {MAX_GET_BODY_BYTES} bytes"
             )
+    if not body:
+        return []
     try:
-        names = json.loads(body) if body else []
+        names = json.loads(body)
     except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -402,7 +402,7 @@ class Pserver:
             incarnation=self.incarnation,
             run=run.install.run,
             round=run.round,
-            members=tuple(sorted(run.members)),
+            members=tuple(sorted(run.schedule.members)),
             **run.schedule.describe(),
             missing=tuple(run.missing),
             waiting_seconds=run.waiting_seconds,
@@ -417,7 +417,7 @@ def _describe_sizes(run: Run) -> dict[str, int]:
     """Return the sizes that PserverLoad and PserverState have in common."""
     return {
         "num_blocks": len(run.plan.shards[run.index]),
-        "shard_bytes": run.plan.shard_bytes(run.index),
+        "shard_bytes": run.shard_bytes,
         "pushed_bytes": run.pushed_bytes,
         "pulled_bytes": run.pulled_bytes,
     }

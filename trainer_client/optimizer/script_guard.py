@@ -38,7 +38,8 @@ class ScriptGuard:
         self._is_async = client.joined.consistency.is_async
         self._forms = self._read_forms()
         self._members = _identities(optimizer.param_groups)
-        self._places = ModelPlaces(model.module, model.parameters, model.averages.owners)
+        owners = model.averages.owners
+        self._places = None if model.module is None else ModelPlaces(model.module, model.parameters, owners)
         self._values_at_start: Digests | None = digest_values(self._parameters)  # None after the first step
         self._frozen_at_start = digest_values(frozen_parameters(model.module, self._parameters))
 
@@ -66,7 +67,8 @@ class ScriptGuard:
                 "parameters were replaced, added to or removed from param_groups after the optimizer was wrapped; the "
                 "slice plan is made once, when the run starts. Save a checkpoint, and start a new run"
             )
-        self._places.check()
+        if self._places is not None:
+            self._places.check()
         self._follow_memory()
         if self._values_at_start is None:
             if self.watch is not None:

@@ -56,8 +56,7 @@ class Flattening:
 
     def flatten(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the flat gradients of the parameters that have one."""
-        present = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-        return {name: self.flat(name, gradient) for name, gradient in present.items()}
+        return {name: self.flat(name, p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

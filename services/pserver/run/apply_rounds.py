@@ -24,7 +24,6 @@ from services.runtime.logs import get_logger
 
 from ..durable.checkpoint_writer import Destination, Write
 from ..durable.storage import Restored
-from ..shard.history import History
 from ..shard.reply import Reply
 from ..shard.staging import Push, Staged
 from ..shard.tensors import StagedBlock
@@ -42,6 +41,8 @@ LOG_RETRY_SECONDS = 0.5  # between tries to write to a full disk
 
 class RoundsExecutor:
     """The executor of the orders of `Rounds`. The reply of the applied round is encoded once, for all trainers."""
+
+    num_queued = 0  # contributions are staged and not queued
 
     def __init__(self, run: Run, restored: Restored | None) -> None:
         install = run.install
@@ -75,11 +76,6 @@ class RoundsExecutor:
         return self._run.waiting_since
 
     @property
-    def num_queued(self) -> int:
-        """Always 0, because contributions are staged and not queued."""
-        return 0
-
-    @property
     def is_idle(self) -> bool:
         """True if no round is being applied. A round whose apply failed counts as being applied."""
         return self.schedule.applying is None
@@ -96,9 +92,8 @@ class RoundsExecutor:
     def count_barrier(self, fence: Fence, barrier: Barrier) -> BarrierAnswer:
         """Count a barrier, and with a batch barrier the trainer's verdict on its gradient. Never waits.
 
-        Starts the apply that the barrier completes.
+        The fence has been checked. Starts the apply that the barrier completes.
         """
-        self._run.check_fence(fence)
         rank, incarnation = fence.rank, fence.trainer_incarnation
         if barrier.kind == "batch":
             is_finite = barrier.is_finite or self._run.install.nonfinite != "skip_round"  # other policies ignore it
@@ -169,15 +164,17 @@ class RoundsExecutor:
     def _find_measured(self, apply: Apply[StagedBlock] | None) -> Measured | None:
         return self._measured if self._measured is not None and self._measured.apply is apply else None
 
-    async def _apply(self, apply: Apply[StagedBlock], coefficient: float = 1.0) -> None:
+    async def _apply(
+        self, apply: Apply[StagedBlock], measured: Measured | None = None, coefficient: float = 1.0
+    ) -> None:
         self._warn_about_disagreement(apply)
         async with self._fail_on_error(apply.round):
             with self._metrics.apply_seconds.time():
                 await self._revoke_reply()
                 if coefficient != 1:
                     await self._compute.run(self._run.shard.aggregator.scale, coefficient)
-                reply = await self._step_when_logged(apply)
-            await self._finish_round(apply, reply)
+                reply = await self._step_when_logged(apply, measured)
+            await self._finish_round(apply, measured, reply)
 
     async def _revoke_reply(self) -> None:
         """Wait for the last readers of the reply, whose values are about to change, and end the slow ones.
@@ -190,13 +187,13 @@ class RoundsExecutor:
         if reply is not None:
             await reply.revoke()
 
-    async def _step_when_logged(self, apply: Apply[StagedBlock]) -> Reply:
+    async def _step_when_logged(self, apply: Apply[StagedBlock], measured: Measured | None) -> Reply:
         """Step as soon as the disk accepts the update. A full disk fails the run in the end."""
         loop, run = asyncio.get_running_loop(), self._run
         deadline = loop.time() + run.install.round_timeout_seconds
         while True:
             try:
-                reply, checkpoint = await self._compute.run(self._step, apply)
+                reply, checkpoint = await self._compute.run(self._step, apply, measured)
             except OSError as error:
                 self._metrics.log_failures.inc()
                 if loop.time() >= deadline or run.failure is not None:
@@ -210,23 +207,21 @@ class RoundsExecutor:
                     run.writer.begin_write(apply.round, *checkpoint)
                 return reply
 
-    def _step(self, apply: Apply[StagedBlock]) -> tuple[Reply, tuple[Destination, Write] | None]:
+    def _step(
+        self, apply: Apply[StagedBlock], measured: Measured | None
+    ) -> tuple[Reply, tuple[Destination, Write] | None]:
         """Step on the compute thread. Returns the reply, and the writer of a checkpoint if one is due."""
-        measured = self._find_measured(apply)
         history = self.schedule.history_after(apply, measured.norm if measured else None)
         controls = self._run.membership.controls_at(apply.round)
         reply = self._work.step(apply, controls, measured, history.outcome(apply.round))
-        return reply, self._snapshot_if_due(apply, history)
-
-    def _snapshot_if_due(self, apply: Apply[StagedBlock], history: History) -> tuple[Destination, Write] | None:
         storage, destination = self._run.storage, self._run.writer.choose_destination(apply.round)
         if storage is None or destination is None:
-            return None
-        return destination, storage.snapshot(self._run.shard, history, is_own=destination == "folder")
+            return reply, None
+        return reply, (destination, storage.snapshot(self._run.shard, history, is_own=destination == "folder"))
 
-    async def _finish_round(self, apply: Apply[StagedBlock], reply: Reply) -> None:
+    async def _finish_round(self, apply: Apply[StagedBlock], measured: Measured | None, reply: Reply) -> None:
         async with self._condition:
-            measured, self._measured = self._find_measured(apply), None
+            self._measured = None
             following = self.schedule.finish_apply(measured.norm if measured else None)
             self._work.captures.expire_rounds(apply.round)
             self._reply = reply
@@ -328,7 +323,7 @@ class RoundsExecutor:
             raise NormChanged(f"the gradient of round {round_} changed after its norm was requested", round=round_)
         if self.schedule.measuring is not None:
             coefficient = clip_coefficient(agreed.norm, self._run.install.max_grad_norm)
-            self._begin(self._apply(self.schedule.accept_norm(), coefficient))
+            self._begin(self._apply(self.schedule.accept_norm(), measured, coefficient))
 
     def note_wait(self, fence: Fence) -> Wait:
         """Note that a request waits for the open round, and return the reason."""

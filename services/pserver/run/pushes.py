@@ -105,7 +105,7 @@ def _read_block(
             text = f"block {name!r} has another shape"
             raise BadInput(text, code="wrong_shape", expected=list(shape), actual=list(entry.shape))
         found.append(entry)
-    return StagedBlock(body, tuple(found), num_elements)
+    return StagedBlock(body, found, num_elements)
 
 
 def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntry]:

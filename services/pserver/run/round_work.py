@@ -6,7 +6,7 @@ otherwise:  step, which aggregates
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -15,14 +15,13 @@ from torch import Tensor
 from ps_protocol.membership import Controls
 from ps_protocol.norms import ShardNorm
 from ps_protocol.vocabulary import Round
-from ps_protocol.wire_types import WireTensor
 from services.runtime.failpoints import reach_failpoint
 
 from ..durable.storage import RunStorage
 from ..durable.update_log import Update
 from ..shard.captures import Captures
 from ..shard.optimizer_blocks import find_loaded
-from ..shard.reply import Reply, VersionedBlocks
+from ..shard.reply import EncodedTensor, Reply, VersionedBlocks
 from ..shard.shard import Shard
 from ..shard.tensors import StagedBlock
 from .rounds import Apply
@@ -51,6 +50,7 @@ class RoundWork:
         self._storage = storage
         self._identity = identity
         self._borrows = borrows
+        self._pulled = shard.view_pulled()
         self._changed = dict.fromkeys(shard.layout.place, shard.version)  # the round in which each block changed last
 
     def measure(self, apply: Apply[StagedBlock], controls: Controls) -> Measured:
@@ -86,7 +86,7 @@ class RoundWork:
     def _aggregate(self, apply: Apply[StagedBlock], controls: Controls) -> tuple[Tensor, tuple[str, ...]]:
         """Return the gradient, and the blocks that are stepped with it: none of frozen parameters."""
         contributions = () if apply.nonfinite else apply.contributions
-        parts = [{name: block.part() for name, block in one.blocks.items()} for one in contributions]
+        parts = [{name: block.part for name, block in one.blocks.items()} for one in contributions]
         gradient, present = self._shard.aggregator.aggregate(parts)
         if frozen := frozenset(controls.frozen):
             place = self._shard.layout.place
@@ -95,7 +95,7 @@ class RoundWork:
 
     def encode(self, round_: Round, outcome: Mapping[str, str]) -> Reply:
         """Return the shard's version as the reply for all trainers; `outcome` is added to its metadata."""
-        blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self._shard.borrow()]
+        blocks: Sequence[EncodedTensor] = self._pulled.read()
         if not self._borrows:
             blocks = [(tensor, bytes(data)) for tensor, data in blocks]
         metadata = {**self._identity, "round": str(round_), **outcome}

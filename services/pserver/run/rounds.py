@@ -101,11 +101,6 @@ class Rounds(Generic[Payload]):
         return self.applied + 1
 
     @property
-    def contributions(self) -> dict[Rank, Contribution[Payload]]:
-        """The contributions staged for the open round."""
-        return self._staged.get(self.open, {})
-
-    @property
     def batch_barriers(self) -> set[Rank]:
         """The ranks whose batch barrier of the open round has arrived."""
         return self._batch_barriers.get(self.open, set())
@@ -330,8 +325,9 @@ class Rounds(Generic[Payload]):
         remaining = [rank for rank in ranks if rank in self.members and self._starts.get(rank, 1) <= self.open]
         if any(self._fetched.get(rank, -1) < needed for rank in remaining):
             return None
-        contributions = tuple(self.contributions[rank] for rank in ranks)
-        apply = Apply(self.open, ranks, contributions, tuple(sorted(self._nonfinite.get(self.open, ()))))
+        staged = self._staged.get(self.open, {})
+        nonfinite = tuple(sorted(self._nonfinite.get(self.open, ())))
+        apply = Apply(self.open, ranks, tuple(staged[rank] for rank in ranks), nonfinite)
         if self.clips and ranks:
             self.measuring = apply
             return Measure(apply)

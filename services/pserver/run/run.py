@@ -34,7 +34,7 @@ from ps_protocol.fence import Fence
 from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import PushAnswer
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
@@ -77,6 +77,7 @@ class Run:
         self.storage = storage
         self.plan = SlicePlan.from_json(install.plan)
         self.shard = restored.shard if restored else Shard(self.plan, index)
+        self.shard_bytes = self.plan.shard_bytes(index)
         self.membership = install.membership
         self.failure: GradpostError | None = None
         self.is_readable = False  # all initial values have arrived
@@ -93,22 +94,13 @@ class Run:
         self.meter = LoadMeter(metrics)
         self._publishing = asyncio.Lock()
         self.executor = make_executor(self, restored)
+        self.schedule: Schedule[StagedBlock] = self.executor.schedule
         self.executor.install_members(install.membership)  # last: it may begin an apply
-
-    @property
-    def schedule(self) -> Schedule[StagedBlock]:
-        """The members, their contributions and their progress."""
-        return self.executor.schedule
 
     @property
     def round(self) -> Round:
         """The number of applied rounds; in asynchronous modes, the number of applied contributions."""
         return self.schedule.applied
-
-    @property
-    def members(self) -> Mapping[Rank, Incarnation]:
-        """The trainers that take part, and their incarnations."""
-        return self.schedule.members
 
     @property
     def missing(self) -> list[Rank]:
@@ -135,7 +127,7 @@ class Run:
 
     def check_member(self, fence: Fence) -> None:
         """Raise Conflict unless the request is from the current incarnation of a member."""
-        check_member(self.members, fence.rank, fence.trainer_incarnation)
+        check_member(self.schedule.members, fence.rank, fence.trainer_incarnation)
 
     def check_readable(self) -> None:
         """Raise NotReady before version 0 can be read."""

@@ -107,8 +107,9 @@ class Captures:
 
     def expire_rounds(self, applied: Round) -> None:
         """Refuse captures that arrived too late for their rounds."""
-        for round_ in [round_ for round_ in self._wanted if round_ <= applied]:
-            self._refuse(round_, StaleRound(f"round {round_} is over", current=applied))
+        for round_ in list(self._wanted):
+            if round_ <= applied:
+                self._refuse(round_, StaleRound(f"round {round_} is over", current=applied))
 
     def end(self, reason: Exception) -> None:
         """Refuse all captures, since there are no more rounds."""

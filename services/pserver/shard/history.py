@@ -49,8 +49,9 @@ class History:
             self.scaler = find_scaler(hyper_parameters)
         known: dict[Round, Any]
         for known in (self.participants, self.nonfinite, self.norms) if ranks else ():
-            for old in [old for old in known if old <= round_ - keep]:
-                del known[old]
+            for old in list(known):
+                if old <= round_ - keep:
+                    del known[old]
 
     def outcome(self, round_: Round) -> dict[str, str]:
         """Return the metadata of the reply for this version: skipped rounds, and the GradScaler state."""
