@@ -39,8 +39,8 @@ from ps_protocol.requests import (
 
 from .limits import WaitingPulls
 from .pserver import Pserver
-from .run.apply_rounds import RoundsExecutor
 from .run.run import Run
+from .run.synchronous.rounds_executor import RoundsExecutor
 from .shard.bodies import content_length, discard_body, receive_body
 
 MAX_GET_BODY_BYTES = 1024 * 1024

@@ -43,11 +43,11 @@ from .durable.disk import Disk
 from .durable.storage import Restored, RunStorage
 from .limits import InFlight
 from .metrics import PserverMetrics
-from .run.apply_queue import QueueExecutor
-from .run.apply_rounds import RoundsExecutor
+from .run.asynchronous.queue_executor import QueueExecutor
 from .run.run import Run
+from .run.staging import MembershipChanges
+from .run.synchronous.rounds_executor import RoundsExecutor
 from .shard.bodies import BufferPool
-from .shard.staging import MembershipChanges
 
 log = get_logger()
 

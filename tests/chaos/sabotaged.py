@@ -14,13 +14,13 @@ from ps_protocol.vocabulary import Incarnation, Mode, Rank, Round
 from services.pserver.durable.records import Buffer
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import Update, UpdateLog
-from services.pserver.run.clocks import Clocks
-from services.pserver.run.pushes import read_blocks
-from services.pserver.run.queues import Pauses
-from services.pserver.run.rounds import Rounds
+from services.pserver.run.asynchronous.clocks import Clocks
+from services.pserver.run.asynchronous.queues import Pauses
+from services.pserver.run.read_pushes import read_blocks
 from services.pserver.run.run import Run
+from services.pserver.run.staging import Admission
+from services.pserver.run.synchronous.rounds import Rounds
 from services.pserver.shard.bodies import Body
-from services.pserver.shard.staging import Admission
 
 _push, _append, _required, _admit = Run.push, UpdateLog.append, Rounds.required, Clocks.admit
 _prune_place = RunStorage.prune_place

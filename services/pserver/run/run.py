@@ -1,9 +1,8 @@
 """One run on one pserver: fences, waits, replies and checkpoints, the same in all modes.
 
 The run lives on the event loop. Its `Schedule`, a pure state machine, makes the decisions synchronously; its `Executor`
-carries them out: `apply_rounds.py` in the synchronous mode, `apply_queue.py` in the asynchronous ones. Tensor work goes
-to the compute thread. The fence is checked again after every `await`, since the round, the member or the run may have
-ended meanwhile.
+carries them out: `schedule.py` names their files. Tensor work goes to the compute thread. The fence is checked again
+after every `await`, since the round, the member or the run may have ended meanwhile.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from ..durable.storage import Restored, RunStorage
 from ..metrics import LoadMeter, PserverMetrics
 from ..shard.bodies import Body
 from ..shard.shard import Shard
-from ..shard.staging import Admission, check_member
-from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, digest_contribution, find_nonfinite
-from .pushes import measure_largest_body, read_buffers, read_initial_blocks, read_push
+from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, find_nonfinite
+from .read_pushes import measure_largest_body, read_buffers, read_initial_blocks, read_push
 from .schedule import Executor, Read, Schedule, Wait, name_trainers
+from .staging import Admission, check_member, digest_contribution
 
 log = get_logger()
 

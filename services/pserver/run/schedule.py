@@ -1,8 +1,10 @@
 """The two parts of a run that a mode chooses: a schedule decides what counts, and an executor applies it.
 
-                   decides, pure     carries out, on the event loop
-synchronous mode   Rounds            RoundsExecutor
-asynchronous       Clocks            QueueExecutor
+                    decides, pure            carries out, on the event loop           with
+synchronous mode    Rounds, rounds.py        RoundsExecutor, rounds_executor.py       round_work.py
+asynchronous modes  Clocks, clocks.py        QueueExecutor, queue_executor.py         queues, readers, staleness
+
+The folders `synchronous` and `asynchronous` contain these files.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from ps_protocol.vocabulary import Incarnation, Rank, Round
 from ..durable.checkpoint_writer import Destination
 from ..shard.history import History
 from ..shard.reply import Reply
-from ..shard.staging import Admission, Contribution, Payload, Push, Staged
 from ..shard.tensors import StagedBlock
+from .staging import Admission, Contribution, Payload, Push, Staged
 
 T = TypeVar("T")
 

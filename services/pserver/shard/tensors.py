@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import xxhash
 from torch import Tensor
 
 from ps_protocol.encodings import TORCH_DTYPES, Part, SparsePart, decode_part, is_finite
 from ps_protocol.frames import TensorEntry
-from ps_protocol.vocabulary import Rank, Round
 
 from .bodies import Body
-from .staging import Contribution
 
 QUICK_BYTES = 1 << 16  # of a push that is checked in less time than another thread takes to begin
 
@@ -77,17 +74,6 @@ def _are_equal(one: memoryview, other: memoryview) -> bool:
         bytes(one[at : at + _PIECE_BYTES]) == bytes(other[at : at + _PIECE_BYTES])
         for at in range(0, len(one), _PIECE_BYTES)
     )
-
-
-def digest_contribution(
-    digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: Contribution[StagedBlock]
-) -> None:
-    """Add all staged blocks and slots of a trainer to the digest."""
-    digest.update(repr((identity, contribution.completion)).encode())
-    for name, staged in [*sorted(contribution.blocks.items()), *sorted(contribution.slots.items())]:
-        digest.update(name.encode())
-        for view in staged.bytes() if isinstance(staged, StagedBlock) else [repr(staged).encode()]:
-            digest.update(view)
 
 
 def check_blocks(blocks: Mapping[str, StagedBlock]) -> None:

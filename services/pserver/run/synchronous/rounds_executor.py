@@ -22,16 +22,16 @@ from ps_protocol.requests import Barrier, BarrierAnswer, NormAnswer, Pull
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.logs import get_logger
 
-from ..durable.checkpoint_writer import Destination, Write
-from ..durable.storage import Restored
-from ..shard.history import History
-from ..shard.reply import Reply
-from ..shard.staging import Push, Staged
-from ..shard.tensors import StagedBlock
+from ...durable.checkpoint_writer import Destination, Write
+from ...durable.storage import Restored
+from ...shard.history import History
+from ...shard.reply import Reply
+from ...shard.tensors import StagedBlock
+from ..run import Run
+from ..schedule import Read, Wait, name_trainers
+from ..staging import Push, Staged
 from .round_work import Measured, RoundWork
 from .rounds import Apply, Measure, Order, Rounds
-from .run import Run
-from .schedule import Read, Wait, name_trainers
 
 log = get_logger()
 

@@ -21,10 +21,10 @@ from ps_protocol.optimizers import HyperParameters
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
-from ..shard.shard import Shard
-from ..shard.tensors import StagedBlock
+from ...shard.shard import Shard
+from ...shard.tensors import StagedBlock
 from .clocks import Committed
-from .pulls import PulledState
+from .staleness import PulledState
 
 log = get_logger()
 

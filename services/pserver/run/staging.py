@@ -9,10 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, TypeVar
 
+import xxhash
+
 from ps_protocol.errors import Conflict, ContributionConflict, FutureRound
 from ps_protocol.optimizers import HyperParameters, StepState
 from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import Incarnation, Rank, Round
+
+from ..shard.tensors import StagedBlock
 
 Payload = TypeVar("Payload")
 
@@ -120,6 +124,17 @@ def admit(round_: Round, first_open: Round, last_open: Round) -> Admission:
     if round_ > last_open:
         raise FutureRound(f"round {round_} is not open yet", current=last_open)
     return "open" if round_ >= first_open else "already_applied"
+
+
+def digest_contribution(
+    digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: Contribution[StagedBlock]
+) -> None:
+    """Add all staged blocks and slots of a trainer to the digest."""
+    digest.update(repr((identity, contribution.completion)).encode())
+    for name, staged in [*sorted(contribution.blocks.items()), *sorted(contribution.slots.items())]:
+        digest.update(name.encode())
+        for view in staged.bytes() if isinstance(staged, StagedBlock) else [repr(staged).encode()]:
+            digest.update(view)
 
 
 class MembershipChanges:

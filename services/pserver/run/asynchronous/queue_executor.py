@@ -28,19 +28,19 @@ from ps_protocol.vocabulary import Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
-from ..durable.checkpoint_writer import Destination
-from ..durable.storage import Restored
-from ..durable.update_log import Update as LoggedUpdate
-from ..shard.optimizer_blocks import LoadedState
-from ..shard.reply import Reply
-from ..shard.staging import Contribution, Push, Staged
-from ..shard.tensors import StagedBlock, view_bytes
+from ...durable.checkpoint_writer import Destination
+from ...durable.storage import Restored
+from ...durable.update_log import Update as LoggedUpdate
+from ...shard.optimizer_blocks import LoadedState
+from ...shard.reply import Reply
+from ...shard.tensors import StagedBlock, view_bytes
+from ..run import FAILURES_OF_TRAINERS, Run
+from ..schedule import Read, Wait, name_trainers
+from ..staging import Contribution, Push, Staged
 from .clocks import Clocks
-from .pulls import PulledState, Pulls, compensate_gradient, divide_rates
 from .queues import BlockQueue, HeldPushes, Pauses, Update
-from .reading import Reader, make_reader
-from .run import FAILURES_OF_TRAINERS, Run
-from .schedule import Read, Wait, name_trainers
+from .readers import Reader, make_reader
+from .staleness import PulledState, Pulls, compensate_gradient, divide_rates
 
 log = get_logger()
 

@@ -18,13 +18,13 @@ from ps_protocol.vocabulary import Round
 from ps_protocol.wire_types import WireTensor
 from services.runtime.failpoints import reach_failpoint
 
-from ..durable.storage import RunStorage
-from ..durable.update_log import Update
-from ..shard.captures import Captures
-from ..shard.optimizer_blocks import find_loaded
-from ..shard.reply import Reply, VersionedBlocks
-from ..shard.shard import Shard
-from ..shard.tensors import StagedBlock
+from ...durable.storage import RunStorage
+from ...durable.update_log import Update
+from ...shard.captures import Captures
+from ...shard.optimizer_blocks import find_loaded
+from ...shard.reply import Reply, VersionedBlocks
+from ...shard.shard import Shard
+from ...shard.tensors import StagedBlock
 from .rounds import Apply
 
 

@@ -23,8 +23,8 @@ from ps_protocol.wire_types import WireTensor
 from ..shard.bodies import Body
 from ..shard.layout import ShardLayout
 from ..shard.shard import MASTER_BYTES
-from ..shard.staging import Push
 from ..shard.tensors import StagedBlock
+from .staging import Push
 
 
 def read_push(body: Body, layout: ShardLayout, plan: SlicePlan, *, is_async: bool) -> Push[StagedBlock]:

@@ -12,10 +12,10 @@ from ps_protocol.consistency import ReadConsistency
 from ps_protocol.errors import GradpostError
 from services.runtime.compute import ComputeExecutor
 
-from ..shard.reply import ChunkEncoder
-from ..shard.shard import Shard
-from .pulls import PulledState
+from ...shard.reply import ChunkEncoder
+from ...shard.shard import Shard
 from .queues import BlockQueue, Snapshot
+from .staleness import PulledState
 
 
 @dataclass(frozen=True, slots=True)
