@@ -68,7 +68,7 @@ class TensorEndpoints:
         try:
             fence = Fence.from_headers(headers)
             run = self._pserver.run
-            run.admit_initial(fence) if initial else run.admit_push(fence)
+            run.initial_values.admit(fence) if initial else run.admit_push(fence)
             most = run.max_body_bytes + self._limits.max_header_bytes + LENGTH_BYTES
             if num_bytes > most:
                 raise BadInput(
@@ -82,7 +82,7 @@ class TensorEndpoints:
         with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.members)):
             limits = replace(self._limits, max_tensors=min(self._limits.max_tensors, run.max_body_tensors))
             body = await receive_body(scope, receive, num_bytes, limits, self._pserver.pool)
-            answer = await (run.set_initial(fence, body) if initial else run.push(fence, body))
+            answer = await (run.initial_values.store(fence, body) if initial else run.push(fence, body))
         await _send_json(scope, receive, send, answer)
 
     async def barrier(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,7 +125,7 @@ class TensorEndpoints:
         run = self._pserver.run
         run.check_fence(fence)
         rounds = run.executor
-        if not isinstance(rounds, RoundsExecutor) or run.install.max_grad_norm is None:
+        if not isinstance(rounds, RoundsExecutor) or run.installed.max_grad_norm is None:
             raise Conflict(
                 "this run does not clip gradients; norms require the synchronous mode and max_grad_norm",
                 code="mode_mismatch",
@@ -171,7 +171,7 @@ def _require_rounds(run: Run, fence: Fence, what: str) -> RoundsExecutor:
         return run.executor
     raise Conflict(
         f"a {what} requires the synchronous mode",
-        code="mode_mismatch", expected=f"no {what}", actual=run.install.consistency.mode,
+        code="mode_mismatch", expected=f"no {what}", actual=run.installed.consistency.mode,
     )  # fmt: skip
 
 

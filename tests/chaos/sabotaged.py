@@ -31,7 +31,7 @@ def break_dedupe() -> None:
 
     async def push(self: Run, fence: Fence, body: Body) -> PushAnswer:
         answer = await _push(self, fence, body)
-        if answer.status == "already_applied" and not self.install.consistency.is_async:
+        if answer.status == "already_applied" and not self.installed.consistency.is_async:
             for name, block in read_blocks(body, self.shard.layout).items():
                 self.shard.block(name).sub_(block.tensor())
         return answer

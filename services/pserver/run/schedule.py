@@ -98,12 +98,11 @@ class Executor(Protocol):
         """The schedule whose decisions this executor carries out."""
 
     @property
-    def missing(self) -> list[Rank]:
-        """The ranks that other trainers wait for, once version 0 is readable."""
+    def longest_wait(self) -> tuple[Sequence[Rank], float | None]:
+        """The ranks that trainers have waited for longest, and the beginning of the wait, once version 0 is readable.
 
-    @property
-    def waiting_since(self) -> float | None:
-        """When the longest wait for these ranks began, by the loop's clock."""
+        The beginning is a time of the loop's clock, or None without a wait.
+        """
 
     @property
     def num_queued(self) -> int:
@@ -124,9 +123,6 @@ class Executor(Protocol):
 
     async def get(self, fence: Fence, pull: Pull) -> Reply:
         """Return the parameters of a request's round, waiting up to `pull.wait_seconds` for them."""
-
-    def note_wait(self, fence: Fence) -> Wait:
-        """Note that this request waits, and return the reason."""
 
     async def hold_updates(self) -> None:
         """Wait for the running update. None begins before the caller awaits something, or members are installed."""
@@ -156,8 +152,11 @@ class Executor(Protocol):
     async def wait_for_apply(self) -> None:
         """Wait for the running apply."""
 
-    async def end_waits(self, reason: GradpostError) -> None:
+    async def end_when_applied(self, reason: GradpostError) -> None:
         """End the run with `reason` once the shard contains everything that was acknowledged."""
 
-    def close(self, reason: GradpostError) -> None:
-        """End the executor's own waits with `reason`, which has ended the run."""
+    async def end(self, reason: GradpostError, *, is_failure: bool = False) -> None:
+        """End every wait with `reason` now, and refuse later requests with it. A later reason has no effect.
+
+        A failure is logged and reported to the coordinator.
+        """

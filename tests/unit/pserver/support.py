@@ -330,9 +330,9 @@ async def bench(
         yield bench
         await asyncio.sleep(0)
         if message.consistency.is_async:
-            await bench.run.end(StaleRun("the test is over"))  # its workers live as long as the run
+            await bench.run.executor.end(StaleRun("the test is over"))  # its workers live as long as the run
         if disk is not None and disk.folder is not None:
-            await bench.run.finish()
+            await bench.run.close(StaleRun("the test is over"))
             disk.folder.close()
         for _ in range(1000):  # an apply may still run
             if not compute.num_jobs:

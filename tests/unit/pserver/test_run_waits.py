@@ -155,10 +155,10 @@ async def test_a_late_installation_of_a_replaced_run_does_not_bring_it_back():
         await b.install_next_run()
         with pytest.raises(StaleRun):
             await b.pserver.install_run(b.install)
-        assert b.run.install.run == "run2"
+        assert b.run.installed.run == "run2"
         with pytest.raises(StalePserver):
             await b.install_next_run("run3", incarnation=9)
-        assert b.run.install.run == "run2"
+        assert b.run.installed.run == "run2"
 
 
 async def test_the_same_installation_again_changes_nothing_but_brings_newer_members():
