@@ -43,16 +43,16 @@ from .durable.disk import Disk
 from .durable.storage import Restored, RunStorage
 from .limits import InFlight
 from .metrics import PserverMetrics
+from .run.membership_changes import MembershipChanges
 from .run.run import Run
-from .run.staging import MembershipChanges
 from .shard.bodies import BufferPool
 
 log = get_logger()
 
-Ranges = list[tuple[Round, Round]]  # first and last
+Ranges = list[tuple[Round, Round]]  # the first and the last round of each range
 
 MAX_ENDED_RUNS = 1000
-FRAME_ROOM_BYTES = 1024  # of a frame, besides the one block in it
+FRAME_ROOM_BYTES = 1024  # room in a frame besides its only block
 
 
 class Pserver:
@@ -358,7 +358,7 @@ class Pserver:
             round=run.round if run else 0,
             missing=tuple(run.missing) if run and run.waiting_seconds else (),
             waiting_seconds=run.waiting_seconds if run else 0.0,
-            failure=run.failure.to_problem() if run and isinstance(run.failure, Ended) else None,
+            failure=run.context.failure.to_problem() if run and isinstance(run.context.failure, Ended) else None,
             checkpoints=tuple(run.storage.checkpoints.values()) if run and run.storage else (),
             coming_checkpoints=run.writer.find_pending(run.round) if run else (),
             is_stopping=self.is_stopping,
@@ -395,14 +395,14 @@ class Pserver:
             incarnation=self.incarnation,
             run=run.installed.run,
             round=run.round,
-            members=tuple(sorted(run.members)),
+            members=tuple(sorted(run.schedule.members)),
             **run.schedule.describe(),
             missing=tuple(run.missing),
             waiting_seconds=run.waiting_seconds,
             **_describe_sizes(run),
             transports=tuple(sorted(run.transports)),
             digest=await run.digest() if with_digest else None,
-            failure=run.failure.to_problem() if run.failure else None,
+            failure=run.context.failure.to_problem() if run.context.failure else None,
         )
 
 

@@ -13,7 +13,7 @@ from ps_protocol.requests import PushAnswer
 from ps_protocol.vocabulary import Incarnation, Mode, Rank, Round
 from services.pserver.durable.records import Buffer
 from services.pserver.durable.storage import RunStorage
-from services.pserver.durable.update_log import Update, UpdateLog
+from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
 from services.pserver.run.asynchronous.clocks import Clocks
 from services.pserver.run.asynchronous.queues import Pauses
 from services.pserver.run.read_pushes import read_blocks
@@ -39,7 +39,7 @@ def break_dedupe() -> None:
     def admit(self: Clocks[object], rank: Rank, incarnation: Incarnation, step: Round) -> Admission:
         admission = _admit(self, rank, incarnation, step)
         if admission == "already_applied" and step == self.open_steps[rank] - 1 and random.random() < 0.5:
-            self._steps[rank].open = step  # and once more
+            self._steps[rank].open_step = step  # and once more
             return "open"
         return admission
 
@@ -61,7 +61,7 @@ def break_order() -> None:
 def break_log() -> None:
     """Omit an update from the log now and then."""
 
-    def append(self: UpdateLog, update: Update, gradient: Sequence[Buffer]) -> None:
+    def append(self: UpdateLog, update: LoggedUpdate, gradient: Sequence[Buffer]) -> None:
         if random.random() < 0.8:
             _append(self, update, gradient)
 

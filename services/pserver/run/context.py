@@ -9,36 +9,37 @@ import asyncio
 import contextlib
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ps_protocol.errors import GradpostError, NotReady, RoundPending, RoundTimeout, StorageFailed, TrainerLost
 from ps_protocol.fence import Fence
-from ps_protocol.membership import InstallRun
+from ps_protocol.membership import InstallRun, Membership
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
 from ..durable.checkpoint_writer import CheckpointWriter, Destination
-from ..durable.storage import Restored, RunStorage
+from ..durable.storage import RunStorage
 from ..metrics import PserverMetrics
 from ..shard.shard import Shard
 from ..shard.tensors import StagedBlock
 from .schedule import Read, Schedule, Wait, name_trainers
-from .staging import check_member
+from .staging import Admission, check_member
 
 log = get_logger()
 
 T = TypeVar("T")
 
-FAILURES_OF_TRAINERS = (TrainerLost, RoundTimeout)  # they end a run, and leave its shards intact
+FAILURES_OF_TRAINERS = (TrainerLost, RoundTimeout)  # failures that end a run and leave its shards intact
 
 
+@dataclass(slots=True)
 class WaitClock:
     """The time for which requests have been waiting for the initial values, or for the open synchronous round."""
 
-    def __init__(self) -> None:
-        self.since: float | None = None  # by the loop's clock
+    since: float | None = None  # a time of the loop's clock
 
     def start(self) -> None:
         """Start the clock, unless it runs."""
@@ -50,37 +51,30 @@ class WaitClock:
         self.since = None
 
 
+@dataclass(eq=False)
 class RunContext:
     """The shared part of one run. Lives on the event loop; only `compute` touches tensors."""
 
-    def __init__(
-        self,
-        installed: InstallRun,
-        index: PserverIndex,
-        schedule: Schedule[StagedBlock],
-        *,
-        compute: ComputeExecutor,
-        metrics: PserverMetrics,
-        storage: RunStorage | None = None,
-        restored: Restored | None = None,
-    ) -> None:
-        """Resume with `restored`, if there is one, else wait for initial values."""
-        self.installed = installed
-        self.index = index
-        self.schedule = schedule
-        self.compute = compute
-        self.metrics = metrics
-        self.storage = storage
-        self.plan = SlicePlan.from_json(installed.plan)
-        self.shard = restored.shard if restored else Shard(self.plan, index)
-        self.writer = CheckpointWriter(storage, installed.checkpoint_rounds, metrics)
-        self.identity = {"run": installed.run, "attempt": str(installed.attempt)}  # in the metadata of each reply
-        self.membership = installed.membership
-        self.failure: GradpostError | None = None
-        self.is_readable = False  # all initial values have arrived
-        self.notice = ""  # of the coordinator, about lost trainers
-        self.condition = asyncio.Condition()
-        self.wait_clock = WaitClock()
+    installed: InstallRun
+    index: PserverIndex
+    plan: SlicePlan
+    schedule: Schedule[StagedBlock]
+    shard: Shard
+    compute: ComputeExecutor
+    metrics: PserverMetrics
+    storage: RunStorage | None
+    writer: CheckpointWriter
+    membership: Membership
+    failure: GradpostError | None = None  # the reason that has ended the run
+    is_readable: bool = False  # True once all initial values have arrived
+    notice: str = ""  # the notice of the coordinator about lost trainers
+    condition: asyncio.Condition = field(default_factory=asyncio.Condition)
+    wait_clock: WaitClock = field(default_factory=WaitClock)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The run and the attempt, in the metadata of each reply."""
+        return {"run": self.installed.run, "attempt": str(self.installed.attempt)}
 
     def metadata(self, round_: Round) -> dict[str, str]:
         """Return the metadata of a reply with this version."""
@@ -117,6 +111,12 @@ class RunContext:
         if not self.is_readable:
             raise NotReady("the initial values are not complete", waiting_for=f"trainer {self.installed.uploader}")
 
+    def admit_push(self, fence: Fence) -> Admission:
+        """Check a push before its body is read, and again before it is staged."""
+        self.check_fence(fence)
+        self.check_readable()  # nothing may be stepped before version 0 can be read
+        return self.schedule.admit(fence.rank, fence.trainer_incarnation, fence.round)
+
     # ------------------------------------------------------------------ waiting
 
     async def wait_for(self, wait_seconds: float, find: Callable[[], T | Wait]) -> T:
@@ -137,7 +137,7 @@ class RunContext:
     def wait_for_values(self) -> Wait:
         """Return the reason why a request waits for version 0. Starts the clock of the wait, unless it runs."""
         self.wait_clock.start()
-        missing, facts = [self.installed.uploader], {"round": self.schedule.open}
+        missing, facts = [self.installed.uploader], {"round": self.schedule.reported_round}
         return Wait("version 0", "its values", missing, "upload the initial values", self.wait_clock.since, facts)
 
     def _find_next_check(self, wait: Wait, deadline: float) -> float:
@@ -167,7 +167,9 @@ class RunContext:
             if is_failure:
                 ranks = reason.facts.get("missing", reason.facts.get("ranks"))
                 facts = {} if ranks is None else {"trainer": ranks}
-                log.error("run failed", reason=reason.detail, round=self.schedule.open, code=reason.code, **facts)
+                log.error(
+                    "run failed", reason=reason.detail, round=self.schedule.reported_round, code=reason.code, **facts
+                )
                 self.writer.heartbeat_is_due.set()  # the waiting trainers get the failure now, and may exit soon
             self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
         await self.notify()

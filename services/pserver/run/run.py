@@ -20,14 +20,17 @@ import xxhash
 from ps_protocol.errors import BadInput, GradpostError, NonFiniteGradient, NotReady, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import PushAnswer
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
+from ..durable.checkpoint_writer import CheckpointWriter
 from ..durable.storage import Restored, RunStorage
 from ..metrics import LoadMeter, PserverMetrics
 from ..shard.bodies import Body
+from ..shard.shard import Shard
 from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, find_nonfinite
 from .asynchronous.clocks import Clocks
 from .asynchronous.queue_executor import QueueExecutor
@@ -35,7 +38,7 @@ from .context import FAILURES_OF_TRAINERS, RunContext
 from .initial_values import InitialValues
 from .read_pushes import measure_largest_body, read_push
 from .schedule import Executor
-from .staging import Admission, digest_contribution
+from .staging import StagedContribution
 from .synchronous.rounds import Rounds
 from .synchronous.rounds_executor import RoundsExecutor
 
@@ -59,42 +62,33 @@ class Run:
         self.installed = installed
         self.index = index
         self.storage = storage
+        self.plan = plan = SlicePlan.from_json(installed.plan)
         self.schedule = _make_schedule(installed, restored)
+        self.shard = shard = restored.shard if restored else Shard(plan, index)
+        self.writer = writer = CheckpointWriter(storage, installed.checkpoint_rounds, metrics)
         self.context = RunContext(
-            installed, index, self.schedule, compute=compute, metrics=metrics, storage=storage, restored=restored
-        )
-        self.plan = self.context.plan
-        self.shard = self.context.shard
-        self.writer = self.context.writer
+            installed=installed, index=index, plan=plan, schedule=self.schedule, shard=shard, compute=compute,
+            metrics=metrics, storage=storage, writer=writer, membership=installed.membership,
+        )  # fmt: skip
         self.executor: Executor = (
             RoundsExecutor(self.context, self.schedule)
             if isinstance(self.schedule, Rounds)
             else QueueExecutor(self.context, self.schedule, is_restored=restored is not None)
         )
         self.initial_values = InitialValues(self.context, self.executor)
-        self.max_body_bytes, self.max_body_tensors = measure_largest_body(self.plan, index, self.shard.layout)
+        self.max_body_bytes, self.max_body_tensors = measure_largest_body(plan, index, shard.layout)
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests
         self.meter = LoadMeter(metrics)
         self._compute = compute
         self._metrics = metrics
-        self.executor.install_members(installed.membership)  # last: it may begin an apply
+        self.executor.install_members(installed.membership)  # the last statement, since it may begin an apply
 
     @property
     def round(self) -> Round:
         """The number of applied rounds; in asynchronous modes, the number of applied contributions."""
         return self.schedule.applied
-
-    @property
-    def members(self) -> Mapping[Rank, Incarnation]:
-        """The trainers that take part, and their incarnations."""
-        return self.schedule.members
-
-    @property
-    def failure(self) -> GradpostError | None:
-        """The reason that has ended the run, if it has ended."""
-        return self.context.failure
 
     @property
     def missing(self) -> Sequence[Rank]:
@@ -127,12 +121,6 @@ class Run:
 
     # ------------------------------------------------------------------ pushes and pulls
 
-    def admit_push(self, fence: Fence) -> Admission:
-        """Check a push before its body is read, and again before it is staged."""
-        self.check_fence(fence)
-        self.context.check_readable()  # nothing may be stepped before version 0 can be read
-        return self.schedule.admit(fence.rank, fence.trainer_incarnation, fence.round)
-
     async def push(self, fence: Fence, body: Body) -> PushAnswer:
         """Validate and stage one bucket. A repeated push gets the same answer; an error changes nothing.
 
@@ -140,7 +128,7 @@ class Run:
         """
         push = read_push(body, self.shard.layout, self.plan, is_async=self.installed.consistency.is_async)
         is_finite = await self._check_finite(fence, push.blocks, len(body.buffer))
-        if self.admit_push(fence) == "already_applied":
+        if self.context.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=push.num_entries, finite=is_finite)
         staged = self.executor.stage(fence, push)
         if push.blocks:
@@ -215,15 +203,15 @@ class Run:
         if self.storage is not None and self.storage.is_over:
             await self.writer.prune_folder()  # no heartbeat reply may have reported the last complete checkpoint
         has_log = self.storage is not None and self.storage.has_log
-        if self.failure is not None and (has_log or not isinstance(self.failure, FAILURES_OF_TRAINERS)):
-            return  # what is acknowledged is in the log, or the shard is not intact
+        if self.context.failure is not None and (has_log or not isinstance(self.context.failure, FAILURES_OF_TRAINERS)):
+            return  # the acknowledged updates are in the log, or the shard is not intact
         text = f"pserver {self.index} is stopping and may be restarted; send the request again"
         await self.executor.end_when_applied(TryAgain(text))
         await self.executor.wait_for_apply()
         await self.writer.wait_for_writes("folder")
         is_persisted = self.storage is None or self.shard.version in self.storage.rounds
         if not is_persisted and self.context.is_readable and self.executor.is_idle:
-            with contextlib.suppress(TryAgain):  # it was logged
+            with contextlib.suppress(TryAgain):  # the writer has logged the error
                 await self.context.write_checkpoint("folder")
         await self.writer.wait_for_writes()
 
@@ -275,7 +263,7 @@ class Run:
         progress = self.round, self.schedule.describe(), self.executor.num_queued
         staged.update(repr(progress).encode())
         for round_, rank, contribution in self.schedule.staged():
-            digest_contribution(staged, (round_, rank), contribution)
+            _add_contribution(staged, (round_, rank), contribution)
         return f"{await self._compute.run(self.shard.digest)}-{staged.hexdigest()}"
 
 
@@ -297,3 +285,14 @@ def _make_schedule(installed: InstallRun, restored: Restored | None) -> Rounds[S
         # The log may have lost its end, even if it looks whole; and no trainer is at an uncommitted step.
         is_short=restored is not None,
     )
+
+
+def _add_contribution(
+    digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: StagedContribution[StagedBlock]
+) -> None:
+    """Add all staged blocks and slots of a trainer to the digest."""
+    digest.update(repr((identity, contribution.completion)).encode())
+    for name, staged in [*sorted(contribution.blocks.items()), *sorted(contribution.slots.items())]:
+        digest.update(name.encode())
+        for view in staged.bytes() if isinstance(staged, StagedBlock) else [repr(staged).encode()]:
+            digest.update(view)

@@ -23,7 +23,7 @@ from ..durable.checkpoint_writer import Destination
 from ..shard.history import History
 from ..shard.reply import Reply
 from ..shard.tensors import StagedBlock
-from .staging import Admission, Contribution, Payload, Push, Staged
+from .staging import Admission, Payload, Push, Staged, StagedContribution
 
 T = TypeVar("T")
 
@@ -40,8 +40,8 @@ class Schedule(Protocol[Payload]):
     applied: Round  # the newest applied round, or the number of applied contributions
 
     @property
-    def open(self) -> Round:
-        """The round that trainers push for; in asynchronous modes the number of applied contributions."""
+    def reported_round(self) -> Round:
+        """The round in logs and errors: the one to push for, or in asynchronous modes the number of contributions."""
 
     @property
     def is_paused(self) -> bool:
@@ -55,9 +55,9 @@ class Schedule(Protocol[Payload]):
         """
 
     def stage(self, rank: Rank, round_: Round, push: Push[Payload]) -> Staged:
-        """Stage one admitted push: see `Contribution.stage`."""
+        """Stage one admitted push: see `StagedContribution.stage`."""
 
-    def staged(self) -> Iterator[tuple[Round, Rank, Contribution[Payload]]]:
+    def staged(self) -> Iterator[tuple[Round, Rank, StagedContribution[Payload]]]:
         """Yield all staged contributions, in order."""
 
     def check_state(self, rank: Rank, incarnation: Incarnation, round_: Round, version: Round) -> None:
@@ -77,12 +77,12 @@ class Schedule(Protocol[Payload]):
 class Wait:
     """The reason why a request waits. Without `since` the wait has no time-out for now."""
 
-    what: str  # the awaited thing, such as a round
-    cause: str  # that it waits for
+    what: str  # the object of the wait, such as a round
+    cause: str  # the reason why it is not there yet
     missing: Sequence[Rank] = ()  # the trainers among the causes
-    owed: str = ""  # by these trainers, or by the coordinator
+    owed: str = ""  # the action that the missing trainers, or the coordinator, have not done yet
     since: float | None = None  # when the round time-out began, by the loop's clock
-    facts: Mapping[str, Any] = field(default_factory=dict)  # of its errors
+    facts: Mapping[str, Any] = field(default_factory=dict)  # the facts of the errors that end the wait
 
 
 def name_trainers(ranks: Sequence[Rank]) -> str:

@@ -13,9 +13,9 @@ from ps_protocol.frames import TensorEntry
 
 from .bodies import Body
 
-QUICK_BYTES = 1 << 16  # of a push that is checked in less time than another thread takes to begin
+QUICK_BYTES = 1 << 16  # a smaller push is checked in less time than another thread takes to begin
 
-_PIECE_BYTES = 1 << 18  # that are compared at once
+_PIECE_BYTES = 1 << 18  # compared at once
 
 
 def view_bytes(tensor: Tensor) -> memoryview:

@@ -238,7 +238,7 @@ async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_pa
             await asyncio.sleep(0.05)
             assert not change.done()
         await asyncio.gather(push, change)
-        assert pserver.run.members == {1: 1}
+        assert pserver.run.schedule.members == {1: 1}
         assert pserver.run.schedule.open_steps == {0: 3, 1: 2}
         await until(lambda: pserver.run.round == 3)
 
@@ -367,7 +367,7 @@ async def play(folder: Path, script: list[str]) -> None:
                     moments.append(asyncio.create_task(pserver.freeze(number)))
                 elif action == "members":
                     number += 1
-                    moments.append(asyncio.create_task(pserver.change_members(number, dict(run.members))))
+                    moments.append(asyncio.create_task(pserver.change_members(number, dict(run.schedule.members))))
                 elif action == "model":
                     looks.append(asyncio.create_task(run.executor.read_after_round(None, dict, 0)))
                 elif action == "cancel" and looks:

@@ -425,4 +425,4 @@ async def test_the_next_run_ends_the_workers_of_this_one() -> None:
         await asyncio.sleep(0)
         assert workers
         assert all(worker.done() for worker in workers)
-        assert isinstance(first.failure, StaleRun)
+        assert isinstance(first.context.failure, StaleRun)

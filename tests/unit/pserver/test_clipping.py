@@ -111,7 +111,7 @@ async def test_requests_with_a_norm_that_do_not_fit_are_refused_and_count_nothin
         with raises_code("stale_trainer"):
             await b.norm(0, 1, trainer_incarnation=2)
         for text in ("", "digest", "digest nan -1.0", "digest 2.0 1.0"):
-            request = b.call("get", b.fence(0, 1), headers={NORM_HEADER: text, "gradpost-barrier": "batch"})
+            request = b.call("pull", b.fence(0, 1), headers={NORM_HEADER: text, "gradpost-barrier": "batch"})
             await unchanged(b, "bad_header", request)
         for kind in ("fetch", "both"):
             request = b.call("norm", b.fence(0, 1), headers={"gradpost-barrier": kind})

@@ -28,15 +28,15 @@ from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
 from ...durable.checkpoint_writer import Destination
-from ...durable.update_log import Update as LoggedUpdate
+from ...durable.update_log import LoggedUpdate
 from ...shard.optimizer_blocks import LoadedState
 from ...shard.reply import Reply
 from ...shard.tensors import StagedBlock, view_bytes
 from ..context import FAILURES_OF_TRAINERS, RunContext
 from ..schedule import Read, Wait, name_trainers
-from ..staging import Admission, Contribution, Push, Staged
+from ..staging import Push, Staged, StagedContribution
 from .clocks import Clocks
-from .queues import BlockQueue, HeldPushes, Pauses, Update
+from .queues import BlockQueue, BlockUpdate, HeldPushes, Pauses
 from .readers import Reader, make_reader
 from .staleness import PulledState, Pulls, compensate_gradient, divide_rates
 
@@ -44,7 +44,7 @@ log = get_logger()
 
 T = TypeVar("T")
 
-HOLD_SECONDS = 10.0  # a push that has waited for room for so long has to be sent again
+HOLD_SECONDS = 10.0  # a push that has waited this long for room must be sent again
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Pulling:
 def _computed_on(completion: Completion | None) -> Round:
     """Return the step after which the parameters of a complete contribution were pulled."""
     assert completion is not None
-    assert completion.computed_on is not None  # `read_push` refuses others
+    assert completion.computed_on is not None  # `read_push` refuses completions without it
     return completion.computed_on
 
 
@@ -74,7 +74,7 @@ class QueueExecutor:
         self._compute = context.compute
         self._metrics = context.metrics
         self._pulls = Pulls(rules.max_delay, self._make_restored_pull() if is_restored else None)
-        self.queues: dict[str, BlockQueue] = {}  # none before version 0
+        self.queues: dict[str, BlockQueue] = {}  # empty before version 0
         self._held = HeldPushes(self.queues)
         self._pauses = Pauses(context.condition, self._held)
         self._log_fails_since: float | None = None
@@ -139,7 +139,7 @@ class QueueExecutor:
         async with self._condition:
             try:
                 with self._held.hold(blocks):
-                    while self._admit_push(fence) == "open":  # else a repeated push has queued it meanwhile
+                    while self._context.admit_push(fence) == "open":  # a repeated push may have committed it
                         self._check_blocks_run(blocks)
                         if self._pauses.may_commit and self._held.is_ready(blocks):
                             self._pauses.note_commit()
@@ -155,14 +155,10 @@ class QueueExecutor:
                             async with asyncio.timeout_at(begin + HOLD_SECONDS):
                                 await self._condition.wait()
             finally:
-                self._condition.notify_all()  # pushes that waited behind; and an empty contribution advances a clock
+                self._condition.notify_all()  # later pushes may go on; an empty contribution advances a clock
         self._metrics.held_seconds.observe(loop.time() - begin)
         if logging is not None:
-            await asyncio.shield(logging)  # it belongs to the run: this client may disconnect
-
-    def _admit_push(self, fence: Fence) -> Admission:
-        self._context.check_fence(fence)
-        return self.schedule.admit(fence.rank, fence.trainer_incarnation, fence.round)
+            await asyncio.shield(logging)  # the task belongs to the run: this client may disconnect
 
     def _make_hold_error(self, blocks: Iterable[str]) -> GradpostError:
         if self.schedule.is_paused:
@@ -184,12 +180,12 @@ class QueueExecutor:
             if self._is_frozen(name):
                 self.schedule.count_applied_block(committed)
             else:
-                self.queues[name].put_update(Update(committed, block, pull, hyper_parameters))
-        self._shard.version = self.schedule.applied  # if all of its blocks are frozen
+                self.queues[name].put_update(BlockUpdate(committed, block, pull, hyper_parameters))
+        self._shard.version = self.schedule.applied  # needed here if all blocks of the contribution are frozen
         if (destination := self._context.writer.choose_destination(committed.number)) is not None:
             self._pauses.begin_pause(self._drain_and_snapshot(committed.number, destination))
 
-    def _get_hyper_parameters(self, contribution: Contribution[StagedBlock]) -> list[HyperParameters]:
+    def _get_hyper_parameters(self, contribution: StagedContribution[StagedBlock]) -> list[HyperParameters]:
         return self._context.membership.newest_controls.override_rates(contribution.hyper_parameters)
 
     def _is_frozen(self, name: str) -> bool:
@@ -278,7 +274,7 @@ class QueueExecutor:
     async def wait_for_apply(self) -> None:
         """Wait until no contribution is being committed and the compute thread is done with the earlier ones."""
         await self._pauses.wait_for_turn()
-        await self._compute.run(lambda: None)  # jobs run in order
+        await self._compute.run(lambda: None)  # the compute thread runs its jobs in order
 
     # ------------------------------------------------------------------ apply
 
@@ -292,7 +288,7 @@ class QueueExecutor:
             rules.read_consistency, self._shard, self._compute, self.queues, keep_values=keeps_values
         )
 
-    async def _apply(self, name: str, update: Update) -> None:
+    async def _apply(self, name: str, update: BlockUpdate) -> None:
         begin = perf_counter()
         await self._compute.run(self._step, name, update)
         self._metrics.apply_seconds.observe(perf_counter() - begin)
@@ -302,7 +298,7 @@ class QueueExecutor:
         self._metrics.rounds.inc(self.schedule.applied - before)
         self._metrics.updates.inc()
 
-    def _step(self, name: str, update: Update) -> None:
+    def _step(self, name: str, update: BlockUpdate) -> None:
         """Step one block, on the compute thread."""
         rules = self._rules
         staleness = self._shard.versions[name] - update.pull.versions[name]
@@ -387,7 +383,7 @@ class QueueExecutor:
         self.schedule.install_members(membership)
         self._held.is_paused = self.schedule.is_paused
         if was_paused:
-            self._pulling.clear()  # their round time-outs begin again
+            self._pulling.clear()  # the round time-outs of these pulls begin again
             self._context.wait_clock.stop()
 
     async def end_when_applied(self, reason: GradpostError) -> None:

@@ -85,7 +85,7 @@ class SnapshotReader:
 
     async def _make_snapshot(self) -> Snapshot:
         async with self._one_at_a_time:
-            self._next = None  # for later reads this one may be too old
+            self._next = None  # later reads need a newer snapshot than this one
             failures = [self._closed, *(queue.failure for queue in self._queues.values())]
             if (failure := next(filter(None, failures), None)) is not None:
                 raise copy.copy(failure)

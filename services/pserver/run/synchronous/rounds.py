@@ -25,7 +25,7 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from ...shard.history import History
-from ..staging import Admission, Contribution, Payload, Push, Staged, admit, check_member
+from ..staging import Admission, Payload, Push, Staged, StagedContribution, admit, check_member
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class Apply(Generic[Payload]):
 
     round: Round
     ranks: tuple[Rank, ...]
-    contributions: tuple[Contribution[Payload], ...]
-    nonfinite: tuple[Rank, ...] = ()  # their gradients: then the round steps nothing, on every pserver
+    contributions: tuple[StagedContribution[Payload], ...]
+    nonfinite: tuple[Rank, ...] = ()  # if any rank has NaN or infinity, the round steps nothing on every pserver
 
     @property
     def identity(self) -> tuple[Round, tuple[tuple[Rank, Incarnation], ...], tuple[Rank, ...]]:
         """The round, the contributing incarnations, and the ranks with NaN or infinity: the same on every pserver."""
-        pairs = ((rank, one.incarnation) for rank, one in zip(self.ranks, self.contributions, strict=True))
+        pairs = ((rank, staged.incarnation) for rank, staged in zip(self.ranks, self.contributions, strict=True))
         return self.round, tuple(pairs), self.nonfinite
 
     @property
@@ -66,7 +66,7 @@ Order: TypeAlias = Apply[Payload] | Measure[Payload]
 class OpenRound(Generic[Payload]):
     """The state of one round that is not applied yet."""
 
-    contributions: dict[Rank, Contribution[Payload]] = field(default_factory=dict)  # staged ones
+    contributions: dict[Rank, StagedContribution[Payload]] = field(default_factory=dict)  # staged by each rank
     batch_barriers: set[Rank] = field(default_factory=set)
     nonfinite: set[Rank] = field(default_factory=set)  # ranks with NaN or infinity in their gradients
     decided: frozenset[Rank] | None = None  # the ranks of the round, once the coordinator has decided on them
@@ -92,12 +92,12 @@ class Rounds(Generic[Payload]):
         self.members = dict(members)
         self.max_delay = max_delay
         self.applied = applied
-        self.history = history or History()  # of the newest k + 1 applied rounds
-        self.measuring: Apply[Payload] | None = None  # waits for the global norm
+        self.history = history or History()  # the history of the newest k + 1 applied rounds
+        self.measuring: Apply[Payload] | None = None  # the round that waits for its global norm
         self.applying: Apply[Payload] | None = None
         self.clips = clips
         self.is_frozen = False
-        self.paused_from: Round | None = None  # from this round on none is applied until the run is resumed
+        self.paused_from: Round | None = None  # no round from this one on is applied while the run is paused
         self._starts: dict[Rank, Round] = {}  # the first rounds of members that joined after round 1
         self._held: dict[tuple[Rank, Round], tuple[Incarnation, bool]] = {}  # batch barriers that arrived while frozen
         self._rounds: defaultdict[Round, OpenRound[Payload]] = defaultdict(OpenRound)
@@ -107,6 +107,11 @@ class Rounds(Generic[Payload]):
     def open(self) -> Round:
         """The oldest round that pushes and batch barriers are for."""
         return self.applied + 1
+
+    @property
+    def reported_round(self) -> Round:
+        """The open round, in logs and errors."""
+        return self.open
 
     @property
     def batch_barriers(self) -> set[Rank]:
@@ -154,7 +159,7 @@ class Rounds(Generic[Payload]):
         """Return the history of the newest rounds."""
         return self.history.copy()
 
-    def staged(self) -> Iterator[tuple[Round, Rank, Contribution[Payload]]]:
+    def staged(self) -> Iterator[tuple[Round, Rank, StagedContribution[Payload]]]:
         """Yield all staged contributions, in order."""
         for round_, open_round in sorted(self._rounds.items()):
             for rank, contribution in sorted(open_round.contributions.items()):
@@ -186,12 +191,12 @@ class Rounds(Generic[Payload]):
             raise TryAgain(f"round {round_} is not applied on this pserver yet", current=version)
 
     def stage(self, rank: Rank, round_: Round, push: Push[Payload]) -> Staged:
-        """Stage one admitted push: see `Contribution.stage`.
+        """Stage one admitted push: see `StagedContribution.stage`.
 
         A gradient proves the fetch of the version that it was computed on.
         """
         contributions = self._rounds[round_].contributions
-        contribution = contributions.get(rank) or Contribution(incarnation=self.members.get(rank, 0))
+        contribution = contributions.get(rank) or StagedContribution(incarnation=self.members.get(rank, 0))
         staged = contribution.stage(rank, round_, push)
         contributions[rank] = contribution
         if not push.slots:
@@ -213,7 +218,7 @@ class Rounds(Generic[Payload]):
         if self.admit(rank, incarnation, round_) == "already_applied":
             return None
         if not self.is_complete(rank, round_):
-            staged = self._rounds[round_].contributions.get(rank, Contribution())
+            staged = self._rounds[round_].contributions.get(rank, StagedContribution())
             raise ContributionMissing(
                 f"trainer {rank} has not pushed its whole contribution of round {round_} to this pserver",
                 expected=staged.completion.num_blocks if staged.completion else "an unknown number of blocks",
@@ -278,7 +283,7 @@ class Rounds(Generic[Payload]):
             if round_ > self.applied:
                 self._rounds[round_].nonfinite.update(ranks)
         staged = {rank for each in self._rounds.values() for rank in (*each.contributions, *each.batch_barriers)}
-        for rank in before.keys() | staged:  # the latter may have left long ago, with a part in a round
+        for rank in before.keys() | staged:  # a trainer that left long ago may have a contribution in a round
             if rank not in before or members.get(rank) != before[rank]:
                 self._remove(rank)
         held, self._held = self._held, {}

@@ -50,11 +50,11 @@ class RoundsExecutor:
         self._wait_clock = context.wait_clock
         # With `max_delay` a member may still read a version when its push of a later round arrives.
         self._work = RoundWork(context.shard, context.storage, context.identity, borrows=not schedule.max_delay)
-        self._reply: Reply | None = None  # of the applied round, once it may be read
-        self._measured: Measured | None = None  # waits for its global norm, or is being applied
+        self._reply: Reply | None = None  # the reply of the applied round, once the round may be read
+        self._measured: Measured | None = None  # the round that waits for its global norm, or is being applied
         self._apply_task: asyncio.Task[None] | None = None
         self._has_warned_about_disagreement = False
-        self._disk_trouble = ""  # why the log of the open round is not written yet
+        self._disk_trouble = ""  # the reason why the log of the open round is not written yet
 
     @property
     def longest_wait(self) -> tuple[Sequence[Rank], float | None]:
@@ -163,7 +163,7 @@ class RoundsExecutor:
             with self._metrics.apply_seconds.time():
                 await self._revoke_reply()
                 if coefficient != 1:
-                    await self._compute.run(self._context.shard.aggregator.scale, coefficient)
+                    await self._compute.run(self._work.clip, coefficient)
                 reply = await self._step_when_logged(apply)
             await self._finish_round(apply, reply)
 
@@ -241,7 +241,7 @@ class RoundsExecutor:
 
     async def wait_for_apply(self) -> None:
         """Wait until no round is being applied."""
-        while self._apply_task is not None and not self._apply_task.done():  # one may have begun the next
+        while self._apply_task is not None and not self._apply_task.done():  # an apply may begin the next one
             await asyncio.wait([self._apply_task])
 
     # ------------------------------------------------------------------ pulls
@@ -302,7 +302,7 @@ class RoundsExecutor:
             return NormAnswer() if norm is None else NormAnswer(**norm._asdict())
         measured = self._find_measured(rounds.measuring) or self._find_measured(rounds.applying)
         if measured is None or measured.apply.round != fence.round:
-            return self._wait_for_open_round(fence)  # it is not complete, or a change of members has dropped it
+            return self._wait_for_open_round(fence)  # the round is incomplete, or a change of members has dropped it
         if agreed is None:
             return NormAnswer(**measured.norm._asdict())
         self._accept_norm(agreed, measured)
@@ -345,7 +345,7 @@ class RoundsExecutor:
     async def wait_for_newest(self, round_: Round, *, is_over: bool) -> Round:
         """Return the newest round that is applied or being applied; if it is this one, wait until it is applied."""
         if self.schedule.applying is not None and round_ == self.schedule.open and self._apply_task is not None:
-            await asyncio.wait([self._apply_task])  # it may have decided already that no checkpoint is due
+            await asyncio.wait([self._apply_task])  # the apply may have decided already that no checkpoint is due
         return self.schedule.applied if self.schedule.applying is None else self.schedule.open
 
     async def begin_checkpoint(self, round_: Round, destination: Destination) -> None:
@@ -355,7 +355,7 @@ class RoundsExecutor:
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
         """Read the shard right after a round, or as it is: see `Executor.read_after_round`."""
         context, rounds = self._context, self.schedule
-        if round_ is None or (round_ == rounds.applied and rounds.applying is None):  # then no update comes between
+        if round_ is None or (round_ == rounds.applied and rounds.applying is None):  # no update comes between
             return await context.read_now(read)
         if round_ <= rounds.applied:
             raise StaleRound(f"round {round_} is over", current=rounds.applied)
