@@ -255,7 +255,7 @@ class Run:
             self.writer.request_round(round_)
         elif round_ not in storage.checkpoints and not self.writer.is_writing(round_):
             self.writer.check_room()
-            await self.executor.begin_checkpoint(round_, "place")
+            await self.executor.begin_checkpoint(round_)
 
     async def digest(self) -> str:
         """Return a digest of all that a request could change: values, optimizer state, barriers, contributions."""
@@ -269,22 +269,14 @@ class Run:
 
 def _make_schedule(installed: InstallRun, restored: Restored | None) -> Rounds[StagedBlock] | Clocks[StagedBlock]:
     rules, applied = installed.consistency, restored.round if restored else 0
-    if not rules.is_async:
-        return Rounds(
-            installed.membership.members,
-            rules.max_delay,
-            applied=applied,
-            history=restored.history if restored else None,
-            clips=installed.max_grad_norm is not None,
-        )
-    return Clocks(
-        {},
-        rules,
-        applied=applied,
-        steps=restored.history.steps if restored else None,
+    history = restored.history if restored else None
+    if rules.is_async:
         # The log may have lost its end, even if it looks whole; and no trainer is at an uncommitted step.
-        is_short=restored is not None,
-    )
+        return Clocks(
+            {}, rules, applied=applied, steps=history.steps if history else None, is_short=history is not None
+        )
+    members, clips = installed.membership.members, installed.max_grad_norm is not None
+    return Rounds(members, rules.max_delay, applied=applied, history=history, clips=clips)
 
 
 def _add_contribution(

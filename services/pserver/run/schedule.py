@@ -19,7 +19,6 @@ from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.requests import Pull
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from ..durable.checkpoint_writer import Destination
 from ..shard.history import History
 from ..shard.reply import Reply
 from ..shard.tensors import StagedBlock
@@ -94,10 +93,6 @@ class Executor(Protocol):
     """The part of a run that applies updates, as its schedule decides. Lives on the event loop."""
 
     @property
-    def schedule(self) -> Schedule[StagedBlock]:
-        """The schedule whose decisions this executor carries out."""
-
-    @property
     def longest_wait(self) -> tuple[Sequence[Rank], float | None]:
         """The ranks that trainers have waited for longest, and the beginning of the wait, once version 0 is readable.
 
@@ -139,8 +134,8 @@ class Executor(Protocol):
         In asynchronous modes it is the number of committed contributions; for a run that `is_over`, at least `round_`.
         """
 
-    async def begin_checkpoint(self, round_: Round, destination: Destination) -> None:
-        """Begin a checkpoint of the shard, which is at this round. Raises TryAgain."""
+    async def begin_checkpoint(self, round_: Round) -> None:
+        """Begin a checkpoint of the shard, which is at this round, to the place. Raises TryAgain."""
 
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
         """Read the whole shard right after a round, waiting up to `wait_seconds` for it; None is any whole round.

@@ -253,9 +253,9 @@ class QueueExecutor:
         await self._pauses.wait_for_turn()
         return max(self.schedule.num_committed, round_ if is_over else 0)
 
-    async def begin_checkpoint(self, round_: Round, destination: Destination) -> None:
+    async def begin_checkpoint(self, round_: Round) -> None:
         """Begin a checkpoint of the committed contributions, to be stored under this number."""
-        self._pauses.begin_pause(self._drain_and_snapshot(round_, destination))
+        self._pauses.begin_pause(self._drain_and_snapshot(round_, "place"))
 
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
         """Read the shard between two contributions: see `Executor.read_after_round`. Pushes wait meanwhile."""

@@ -348,9 +348,9 @@ class RoundsExecutor:
             await asyncio.wait([self._apply_task])  # the apply may have decided already that no checkpoint is due
         return self.schedule.applied if self.schedule.applying is None else self.schedule.open
 
-    async def begin_checkpoint(self, round_: Round, destination: Destination) -> None:
+    async def begin_checkpoint(self, round_: Round) -> None:
         """Begin a checkpoint of the shard. Raises TryAgain."""
-        await self._context.write_checkpoint(destination)
+        await self._context.write_checkpoint("place")
 
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
         """Read the shard right after a round, or as it is: see `Executor.read_after_round`."""
