@@ -68,16 +68,14 @@ class StagedContribution(Generic[Payload]):
         A ContributionConflict (other bytes or hyperparameters for the same block or round, or more blocks or slots
         than announced) stages nothing.
         """
-        where = f"trainer {rank} pushed", f"in round {round_}"
-        blocks = _find_new(self.blocks, push.blocks, "other bytes for block", *where)
-        slots = _find_new(self.slots, push.slots, "something else for", *where)
-        announced = [completion for completion in (self.completion, push.completion) if completion is not None]
-        _check_total(
-            "blocks", len(self.blocks) + len(blocks), [completion.num_blocks for completion in announced], *where
-        )
-        _check_total("slots", len(self.slots) + len(slots), [completion.num_slots for completion in announced], *where)
+        blocks = _find_new(self.blocks, push.blocks, "other bytes for block", rank, round_)
+        slots = _find_new(self.slots, push.slots, "something else for", rank, round_)
+        announced = [each for each in (self.completion, push.completion) if each is not None]
+        num_blocks, num_slots = len(self.blocks) + len(blocks), len(self.slots) + len(slots)
+        _check_total("blocks", num_blocks, [each.num_blocks for each in announced], rank, round_)
+        _check_total("slots", num_slots, [each.num_slots for each in announced], rank, round_)
         if announced and announced[0].hyper_parameters != announced[-1].hyper_parameters:
-            raise ContributionConflict(f"{where[0]} two sets of hyperparameters {where[1]}")
+            raise ContributionConflict(f"trainer {rank} pushed two sets of hyperparameters in round {round_}")
         self.blocks.update(blocks)
         self.slots.update(slots)
         self.completion = self.completion or push.completion
@@ -85,21 +83,21 @@ class StagedContribution(Generic[Payload]):
 
 
 def _find_new(
-    known: Mapping[str, Payload], pushed: Mapping[str, Payload], what: str, who: str, when: str
+    known: Mapping[str, Payload], pushed: Mapping[str, Payload], what: str, rank: Rank, round_: Round
 ) -> dict[str, Payload]:
     new = {}
     for name, payload in pushed.items():
         if name not in known:
             new[name] = payload
         elif payload != known[name]:
-            raise ContributionConflict(f"{who} {what} {name!r} {when}")
+            raise ContributionConflict(f"trainer {rank} pushed {what} {name!r} in round {round_}")
     return new
 
 
-def _check_total(noun: str, staged: int, announced: Sequence[int], who: str, when: str) -> None:
+def _check_total(noun: str, staged: int, announced: Sequence[int], rank: Rank, round_: Round) -> None:
     if announced and (staged > announced[-1] or announced[0] != announced[-1]):
         raise ContributionConflict(
-            f"{who} more {noun} {when} than it announced, or announced two numbers",
+            f"trainer {rank} pushed more {noun} in round {round_} than it announced, or announced two numbers",
             expected=announced[0],
             actual=max(announced[-1], staged),
         )
