@@ -28,9 +28,10 @@ from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.requests import Completion
 from services.coordinator.state.decision import Rollback, decide, newest_common
-from services.pserver.run.rounds import Measure, Rounds
+from services.pserver.run.membership_changes import MembershipChanges
+from services.pserver.run.staging import Push
+from services.pserver.run.synchronous.rounds import Measure, Rounds
 from services.pserver.shard.history import History
-from services.pserver.shard.staging import MembershipChanges, Push
 
 from ..soaking import examples
 

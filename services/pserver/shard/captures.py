@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future  # which any thread may complete
+from concurrent.futures import Future  # any thread may complete it
 from dataclasses import dataclass
 from typing import Any, TypeVar
 

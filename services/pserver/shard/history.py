@@ -69,8 +69,8 @@ class History:
     def to_json(self) -> str:
         """Return the text that a checkpoint contains."""
         scalers = {} if self.scaler is None else {0: [self.scaler[name] for name in SCALER_NUMBERS]}
-        every = (self.participants, self.nonfinite, self.steps, self.norms, scalers)
-        return json.dumps([list(known.items()) for known in every])
+        known_by_key = (self.participants, self.nonfinite, self.steps, self.norms, scalers)
+        return json.dumps([list(known.items()) for known in known_by_key])
 
     @classmethod
     def from_json(cls, text: str) -> History:

@@ -18,6 +18,7 @@ from ps_protocol.requests import SINCE_KEY
 from ps_protocol.vocabulary import DTYPE_BYTES, Round
 from ps_protocol.wire_types import WireTensor
 
+from ..waits import EndWait, endable_wait
 from .layout import BlockPlace
 from .tensors import view_bytes
 
@@ -159,7 +160,7 @@ class Reply:
     round: Round
     parts: Parts
     blocks: VersionedBlocks | None = None
-    _readers: set[asyncio.Timeout] = field(default_factory=set)
+    _readers: set[EndWait] = field(default_factory=set)
     _is_free: asyncio.Event = field(default_factory=asyncio.Event)
     _is_revoked: bool = False
 
@@ -173,19 +174,14 @@ class Reply:
         overwritten = StaleRound(f"round {self.round} is being overwritten")
         if self._is_revoked:
             raise overwritten
-        reader = asyncio.timeout(None)
-        try:
-            async with reader:
-                self._readers.add(reader)
+        async with endable_wait(overwritten) as end_reader:
+            self._readers.add(end_reader)
+            try:
                 yield
-        except TimeoutError:
-            if not reader.expired():
-                raise
-            raise overwritten from None
-        finally:
-            self._readers.discard(reader)
-            if not self._readers:
-                self._is_free.set()
+            finally:
+                self._readers.discard(end_reader)
+                if not self._readers:
+                    self._is_free.set()
 
     async def revoke(self) -> None:
         """Wait until there are no readers; after a moment the remaining ones are ended."""
@@ -198,6 +194,6 @@ class Reply:
                 async with asyncio.timeout_at(until):
                     await self._is_free.wait()
             except TimeoutError:
-                for reader in self._readers:
-                    reader.reschedule(loop.time())
+                for end_reader in self._readers:
+                    end_reader()
                 until = float("inf")

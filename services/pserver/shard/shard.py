@@ -33,14 +33,14 @@ from .reply import ChunkEncoder, PulledViews
 from .shard_state import ShardState
 from .tensors import view_bytes
 
-MASTER_BYTES = 4  # of an element
+MASTER_BYTES = 4  # size of an element
 
 
 class Shard:
     """The shard. Blocks are float32 masters of parameters. Buffers are stored as they came and never stepped."""
 
     def __init__(self, plan: SlicePlan, pserver: PserverIndex) -> None:
-        assert plan.optimizer is not None  # a run always has one
+        assert plan.optimizer is not None  # the plan of a run always has an optimizer
         self.layout = ShardLayout(plan, pserver)
         self.values = torch.zeros(self.layout.num_elements)  # flat float32; blocks are views of it
         self.version = 0  # applied rounds; in asynchronous modes applied contributions, which the run counts

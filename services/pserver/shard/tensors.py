@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import xxhash
 from torch import Tensor
 
 from ps_protocol.encodings import TORCH_DTYPES, Part, SparsePart, decode_part, is_finite
 from ps_protocol.frames import TensorEntry
-from ps_protocol.vocabulary import Rank, Round
 
 from .bodies import Body
-from .staging import Contribution
 
-QUICK_BYTES = 1 << 16  # of a push that is checked in less time than another thread takes to begin
+QUICK_BYTES = 1 << 16  # a smaller push is checked in less time than another thread takes to begin
 
-_PIECE_BYTES = 1 << 18  # that are compared at once
+_PIECE_BYTES = 1 << 18  # compared at once
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
@@ -67,17 +64,6 @@ def _are_equal(one: memoryview, other: memoryview) -> bool:
         bytes(one[at : at + _PIECE_BYTES]) == bytes(other[at : at + _PIECE_BYTES])
         for at in range(0, len(one), _PIECE_BYTES)
     )
-
-
-def digest_contribution(
-    digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: Contribution[StagedBlock]
-) -> None:
-    """Add all staged blocks and slots of a trainer to the digest."""
-    digest.update(repr((identity, contribution.completion)).encode())
-    for name, staged in [*sorted(contribution.blocks.items()), *sorted(contribution.slots.items())]:
-        digest.update(name.encode())
-        for view in staged.bytes() if isinstance(staged, StagedBlock) else [repr(staged).encode()]:
-            digest.update(view)
 
 
 def check_blocks(blocks: Mapping[str, StagedBlock]) -> None:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ContributionMissing, FutureRound, GradpostError, StorageFailed, TrainerLost, TryAgain
-from services.pserver.run import apply_queue
-from services.pserver.run.queues import Pauses
+from services.pserver.run.asynchronous import queue_executor
+from services.pserver.run.asynchronous.queues import Pauses
 from services.runtime.failpoints import arm_failpoints
 
 from ...raising import raises_code
@@ -270,7 +270,7 @@ async def test_once_the_run_is_over_every_pserver_writes_the_same_number(tmp_pat
 
 
 async def test_a_contribution_without_any_block_waits_for_a_slow_disk_like_all_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(apply_queue, "HOLD_SECONDS", 0.05)
+    monkeypatch.setattr(queue_executor, "HOLD_SECONDS", 0.05)
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
         with SlowLog().of(pserver) as log:

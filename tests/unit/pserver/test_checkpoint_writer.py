@@ -277,7 +277,7 @@ async def test_initial_values_are_not_written_after_their_attempt_was_given_up(t
             update={"attempt": 1, "number": 2, "uploader": 1, "membership": Membership({1: 1})}
         )
         installing = asyncio.create_task(b.pserver.install_run(other))
-        await until(lambda: old.failure is not None)
+        await until(lambda: old.context.failure is not None)
         may_go_on.set()
         await installing
         with pytest.raises(StaleRun):

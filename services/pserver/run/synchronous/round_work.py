@@ -17,13 +17,13 @@ from ps_protocol.norms import ShardNorm
 from ps_protocol.vocabulary import Round
 from services.runtime.failpoints import reach_failpoint
 
-from ..durable.storage import RunStorage
-from ..durable.update_log import Update
-from ..shard.captures import Captures
-from ..shard.optimizer_blocks import find_loaded
-from ..shard.reply import EncodedTensor, Reply, VersionedBlocks
-from ..shard.shard import Shard
-from ..shard.tensors import StagedBlock
+from ...durable.storage import RunStorage
+from ...durable.update_log import LoggedUpdate
+from ...shard.captures import Captures
+from ...shard.optimizer_blocks import find_loaded
+from ...shard.reply import EncodedTensor, Reply, VersionedBlocks
+from ...shard.shard import Shard
+from ...shard.tensors import StagedBlock
 from .rounds import Apply
 
 
@@ -31,7 +31,8 @@ from .rounds import Apply
 class Measured:
     """A complete round, aggregated, that is stepped once the trainers send its global norm.
 
-    `gradient` is the shard's, flat float32, and is valid until the next aggregation; `present` are the blocks in it.
+    `gradient` is the aggregator's flat float32 tensor: `RoundWork.clip` scales it, and the next aggregation overwrites
+    it. `present` are the blocks in it.
     """
 
     apply: Apply[StagedBlock]
@@ -59,6 +60,10 @@ class RoundWork:
         norm = ShardNorm(_name_contributions(apply, controls), self._shard.aggregator.sum_of_squares(present))
         return Measured(apply, gradient, present, norm)
 
+    def clip(self, coefficient: float) -> None:
+        """Multiply the newest aggregated gradient, to which `Measured.gradient` refers, by this coefficient."""
+        self._shard.aggregator.scale(coefficient)
+
     def step(
         self, apply: Apply[StagedBlock], controls: Controls, measured: Measured | None, outcome: Mapping[str, str]
     ) -> Reply:
@@ -68,10 +73,10 @@ class RoundWork:
         """
         gradient, present = (measured.gradient, measured.present) if measured else self._aggregate(apply, controls)
         hyper_parameters = controls.override_rates(apply.hyper_parameters)
-        loaded = find_loaded([one.slots for one in apply.contributions])
+        loaded = find_loaded([contribution.slots for contribution in apply.contributions])
         if self._storage is not None:
             logged = None if len(present) == len(self._shard.layout.places) else present
-            update = Update(
+            update = LoggedUpdate(
                 apply.round, apply.ranks, hyper_parameters, logged, apply.nonfinite,
                 norm=measured.norm if measured else None,
             )  # fmt: skip
@@ -86,7 +91,7 @@ class RoundWork:
     def _aggregate(self, apply: Apply[StagedBlock], controls: Controls) -> tuple[Tensor, tuple[str, ...]]:
         """Return the gradient, and the blocks that are stepped with it: none of frozen parameters."""
         contributions = () if apply.nonfinite else apply.contributions
-        parts = [{name: block.part for name, block in one.blocks.items()} for one in contributions]
+        parts = [{name: block.part for name, block in staged.blocks.items()} for staged in contributions]
         gradient, present = self._shard.aggregator.aggregate(parts)
         if frozen := frozenset(controls.frozen):
             place = self._shard.layout.place
