@@ -150,8 +150,8 @@ class ActivityLog:
 
     def _sample(self, cluster: Cluster, now: float) -> None:
         run = cluster.run
-        if (run.record.name, run.record.attempt) != self._of:
-            self._of = run.record.name, run.record.attempt
+        if run.record.attempt_id != self._of:
+            self._of = run.record.attempt_id
             self.samples.clear()
             self.pservers.clear()
             self.trainers.clear()

@@ -86,7 +86,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.post(routes.DECLARE_MODEL, tags=["membership"], status_code=204)
     async def declare_model(rank: OrdinalText, message: DeclareModel) -> None:
         """Declare the model of a trainer, which must equal that of the others."""
-        cluster.run.declare(rank, message)
+        cluster.declare_model(rank, message)
         coordinator.changed()
         await coordinator.persist()
 

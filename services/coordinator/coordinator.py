@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import httpx
 
@@ -24,7 +24,6 @@ from .reconcile import RESULT_SECONDS, Reconciler, read_state, want_checkpoint
 from .restore import RecordFile, restore_state
 from .settings import CoordinatorSettings
 from .state.cluster import Cluster
-from .state.record import describe_cluster
 from .state.run import Run
 from .state.status import copy_fields
 
@@ -100,7 +99,7 @@ class Coordinator:
         Raises TryAgain if the disk fails, and StorageFailed once it has failed for the round time-out.
         """
         async with self._persist_lock:
-            record = describe_cluster(self.cluster)  # under the lock, so that a newer record is not overwritten
+            record = self.cluster.describe()  # under the lock, so that a newer record is not overwritten
             try:
                 await asyncio.to_thread(self._file.write, record)
             except OSError as error:
@@ -159,7 +158,7 @@ class Coordinator:
 
     async def _reconcile_until(self, stop: asyncio.Event) -> None:
         logged, checked_at = "", self.now()
-        members: dict[Rank, Incarnation] = {}
+        members: Mapping[Rank, Incarnation] = {}
         while not stop.is_set():
             await self._wake.wait()
             self._wake.clear()
@@ -168,8 +167,8 @@ class Coordinator:
             if not await self._reconciler.reconcile():
                 await asyncio.sleep(RETRY_SECONDS)
                 self._wake.set()
-            elif members != self.cluster.installed_members:
-                members = self.cluster.installed_members
+            elif members != self.cluster.run.installed_members:
+                members = self.cluster.run.installed_members
                 log.info("members installed", trainers=sorted(members), reason=self.cluster.run.reason)
             await self._notify_waiters()
             logged = self._log_news(logged)
@@ -214,10 +213,11 @@ class Coordinator:
 
     async def _finish_run(self, run: Run) -> None:
         await self._take_summary()
-        if run.record.state == "finished" and run.checkpoint_interval:
+        if self.cluster.is_current(run) and self.cluster.is_saving_result:
             await self._save_result(run)
             await self._take_summary()  # again, in case the result lacks rounds and the run has failed
-        run.is_recorded = True
+        if self.cluster.is_current(run):
+            self.cluster.run = self.cluster.run.finish_recording()
 
     # ------------------------------------------------------------------ waiting
 
@@ -269,11 +269,12 @@ class Coordinator:
 
     async def _try_to_save_result(self, run: Run) -> str | None:
         """Try to write the run's last checkpoint. Returns the problem, or None."""
+        cluster = self.cluster
         try:
             async with asyncio.timeout(RESULT_SECONDS):
                 rounds = [state.round for state in await self.read_states() if state.run == run.record.name]
-                if len(rounds) < self.cluster.registry.num_pservers:
-                    return f"{len(rounds)} of {self.cluster.registry.num_pservers} pservers have the run"
+                if len(rounds) < cluster.registry.num_pservers:
+                    return f"{len(rounds)} of {cluster.registry.num_pservers} pservers have the run"
                 round_ = max(rounds)
                 try:
                     while (newer := await self._write_result(run.record.name, round_)) is not None:
@@ -283,9 +284,12 @@ class Coordinator:
                         return None  # the run ended without initial values
                     raise
                 async with self._condition:  # heartbeats report it
-                    await self._condition.wait_for(lambda: round_ in run.complete_checkpoints)
-                if gone := run.find_departed_after(round_):
-                    run.fail_for_lost_rounds(gone, round_, run.newest_round, self.now())
+                    await self._condition.wait_for(
+                        lambda: not cluster.is_current(run) or round_ in cluster.run.complete_checkpoints
+                    )
+                if cluster.is_current(run) and (gone := cluster.run.find_departed_after(round_)):
+                    newest = cluster.run.newest_round
+                    cluster.run = cluster.run.fail_for_lost_rounds(gone, round_, newest, self.now())
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:
             return repr(error)
         return None
@@ -305,7 +309,9 @@ class Coordinator:
         """Return the summary of the run. Once it is over, its result is on the disk when this returns."""
         run = self.cluster.run
         if run.record.is_deserted:
-            await self.wait_until(lambda: run.is_recorded or self.cluster.run is not run, RESULT_SECONDS)
+            await self.wait_until(
+                lambda: self.cluster.run.is_recorded or not self.cluster.is_current(run), RESULT_SECONDS
+            )
         return await self._take_summary()
 
     async def _take_summary(self) -> RunSummary:
@@ -314,6 +320,7 @@ class Coordinator:
         if last is not None and (last.run, last.state) == (run.record.name, run.record.state) and run.record.is_over:
             return last
         answers = await self.read_states()
+        run = self.cluster.refresh(run)
         states = [state for state in answers if state.run == run.record.name]
         is_ring = run.settings.consistency.is_ring
         rounds = run.newest_round if is_ring else min((state.round for state in states), default=0)

@@ -5,6 +5,9 @@
     over:        PUT members with the failure
 
 Every step may be repeated. A change that was interrupted is repeated under a higher number.
+
+The run that a step begins with is out of date after every wait: the step reads the cluster's run again, and ends if
+another run has begun. So no transition of a request handler is lost.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class Reconciler:
         # The newest state that each pserver has installed: incarnation, run, attempt and number.
         self._installed: dict[PserverIndex, tuple[Incarnation, str, int, int]] = {}
         self._restore: dict[PserverIndex, Round | None] = {}  # the round of each pserver, by the newest decision
-        self._failing: tuple[Run, float] | None = None  # the run and the time since when changes fail
+        self._failing: tuple[str, float] | None = None  # the run and the time since when changes fail
         self._problem = ""
         self._logged: set[str] = set()  # logged since the last success
 
@@ -71,9 +74,9 @@ class Reconciler:
         try:
             await self._persist()
         except StorageFailed as error:
-            run.fail(error, self._now())
+            self._fail(run, error)
         except TryAgain:
-            if not run.record.is_over:
+            if not self._cluster.run.record.is_over:
                 return False
         try:
             if await self._update_pservers():
@@ -82,13 +85,17 @@ class Reconciler:
                 return True
         except (TryAgain, StorageFailed):
             return False
-        if self._failing is None or self._failing[0] is not run:
-            self._failing = run, self._now()
+        if self._failing is None or self._failing[0] != run.record.name:
+            self._failing = run.record.name, self._now()
         limit = run.settings.rejoin_timeout_seconds
         if self._now() - self._failing[1] > limit:
             text = f"no change could be installed for {limit:g} s: {self._problem}"
-            run.fail(Ended(text, code="pserver_lost"), self._now())
+            self._fail(run, Ended(text, code="pserver_lost"))
         return False
+
+    def _fail(self, run: Run, failure: GradpostError) -> None:
+        if self._cluster.is_current(run):
+            self._cluster.run = self._cluster.run.fail(failure, self._now())
 
     async def _update_pservers(self) -> bool:
         cluster, run = self._cluster, self._cluster.run
@@ -104,16 +111,16 @@ class Reconciler:
         if any(self._installed.get(m.info.index) != self._target(run, m, number) for m in members):
             is_decided = not has_begun or await self._decide(run, members, number)
             if not (is_decided and all(await asyncio.gather(*(self._install(run, m, number) for m in members)))):
-                if has_begun:
-                    run.record = run.record.change()  # a repetition is another change
+                if has_begun and cluster.is_current(run):
+                    cluster.run = cluster.run.change()  # a repetition is another change
                 return False
-        if cluster.run is run and run.record.state == "gathering":
-            run.begin_training(self._now())
+        if cluster.is_current(run) and cluster.run.record.state == "gathering":
+            cluster.run = cluster.run.begin_training(self._now())
             reach_failpoint("begin.before")
             await self._persist()  # before a trainer gets the plan: after a restart the run would begin again
             reach_failpoint("begin.after")
-        if cluster.run is run:
-            cluster.finish_change(number)
+        if cluster.is_current(run):
+            cluster.run = cluster.run.finish_change(number)
         return True
 
     def _log_problem(self, text: str, error: Exception, **facts: object) -> None:
@@ -134,38 +141,44 @@ class Reconciler:
         except (httpx.HTTPError, GradpostError, ValueError) as error:
             self._log_problem("a pserver did not answer the freeze before a change of members", error)
             return False
-        if not self._cluster.serves_run or self._cluster.run is not run:
+        if not self._cluster.serves_run or not self._cluster.is_current(run):
             return False
-        run.applied = max([run.applied, *(answer.applied for answer in answers if answer is not None)])
+        for answer in answers:
+            if answer is not None:
+                self._cluster.run = self._cluster.run.note_applied(run.record.attempt, answer.applied)
         by_index = {m.info.index: (m.info.incarnation, answer) for m, answer in zip(members, answers, strict=True)}
-        outcome = decide_change(run, targets, by_index)
+        outcome = decide_change(self._cluster.run, targets, by_index)
         if isinstance(outcome, Rollback):
             return await self._roll_back(run, members, targets, outcome)
         restore = {
             index: answer.applied if answer is not None and answer.is_readable else None
             for index, (_, answer) in by_index.items()
         }
-        await self._adopt(run, members, outcome, restore)
-        return True
+        return await self._adopt(members, outcome, restore)
 
     async def _adopt(
-        self, run: Run, members: list[PserverMember], decision: Decision, restore: dict[PserverIndex, Round | None]
-    ) -> None:
-        """Persist a decision, then put it into effect: any heartbeat reply may contain it from then on."""
+        self, members: list[PserverMember], decision: Decision, restore: dict[PserverIndex, Round | None]
+    ) -> bool:
+        """Persist a decision, then put it into effect: any heartbeat reply may contain it from then on.
+
+        Returns False if another run has begun meanwhile.
+        """
         reach_failpoint("decide.before")
-        wanted, run.wanted = run.wanted, None
-        run.pending = decision
+        cluster, run = self._cluster, self._cluster.run
+        cluster.run = run.propose(decision)
         try:
             await self._persist()
-            run.apply_decision(decision)
         except BaseException:
-            run.wanted = run.wanted or wanted  # it is repeated; newer controls include it
+            if cluster.is_current(run):
+                cluster.run = cluster.run.withdraw_decision()
             raise
-        finally:
-            run.pending = None
+        if not cluster.is_current(run):
+            return False
+        holders = {member.info.index: member.info.incarnation for member in members}
+        cluster.run = cluster.run.apply_decision(decision).note_holders(holders)
         self._restore = restore
-        self._cluster.run_incarnations = {member.info.index: member.info.incarnation for member in members}
         reach_failpoint("decide.after")
+        return True
 
     async def _freeze(self, run: Run, member: PserverMember, message: Freeze) -> FrozenRounds | None:
         """Freeze a pserver and return its rounds; None if it holds nothing that it could continue from by itself."""
@@ -176,7 +189,7 @@ class Reconciler:
             return FrozenRounds(applied=run.record.resume or 0, is_readable=run.record.resume is not None)
         except NotReady:
             # Its answer lists all complete checkpoints, so that undone ones must be deleted first.
-            if not run.knows_checkpoints:
+            if not self._cluster.run.knows_checkpoints:
                 raise
             if not run.settings.consistency.is_async:
                 return None
@@ -196,33 +209,43 @@ class Reconciler:
 
         Returns False if a pserver does not report its rounds, a requested rollback is refused, or the run fails.
         """
+        cluster = self._cluster
         try:
             round_, ranges = await self._find_common(run, members, wanted.newest)
         except (httpx.HTTPError, GradpostError, ValueError) as error:
             self._log_problem("a pserver did not report which rounds it can restore", error)
-            if wanted.is_asked:
-                run.refuse_rollback(f"a pserver did not report which rounds it can restore: {error}")
+            if wanted.is_asked and cluster.is_current(run):
+                text = f"a pserver did not report which rounds it can restore: {error}"
+                cluster.run = cluster.run.refuse_rollback(text)
             return False
-        outcome = decide_rollback(run, targets, wanted, round_, ranges)
+        if not cluster.is_current(run):
+            return False
+        outcome = decide_rollback(cluster.run, targets, wanted, round_, ranges)
         if isinstance(outcome, Refusal):
-            run.refuse_rollback(outcome.reason)
+            cluster.run = cluster.run.refuse_rollback(outcome.reason)
             return False
         if isinstance(outcome, Ended):
-            run.fail(outcome, self._now())
+            self._fail(run, outcome)
             return False
-        back, applied = round_ or 0, run.applied  # all pservers may have lost it
-        if gone := run.find_departed_after(back):
-            run.fail_for_lost_rounds(gone, back, applied, self._now())
+        back, applied = round_ or 0, cluster.run.applied  # all pservers may have lost it
+        if self._fail_for_lost_rounds(back, applied):
             return False
-        await self._adopt(run, members, outcome, {member.info.index: round_ for member in members})
-        if gone := run.find_departed_after(back):  # trainers that left while the decision was written
-            run.fail_for_lost_rounds(gone, back, applied, self._now())
-        run.complete_checkpoints[:] = [checkpoint for checkpoint in run.complete_checkpoints if checkpoint <= back]
+        if not await self._adopt(members, outcome, {member.info.index: round_ for member in members}):
+            return False
+        self._fail_for_lost_rounds(back, applied)  # if trainers left while the decision was written
         log.warning(
             "the run is rolled back",
-            reason=wanted.reason, round=back, applied=applied, attempt=run.record.attempt, lost=applied - back,
+            reason=wanted.reason, round=back, applied=applied, attempt=outcome.attempt, lost=applied - back,
         )  # fmt: skip
         return True
+
+    def _fail_for_lost_rounds(self, back: Round, applied: Round) -> bool:
+        """Fail the run if trainers left that cannot repeat the rounds after a rollback, and return whether they did."""
+        run = self._cluster.run
+        gone = run.find_departed_after(back)
+        if gone:
+            self._cluster.run = run.fail_for_lost_rounds(gone, back, applied, self._now())
+        return bool(gone)
 
     async def _find_common(
         self, run: Run, members: list[PserverMember], newest: Round
@@ -246,20 +269,23 @@ class Reconciler:
 
     async def _install(self, run: Run, member: PserverMember, number: int) -> bool:
         """Install the run on a pserver, or its members alone if the pserver has the run."""
-        index, target = member.info.index, self._target(run, member, number)
-        if self._cluster.run is not run:
+        cluster, index = self._cluster, member.info.index
+        if not cluster.is_current(run):
             return True  # the next run has begun
-        if not self._cluster.serves_run and self._installed.get(index) == target:
+        run = cluster.run  # with the newest decision
+        target = self._target(run, member, number)
+        if not cluster.serves_run and self._installed.get(index) == target:
             return True
         message: Message
-        if self._installed.get(index, ())[:3] == target[:3] or not self._cluster.serves_run:
+        if self._installed.get(index, ())[:3] == target[:3] or not cluster.serves_run:
             route, timeout, message = MEMBERS, TIMEOUT_SECONDS, make_members_message(run, number)
         else:
+            restore = self._restore.get(index)
             if run.record.state == "gathering":
-                self._cluster.run_incarnations[index] = member.info.incarnation
-            restore = run.record.resume if run.record.state == "gathering" else self._restore.get(index)
+                cluster.run = run.note_holders({index: member.info.incarnation})
+                restore = run.record.resume
             route, timeout = RUN, RESTORE_TIMEOUT_SECONDS
-            message = make_installation(self._cluster, index, number, restore)
+            message = make_installation(cluster, index, number, restore)
         try:
             await call_pserver(self._http, member, "PUT", route, message, timeout)
         except (httpx.HTTPError, ValueError) as error:
@@ -271,7 +297,7 @@ class Reconciler:
             if not problem.may_be_retried and not isinstance(problem, Conflict):
                 code = "storage_failed" if isinstance(problem, StorageFailed) else "pserver_lost"
                 text = f"pserver {index} cannot serve the run: {problem}"
-                run.fail(ERRORS[code].family(text, code=code, pserver=index), self._now())
+                self._fail(run, ERRORS[code].family(text, code=code, pserver=index))
             return False
         self._installed[index] = target
         return True
@@ -291,7 +317,7 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
         run=run.record.name,
         attempt=run.record.attempt,
         plan=run.record.plan.as_json,
-        incarnation=cluster.run_incarnations[index],
+        incarnation=run.holders[index],
         consistency=settings.consistency,
         nonfinite=run.nonfinite,
         max_grad_norm=run.record.declaration.max_grad_norm,

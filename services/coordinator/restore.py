@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ps_protocol.errors import StorageFailed
 from ps_protocol.membership import Controls
@@ -20,12 +19,9 @@ from services.runtime.logs import get_logger
 from services.runtime.storage import CheckpointStorage, lock_folder, seal, unseal, write_file
 
 from .settings import CoordinatorSettings
+from .state.cluster import Cluster
 from .state.model import plan_model
-from .state.record import ClusterRecord, RunRecord, restore_cluster, restore_incarnations
-from .state.resumption import resume_run
-
-if TYPE_CHECKING:
-    from .state.cluster import Cluster
+from .state.record import ClusterRecord, RunRecord
 
 log = get_logger()
 
@@ -80,7 +76,7 @@ def restore_state(
     if settings.resume:
         _resume(cluster, record, settings, place, now)
     elif record is not None:
-        restore_cluster(cluster, record, now())
+        cluster.restore(record, now())
         run, begins = cluster.run, record.beginning
         if begins is not None:
             manifest = read_manifest(place, begins.run, begins.round)
@@ -104,16 +100,16 @@ def _resume(
     gathering.
     """
     if record is not None:
-        restore_incarnations(cluster, record)
+        cluster.restore_incarnations(record)
     run = None if record is None else record.run
     if record is not None and run is not None and run.state == "gathering" and run.plan is None:
-        restore_cluster(cluster, record, now())
+        cluster.restore(record, now())
     elif record is not None and run is not None and _is_on_disks(run, settings):
         beginning = None
         if run.state == "failed":
             with suppress(StorageFailed):
                 beginning = _find_beginning(record, place)
-        resume_run(cluster, record, now(), beginning=beginning)
+        cluster.resume(record, now(), beginning)
         log.info("resuming", run=run.name, attempt=run.attempt)
         return
     manifest = _find_beginning(record, place)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from gradpost.export import export_model
 from ps_protocol.membership import Controls, Membership
 from services.coordinator.restore import RecordFile
-from services.coordinator.state.record import restore_cluster
 from services.pserver.durable.disk import Disk
 from services.runtime.checkpoints import complete_checkpoints
 from services.runtime.storage import open_checkpoint_storage
@@ -48,7 +47,7 @@ def test_a_coordinator_goes_on_with_what_it_had_written(folder: Path) -> None:
     record = RecordFile(folder).read()
     assert record is not None
     cluster = make_cluster(on_trainer_loss="wait", durability="log")
-    restore_cluster(cluster, record, 100.0)
+    cluster.restore(record, 100.0)
     run = cluster.run
     assert (run.record.name, run.record.attempt, run.record.resume, run.record.began) == ("run1", 1, 7, {1: 7})
     controls = Controls(since=3, rates={0: 0.5}, frozen=("b",))

@@ -138,7 +138,7 @@ class Membership:
         }
         return PlanReady.model_validate_json(await self._request_with_retry("GET", PLAN, params=query))
 
-    async def leave(self, outcome: str, reason: str = "") -> None:
+    async def leave(self, outcome: str, reason: str = "", code: str | None = None) -> None:
         """Report the end of this trainer, for up to `retry_seconds`; after a failure once, since the lease ends."""
         if self._heartbeats is not None:
             self._heartbeats.cancel()
@@ -154,6 +154,7 @@ class Membership:
                 round=self.round,
                 attempt=self.news.attempt,
                 reason=reason[:2000],
+                code=code,
             )
             if outcome != "done":
                 await self._try_post(LEAVE, message)

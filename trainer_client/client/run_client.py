@@ -255,14 +255,14 @@ class RunClient:
         if self.unfinished:
             await asyncio.wait(self.unfinished)
 
-    async def leave(self, outcome: str = "done", reason: str = "") -> None:
+    async def leave(self, outcome: str = "done", reason: str = "", code: str | None = None) -> None:
         """Leave the run, `done` or `failed`, and close all connections.
 
         Leaving in the middle of a round counts as failed, because only some pservers may have counted this trainer.
         """
         if outcome == "done" and self._begun_round > self.membership.round:
             outcome, reason = "failed", f"it left in the middle of round {self._begun_round}"
-        await self.membership.leave(outcome, reason)
+        await self.membership.leave(outcome, reason, code)
         for close in self._at_leave:
             close()
         await self._control.aclose()

@@ -53,9 +53,9 @@ def decide_change(
     """
     rounds = [answer for _, answer in answers.values() if answer is not None]
     lowest = min((answer.applied for answer in rounds), default=0)
-    if run.rollback_to is not None:
-        newest = min(lowest, run.rollback_to)
-        return Rollback(newest, "an administrator requested it", is_asked=newest == run.rollback_to)
+    if run.requests.rollback_to is not None:
+        newest = min(lowest, run.requests.rollback_to)
+        return Rollback(newest, "an administrator requested it", is_asked=newest == run.requests.rollback_to)
     for index, (incarnation, answer) in answers.items():
         if reason := _find_loss(run, targets, index, incarnation, answer):
             return Rollback(lowest, f"pserver {index} {reason}")
@@ -65,11 +65,12 @@ def decide_change(
     outcome = decide_mode(run.record.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
     if isinstance(outcome, Rollback):
         return outcome
-    if run.wanted is not None:  # the pservers stand still, so it counts from the first round that none has applied
+    requests, record = run.requests, run.record
+    if requests.controls is not None:  # the pservers stand still: it counts from the first round that none has applied
         since = max(answer.applied for answer in rounds) + 1
-        outcome = outcome.with_controls(run.wanted.model_copy(update={"since": since}), first=lowest + 1)
-    reason = explain_change(run.record.membership, targets, run.wanted)
-    return Decision(run.record.attempt, run.record.resume, run.record.uploader, outcome, reason)
+        outcome = outcome.with_controls(requests.controls.model_copy(update={"since": since}), first=lowest + 1)
+    reason = explain_change(record.membership, targets, requests.controls)
+    return Decision(record.attempt, record.resume, record.uploader, outcome, reason, requests.controls)
 
 
 def explain_change(before: Membership, members: Mapping[Rank, Incarnation], wanted: Controls | None) -> str:
@@ -136,11 +137,12 @@ def decide_rollback(
         return Ended(f"{text}; the pservers can restore {restorable}", code="pserver_lost", pserver=empty)
     uploader = record.uploader if round_ is not None else min(targets, default=record.uploader)
     # The newest controls stay in effect.
-    standing = record.membership.controls[-1:] if run.wanted is None else (run.wanted,)
-    since = 0 if run.wanted is None else (round_ or 0) + 1
+    asked = run.requests.controls
+    standing = record.membership.controls[-1:] if asked is None else (asked,)
+    since = 0 if asked is None else (round_ or 0) + 1
     controls = tuple(one.model_copy(update={"since": since}) for one in standing)
     membership = Membership(dict(targets), controls=controls)
-    return Decision(record.attempt + 1, round_, uploader, membership, wanted.reason)
+    return Decision(record.attempt + 1, round_, uploader, membership, wanted.reason, asked)
 
 
 def decide(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, TypeAdapter, model_validator
 
@@ -18,9 +18,6 @@ from ps_protocol.messages import DeclareModel, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest, is_undone, nest_membership
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
 
 EVICTED = "was evicted by an administrator"
 
@@ -115,6 +112,15 @@ class RunRecord(Message):
         return nest_membership(run)
 
     @property
+    def attempt_id(self) -> tuple[str, int]:
+        """The run and its attempt, as pservers report them."""
+        return self.name, self.attempt
+
+    def find_process(self, instance: str) -> TrainerRecord | None:
+        """Return the trainer of this process if it holds its rank."""
+        return next((t for t in self.trainers.values() if t.instance == instance and t.is_present), None)
+
+    @property
     def members(self) -> dict[Rank, Incarnation]:
         """The incarnations of the trainers that hold their rank."""
         return {t.rank: t.incarnation for t in self.trainers.values() if t.is_present}
@@ -190,6 +196,7 @@ class Decision:
     uploader: Rank
     membership: Membership
     reason: str = field(default="", compare=False)
+    controls: Controls | None = None  # the request of an administrator that it fulfils
 
 
 class PserverRecord(Message):
@@ -217,33 +224,3 @@ class ClusterRecord(Message):
     pservers: tuple[PserverRecord, ...]
     beginning: Beginning | None = None
     run: RunRecord | None
-
-
-def describe_cluster(cluster: Cluster) -> ClusterRecord:
-    """Return the record of the cluster."""
-    members = {**cluster.registry.lost, **cluster.registry.members}
-    begins = cluster.beginning
-    return ClusterRecord(
-        trainer_incarnations=cluster.trainer_incarnations,
-        pserver_incarnations=cluster.registry.incarnations,
-        run_incarnations=cluster.run_incarnations,
-        pservers=tuple(member.record for _, member in sorted(members.items())),
-        beginning=begins and Beginning(run=begins.run, round=begins.round, controls=begins.controls),
-        run=cluster.run.durable if cluster.run.record.trainers else None,
-    )
-
-
-def restore_incarnations(cluster: Cluster, record: ClusterRecord) -> None:
-    """Restore the counters, so that every later process gets a higher incarnation."""
-    cluster.trainer_incarnations.update(record.trainer_incarnations)
-    cluster.registry.incarnations.update(record.pserver_incarnations)
-
-
-def restore_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
-    """Restore the cluster from its record. All leases begin now, and the last change is made again."""
-    restore_incarnations(cluster, record)
-    cluster.run_incarnations.update(record.run_incarnations)
-    for pserver in record.pservers:
-        cluster.registry.restore(pserver, now)
-    if record.run is not None:
-        cluster.run.restore(record.run, now)

@@ -80,7 +80,7 @@ def describe_status(cluster: Cluster, now: float) -> ClusterStatus:
         pservers=tuple(
             copy_fields(
                 PserverStatus,
-                member,
+                member.heartbeat,
                 index=member.info.index,
                 address=member.info.address,
                 http2=member.info.http2,

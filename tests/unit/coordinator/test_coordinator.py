@@ -7,6 +7,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from ps_protocol.errors import BadModel, NotReady, StalePserver, StaleRound, StorageFailed, TrainerLost, TryAgain
 from ps_protocol.fields import Message
-from ps_protocol.membership import InstallMembers, InstallRun
+from ps_protocol.membership import Controls, InstallMembers, InstallRun
 from ps_protocol.messages import PserverState
 from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, LEAVE, REGISTER_PSERVER
 from services.coordinator.app import make_coordinator_app
@@ -27,7 +28,7 @@ from services.coordinator.state.run import Run
 from services.runtime.metrics import ServiceMetrics
 
 from ...raising import raises_code
-from .coordinating import FakePservers, begin, coordinating, eventually, leave, training
+from .coordinating import FakePservers, begin, coordinating, eventually, heartbeat, leave, training
 from .support import alive, beat, joining, leaving, model, registration
 
 # ---------------------------------------------------------------- changes of pservers
@@ -110,14 +111,14 @@ async def test_a_pserver_that_cannot_install_the_run_ends_it(refusal: Exception,
 async def test_a_failure_reaches_every_pserver_and_every_waiting_trainer():
     pservers = FakePservers()
     async with training(pservers, on_trainer_loss="fail") as coordinator:
-        run = coordinator.cluster.run
+        cluster = coordinator.cluster
         leave(coordinator, 1, "failed", reason="no data")
         await eventually(lambda: all(len(taken) == 2 for taken in pservers.taken.values()))
         for taken in pservers.taken.values():
             assert isinstance(taken[1], InstallMembers)
             assert taken[1].failure["detail"] == "trainer 1 failed: no data"
         errors = await asyncio.gather(
-            *(coordinator.wait_for_plan(0, run.record.name, 1, 5) for _ in range(2)), return_exceptions=True
+            *(coordinator.wait_for_plan(0, cluster.run.record.name, 1, 5) for _ in range(2)), return_exceptions=True
         )
         assert [type(e) for e in errors] == [TrainerLost, TrainerLost]
         assert errors[0] is not errors[1]
@@ -192,7 +193,7 @@ async def test_all_trainers_receive_the_same_duration_of_a_round(tmp_path: Path,
         return summary.rounds, summary.seconds
 
     assert await summarize(0, 5.0) == (0, 0.0)
-    coordinator.cluster.run.started_at = 10.0
+    coordinator.cluster.run = replace(coordinator.cluster.run, started_at=10.0)
     assert await summarize(0, 11.0) == (0, 1.0)  # not negative: the round is the same as before the start
     assert [await summarize(*case) for case in ((7, 12.0), (7, 13.0), (8, 14.0))] == [(7, 2.0), (7, 2.0), (8, 4.0)]
 
@@ -242,7 +243,7 @@ async def test_a_place_that_hangs_delays_neither_a_change_of_members_nor_the_end
             may_go_on.wait(20)
             return []
 
-        coordinator.cluster.run.listed_attempt = None
+        coordinator.cluster.run = replace(coordinator.cluster.run, listed_attempt=None)
         monkeypatch.setattr(coordinator.place, "list", hang)
         coordinator.changed()
         await eventually(is_listing.is_set)
@@ -329,6 +330,53 @@ async def test_no_trainer_learns_of_a_rollback_before_the_disk_has_it():
         reply = cluster.trainer_heartbeat(0, message, coordinator.now())
         assert (reply.attempt, reply.resume) == (1, 4)
         assert (file.newest.attempt, file.newest.resume) == (1, 4)
+
+
+@pytest.mark.parametrize("wait", ["freeze", "disk", "installation"])
+async def test_no_message_is_lost_that_arrives_while_a_change_waits(wait: str) -> None:
+    pservers = FakePservers()
+    async with training(pservers, num_trainers=3) as coordinator:
+        cluster, controls = coordinator.cluster, Controls(is_paused=True)
+
+        def receive() -> None:
+            heartbeat(coordinator, 0, 7)
+            cluster.run = cluster.run.request_controls(controls)
+            leave(coordinator, 2, round=7)
+
+        async def receive_once(_: object) -> None:
+            if 2 in cluster.run.record.members:
+                receive()
+
+        if wait == "freeze":
+            pservers.on_freeze = receive
+        elif wait == "installation":
+            pservers.answer["0"] = receive_once
+        file = SlowFile(coordinator, lambda run: wait == "disk" and 1 not in run.membership.members)
+        leave(coordinator, 1)
+        if wait == "disk":
+            assert await asyncio.to_thread(file.is_writing.wait, 10)
+            receive()
+            file.may_write.set()
+        await eventually(lambda: cluster.run.record.membership.members == {0: 1} and not cluster.run.is_changing)
+        run = cluster.run
+        assert (run.reports[0].round, run.pulled, run.record.trainers[2].round) == (7, 7, 7)
+        assert (run.record.membership.newest_controls.is_paused, run.requests.controls) == (True, None)
+
+
+async def test_a_decision_is_dropped_if_another_run_begins_while_it_is_written() -> None:
+    async with training(durability="none", on_trainer_loss="continue") as coordinator:
+        cluster, old = coordinator.cluster, coordinator.cluster.run
+        file = SlowFile(coordinator, lambda run: run.membership.members == {0: 1})
+        leave(coordinator, 1, "failed")
+        assert await asyncio.to_thread(file.is_writing.wait, 10)
+        leave(coordinator, 0)
+        cluster.join_trainer(joining("next", 0), coordinator.now())
+        begun = cluster.run
+        file.may_write.set()
+        await coordinator.persist()  # after the decision
+        await eventually(lambda: not coordinator._wake.is_set())
+        assert not cluster.is_current(old)
+        assert cluster.run.record == begun.record
 
 
 async def test_no_request_is_acknowledged_before_the_disk_has_its_change(monkeypatch):

@@ -131,7 +131,7 @@ class SlowCoordinator:
     async def finish(self) -> None:
         pass
 
-    async def leave(self, outcome: str, reason: str) -> None:
+    async def leave(self, outcome: str, reason: str, code: str | None) -> None:
         await asyncio.sleep(0.3)
         self.was_left = True
 
