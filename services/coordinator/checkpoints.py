@@ -61,9 +61,8 @@ class CheckpointSchedule:
         self._reset_if_new_attempt()
         for member, answer in zip(members, answers, strict=True):
             if not isinstance(answer, BaseException):
-                known = self._cluster.registry.members.get(member.info.index, member)
-                if self._of == before and answer.round > known.round:
-                    self._cluster.registry = self._cluster.registry.note_progress(member.info, round=answer.round)
+                if self._of == before:
+                    self._cluster.registry = self._cluster.registry.note_progress(member.info, answer.round)
             elif not isinstance(answer, GradpostError | httpx.HTTPError | ValueError):  # a proxy's page
                 raise answer
 
@@ -131,11 +130,7 @@ class CheckpointSchedule:
             answers = await asyncio.gather(*wanted, return_exceptions=True)
             for member, answer in zip(members, answers, strict=True):
                 if answer is None:  # until the next heartbeat reports it
-                    known = self._cluster.registry.members.get(member.info.index, member)
-                    coming = (*known.heartbeat.coming_checkpoints, round_)
-                    self._cluster.registry = self._cluster.registry.note_progress(
-                        member.info, coming_checkpoints=coming
-                    )
+                    self._cluster.registry = self._cluster.registry.note_progress(member.info, coming=(round_,))
                 elif not isinstance(answer, GradpostError | httpx.HTTPError | ValueError):  # a proxy's page
                     raise answer
             self._named = round_, self._now()

@@ -287,9 +287,8 @@ class Coordinator:
                     await self._condition.wait_for(
                         lambda: not cluster.is_current(run) or round_ in cluster.run.complete_checkpoints
                     )
-                if cluster.is_current(run) and (gone := cluster.run.find_departed_after(round_)):
-                    newest = cluster.run.newest_round
-                    cluster.run = cluster.run.fail_for_lost_rounds(gone, round_, newest, self.now())
+                if cluster.is_current(run):
+                    cluster.run = cluster.run.fail_for_lost_rounds(round_, cluster.run.newest_round, self.now())
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:
             return repr(error)
         return None

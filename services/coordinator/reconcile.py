@@ -228,24 +228,17 @@ class Reconciler:
             self._fail(run, outcome)
             return False
         back, applied = round_ or 0, cluster.run.applied  # all pservers may have lost it
-        if self._fail_for_lost_rounds(back, applied):
+        cluster.run = cluster.run.fail_for_lost_rounds(back, applied, self._now())
+        if cluster.run.record.state == "failed":
             return False
         if not await self._adopt(members, outcome, {member.info.index: round_ for member in members}):
             return False
-        self._fail_for_lost_rounds(back, applied)  # if trainers left while the decision was written
+        cluster.run = cluster.run.fail_for_lost_rounds(back, applied, self._now())  # trainers may have left meanwhile
         log.warning(
             "the run is rolled back",
             reason=wanted.reason, round=back, applied=applied, attempt=outcome.attempt, lost=applied - back,
         )  # fmt: skip
         return True
-
-    def _fail_for_lost_rounds(self, back: Round, applied: Round) -> bool:
-        """Fail the run if trainers left that cannot repeat the rounds after a rollback, and return whether they did."""
-        run = self._cluster.run
-        gone = run.find_departed_after(back)
-        if gone:
-            self._cluster.run = run.fail_for_lost_rounds(gone, back, applied, self._now())
-        return bool(gone)
 
     async def _find_common(
         self, run: Run, members: list[PserverMember], newest: Round

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ps_protocol.errors import BadInput, Conflict, Ended, NotReady, RoundTimeout, TrainerLost, error_from_problem
 from ps_protocol.membership import PserverRegistered, RegisterPserver
@@ -28,13 +28,24 @@ from ..settings import CoordinatorSettings
 from .joining import check_expectations, declare_model, join_run, start_run
 from .losses import check_ring, expire_trainers, leave_run, mark_stuck, renew_lease, revive_stuck, time_out
 from .pservers import PserverRegistry
-from .record import Beginning, ClusterRecord
-from .resumption import Resumption, await_trainers
-from .run import Run
+from .record import Beginning, ClusterRecord, RunRecord, await_trainers
+from .run import LostRounds, Run
 from .status import describe_notice
-from .trainers import LostRounds
 
 log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """The recorded state of a resumed run, in case processes of the recorded run still live.
+
+    If such a process reports before `until`, when the leases end, the recorded state is restored. If the recorded run
+    had failed, the run after it begins with the checkpoint `beginning`; None: with initial values.
+    """
+
+    saved: RunRecord
+    until: float
+    beginning: Manifest | None
 
 
 class Cluster:

@@ -17,8 +17,7 @@ from ps_protocol.membership import Controls, FrozenRounds, Membership
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 from .record import Decision
-from .run import Run
-from .trainers import name_ranks
+from .run import Run, name_ranks
 
 Ranges = list[tuple[Round, Round]]
 

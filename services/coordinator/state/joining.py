@@ -18,8 +18,7 @@ from services.runtime.checkpoints import Manifest
 
 from .model import check_same_model, check_same_tensors, plan_model
 from .record import TrainerRecord
-from .run import Run
-from .trainers import TrainerReport
+from .run import Run, TrainerReport
 
 
 def join_run(run: Run, request: JoinTrainer, now: float) -> Run:

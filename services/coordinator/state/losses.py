@@ -11,8 +11,7 @@ from ps_protocol.vocabulary import Rank, Round
 
 from .joining import agree_on_model, end_last_call
 from .record import EVICTED, TrainerState
-from .run import Run
-from .trainers import name_ranks
+from .run import Run, name_ranks
 
 
 def renew_lease(run: Run, rank: Rank, message: TrainerHeartbeat, now: float) -> Run:
@@ -89,9 +88,8 @@ def leave_run(run: Run, rank: Rank, message: Leave, now: float) -> Run:
         return replace(run.change(trainers=others), reports={other: run.reports[other] for other in others})
     done = record.with_trainers([rank], state="done", is_awaited=False, round=message.round)
     run = replace(run, record=done.change())
-    back = record.resume or 0
-    if message.attempt is not None and message.attempt < record.attempt and run.find_departed_after(back):
-        run = run.fail_for_lost_rounds([rank], back, message.round, now)
+    if message.attempt is not None and message.attempt < record.attempt:
+        run = run.fail_for_lost_rounds(record.resume or 0, message.round, now)
     return _end_if_deserted(run, now)
 
 

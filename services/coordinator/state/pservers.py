@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ps_protocol.errors import Conflict, StalePserver
 from ps_protocol.membership import PserverRegistered, RegisterPserver
@@ -157,12 +156,14 @@ class PserverRegistry:
         here_since = member.here_since if index in self.members else now
         return self._with_member(replace(member, heartbeat=message, seen_at=now, here_since=here_since))
 
-    def note_progress(self, info: PserverInfo, **fields: Any) -> PserverRegistry:
-        """Return the registry with newer fields of a heartbeat, unless this incarnation is gone."""
+    def note_progress(self, info: PserverInfo, round_: Round = 0, coming: tuple[Round, ...] = ()) -> PserverRegistry:
+        """Add an applied round and coming checkpoints to the last heartbeat, unless this incarnation is gone."""
         member = self.members.get(info.index)
         if member is None or member.info.incarnation != info.incarnation:
             return self
-        return self._with_member(replace(member, heartbeat=member.heartbeat.model_copy(update=fields)))
+        last = member.heartbeat
+        newer = {"round": max(last.round, round_), "coming_checkpoints": (*last.coming_checkpoints, *coming)}
+        return self._with_member(replace(member, heartbeat=last.model_copy(update=newer)))
 
     def ask_to_stop(self, index: PserverIndex) -> PserverRegistry:
         """Ask a pserver to stop with the answer to its heartbeat.

@@ -6,7 +6,7 @@ It does not contain what members report with every heartbeat, except the rounds 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, TypeAdapter, model_validator
@@ -197,6 +197,26 @@ class Decision:
     membership: Membership
     reason: str = field(default="", compare=False)
     controls: Controls | None = None  # the request of an administrator that it fulfils
+
+
+def await_trainers(run: RunRecord, *, is_async: bool) -> RunRecord:
+    """Return the run as it waits for all of its trainers, even those that were done."""
+    ranks = [rank for rank in run.trainers if run.num_trainers is None or rank < run.num_trainers]
+    members = dict(run.membership.members)
+    # A trainer that was done is a member again, so that the first trainer to return does not continue alone.
+    # In asynchronous modes its start follows from the pservers' state instead.
+    if not is_async:
+        members = {rank: run.trainers[rank].incarnation for rank in ranks} | members
+    if run.state != "gathering":
+        run = run.update(state="training", source=None)
+    for rank in ranks:
+        why = f"trainer {rank} must be started again"
+        run = run.with_trainers([rank], state="lost", why=why, is_awaited=True, is_resumed=True, round=0)
+    return run.update(
+        failure=None,
+        membership=replace(run.membership, members=members),
+        trainers={rank: run.trainers[rank] for rank in ranks},
+    )
 
 
 class PserverRecord(Message):

@@ -12,17 +12,61 @@ A run is a value: a transition returns another run, and one that raises changes 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ps_protocol.errors import Conflict, Ended, GradpostError, StaleRun
 from ps_protocol.membership import Controls
+from ps_protocol.messages import DeclareModel, TrainerHeartbeat
 from ps_protocol.vocabulary import Incarnation, NonfinitePolicy, PserverIndex, Rank, Round
 
 from ..settings import CoordinatorSettings
 from .record import Decision, RunRecord, TrainerRecord
-from .trainers import LostRounds, TrainerReport, name_ranks
+
+
+def name_ranks(ranks: Iterable[Rank]) -> str:
+    """Return the trainers of these ranks in words.
+
+    >>> name_ranks([0, 2])
+    'trainer 0, trainer 2'
+    """
+    return ", ".join(f"trainer {rank}" for rank in ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReport:
+    """The newest heartbeat of a trainer, its declaration, and times by the monotonic clock."""
+
+    heartbeat: TrainerHeartbeat
+    seen_at: float
+    joined_at: float
+    gone_at: float = 0.0  # when it was lost or failed
+    cut_off_at: float = -math.inf  # when it last reported the current incarnation of a pserver as unreachable
+    has_chosen: bool = False  # its rank was set with RANK
+    is_stuck: bool = False  # lost although it is alive, because it does not progress
+    declaration: DeclareModel | None = None  # the model that it declared to this process
+
+    @classmethod
+    def begin(cls, trainer: TrainerRecord, run: str, now: float, round_: Round, **fields: Any) -> TrainerReport:
+        """Return the report of a trainer that has not sent a heartbeat; its lease begins now."""
+        heartbeat = TrainerHeartbeat(run=run, incarnation=trainer.incarnation, round=round_)
+        return cls(heartbeat, seen_at=now, joined_at=now, **fields)
+
+    @property
+    def round(self) -> Round:
+        """The newest round that the trainer has completed."""
+        return self.heartbeat.round
+
+
+@dataclass(frozen=True, slots=True)
+class LostRounds:
+    """A trainer's report that a pserver, in this incarnation, has restored less than the trainer has received."""
+
+    incarnation: Incarnation
+    restored: Round
+    rank: Rank
+    received: Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +338,13 @@ class Run:
         gone = self.find_departed_after(round_)
         return f"the rounds after {round_} cannot be repeated, because {name_ranks(gone)} left" if gone else ""
 
-    def fail_for_lost_rounds(self, done: list[Rank], since: Round, newest: Round, now: float) -> Run:
-        """Fail the run, even if it finished: rounds are lost that the trainers in `done` cannot repeat."""
+    def fail_for_lost_rounds(self, since: Round, newest: Round, now: float) -> Run:
+        """Fail the run, even if it finished, if trainers left that cannot repeat the lost rounds after `since`."""
+        gone = self.find_departed_after(since)
+        if not gone:
+            return self
         record = self.record.update(state="training") if self.record.state == "finished" else self.record
-        text = f"rounds {since + 1} to {newest} are lost and cannot be repeated, because {name_ranks(done)} left"
+        text = f"rounds {since + 1} to {newest} are lost and cannot be repeated, because {name_ranks(gone)} left"
         failure = Ended(f"{text}; resume the run to train them again", code="pserver_lost")
         return replace(self, record=record).fail(failure, now)
 

@@ -9,11 +9,10 @@ from ps_protocol.fields import Message
 from ps_protocol.messages import ClusterStatus, PserverStatus, Software, TrainerStatus
 
 from .record import TrainerRecord
-from .trainers import TrainerReport
 
 if TYPE_CHECKING:
     from .cluster import Cluster
-    from .run import Run
+    from .run import Run, TrainerReport
 
 MessageT = TypeVar("MessageT", bound=Message)
 

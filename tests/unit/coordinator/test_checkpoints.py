@@ -166,7 +166,8 @@ async def test_a_requested_checkpoint_is_not_made_in_the_next_attempt():
         change_record(cluster, attempt=1)
         list_checkpoints(cluster, [0])
         for member in cluster.registry.members.values():
-            cluster.registry = cluster.registry.note_progress(member.info, attempt=1)
+            heartbeat = member.heartbeat.model_copy(update={"attempt": 1})
+            cluster.registry = cluster.registry.heartbeat(member.info.index, heartbeat, 1.0)
         await schedule.advance()
         assert writers.named == [10]
 
