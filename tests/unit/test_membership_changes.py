@@ -310,6 +310,8 @@ class Faults(RuleBasedStateMachine):
         for index in range(len(self.pservers)):
             if index not in trainer.pulled:
                 self._barrier(trainer, index)
+        if self.trainers.get(trainer.rank) is trainer:
+            self._send_heartbeat(trainer)
 
     @rule(which=st.integers(0, 9))
     def kill_trainer(self, which: int) -> None:
@@ -334,8 +336,10 @@ class Faults(RuleBasedStateMachine):
     def send_heartbeat(self, which: int) -> None:
         """A silent trainer gets its place back while it is free and the run has not gone on without it."""
         trainer = self._trainer(which)
-        if trainer is None:
-            return
+        if trainer is not None:
+            self._send_heartbeat(trainer)
+
+    def _send_heartbeat(self, trainer: Trainer) -> None:
         round_ = max(trainer.round - 1, 0)
         message = TrainerHeartbeat(run="run1", incarnation=trainer.incarnation, round=round_, attempt=trainer.attempt)
         try:
@@ -544,6 +548,11 @@ class Faults(RuleBasedStateMachine):
                 assert lives.keys() == set(range(self.num_trainers)), f"round {round_}"
 
     @invariant()
+    def a_run_that_continues_waits_only_below_its_minimum_of_trainers(self) -> None:
+        if hasattr(self, "run") and not self.take_over:
+            assert not self.run.record.awaited or self.run.record.num_declared < self.settings.min_trainers
+
+    @invariant()
     def applied_rounds_are_close(self) -> None:
         """Rounds that were decided to be empty are passed over at once, so that they do not count."""
         stepped = [sum(map(bool, p.history.values())) for p in self.pservers if p.attempt == self.attempt]
@@ -604,10 +613,15 @@ def walk(seed: int) -> None:
         faults.applied_rounds_are_close()
         faults.a_trainer_that_completed_a_round_is_in_it()
         faults.who_is_awaited_is_in_every_round()
+        faults.a_run_that_continues_waits_only_below_its_minimum_of_trainers()
     faults.teardown()
 
 
-@pytest.mark.parametrize("seeds", [range(500), pytest.param(range(500, 12_000), marks=pytest.mark.soak)], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [range(500), *(pytest.param(range(n, n + 500), marks=pytest.mark.soak) for n in range(500, 12_000, 500))],
+    ids=str,
+)
 def test_long_histories_of_changes(seeds: range) -> None:
     for seed in seeds:
         try:
