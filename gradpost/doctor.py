@@ -299,7 +299,7 @@ async def _reach(control: httpx.AsyncClient, http2: httpx.AsyncClient, pserver: 
             metrics = await _get(control, pserver.address + METRICS)
             one.clock_seconds = _clock_seconds(state)
             one.disk = _disk(metrics.text)
-            one.state = PserverState.model_validate_json(state.content)
+            one.state = PserverState.from_answer(state.content)
     except TimeoutError:
         one.trouble = f"no answer within {REACH_SECONDS:g} s"
     except socket.gaierror as error:

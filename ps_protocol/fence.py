@@ -83,7 +83,7 @@ class Fence:
         """Raise a Conflict if the request was meant for another run, plan or pserver."""
         if (self.run, self.attempt) != (run, attempt):
             raise StaleRun(
-                "this request belongs to another run",
+                "this request belongs to another run, or to another attempt of this run",
                 expected=f"run {run} attempt {attempt}",
                 actual=f"run {self.run} attempt {self.attempt}",
             )

@@ -5,7 +5,7 @@ A JSON `true` is no number, `1` and `"1"` are no `true` and no `1`; an integer i
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Self, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -34,6 +34,11 @@ class Message(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    @classmethod
+    def from_answer(cls, body: bytes) -> Self:
+        """Read a service's answer without unknown members, which a later version may add. Raises ValidationError."""
+        return cls.model_validate_json(body, extra="ignore")
 
 
 Integer: TypeAlias = Annotated[int, Field(strict=True, ge=-MAX_INTEGER, le=MAX_INTEGER)]

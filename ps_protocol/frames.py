@@ -119,7 +119,8 @@ def parse_length(start: memoryview | bytes | bytearray, limits: FrameLimits) -> 
         raise _malformed("a frame must start with the header's length", expected="8 bytes", actual=len(start))
     header_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
     if header_bytes > limits.max_header_bytes:
-        raise _too_large("the frame's header is too large", f"{limits.max_header_bytes} bytes", header_bytes)
+        text = "a frame's first 8 bytes must be the length of its header, and this header is too large"
+        raise _too_large(text, f"{limits.max_header_bytes} bytes", header_bytes)
     return LENGTH_BYTES + header_bytes
 
 

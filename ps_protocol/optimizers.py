@@ -130,7 +130,7 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
             "hyperparameters must be a list with one object for each parameter group",
             code="bad_hyper_parameters",
             expected=f"{len(spec.group_flags)} groups",
-            actual=type(groups).__name__ if num_groups is None else f"{num_groups} groups",
+            actual=f"{groups!r:.80}" if num_groups is None else f"{num_groups} groups",
         )
     for index, numbers in enumerate(groups):
         is_scaler = index == num_groups

@@ -267,7 +267,7 @@ def _check_model(
         if not is_size(spec.group) or (num_groups is not None and spec.group >= num_groups):
             raise BadModel(
                 f"parameter {spec.name!r:.200} is in a group that the optimizer does not have",
-                expected="0 or more" if num_groups is None else f"one of {num_groups}",
+                expected="0 or more" if num_groups is None else f"0 to {num_groups - 1}",
                 actual=f"{spec.group!r:.80}",
             )
     names_of_parameters = frozenset(names)

@@ -195,7 +195,7 @@ class Reconciler:
                 return None
             ranges = await self._list_restorable(run, member)  # without a rollback, each continues from its newest
             return FrozenRounds(applied=max(last for _, last in ranges)) if ranges else None
-        return FrozenRounds.model_validate_json(body)
+        return FrozenRounds.from_answer(body)
 
     async def _list_restorable(self, run: Run, member: PserverMember, newest: Round | None = None) -> Ranges:
         route = f"{RESTORABLE}?run={run.record.name}" + ("" if newest is None else f"&newest={newest}")
@@ -369,4 +369,4 @@ async def want_checkpoint(
 
 async def read_state(http: httpx.AsyncClient, member: PserverMember) -> PserverState:
     """Return the state of a pserver. Raises the errors of `call_pserver`, and ValueError for a proxy's page."""
-    return PserverState.model_validate_json(await call_pserver(http, member, "GET", STATE))
+    return PserverState.from_answer(await call_pserver(http, member, "GET", STATE))

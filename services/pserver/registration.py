@@ -77,7 +77,7 @@ class Registration:
         async def attempt() -> PserverRegistered:
             if stop.is_set():
                 raise _Stopping
-            return PserverRegistered.model_validate_json(await self._post(REGISTER_PSERVER, request))
+            return PserverRegistered.from_answer(await self._post(REGISTER_PSERVER, request))
 
         # A ValueError is an answer of something else, such as the page of a proxy.
         policy = RetryPolicy((httpx.TransportError, ValueError, GradpostError), partial(self._pause_for_answer, stop))
@@ -122,7 +122,7 @@ class Registration:
             self._pserver.heartbeat_is_due.clear()
             heartbeat = self._pserver.make_heartbeat()
             try:
-                reply = PserverHeartbeatReply.model_validate_json(await self._post(path, heartbeat))
+                reply = PserverHeartbeatReply.from_answer(await self._post(path, heartbeat))
             except StalePserver as error:
                 log.warning("the coordinator does not know this pserver any more", reason=str(error))
                 return

@@ -87,7 +87,7 @@ class ClusterView:
     def create_checkpoint(self) -> CheckpointCreated:
         """Make a checkpoint of the whole model; blocks until it is complete."""
         body = self._request("POST", self.coordinator + CHECKPOINTS, timeout=CHECKPOINT_SECONDS)
-        return CheckpointCreated.model_validate_json(body)
+        return CheckpointCreated.from_answer(body)
 
     def parameters(self) -> dict[str, Any]:
         """Return all parameters of the run with their shapes and blocks."""

@@ -88,7 +88,7 @@ class Membership:
             expects=self._settings.expectations,
             metrics_address=metrics_address,
         )
-        self.joined = TrainerJoined.model_validate_json(await self._request_with_retry("POST", JOIN_TRAINER, request))
+        self.joined = TrainerJoined.from_answer(await self._request_with_retry("POST", JOIN_TRAINER, request))
         self.log = make_log(run=self.joined.run, trainer=self.joined.rank)
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
         return self.joined
@@ -136,7 +136,7 @@ class Membership:
             "incarnation": self.joined.incarnation,
             "wait_seconds": PLAN_WAIT_SECONDS,
         }
-        return PlanReady.model_validate_json(await self._request_with_retry("GET", PLAN, params=query))
+        return PlanReady.from_answer(await self._request_with_retry("GET", PLAN, params=query))
 
     async def leave(self, outcome: str, reason: str = "", code: str | None = None) -> None:
         """Report the end of this trainer, for up to `retry_seconds`; after a failure once, since the lease ends."""
@@ -196,7 +196,7 @@ class Membership:
         while True:
             await self.news.wait_for_next_heartbeat(period)
             try:
-                reply = TrainerHeartbeatReply.model_validate_json(await self._request("POST", path, self._heartbeat()))
+                reply = TrainerHeartbeatReply.from_answer(await self._request("POST", path, self._heartbeat()))
             except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
                 # Training continues without the coordinator.
                 cause = error if isinstance(error, GatewayPage) else type(error).__name__
@@ -244,7 +244,7 @@ class Membership:
         """Send the newest reported numbers, and return the results of the run."""
         if self._heartbeats is not None:
             await self._try_post(TRAINER_HEARTBEAT, self._heartbeat())
-        return RunSummary.model_validate_json(await self._request_with_retry("GET", SUMMARY))
+        return RunSummary.from_answer(await self._request_with_retry("GET", SUMMARY))
 
     # ------------------------------------------------------------------ requests
 

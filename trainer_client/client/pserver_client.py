@@ -160,7 +160,7 @@ class PserverClient:
         response = await connection.exchange.send("POST", connection.url(route), headers, body=body)
         raise_for_problem(response)
         self.link.note_answer(is_local=response.extensions.get(LOCAL_EXTENSION, False))
-        return kind.model_validate_json(response.content)
+        return kind.from_answer(response.content)
 
     # ------------------------------------------------------------------ frames
 

@@ -69,7 +69,7 @@ async def read_versions(coordinator: Coordinator, pservers: Sequence[PserverInde
     answers = await asyncio.gather(
         *(get_from(coordinator, find_member(coordinator, index), STATE, {}) for index in pservers)
     )
-    return {PserverState.model_validate_json(answer).round for answer in answers}
+    return {PserverState.from_answer(answer).round for answer in answers}
 
 
 STILL_SECONDS = 7.0  # a server closes a stalled connection after `body_timeout_seconds`, which is longer

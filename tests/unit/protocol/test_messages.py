@@ -67,6 +67,19 @@ def test_a_consistency_survives_the_wire() -> None:
         assert consistency.validate_json(consistency.dump_json(sent)) == sent
 
 
+def test_an_answer_may_have_members_of_a_later_version_and_a_request_may_not() -> None:
+    info = {"index": 0, "incarnation": 1, "address": "http://127.0.0.1:1", "http2": True, "epoch": 3}
+    document = json.dumps({"pserver": info, "standbys": [1]}).encode()
+
+    class Answer(Message):
+        pserver: PserverInfo
+
+    assert Answer.from_answer(document).pserver.incarnation == 1
+    for unknown in ("epoch", "standbys"):
+        with pytest.raises(ValidationError, match=unknown):
+            Answer.model_validate_json(document)
+
+
 def test_a_note_is_cut() -> None:
     assert len(TypeAdapter(Note).validate_python("x" * 2 * MAX_NOTE)) == MAX_NOTE
 

@@ -120,7 +120,7 @@ def test_betas_are_two_fractions(value: Any) -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        (None, "a list with one object for each parameter group .*expected 1 groups; actual NoneType"),
+        (None, "a list with one object for each parameter group .*expected 1 groups; actual None"),
         ([], "expected 1 groups; actual 0 groups"),
         ([SGD_NUMBERS, SGD_NUMBERS], "expected 1 groups; actual 2 groups"),
         ([None], "group 0 of SGD must have exactly the expected hyperparameters .*actual NoneType"),

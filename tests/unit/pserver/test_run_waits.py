@@ -60,16 +60,16 @@ async def test_round_timeout_counts_from_the_first_get_though_no_barrier_was_sen
 
 
 async def test_round_timeout_names_the_trainer_that_owes_the_initial_values():
-    async with bench(initial=False, round_timeout_seconds=0.15) as b:
+    async with bench(initial=False, round_timeout_seconds=0.6) as b:
         with pytest.raises(NotReady, match="initial values") as pending:
             await b.get(1, 0, wait_seconds=0.01)
         assert pending.value.facts == {"waiting_for": "trainer 0"}
         await unchanged(b, "not_ready", b.push(0, 1))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.4)
         value = initial_values()["p0"]
         await b.call("initial", b.fence(0, 0), encode({"p0.block0": value}))  # it is slow, but it goes on
         with pytest.raises(NotReady):
-            await b.get(1, 0, wait_seconds=0.1)
+            await b.get(1, 0, wait_seconds=0.4)
         with pytest.raises(RoundTimeout, match="trainer 0") as caught:
             await b.get(1, 0, wait_seconds=20)
         assert caught.value.facts["missing"] == [0]
@@ -91,15 +91,15 @@ async def test_the_round_time_out_begins_again_after_a_pause_before_version_0(mo
 
 
 async def test_the_round_time_out_begins_again_with_every_round_and_change_of_members():
-    async with bench(3, round_timeout_seconds=0.2) as b:
+    async with bench(3, round_timeout_seconds=0.6) as b:
         await b.push(0, 1)
         await b.barrier(0, 1)
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.4)
         await b.change_members(2, {1: 1, 2: 1})  # the waiting trainer has left
         assert b.run.waiting_seconds == 0
         await b.push(1, 1)
         with pytest.raises(RoundPending):
-            await b.get(1, 1, wait_seconds=0.1, with_barrier=True)
+            await b.get(1, 1, wait_seconds=0.4, with_barrier=True)
         await b.push(2, 1)
         await b.barrier(2, 1)
         await b.get(1, 1)
