@@ -173,7 +173,7 @@ class ActivityLog:
         participants = furthest.load.participants if furthest else ()
         barrier = _find_barrier(newest)
         if run.settings.consistency.is_ring:
-            round_ = run.newest_round
+            round_ = run.highest_round
             with_batches = (rank for rank, report in sorted(run.reports.items()) if not report.heartbeat.is_done)
             participants = (
                 tuple(rank for rank in with_batches if rank in run.record.membership.members) if round_ else ()

@@ -161,9 +161,9 @@ class Administration:
         def check(run: Run) -> None:
             if run.requests.refusal:
                 raise Conflict(f"{run.requests.refusal}; the run continues without a rollback")
-            if (run.record.resume or 0) != round_:
-                text = f"the run was rolled back to round {run.record.resume or 0}, not to round {round_}"
-                raise Conflict(text, current=run.record.resume)
+            if (run.record.base_round or 0) != round_:
+                text = f"the run was rolled back to round {run.record.base_round or 0}, not to round {round_}"
+                raise Conflict(text, current=run.record.base_round)
 
         return await self._do(go_back, check, by=by, action="roll back", arguments={"round": round_})
 
@@ -205,7 +205,7 @@ class Administration:
         self._check_current(run)
         cluster.require_training()
         if cluster.run.record.attempt != run.record.attempt:
-            text = f"the run was rolled back to round {cluster.run.record.resume or 0}"
+            text = f"the run was rolled back to round {cluster.run.record.base_round or 0}"
             raise TryAgain(f"{text} before the checkpoint was complete")
         if newest() < round_:
             text = f"no checkpoint of round {round_} or later is complete; see the pservers' logs"
@@ -245,12 +245,12 @@ class Administration:
         async with self._audited(before, **request) as outcome:
             self._check_current(before)
             cluster.run = change(cluster.run)
-            number = cluster.run.record.number
+            number = cluster.run.record.change_number
             coordinator.changed()
 
             def has_ended() -> bool:
                 run = cluster.run
-                return not cluster.is_current(before) or run.record.is_over or run.installed_number >= number
+                return not cluster.is_current(before) or run.record.is_over or run.installed.number >= number
 
             while not has_ended():
                 await coordinator.wait_until(has_ended, WAIT_SECONDS)
@@ -278,7 +278,7 @@ class Administration:
         rounds = [member.round for member in self._coordinator.cluster.registry.members.values()]
         round_ = max(rounds, default=0) + 1
         if action == "roll back":
-            round_ = (run.record.resume or 0) + 1
+            round_ = (run.record.base_round or 0) + 1
         elif action != "evict" and run.record.membership.controls:
             round_ = run.record.membership.newest_controls.since
         return ChangeDone(run=run.record.name, attempt=run.record.attempt, round=round_, controls=run.newest_controls)

@@ -30,7 +30,7 @@ from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.storage import CheckpointStorage
 
-from .reconcile import read_state, want_checkpoint
+from .pserver_calls import read_state, want_checkpoint
 from .state.cluster import Cluster
 from .state.pservers import PserverMember
 from .state.run import Run
@@ -226,7 +226,7 @@ class Manifests:
             controls=run.record.membership.newest_controls,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        cluster.is_completing = True
+        cluster.is_writing_manifest = True
         try:
             reach_failpoint("checkpoint.manifest")
             await asyncio.to_thread(write_manifest, self._place, manifest)
@@ -234,7 +234,7 @@ class Manifests:
             self._log_once(log.error, "the manifest of a checkpoint could not be written", error, round=manifest.round)
             return False
         finally:
-            cluster.is_completing = False
+            cluster.is_writing_manifest = False
         self._trouble = ""
         reach_failpoint("checkpoint.manifest.after")
         if cluster.is_current(run):

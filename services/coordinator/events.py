@@ -88,10 +88,10 @@ class Events:
         if before is None:
             return
         if record.attempt != before.record.attempt:
-            where = "with initial values" if record.resume is None else f"after round {record.resume}"
+            where = "with initial values" if record.base_round is None else f"after round {record.base_round}"
             why = f": {run.reason}" if run.reason else ""
             text = f"the run is rolled back and continues {where} (attempt {record.attempt}){why}"
-            yield "rollback", text, {"resume": record.resume, "attempt": record.attempt, "reason": run.reason}
+            yield "rollback", text, {"resume": record.base_round, "attempt": record.attempt, "reason": run.reason}
         for round_ in sorted(set(run.complete_checkpoints) - set(before.complete_checkpoints)):
             yield "checkpoint", f"checkpoint of round {round_} is complete", {"round": round_}
 

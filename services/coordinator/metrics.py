@@ -37,7 +37,7 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
                 t.state in ("lost", "failed") and not t.was_evicted for t in cluster.run.record.trainers.values()
             ),
         ),
-        ("gradpost_run_round", "Newest round that every trainer has completed.", lambda: cluster.run.round),
+        ("gradpost_run_round", "Newest round that every trainer has completed.", lambda: cluster.run.lowest_round),
     )
     for name, description, value in gauges:
         Gauge(name, description, registry=registry).set_function(value)

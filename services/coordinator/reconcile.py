@@ -14,33 +14,52 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import httpx
 from pydantic import TypeAdapter
 
-from ps_config.control_client import raise_for_problem
 from ps_protocol.errors import ERRORS, Conflict, Ended, GradpostError, NotReady, StaleRun, StorageFailed, TryAgain
 from ps_protocol.fields import Message
-from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, WantCheckpoint
-from ps_protocol.messages import PserverState
-from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN, STATE, WANT_CHECKPOINT
+from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
+from .pserver_calls import TIMEOUT_SECONDS, call_pserver
 from .state.cluster import Cluster
-from .state.decision import Ranges, Refusal, Rollback, decide_change, decide_rollback, newest_common
+from .state.decision import Answers, Ranges, Refusal, Rollback, decide_change, decide_rollback, newest_common
 from .state.pservers import PserverMember
 from .state.record import Decision
 from .state.run import Run
 
 log = get_logger()
 
-TIMEOUT_SECONDS = 5.0
-RESULT_SECONDS = 60.0  # for the checkpoint of a finished run
 RESTORE_TIMEOUT_SECONDS = 60.0  # to read a shard and its log
 
 _RANGES = TypeAdapter(Ranges)
+
+
+class _InterruptedError(Exception):
+    """The change cannot be completed. It is made again, unless another run has begun."""
+
+
+class Target(NamedTuple):
+    """The state that a pserver must install, or the newest one that it has installed."""
+
+    incarnation: Incarnation
+    run: str
+    attempt: int
+    change_number: int
+
+    def has_same_run(self, other: Target | None) -> bool:
+        """Return whether the pserver has to change no more than the attempt and the members."""
+        return other is not None and self[:2] == other[:2]
+
+    def has_same_attempt(self, other: Target | None) -> bool:
+        """Return whether the pserver has to change no more than the members."""
+        return other is not None and self[:3] == other[:3]
 
 
 class Reconciler:
@@ -57,15 +76,14 @@ class Reconciler:
         self._http = http
         self._now = now
         self._persist = persist
-        # The newest state that each pserver has installed: incarnation, run, attempt and number.
-        self._installed: dict[PserverIndex, tuple[Incarnation, str, int, int]] = {}
+        self._installed: dict[PserverIndex, Target] = {}
         self._restore: dict[PserverIndex, Round | None] = {}  # the round of each pserver, by the newest decision
         self._failing: tuple[str, float] | None = None  # the run and the time since when changes fail
         self._problem = ""
         self._logged: set[str] = set()  # logged since the last success
 
     async def reconcile(self) -> bool:
-        """Persist the cluster's state, and bring every pserver to it. Returns whether that succeeded.
+        """Persist the cluster's state, and bring every pserver to it. Returns False if it must be tried again.
 
         If it fails for the rejoin time-out, the run fails although all pservers are alive. A disk that stays full fails
         the run, which the pservers must learn without a persisted decision.
@@ -98,21 +116,28 @@ class Reconciler:
             self._cluster.run = self._cluster.run.fail(failure, self._now())
 
     async def _update_pservers(self) -> bool:
+        """Make the newest change on all pservers. Returns False if it must be tried again."""
         cluster, run = self._cluster, self._cluster.run
         if run.record.plan is None:
             return True
         members = [member for _, member in sorted(cluster.registry.members.items())]
+        number, has_begun = run.record.change_number, run.record.state != "gathering"
+        targets = {member.info.index: _find_target(run, member, number) for member in members}
         if not cluster.serves_run:
-            serving = [member for member in members if self._has_installed(run, member)]
-            return all(await asyncio.gather(*(self._install(run, member, run.record.number) for member in serving)))
+            serving = [m for m in members if targets[m.info.index].has_same_run(self._installed.get(m.info.index))]
+            return await self._install_everywhere(run, serving, number)
         if len(members) < cluster.registry.num_pservers:
             return True  # a lost pserver returns, or the run fails
-        number, has_begun = run.record.number, run.record.state != "gathering"
-        if any(self._installed.get(m.info.index) != self._target(run, m, number) for m in members):
-            is_decided = not has_begun or await self._decide(run, members, number)
-            if not (is_decided and all(await asyncio.gather(*(self._install(run, m, number) for m in members)))):
+        if any(self._installed.get(index) != target for index, target in targets.items()):
+            try:
+                if has_begun:
+                    await self._decide(run, members, number)
+                is_installed = await self._install_everywhere(run, members, number)
+            except _InterruptedError:
+                is_installed = False
+            if not is_installed:
                 if has_begun and cluster.is_current(run):
-                    cluster.run = cluster.run.change()  # a repetition is another change
+                    cluster.run = cluster.run.with_change()  # a repetition is another change
                 return False
         if cluster.is_current(run) and cluster.run.record.state == "gathering":
             cluster.run = cluster.run.begin_training(self._now())
@@ -132,37 +157,42 @@ class Reconciler:
 
     # ------------------------------------------------------------------ freeze, decide
 
-    async def _decide(self, run: Run, members: list[PserverMember], number: int) -> bool:
+    async def _decide(self, run: Run, members: list[PserverMember], number: int) -> None:
         """Freeze the pservers, and put into effect the decision that follows from their answers."""
         targets = run.record.targets
         message = Freeze(run=run.record.name, attempt=run.record.attempt, number=number)
         try:
-            answers = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
+            frozen = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
         except (httpx.HTTPError, GradpostError, ValueError) as error:
             self._log_problem("a pserver did not answer the freeze before a change of members", error)
-            return False
-        if not self._cluster.serves_run or not self._cluster.is_current(run):
-            return False
-        for answer in answers:
-            if answer is not None:
-                self._cluster.run = self._cluster.run.note_applied(run.record.attempt, answer.applied)
-        by_index = {m.info.index: (m.info.incarnation, answer) for m, answer in zip(members, answers, strict=True)}
-        outcome = decide_change(self._cluster.run, targets, by_index)
-        if isinstance(outcome, Rollback):
-            return await self._roll_back(run, members, targets, outcome)
-        restore = {
-            index: answer.applied if answer is not None and answer.is_readable else None
-            for index, (_, answer) in by_index.items()
+            raise _InterruptedError from error
+        if not self._cluster.serves_run:
+            raise _InterruptedError
+        self._check_current(run)
+        for rounds in frozen:
+            if rounds is not None:
+                self._cluster.run = self._cluster.run.note_applied(run.record.attempt, rounds.applied)
+        answers: Answers = {
+            m.info.index: (m.info.incarnation, rounds) for m, rounds in zip(members, frozen, strict=True)
         }
-        return await self._adopt(members, outcome, restore)
+        outcome = decide_change(self._cluster.run, targets, answers)
+        if isinstance(outcome, Rollback):
+            await self._roll_back(run, members, targets, outcome)
+            return
+        restore = {
+            index: rounds.applied if rounds is not None and rounds.is_readable else None
+            for index, (_, rounds) in answers.items()
+        }
+        await self._adopt(members, outcome, restore)
+
+    def _check_current(self, run: Run) -> None:
+        if not self._cluster.is_current(run):
+            raise _InterruptedError
 
     async def _adopt(
         self, members: list[PserverMember], decision: Decision, restore: dict[PserverIndex, Round | None]
-    ) -> bool:
-        """Persist a decision, then put it into effect: any heartbeat reply may contain it from then on.
-
-        Returns False if another run has begun meanwhile.
-        """
+    ) -> None:
+        """Persist a decision, then put it into effect: any heartbeat reply may contain it from then on."""
         reach_failpoint("decide.before")
         cluster, run = self._cluster, self._cluster.run
         cluster.run = run.propose(decision)
@@ -172,13 +202,11 @@ class Reconciler:
             if cluster.is_current(run):
                 cluster.run = cluster.run.withdraw_decision()
             raise
-        if not cluster.is_current(run):
-            return False
+        self._check_current(run)
         holders = {member.info.index: member.info.incarnation for member in members}
         cluster.run = cluster.run.apply_decision(decision).note_holders(holders)
         self._restore = restore
         reach_failpoint("decide.after")
-        return True
 
     async def _freeze(self, run: Run, member: PserverMember, message: Freeze) -> FrozenRounds | None:
         """Freeze a pserver and return its rounds; None if it holds nothing that it could continue from by itself."""
@@ -186,7 +214,7 @@ class Reconciler:
             body = await call_pserver(self._http, member, "PUT", FREEZE, message)
         except StaleRun:
             # It missed the rollback that this attempt began with, and will restore its round.
-            return FrozenRounds(applied=run.record.resume or 0, is_readable=run.record.resume is not None)
+            return FrozenRounds(applied=run.record.base_round or 0, is_readable=run.record.base_round is not None)
         except NotReady:
             # Its answer lists all complete checkpoints, so that undone ones must be deleted first.
             if not self._cluster.run.knows_checkpoints:
@@ -204,11 +232,8 @@ class Reconciler:
 
     async def _roll_back(
         self, run: Run, members: list[PserverMember], targets: dict[Rank, Incarnation], wanted: Rollback
-    ) -> bool:
-        """Roll back to the wanted round, or the newest before it that all pservers can restore.
-
-        Returns False if a pserver does not report its rounds, a requested rollback is refused, or the run fails.
-        """
+    ) -> None:
+        """Roll back to the wanted round, or the newest before it that all pservers can restore."""
         cluster = self._cluster
         try:
             round_, ranges = await self._find_common(run, members, wanted.newest)
@@ -217,28 +242,25 @@ class Reconciler:
             if wanted.is_asked and cluster.is_current(run):
                 text = f"a pserver did not report which rounds it can restore: {error}"
                 cluster.run = cluster.run.refuse_rollback(text)
-            return False
-        if not cluster.is_current(run):
-            return False
+            raise _InterruptedError from error
+        self._check_current(run)
         outcome = decide_rollback(cluster.run, targets, wanted, round_, ranges)
         if isinstance(outcome, Refusal):
             cluster.run = cluster.run.refuse_rollback(outcome.reason)
-            return False
+            raise _InterruptedError
         if isinstance(outcome, Ended):
             self._fail(run, outcome)
-            return False
-        back, applied = round_ or 0, cluster.run.applied  # all pservers may have lost it
-        cluster.run = cluster.run.fail_for_lost_rounds(back, applied, self._now())
+            raise _InterruptedError
+        base, applied = round_ or 0, cluster.run.newest_applied  # all pservers may have lost it
+        cluster.run = cluster.run.fail_for_lost_rounds(base, applied, self._now())
         if cluster.run.record.state == "failed":
-            return False
-        if not await self._adopt(members, outcome, {member.info.index: round_ for member in members}):
-            return False
-        cluster.run = cluster.run.fail_for_lost_rounds(back, applied, self._now())  # trainers may have left meanwhile
+            raise _InterruptedError
+        await self._adopt(members, outcome, {member.info.index: round_ for member in members})
+        cluster.run = cluster.run.fail_for_lost_rounds(base, applied, self._now())  # trainers may have left meanwhile
         log.warning(
             "the run is rolled back",
-            reason=wanted.reason, round=back, applied=applied, attempt=outcome.attempt, lost=applied - back,
+            reason=wanted.reason, round=base, applied=applied, attempt=outcome.attempt, lost=applied - base,
         )  # fmt: skip
-        return True
 
     async def _find_common(
         self, run: Run, members: list[PserverMember], newest: Round
@@ -248,35 +270,32 @@ class Reconciler:
             ranges = await asyncio.gather(*(self._list_restorable(run, member, newest) for member in members))
             round_ = newest_common(newest, ranges)
             if round_ is None or round_ == newest:
-                return round_, {member.info.index: one for member, one in zip(members, ranges, strict=True)}
+                return round_, dict(zip((member.info.index for member in members), ranges, strict=True))
             newest = round_  # now with the checkpoints before it
 
     # ------------------------------------------------------------------ install
 
-    def _target(self, run: Run, member: PserverMember, number: int) -> tuple[Incarnation, str, int, int]:
-        return member.info.incarnation, run.record.name, run.record.attempt, number
-
-    def _has_installed(self, run: Run, member: PserverMember) -> bool:
-        """Return whether this incarnation of the pserver has installed the run."""
-        return self._installed.get(member.info.index, ())[:2] == (member.info.incarnation, run.record.name)
+    async def _install_everywhere(self, run: Run, members: list[PserverMember], number: int) -> bool:
+        """Return whether all of these pservers have installed the run, after a request to each that has not."""
+        return all(await asyncio.gather(*(self._install(run, member, number) for member in members)))
 
     async def _install(self, run: Run, member: PserverMember, number: int) -> bool:
-        """Install the run on a pserver, or its members alone if the pserver has the run."""
+        """Install the run on a pserver, or its members alone. Returns False if it must be tried again."""
         cluster, index = self._cluster, member.info.index
         if not cluster.is_current(run):
             return True  # the next run has begun
         run = cluster.run  # with the newest decision
-        target = self._target(run, member, number)
+        target = _find_target(run, member, number)
         if not cluster.serves_run and self._installed.get(index) == target:
             return True
         message: Message
-        if self._installed.get(index, ())[:3] == target[:3] or not cluster.serves_run:
+        if target.has_same_attempt(self._installed.get(index)) or not cluster.serves_run:
             route, timeout, message = MEMBERS, TIMEOUT_SECONDS, make_members_message(run, number)
         else:
             restore = self._restore.get(index)
             if run.record.state == "gathering":
                 cluster.run = run.note_holders({index: member.info.incarnation})
-                restore = run.record.resume
+                restore = run.record.base_round
             route, timeout = RUN, RESTORE_TIMEOUT_SECONDS
             message = make_installation(cluster, index, number, restore)
         try:
@@ -294,6 +313,10 @@ class Reconciler:
             return False
         self._installed[index] = target
         return True
+
+
+def _find_target(run: Run, member: PserverMember, number: int) -> Target:
+    return Target(member.info.incarnation, run.record.name, run.record.attempt, number)
 
 
 def make_installation(cluster: Cluster, index: PserverIndex, number: int, restore: Round | None) -> InstallRun:
@@ -336,37 +359,3 @@ def make_members_message(run: Run, number: int) -> InstallMembers:
         membership=run.record.membership,
         failure=run.record.failure.to_problem() if run.record.failure else None,
     )
-
-
-async def call_pserver(
-    http: httpx.AsyncClient,
-    member: PserverMember,
-    method: str,
-    route: str,
-    message: Message | None = None,
-    timeout: float = TIMEOUT_SECONDS,
-) -> bytes:
-    """Return the body of an answer. Raises the GradpostError that it contains, or httpx.TransportError."""
-    response = await http.request(
-        method, member.info.address + route, timeout=timeout, headers={"content-type": "application/json"},
-        content=None if message is None else message.model_dump_json(),
-    )  # fmt: skip
-    raise_for_problem(response)
-    return response.content
-
-
-async def want_checkpoint(
-    http: httpx.AsyncClient, member: PserverMember, run: str, round_: Round, *, is_over: bool = False
-) -> None:
-    """Request a pserver's shard of a checkpoint after a round. Raises StaleRound if the pserver has passed it.
-
-    If the run is over, the shard is written when this returns.
-    """
-    message = WantCheckpoint(run=run, round=round_, is_over=is_over)
-    timeout = RESULT_SECONDS if is_over else TIMEOUT_SECONDS
-    await call_pserver(http, member, "PUT", WANT_CHECKPOINT, message, timeout)
-
-
-async def read_state(http: httpx.AsyncClient, member: PserverMember) -> PserverState:
-    """Return the state of a pserver. Raises the errors of `call_pserver`, and ValueError for a proxy's page."""
-    return PserverState.from_answer(await call_pserver(http, member, "GET", STATE))

@@ -163,7 +163,7 @@ class Faults(RuleBasedStateMachine):
         for rank in members:
             run = declare_model(join_run(run, joining(str(rank), rank), 0), rank, model())
         run = start_run(run, dict.fromkeys(range(num_pservers), 1), None, 0).begin_training(0)
-        self.run = run.finish_change(run.record.number)
+        self.run = run.finish_change(run.record.change_number)
         self.pservers = [Pserver(Rounds(members, max_delay, clips=clips)) for _ in range(num_pservers)]
         self.trainers = {
             rank: Trainer(rank, 1, 1, 0) for rank in members
@@ -181,7 +181,7 @@ class Faults(RuleBasedStateMachine):
 
     @property
     def resume(self) -> int:
-        return self.run.record.resume or 0
+        return self.run.record.base_round or 0
 
     # ------------------------------------------------------------ trainers
 
@@ -370,7 +370,7 @@ class Faults(RuleBasedStateMachine):
         pserver.restore(pserver.rounds.applied, self.max_delay)
         pserver.is_up, pserver.changes = False, MembershipChanges()
         pserver.life += 1
-        self.run = self.run.change()
+        self.run = self.run.with_change()
 
     # ------------------------------------------------------------ the coordinator
 
@@ -398,11 +398,13 @@ class Faults(RuleBasedStateMachine):
                 self._step_change(0)
 
     def _step_change(self, which: int) -> None:
-        is_outdated = self.change is not None and self.run.record.number > self.change.number
+        is_outdated = self.change is not None and self.run.record.change_number > self.change.number
         if self.change is None or (is_outdated and self.change.to_install is not None):
-            self.run = self.run.change()  # also where the members are the same: every change has a number of its own
+            self.run = (
+                self.run.with_change()
+            )  # also where the members are the same: every change has a number of its own
             lives = [pserver.life for pserver in self.pservers]
-            self.change = Change(self.run.record.number, self.run.record.targets, lives)
+            self.change = Change(self.run.record.change_number, self.run.record.targets, lives)
             return
         change = self.change
         index = which % len(self.pservers)
@@ -470,7 +472,7 @@ class Faults(RuleBasedStateMachine):
                 self._step_change(0)
 
     def _repeat_change(self) -> None:
-        self.change, self.run = None, self.run.change()
+        self.change, self.run = None, self.run.with_change()
 
     def _decide(self, change: Change) -> None:
         if change.lives != [pserver.life for pserver in self.pservers]:  # the answer of one that died is worth nothing
@@ -491,7 +493,7 @@ class Faults(RuleBasedStateMachine):
 
     def _admit_newcomers(self) -> None:
         """Let trainers that every pserver has installed learn where they begin."""
-        members, starts = self.run.installed_members, self.run.record.membership.starts
+        members, starts = self.run.installed.members, self.run.record.membership.starts
         for trainer in self.trainers.values():
             if members.get(trainer.rank) == trainer.incarnation and trainer.round < 0:
                 trainer.round, trainer.attempt = starts.get(trainer.rank, self.resume + 1), self.attempt

@@ -26,11 +26,19 @@ from services.runtime.logs import get_logger
 
 from ..settings import CoordinatorSettings
 from .joining import check_expectations, declare_model, join_run, start_run
-from .losses import check_ring, expire_trainers, leave_run, mark_stuck, renew_lease, revive_stuck, time_out
+from .losses import (
+    check_ring,
+    expire_trainers,
+    leave_run,
+    lose_stuck_trainers,
+    renew_lease,
+    return_stuck_trainers,
+    time_out,
+)
 from .pservers import PserverRegistry
 from .record import Beginning, ClusterRecord, RunRecord, await_trainers
 from .run import LostRounds, Run
-from .status import describe_notice
+from .waits import describe_notice, list_waits
 
 log = get_logger()
 
@@ -62,7 +70,7 @@ class Cluster:
         self._name_run = name_run
         self.registry = PserverRegistry(settings.wanted_pservers, settings.lease_seconds)
         self.run = Run.begin(name_run(), settings, {})
-        self.is_completing = False  # while a manifest is written
+        self.is_writing_manifest = False
         self.beginning: Manifest | None = None  # of the next run, instead of initial values
         self.resumption: Resumption | None = None  # until processes of the run before have reported or expired
 
@@ -102,7 +110,7 @@ class Cluster:
         if record.run is not None:
             self.run = self.run.restore(record.run, now)
 
-    def resume(self, record: ClusterRecord, now: float, beginning: Manifest | None = None) -> None:
+    def resume(self, record: ClusterRecord, now: float, beginning: Manifest | None) -> None:
         """Resume the recorded run, even if it finished or failed. Its trainers must be started again.
 
         If processes of that run report, only the coordinator was restarted, and the recorded run is restored.
@@ -162,7 +170,7 @@ class Cluster:
         is_known = answer.incarnation == run.holders.get(answer.index)
         if record.plan is None or is_known or not self.serves_run:
             return answer
-        run = run.change()  # all pservers must freeze and report their rounds
+        run = run.with_change()  # all pservers must freeze and report their rounds
         is_ours = held is not None and (held.run, held.plan) == (record.name, record.plan.digest)
         if not is_ours and not run.checkpoint_interval:
             text = f"pserver {answer.index} was restarted and lost its shard"
@@ -181,15 +189,15 @@ class Cluster:
             if message.failure is not None:
                 run = run.fail(error_from_problem(message.failure), now)
             missing = {rank for member in self.registry.members.values() for rank in member.heartbeat.missing}
-            run = revive_stuck(run.note_applied(message.attempt, message.round), missing)
+            run = return_stuck_trainers(run.note_applied(message.attempt, message.round), missing)
             run = time_out(run, message.round + 1, message.missing, message.waiting_seconds, now)
             self.run = run
-        stop = self.exit_when_done and run.record.is_deserted and run.is_recorded
+        stop = self.exit_when_done and run.record.is_deserted and run.is_result_saved
         if stop:
             self.registry = self.registry.ask_to_stop(index)
         return PserverHeartbeatReply(
-            complete=run.complete_checkpoints if run.knows_checkpoints and not self.is_completing else None,
-            notice=describe_notice(self),
+            complete=run.complete_checkpoints if run.knows_checkpoints and not self.is_writing_manifest else None,
+            notice=describe_notice(self.run, self.registry),
             stop=stop,
             exit_code=self.exit_code,
         )
@@ -256,16 +264,16 @@ class Cluster:
                     run = run.with_report(rank, cut_off_at=now)
                 if self.registry.was_reachable(index, incarnation, now - seconds, now):
                     text = f"trainer {rank} has not reached pserver {index} for {seconds:.1f} s, though both are alive"
-                    run = mark_stuck(run, [rank], TrainerLost(text, ranks=[rank]), now)
+                    run = lose_stuck_trainers(run, [rank], TrainerLost(text, ranks=[rank]), now)
         self.run, record = run, run.record
         return TrainerHeartbeatReply(
             state=record.state,
             failure=record.failure.to_problem() if record.failure else None,
             attempt=record.attempt,
-            resume=record.resume or 0,
-            uploader=record.uploader if record.resume is None else None,
+            resume=record.base_round or 0,
+            uploader=record.uploader if record.base_round is None else None,
             pservers=self.pserver_infos,
-            notice=describe_notice(self),
+            notice=describe_notice(self.run, self.registry),
         )
 
     def _note_lost_rounds(self, run: Run, rank: Rank, message: TrainerHeartbeat) -> Run:
@@ -289,14 +297,16 @@ class Cluster:
         """Remove a trainer. If it failed because it waited too long for other trainers, mark them as stuck first."""
         if self.run.member(rank, message.run, message.incarnation).is_resumed:
             self._undo_resumption(now)
-        run, has_timed_out = self.run, message.code == RoundTimeout.code
+        run = self.run
         if message.outcome == "failed" and run.record.plan is not None:
             for pserver in self.registry.members.values():
-                # The pserver answers the trainer before it sends its next heartbeat.
                 last = pserver.heartbeat
-                waited = last.waiting_seconds + now - pserver.seen_at  # older by up to one heartbeat period
-                if last.run == message.run and last.waiting_seconds > 0 and rank not in last.missing:
-                    run = time_out(run, last.round + 1, last.missing, math.inf if has_timed_out else waited, now)
+                if last.run != message.run or not last.waiting_seconds or rank in last.missing:
+                    continue
+                # The trainer may have the pserver's time-out, while the newest heartbeat is from before it.
+                is_timed_out = message.code == RoundTimeout.code
+                waited = math.inf if is_timed_out else last.waiting_seconds + now - pserver.seen_at
+                run = time_out(run, last.round + 1, last.missing, waited, now)
         self.run = leave_run(run, rank, message, now)
 
     # ------------------------------------------------------------------ the start of a run
@@ -304,14 +314,7 @@ class Cluster:
     @property
     def waiting_for(self) -> list[str]:
         """The members that the run waits for, in words; empty while the run trains and once it is over."""
-        run, registry = self.run, self.registry
-        if run.record.is_over:
-            return []
-        absent = [f"pserver {index}" for index in range(registry.num_pservers) if index not in registry.members]
-        waits = absent + run.waiting_for
-        if waits or run.record.state == "training":
-            return waits
-        return ["the pservers to install the plan" if registry.num_pservers else "the coordinator's disk"]
+        return list_waits(self.run, self.registry)
 
     def require_pservers(self) -> None:
         """Raise Conflict (`no_pservers`) with strategy `ring`."""
@@ -331,7 +334,7 @@ class Cluster:
     def rounds(self) -> list[Round]:
         """The round of each pserver; with strategy ring the newest round of the trainers."""
         if self._settings.consistency.is_ring:
-            return [self.run.newest_round]
+            return [self.run.highest_round]
         return [member.round for member in self.registry.members.values()]
 
     def start_run_if_complete(self, now: float) -> bool:
@@ -351,7 +354,7 @@ class Cluster:
     def plan_ready(self, rank: Rank, incarnation: Incarnation) -> PlanReady | None:
         """Return the plan for a trainer once all pservers have installed its incarnation, else None."""
         run, record, pservers = self.run, self.run.record, self.pserver_infos
-        if record.plan is None or record.state == "gathering" or run.installed_members.get(rank) != incarnation:
+        if record.plan is None or record.state == "gathering" or run.installed.members.get(rank) != incarnation:
             return None
         if len(pservers) < record.plan.num_pservers:  # one has returned and has not installed the run
             return None
@@ -361,7 +364,7 @@ class Cluster:
             plan=record.plan.as_json,
             pservers=pservers,
             uploader=record.uploader,
-            start=record.membership.starts.get(rank, (record.resume or 0) + 1),
+            start=record.membership.starts.get(rank, (record.base_round or 0) + 1),
             nonfinite=run.nonfinite,
             rendezvous=record.declaration.rendezvous if record.declaration else None,
             max_grad_norm=record.declaration.max_grad_norm if record.declaration else None,
@@ -408,7 +411,7 @@ class Cluster:
     def is_saving_result(self) -> bool:
         """True if the pservers are still writing the result, which another run would end."""
         run = self.run
-        return run.record.state == "finished" and run.checkpoint_interval > 0 and not run.is_recorded
+        return run.record.state == "finished" and run.checkpoint_interval > 0 and not run.is_result_saved
 
     @property
     def may_exit(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ps_protocol.errors import Ended
 from ps_protocol.membership import Controls, FrozenRounds, Membership
@@ -19,7 +20,9 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from .record import Decision
 from .run import Run, name_ranks
 
-Ranges = list[tuple[Round, Round]]
+Ranges: TypeAlias = list[tuple[Round, Round]]  # of rounds that a pserver can restore
+# The incarnation and answer of each frozen pserver; None if it holds nothing that it could continue from by itself.
+Answers: TypeAlias = Mapping[PserverIndex, tuple[Incarnation, FrozenRounds | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +44,8 @@ class Refusal:
     reason: str
 
 
-def decide_change(
-    run: Run,
-    targets: Mapping[Rank, Incarnation],
-    answers: Mapping[PserverIndex, tuple[Incarnation, FrozenRounds | None]],
-) -> Decision | Rollback:
-    """Return the next decision for a run, given the answers of all frozen pservers, or a rollback.
-
-    An answer is None if the pserver, in this incarnation, holds nothing that it could continue from by itself.
-    """
+def decide_change(run: Run, targets: Mapping[Rank, Incarnation], answers: Answers) -> Decision | Rollback:
+    """Return the next decision for a run, given the answers of all frozen pservers, or a rollback."""
     rounds = [answer for _, answer in answers.values() if answer is not None]
     lowest = min((answer.applied for answer in rounds), default=0)
     if run.requests.rollback_to is not None:
@@ -69,7 +65,7 @@ def decide_change(
         since = max(answer.applied for answer in rounds) + 1
         outcome = outcome.with_controls(requests.controls.model_copy(update={"since": since}), first=lowest + 1)
     reason = explain_change(record.membership, targets, requests.controls)
-    return Decision(record.attempt, record.resume, record.uploader, outcome, reason, requests.controls)
+    return Decision(record.attempt, record.base_round, record.uploader, outcome, reason, requests.controls)
 
 
 def explain_change(before: Membership, members: Mapping[Rank, Incarnation], wanted: Controls | None) -> str:
@@ -104,8 +100,8 @@ def _find_loss(
     if answer.is_short:
         return f"has lost what it had logged after round {answer.applied}"
     # The trainers that received the lost round may be gone, and do not report it.
-    if answer.applied < run.received:
-        return f"is at round {answer.applied}, and a trainer has received round {run.received}"
+    if answer.applied < run.newest_confirmed:
+        return f"is at round {answer.applied}, and a trainer has received round {run.newest_confirmed}"
     report = run.lost_rounds.get(index)
     if report and report.incarnation == incarnation and answer.applied <= report.restored:
         received = f"trainer {report.rank} has received round {report.received}"
@@ -129,7 +125,7 @@ def decide_rollback(
         return Refusal(f"not every pserver can restore round {wanted.newest}, see the pservers' logs")
     if wanted.is_asked and (obstacle := run.find_rollback_obstacle(wanted.newest)):
         return Refusal(obstacle)
-    if round_ is None and (run.applied > 0 or record.has_trained or record.resume is not None):
+    if round_ is None and (run.newest_applied > 0 or record.has_trained or record.base_round is not None):
         empty = [index for index, one in ranges.items() if not one]
         text = f"pservers {empty} have lost their shards" if empty else "no round can be restored by all pservers"
         restorable = list(ranges.values())

@@ -44,7 +44,7 @@ def join_run(run: Run, request: JoinTrainer, now: float) -> Run:
     round_ = 0 if before is None else run.reports[rank].round
     report = TrainerReport.begin(trainer, run.record.name, now, round_, has_chosen=request.rank is not None)
     joined = replace(
-        run.change(trainers={**run.record.trainers, rank: trainer}),
+        run.with_change(trainers={**run.record.trainers, rank: trainer}),
         incarnations={**run.incarnations, rank: trainer.incarnation},
         reports={**run.reports, rank: report},
     )
@@ -75,7 +75,7 @@ def _fix_num_trainers(run: Run, num_trainers: int) -> Run:
         for rank, trainer in before.items()
     }
     return replace(
-        run.change(num_trainers=num_trainers, trainers=trainers),
+        run.with_change(num_trainers=num_trainers, trainers=trainers),
         incarnations={**run.incarnations, **moved},
         reports={rank: run.reports[trainer.rank] for rank, trainer in before.items()},
     )
@@ -131,21 +131,22 @@ def declare_model(run: Run, rank: Rank, message: DeclareModel) -> Run:
     """Store a trainer's declaration. Raises BadInput, or ModelMismatch with the first difference."""
     trainer, record = run.member(rank, message.run, message.incarnation), run.record
     plan_model(message, run.settings, num_pservers=1)  # raises if it cannot be planned
-    known = agree_on_model(run, rank, message)
-    if known is not message and trainer.declared and rank == 0 and message.rendezvous != known.rendezvous:
-        raise ModelMismatch(f"trainer {rank} must declare the model that run {record.name} was planned for")
-    record = record.update(declaration=known).with_trainers([rank], declared=True)
-    run = replace(run, record=record).with_report(rank, declaration=known)
+    declaration = agree_on_model(run, rank, message)
+    is_other = declaration is not message and message.rendezvous != declaration.rendezvous
+    if rank == 0 and trainer.has_declared and is_other:
+        raise ModelMismatch(f"trainer {rank} must declare the rendezvous that run {record.name} was planned for")
+    record = record.with_fields(declaration=declaration).with_trainers([rank], has_declared=True, declaration=None)
+    run = replace(run, record=record).with_report(rank, declaration=declaration)
     if trainer.state not in ("joined", "lost"):  # a lost one is awaited, and late
         return run
-    run = replace(run, record=record.with_trainers([rank], state="declared").change())
-    return run.with_report(rank, is_stuck=False).go_on_without_the_lost()
+    run = replace(run, record=record.with_trainers([rank], state="declared").with_change())
+    return run.with_report(rank, is_stuck=False).continue_without_lost()
 
 
 def agree_on_model(run: Run, rank: Rank, mine: DeclareModel) -> DeclareModel:
     """Return the declaration of the run, given that of a trainer. Raises ModelMismatch if they differ."""
     record, known = run.record, run.record.declaration
-    others = [t.rank for t in record.trainers.values() if t.declared and t.is_present and t.rank != rank]
+    others = [t.rank for t in record.trainers.values() if t.has_declared and t.is_present and t.rank != rank]
     if known is not None and (record.plan is not None or others):
         check_same_model(rank, mine, f"trainer {others[0]}" if record.plan is None else f"run {record.name}", known)
     is_first = record.plan is None and rank <= min(others, default=rank)
@@ -160,7 +161,7 @@ def start_run(run: Run, pservers: Mapping[PserverIndex, Incarnation], beginning:
     members, declaration = run.record.members, run.record.declaration
     assert declaration is not None
     plan = plan_model(declaration, run.settings, len(pservers))
-    record = run.record.update(plan=plan, uploader=min(members), membership=Membership(members))
+    record = run.record.with_fields(plan=plan, uploader=min(members), membership=Membership(members))
     run = replace(run, record=record, holders=pservers, reason="all members are present")
     if beginning is None:
         return run
@@ -174,4 +175,6 @@ def start_run(run: Run, pservers: Mapping[PserverIndex, Incarnation], beginning:
         others = min(steps.values(), default=beginning.round)
         starts = {rank: steps.get(rank, others) + 1 for rank in members}
     membership = Membership(members, starts, controls=(beginning.controls.model_copy(update={"since": 0}),))
-    return replace(run, record=record.update(resume=beginning.round, source=beginning.run, membership=membership))
+    return replace(
+        run, record=record.with_fields(base_round=beginning.round, source=beginning.run, membership=membership)
+    )

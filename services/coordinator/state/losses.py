@@ -1,9 +1,29 @@
-"""The leases of a run's trainers: heartbeats, losses by the policy, returns and time-outs. Pure, without a clock."""
+"""The leases of a run's trainers: heartbeats, losses by the policy, returns and time-outs. Pure, without a clock.
+
+event                                  trainer                    state afterwards     awaited afterwards
+------------------------------------   ------------------------   ------------------   ------------------
+a process takes the rank               none, lost or failed       joined               as before
+it declares its model                  joined, or lost            declared             until installed
+the pservers have installed it         declared                   declared             no
+it leaves as done                      present, or awaited        done                 no
+it leaves as failed                    present, or done           failed               by the policy
+its lease expires                      present                    lost                 by the policy
+others waited for it too long: stuck   present                    lost                 by the policy
+an administrator evicts it             present, or awaited        lost                 no
+it sends a heartbeat                   lost, and not stuck        as before the loss   until installed
+no barrier misses it any more          stuck                      declared             until installed
+the rejoin time-out expires            awaited                    unchanged            no, or the run fails
+
+A trainer is present if it has joined or declared. The policy `wait` awaits a lost trainer. `continue` does so while
+fewer than `min_trainers` are present. `fail` fails the run. A rank that was awaited stays so under each policy, if the
+next process is lost before it declares. Without a plan no trainer is awaited, since its rank is free again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ps_protocol.errors import Conflict, Ended, GradpostError, NotFound, RoundTimeout, TrainerLost
 from ps_protocol.messages import Leave, TrainerHeartbeat
@@ -21,52 +41,55 @@ def renew_lease(run: Run, rank: Rank, message: TrainerHeartbeat, now: float) -> 
     """
     trainer, record = run.member(rank, message.run, message.incarnation), run.record
     run = run.with_report(rank, seen_at=now, heartbeat=message)
-    first = record.membership.starts.get(rank, (record.resume or 0) + 1)
+    first = record.membership.starts.get(rank, (record.base_round or 0) + 1)
     # An earlier round is only its starting point.
     if message.attempt == record.attempt and message.round >= first:
-        record = record if record.has_trained else record.update(has_trained=True)
-        run = replace(run, record=record, pulled=max(run.pulled, message.round))
+        record = record if record.has_trained else record.with_fields(has_trained=True)
+        run = replace(run, record=record, newest_received=max(run.newest_received, message.round))
     is_back = trainer.state == "lost" and run.may_return(trainer) and not run.reports[rank].is_stuck
-    return _revive(run, rank) if is_back else run
+    return _return_trainer(run, rank) if is_back else run
 
 
-def _revive(run: Run, rank: Rank) -> Run:
+def _return_trainer(run: Run, rank: Rank) -> Run:
     """Undo the loss of a trainer. It stays awaited until the pservers have installed it."""
-    trainer, record, mine = run.record.trainers[rank], run.record, run.reports[rank].declaration
-    if trainer.declared and mine is not None:
-        record = record.update(declaration=agree_on_model(run, rank, mine))
-    record = record.with_trainers([rank], state="declared" if trainer.declared else "joined")
+    trainer, record, model = run.record.trainers[rank], run.record, run.reports[rank].declaration
+    if model is not None:
+        record = record.with_fields(declaration=agree_on_model(run, rank, model))
+    state = "declared" if trainer.has_declared else "joined"
+    record = record.with_trainers([rank], state=state, declaration=None)
     if record.membership.members.get(rank) != trainer.incarnation:
-        record = record.change()  # the pservers have not installed this incarnation
-    return replace(run, record=record).with_report(rank, is_stuck=False).go_on_without_the_lost()
+        record = record.with_change()  # the pservers have not installed this incarnation
+    return replace(run, record=record).with_report(rank, is_stuck=False).continue_without_lost()
 
 
 def lose_trainer(run: Run, rank: Rank, failure: GradpostError, now: float, state: TrainerState = "lost") -> Run:
-    """Apply the loss policy to a trainer that is gone, or counts as gone."""
+    """Apply the loss policy to a trainer that failed, was silent, or is stuck."""
     record, trainer, policy = run.record, run.record.trainers[rank], run.settings.loss_policy
     enough = len(record.members) - trainer.is_present >= run.settings.min_trainers
-    is_newcomer = trainer.is_awaited and not trainer.declared  # another process may take its rank
+    is_newcomer = trainer.is_awaited and not trainer.has_declared  # another process may take its rank
     # Without a plan the rank is free again.
     is_awaited = (
         record.plan is not None
         and not record.is_over
         and (is_newcomer or policy == "wait" or (policy == "continue" and not enough))
     )
-    run = _mark_gone(run, rank, state, failure.detail, now, is_awaited=is_awaited)
+    run = _remove_member(run, rank, failure.detail, now, state=state, is_awaited=is_awaited)
     if record.plan is not None and policy == "fail" and not is_newcomer:
         run = run.fail(failure, now)
-    return _end_if_deserted(run, now)
+    return _finish_if_all_left(run, now)
 
 
-def _mark_gone(run: Run, rank: Rank, state: TrainerState, why: str, now: float, *, is_awaited: bool) -> Run:
-    record = run.record.with_trainers([rank], state=state, why=why, is_awaited=is_awaited, round=0).change()
-    return replace(run, record=record).with_report(rank, gone_at=now)
+def _remove_member(run: Run, rank: Rank, why: str, now: float, **fields: Any) -> Run:
+    """Set the state of a trainer that is lost or failed."""
+    declaration = run.reports[rank].declaration if run.record.plan is None else None
+    fields = {"was_evicted": False, **fields, "why": why, "round": 0, "declaration": declaration}
+    return replace(run, record=run.record.with_trainers([rank], **fields).with_change()).with_report(rank, gone_at=now)
 
 
-def _end_if_deserted(run: Run, now: float) -> Run:
+def _finish_if_all_left(run: Run, now: float) -> Run:
     record = run.record
     goes_on = record.plan is None or record.members or record.awaited or record.is_over
-    return run if goes_on else replace(run.change(state="finished"), ended_at=now)
+    return run if goes_on else replace(run.with_change(state="finished"), ended_at=now)
 
 
 def leave_run(run: Run, rank: Rank, message: Leave, now: float) -> Run:
@@ -75,9 +98,9 @@ def leave_run(run: Run, rank: Rank, message: Leave, now: float) -> Run:
     `failed` after `done` is sent by the launcher of the process, which has seen its exit code.
     """
     trainer, record = run.member(rank, message.run, message.incarnation), run.record
-    returns_for_the_end = trainer.is_awaited and message.outcome == "done"  # it was lost after its last round
-    has_failed_after_all = trainer.state == "done" and message.outcome == "failed" and not record.is_over
-    if not (trainer.is_present or returns_for_the_end or has_failed_after_all):
+    was_lost_after_last_round = trainer.is_awaited and message.outcome == "done"
+    has_failed_after_done = trainer.state == "done" and message.outcome == "failed" and not record.is_over
+    if not (trainer.is_present or was_lost_after_last_round or has_failed_after_done):
         return run
     run = run.with_report(rank, heartbeat=run.reports[rank].heartbeat.model_copy(update={"round": message.round}))
     if message.outcome == "failed":
@@ -85,12 +108,12 @@ def leave_run(run: Run, rank: Rank, message: Leave, now: float) -> Run:
         return lose_trainer(run, rank, TrainerLost(f"trainer {rank} failed: {reason}", ranks=[rank]), now, "failed")
     if record.state == "gathering" and record.plan is None:
         others = {other: t for other, t in record.trainers.items() if other != rank}
-        return replace(run.change(trainers=others), reports={other: run.reports[other] for other in others})
+        return replace(run.with_change(trainers=others), reports={other: run.reports[other] for other in others})
     done = record.with_trainers([rank], state="done", is_awaited=False, round=message.round)
-    run = replace(run, record=done.change())
+    run = replace(run, record=done.with_change())
     if message.attempt is not None and message.attempt < record.attempt:
-        run = run.fail_for_lost_rounds(record.resume or 0, message.round, now)
-    return _end_if_deserted(run, now)
+        run = run.fail_for_lost_rounds(record.base_round or 0, message.round, now)
+    return _finish_if_all_left(run, now)
 
 
 def evict_trainer(run: Run, rank: Rank, now: float) -> Run:
@@ -105,7 +128,8 @@ def evict_trainer(run: Run, rank: Rank, now: float) -> Run:
             f"run {record.name} would have too few trainers without trainer {rank}",
             code="cannot_evict", expected=f">= {needed}", actual=others,
         )  # fmt: skip
-    return _mark_gone(run, rank, "lost", f"trainer {rank} {EVICTED}", now, is_awaited=False)
+    why = f"trainer {rank} {EVICTED}"
+    return _remove_member(run, rank, why, now, state="lost", is_awaited=False, was_evicted=True)
 
 
 # ---------------------------------------------------------------- time
@@ -123,7 +147,7 @@ def expire_trainers(run: Run, now: float, lease_seconds: float) -> Run:
     for trainer in run.record.awaited:
         if now - run.reports[trainer.rank].gone_at <= limit:
             continue
-        run = replace(run, record=run.record.with_trainers([trainer.rank], is_resumed=False)).go_on_without_the_lost()
+        run = replace(run, record=run.record.with_trainers([trainer.rank], is_resumed=False)).continue_without_lost()
         if run.record.trainers[trainer.rank].is_awaited:
             text = f"{trainer.why}; it did not come back within the rejoin time-out of {limit:g} s"
             run = run.fail(TrainerLost(text, ranks=[trainer.rank]), now)
@@ -131,14 +155,13 @@ def expire_trainers(run: Run, now: float, lease_seconds: float) -> Run:
 
 
 def _expire_declarations(run: Run, now: float) -> Run:
-    """Give up trainers that joined but did not declare a model within the round time-out."""
+    """Lose trainers that joined but did not declare a model within the round time-out; without a plan fail the run."""
     limit, record = run.settings.round_timeout_seconds, run.record
     owed = f"joined, but did not declare a model within the round time-out of {limit:g} s"
     if record.plan is not None:
-        for trainer in record.undeclared:
-            if now - run.reports[trainer.rank].joined_at > limit:
-                failure = TrainerLost(f"trainer {trainer.rank} {owed}", ranks=[trainer.rank])
-                run = _give_up(run, trainer.rank, failure, now)
+        late = [t.rank for t in record.undeclared if now - run.reports[t.rank].joined_at > limit]
+        for rank in late:
+            run = _lose_stuck(run, rank, TrainerLost(f"trainer {rank} {owed}", ranks=[rank]), now)
         return run
     all_joined = len(record.members) == record.num_trainers
     if record.is_over or not (record.num_declared and all_joined and run.missing_ranks):
@@ -150,32 +173,32 @@ def _expire_declarations(run: Run, now: float) -> Run:
     return run.fail(RoundTimeout(f"{name_ranks(run.missing_ranks)} {owed}", missing=run.missing_ranks), now)
 
 
-def mark_stuck(run: Run, ranks: list[Rank], failure: GradpostError, now: float) -> Run:
-    """Mark trainers as lost that others waited for until the round time-out, although they are alive.
+def lose_stuck_trainers(run: Run, ranks: list[Rank], failure: GradpostError, now: float) -> Run:
+    """Lose trainers that others waited for until the round time-out, although they are alive.
 
     An incarnation that the pservers have not installed is skipped, since its predecessor is the missing one.
     """
     for rank in ranks:
         members = run.record.members
         if rank in members and members[rank] == run.record.membership.members.get(rank):
-            run = _give_up(run, rank, failure, now)
+            run = _lose_stuck(run, rank, failure, now)
     return run
 
 
-def _give_up(run: Run, rank: Rank, failure: GradpostError, now: float) -> Run:
+def _lose_stuck(run: Run, rank: Rank, failure: GradpostError, now: float) -> Run:
     return run if run.record.is_over else lose_trainer(run.with_report(rank, is_stuck=True), rank, failure, now)
 
 
-def revive_stuck(run: Run, missing: Collection[Rank]) -> Run:
-    """Restore stuck trainers that are no longer missing, unless their ranks were taken."""
+def return_stuck_trainers(run: Run, missing: Collection[Rank]) -> Run:
+    """Return stuck trainers that no barrier misses any more, unless other processes took their ranks."""
     for trainer in run.record.awaited:
-        if run.reports[trainer.rank].is_stuck and trainer.declared and trainer.rank not in missing:
-            run = _revive(run, trainer.rank)
+        if run.reports[trainer.rank].is_stuck and trainer.has_declared and trainer.rank not in missing:
+            run = _return_trainer(run, trainer.rank)
     return run
 
 
 def time_out(run: Run, round_: Round, missing: Sequence[Rank], waiting_seconds: float, now: float) -> Run:
-    """Mark trainers as stuck that others have waited for during the round time-out.
+    """Lose trainers that others have waited for during the round time-out.
 
     It runs only while all pservers serve the run and the trainer can reach them.
     """
@@ -190,7 +213,7 @@ def time_out(run: Run, round_: Round, missing: Sequence[Rank], waiting_seconds: 
     elif run.settings.consistency.is_ring:
         owed = f"contribute to round {round_} in the ring"
     text = f"{name_ranks(late)} did not {owed} within the round time-out of {limit:g} s, although alive"
-    return mark_stuck(run, late, RoundTimeout(text, missing=late), now)
+    return lose_stuck_trainers(run, late, RoundTimeout(text, missing=late), now)
 
 
 def check_ring(run: Run, message: TrainerHeartbeat, now: float) -> Run:
@@ -201,10 +224,10 @@ def check_ring(run: Run, message: TrainerHeartbeat, now: float) -> Run:
     round_, limit = message.round + 1, run.settings.round_timeout_seconds
     if not message.waiting_seconds or message.is_done:
         return run
-    gone = [t.rank for _, t in sorted(run.record.trainers.items()) if t.state == "done" and t.round < round_]
-    if gone:
-        text = f"{name_ranks(gone)} left before round {round_}, and a ring requires all trainers"
-        return run.fail(Ended(text, code="trainer_left", ranks=gone), now)
+    departed = [t.rank for _, t in sorted(run.record.trainers.items()) if t.state == "done" and t.round < round_]
+    if departed:
+        text = f"{name_ranks(departed)} left before round {round_}, and a ring requires all trainers"
+        return run.fail(Ended(text, code="trainer_left", ranks=departed), now)
     if message.waiting_seconds <= limit:
         return run
     newest = {rank: run.reports[rank].heartbeat for rank in sorted(run.record.members)}

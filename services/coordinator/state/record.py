@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, TypeAdapter, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter, model_validator
 
 from ps_protocol.errors import GradpostError, error_from_problem
 from ps_protocol.fields import Message
@@ -19,7 +19,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest, is_undone, nest_membership
 
-EVICTED = "was evicted by an administrator"
+EVICTED = "was evicted by an administrator"  # the end of `why`; files of November 2026 have no `was_evicted`
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -31,16 +31,24 @@ def _replace(value: MessageT, fields: Mapping[str, Any]) -> MessageT:
     return type(value)(**{**dict(value), **fields})
 
 
-class TrainerRecord(Message):
-    """The newest incarnation of one rank."""
+class _Record(Message):
+    """A message whose fields have other names in the file, by their aliases."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+
+class TrainerRecord(_Record):
+    """The newest incarnation of one rank. See losses.py for its states."""
 
     rank: Rank
     incarnation: Incarnation
     instance: str
     metrics_address: str | None
     state: TrainerState = "joined"
-    declared: bool = False  # it has declared the model of the run
+    has_declared: bool = Field(default=False, alias="declared")  # the model of the run, even if it was lost since
+    declaration: DeclareModel | None = None  # its model, if it was lost before training began
     why: str = ""  # the reason for which it was lost or failed
+    was_evicted: bool = False  # lost because an administrator evicted it
     is_awaited: bool = False  # the run waits for this rank, whichever process takes it
     is_resumed: bool = False  # awaited since the run was resumed, so that all begin together
     round: Round = 0  # the newest completed round of a trainer that is done
@@ -50,10 +58,13 @@ class TrainerRecord(Message):
         """True if the trainer holds its rank."""
         return self.state in ("joined", "declared")
 
-    @property
-    def was_evicted(self) -> bool:
-        """True if an administrator evicted the trainer."""
-        return self.state == "lost" and self.why.endswith(EVICTED)
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_earlier(cls, trainer: Any) -> Any:
+        match trainer:
+            case {"state": "lost", "why": str(why)} if why.endswith(EVICTED):
+                return {"was_evicted": True, **trainer}
+        return trainer
 
 
 def _read_trainers(trainers: Any) -> Any:
@@ -80,8 +91,11 @@ Plan = Annotated[
 ]
 
 
-class RunRecord(Message):
-    """The durable state of a run. A transition returns another record; `change` is for those that pservers receive."""
+class RunRecord(_Record):
+    """The durable state of a run. Transitions return another record: `with_change` if pservers must receive it.
+
+    A higher `change_number` makes the reconciler freeze all pservers, and install the newest membership on them.
+    """
 
     name: str
     state: RunState = "gathering"
@@ -92,12 +106,13 @@ class RunRecord(Message):
     uploader: Rank = 0  # pushes the initial values: the lowest rank when the plan was made
     attempt: int = 0  # raised by each rollback
     membership: Membership = Membership({})  # the newest decision
-    resume: Round | None = None  # the round that this attempt began with; None: initial values
+    # The round that this attempt began with; None: initial values.
+    base_round: Round | None = Field(default=None, alias="resume")
     began: dict[int, Round | None] = Field(default={})  # the round that each attempt since the first began with
     source: str | None = None  # the run whose checkpoint this one began with
     has_begun: bool = True  # every pserver has installed it once
     has_trained: bool = True  # a trainer has completed a round, so that initial values cannot replace it
-    number: int = 0  # of the newest change that every pserver must receive
+    change_number: int = Field(default=0, alias="number")  # of the newest change that every pserver must receive
     trainers: Trainers = Field(default={})
 
     @model_validator(mode="before")
@@ -162,29 +177,33 @@ class RunRecord(Message):
         """True if the run is over and all trainers have left."""
         return self.is_over and not self.members
 
+    def find_declaration(self, trainer: TrainerRecord) -> DeclareModel | None:
+        """Return the model that a trainer declared before training began, which others may have replaced since."""
+        return self.declaration if self.plan is None and trainer.state == "declared" else trainer.declaration
+
     def has_undone(self, manifest: Manifest) -> bool:
         """Return whether the run was rolled back behind this checkpoint, which may not be deleted yet."""
         return manifest.run == self.name and is_undone(manifest.round, manifest.attempt, self.began)
 
-    def update(self, **fields: Any) -> RunRecord:
+    def with_fields(self, **fields: Any) -> RunRecord:
         """Return the run with other fields, without a change for the pservers."""
         return _replace(self, fields)
 
-    def change(self, **fields: Any) -> RunRecord:
+    def with_change(self, **fields: Any) -> RunRecord:
         """Return the run with other fields, as a change that every pserver must receive."""
-        return _replace(self, {**fields, "number": self.number + 1})
+        return _replace(self, {**fields, "change_number": self.change_number + 1})
 
     def with_trainers(self, ranks: Iterable[Rank], **fields: Any) -> RunRecord:
         """Return the run with other fields of these trainers, without a change for the pservers."""
         changed = {rank: _replace(self.trainers[rank], fields) for rank in ranks}
-        return self.update(trainers={**self.trainers, **changed})
+        return self.with_fields(trainers={**self.trainers, **changed})
 
     def adopt(self, decision: Decision) -> RunRecord:
         """Return the run with a decision in effect."""
-        fields = {name: getattr(decision, name) for name in ("attempt", "resume", "uploader", "membership")}
+        fields = {name: getattr(decision, name) for name in ("attempt", "base_round", "uploader", "membership")}
         if decision.attempt != self.attempt:
-            fields |= {"source": None, "began": {**self.began, decision.attempt: decision.resume}}
-        return self.update(**fields)
+            fields |= {"source": None, "began": {**self.began, decision.attempt: decision.base_round}}
+        return self.with_fields(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +211,7 @@ class Decision:
     """The attempt of a run, the round that it began with (None: initial values of `uploader`), and its membership."""
 
     attempt: int
-    resume: Round | None
+    base_round: Round | None
     uploader: Rank
     membership: Membership
     reason: str = field(default="", compare=False)
@@ -208,11 +227,11 @@ def await_trainers(run: RunRecord, *, is_async: bool) -> RunRecord:
     if not is_async:
         members = {rank: run.trainers[rank].incarnation for rank in ranks} | members
     if run.state != "gathering":
-        run = run.update(state="training", source=None)
+        run = run.with_fields(state="training", source=None)
     for rank in ranks:
         why = f"trainer {rank} must be started again"
         run = run.with_trainers([rank], state="lost", why=why, is_awaited=True, is_resumed=True, round=0)
-    return run.update(
+    return run.with_fields(
         failure=None,
         membership=replace(run.membership, members=members),
         trainers={rank: run.trainers[rank] for rank in ranks},

@@ -4,7 +4,7 @@ gathering ──all pservers registered, all trainers declared the same model─
     └────────────────── a trainer or pserver is lost for good ───────────────────┴────────────────► failed
 
 The loss policy decides how a run continues without a trainer: its rank is reserved for another incarnation (`wait`),
-the other trainers go on (`continue`), or the run fails (`fail`). Before training begins, the rank is free again.
+the other trainers go on (`continue`), or the run fails (`fail`). losses.py lists the states of trainers and the events.
 
 A run is a value: a transition returns another run, and one that raises changes nothing.
 """
@@ -78,6 +78,14 @@ class Requests:
     refusal: str = ""  # why the newest request for a rollback was refused
 
 
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The newest change that every pserver has installed, and its members."""
+
+    number: int = 0
+    members: Mapping[Rank, Incarnation] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
     """One run: its durable record, and what its members report to this process."""
@@ -91,13 +99,12 @@ class Run:
     reason: str = ""  # of the newest decision
     holders: Mapping[PserverIndex, Incarnation] = field(default_factory=dict)  # the pservers that hold the run
     lost_rounds: Mapping[PserverIndex, LostRounds] = field(default_factory=dict)  # reports of this attempt
-    applied: Round = 0  # the newest round that a pserver has reported in this attempt
-    pulled: Round = 0  # the newest round that a trainer reports to have received in this attempt
+    newest_applied: Round = 0  # the newest round that a pserver has reported in this attempt
+    newest_received: Round = 0  # the newest round that a trainer has reported as received in this attempt
     complete_checkpoints: tuple[Round, ...] = ()  # newest first
     listed_attempt: int | None = None  # the attempt for which they were listed
-    is_recorded: bool = False  # its summary has been made, so that its pservers may exit
-    installed_number: int = 0  # the newest change that every pserver has installed
-    installed_members: Mapping[Rank, Incarnation] = field(default_factory=dict)  # and its members
+    is_result_saved: bool = False  # and its summary has been made, so that its pservers may exit
+    installed: Installed = Installed()
     unserved_at: float = -math.inf  # when a pserver last did not serve the run, by the monotonic clock
     started_at: float | None = None  # when training began
     ended_at: float | None = None
@@ -116,12 +123,14 @@ class Run:
         if record.num_trainers is not None:  # with other settings it is as near as they allow
             fewest, most = self.sizes
             num_trainers = min(max(record.num_trainers, fewest), most)
-        number = max(record.number, self.record.number)
+        number = max(record.change_number, self.record.change_number)
         return replace(
             self,
-            record=record.update(num_trainers=num_trainers, number=number).change(),
+            record=record.with_fields(num_trainers=num_trainers, change_number=number).with_change(),
             reports={
-                rank: TrainerReport.begin(trainer, record.name, now, trainer.round, gone_at=now)
+                rank: TrainerReport.begin(
+                    trainer, record.name, now, trainer.round, gone_at=now, declaration=record.find_declaration(trainer)
+                )
                 for rank, trainer in record.trainers.items()
             },
             started_at=None if record.plan is None else now,
@@ -131,7 +140,7 @@ class Run:
     def __repr__(self) -> str:
         waits = f" | waiting for: {', '.join(self.waiting_for)}" if self.waiting_for else ""
         record = self.record
-        return f"<Run {record.name} [{record.state}, attempt {record.attempt}, change {record.number}{waits}]>"
+        return f"<Run {record.name} [{record.state}, attempt {record.attempt}, change {record.change_number}{waits}]>"
 
     @property
     def durable(self) -> RunRecord:
@@ -155,24 +164,24 @@ class Run:
         return fewest, self.record.num_trainers or self.settings.max_trainers or fewest
 
     @property
-    def round(self) -> Round:
+    def lowest_round(self) -> Round:
         """The newest round that every trainer has completed, including trainers that left."""
         return min((report.round for report in self.reports.values()), default=0)
 
     @property
-    def newest_round(self) -> Round:
+    def highest_round(self) -> Round:
         """The newest round that a trainer has completed. With strategy ring, this round contains all gradients."""
         return max((report.round for report in self.reports.values()), default=0)
 
     @property
-    def received(self) -> Round:
+    def newest_confirmed(self) -> Round:
         """The newest round that a trainer has received and a pserver has applied in this attempt."""
-        return min(self.pulled, self.applied)
+        return min(self.newest_received, self.newest_applied)
 
     @property
     def is_changing(self) -> bool:
         """True if a pserver may not have installed the newest decision, which may be a rollback."""
-        return self.record.state == "training" and self.installed_number < self.record.number
+        return self.record.state == "training" and self.installed.number < self.record.change_number
 
     @property
     def knows_checkpoints(self) -> bool:
@@ -205,9 +214,9 @@ class Run:
         """The controls that an administrator has set or requested last; a decision may be on its way to the disk."""
         return self.requests.controls or self.durable.membership.newest_controls
 
-    def change(self, **fields: Any) -> Run:
+    def with_change(self, **fields: Any) -> Run:
         """Return the run with a change that every pserver must receive."""
-        return replace(self, record=self.record.change(**fields))
+        return replace(self, record=self.record.with_change(**fields))
 
     def with_report(self, rank: Rank, **fields: Any) -> Run:
         """Return the run with other fields in the report of a trainer."""
@@ -234,7 +243,9 @@ class Run:
         if self.record.state != "gathering":
             return self
         # From now on the pservers restore from their own disks.
-        return replace(self, started_at=now, record=self.record.update(state="training", has_begun=True, source=None))
+        return replace(
+            self, started_at=now, record=self.record.with_fields(state="training", has_begun=True, source=None)
+        )
 
     # ------------------------------------------------------------------ decisions
 
@@ -257,26 +268,26 @@ class Run:
             requests = replace(requests, controls=None)
         if decision.attempt != self.record.attempt:
             requests = replace(requests, rollback_to=None)
-            rounds = tuple(round_ for round_ in self.complete_checkpoints if round_ <= (decision.resume or 0))
-            run = replace(run, applied=0, pulled=0, lost_rounds={}, complete_checkpoints=rounds)
+            rounds = tuple(round_ for round_ in self.complete_checkpoints if round_ <= (decision.base_round or 0))
+            run = replace(run, newest_applied=0, newest_received=0, lost_rounds={}, complete_checkpoints=rounds)
         record = self.record.adopt(decision)
         return replace(run, record=record, reason=decision.reason, requests=requests, pending=None)
 
     def finish_change(self, number: int) -> Run:
         """Note that every pserver has installed a change, and that the disk says that the run has begun."""
-        members = self.record.membership.members
-        back = [t.rank for t in self.record.trainers.values() if t.is_awaited and t.state == "declared"]
-        back = [rank for rank in back if members.get(rank) == self.record.trainers[rank].incarnation]
-        record = self.record.with_trainers(back, is_awaited=False) if back else self.record
-        return replace(self, record=record, installed_number=number, installed_members=members)
+        record, members = self.record, self.record.membership.members
+        awaited = [t for t in record.trainers.values() if t.is_awaited and t.state == "declared"]
+        returned = [t.rank for t in awaited if members.get(t.rank) == t.incarnation]
+        record = record.with_trainers(returned, is_awaited=False) if returned else record
+        return replace(self, record=record, installed=Installed(number, members))
 
     def request_controls(self, controls: Controls) -> Run:
         """Set controls with the next change."""
-        return replace(self, requests=replace(self.requests, controls=controls)).change()
+        return replace(self, requests=replace(self.requests, controls=controls)).with_change()
 
     def request_rollback(self, round_: Round) -> Run:
         """Roll back to a round with the next change."""
-        return replace(self, requests=replace(self.requests, rollback_to=round_, refusal="")).change()
+        return replace(self, requests=replace(self.requests, rollback_to=round_, refusal="")).with_change()
 
     def refuse_rollback(self, reason: str) -> Run:
         """Give up a rollback that an administrator requested."""
@@ -287,11 +298,13 @@ class Run:
         known = self.lost_rounds.get(index)
         if known is not None and known.incarnation == report.incarnation:
             return self
-        return replace(self, lost_rounds={**self.lost_rounds, index: report}).change()
+        return replace(self, lost_rounds={**self.lost_rounds, index: report}).with_change()
 
     def note_applied(self, attempt: int, round_: Round) -> Run:
         """Note a round that a pserver has applied in this attempt."""
-        return replace(self, applied=max(self.applied, round_)) if attempt == self.record.attempt else self
+        return (
+            replace(self, newest_applied=max(self.newest_applied, round_)) if attempt == self.record.attempt else self
+        )
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -314,15 +327,15 @@ class Run:
 
     def may_return(self, trainer: TrainerRecord) -> bool:
         """Return whether a lost trainer may return, because the run has not gone on without it."""
-        return trainer.is_awaited or not trainer.declared or self.record.plan is None
+        return trainer.is_awaited or not trainer.has_declared or self.record.plan is None
 
-    def go_on_without_the_lost(self) -> Run:
+    def continue_without_lost(self) -> Run:
         """Stop waiting for lost trainers under the policy `continue`, if enough are present."""
         record, settings = self.record, self.settings
         if record.plan is None or settings.loss_policy != "continue" or record.num_declared < settings.min_trainers:
             return self
-        gone = [trainer.rank for trainer in record.awaited if not trainer.is_resumed]
-        return replace(self, record=record.with_trainers(gone, is_awaited=False).change()) if gone else self
+        lost = [trainer.rank for trainer in record.awaited if not trainer.is_resumed]
+        return replace(self, record=record.with_trainers(lost, is_awaited=False).with_change()) if lost else self
 
     def find_departed_after(self, round_: Round) -> list[Rank]:
         """Return the trainers that left after completing rounds which a rollback to `round_` discards.
@@ -335,23 +348,23 @@ class Run:
 
     def find_rollback_obstacle(self, round_: Round) -> str:
         """Return why the run cannot be rolled back to a round; an empty text if it can."""
-        gone = self.find_departed_after(round_)
-        return f"the rounds after {round_} cannot be repeated, because {name_ranks(gone)} left" if gone else ""
+        departed = self.find_departed_after(round_)
+        return f"the rounds after {round_} cannot be repeated, because {name_ranks(departed)} left" if departed else ""
 
     def fail_for_lost_rounds(self, since: Round, newest: Round, now: float) -> Run:
         """Fail the run, even if it finished, if trainers left that cannot repeat the lost rounds after `since`."""
-        gone = self.find_departed_after(since)
-        if not gone:
+        departed = self.find_departed_after(since)
+        if not departed:
             return self
-        record = self.record.update(state="training") if self.record.state == "finished" else self.record
-        text = f"rounds {since + 1} to {newest} are lost and cannot be repeated, because {name_ranks(gone)} left"
+        record = self.record.with_fields(state="training") if self.record.state == "finished" else self.record
+        text = f"rounds {since + 1} to {newest} are lost and cannot be repeated, because {name_ranks(departed)} left"
         failure = Ended(f"{text}; resume the run to train them again", code="pserver_lost")
         return replace(self, record=record).fail(failure, now)
 
     def fail(self, failure: GradpostError, now: float) -> Run:
         """Fail the run. The first failure is kept."""
-        return self if self.record.is_over else replace(self.change(state="failed", failure=failure), ended_at=now)
+        return self if self.record.is_over else replace(self.with_change(state="failed", failure=failure), ended_at=now)
 
-    def finish_recording(self) -> Run:
+    def note_saved_result(self) -> Run:
         """Note that the summary and the result of the run have been made."""
-        return replace(self, is_recorded=True)
+        return replace(self, is_result_saved=True)

@@ -1,18 +1,17 @@
-"""The state of the cluster in words, for waiting trainers, and as a whole, for readers. Pure."""
+"""The state of the cluster as a whole, for readers. Pure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ps_config.versions import installed_versions
 from ps_protocol.fields import Message
 from ps_protocol.messages import ClusterStatus, PserverStatus, Software, TrainerStatus
 
+from .cluster import Cluster
 from .record import TrainerRecord
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
-    from .run import Run, TrainerReport
+from .run import TrainerReport
+from .waits import describe_pause, list_prospects
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -23,42 +22,10 @@ def copy_fields(kind: type[MessageT], source: object, **changed: Any) -> Message
     return kind(**same, **changed)
 
 
-def list_prospects(cluster: Cluster, now: float) -> list[tuple[str, float]]:
-    """Return each lost member that is awaited, in words, and the seconds until the run fails without it."""
-    if cluster.run.record.state != "training":
-        return []
-    limit = cluster.run.settings.rejoin_timeout_seconds
-    lost = [m for _, m in sorted(cluster.registry.lost.items())]
-    gone = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in lost]
-    reports = cluster.run.reports
-    gone += [(trainer.why, reports[trainer.rank].gone_at) for trainer in cluster.run.record.awaited]
-    patience = cluster.run.settings.round_timeout_seconds  # after which it counts as lost
-    gone += [
-        (f"trainer {trainer.rank} joined and has not declared its model", reports[trainer.rank].joined_at + patience)
-        for trainer in cluster.run.record.undeclared
-    ]
-    return [(text, max(0.0, limit - (now - since))) for text, since in gone]
-
-
-def describe_notice(cluster: Cluster) -> str:
-    """Return the pause and the lost members in one line, which changes only when these change."""
-    texts = [text for text, _ in list_prospects(cluster, 0.0)]
-    limit = cluster.run.settings.rejoin_timeout_seconds
-    lost = f"{'; '.join(texts)}: the run fails unless every lost member returns within {limit:g} s" if texts else ""
-    return "; ".join(filter(None, (describe_pause(cluster.run), lost)))
-
-
-def describe_pause(run: Run) -> str:
-    """Return the notice for trainers that wait while the run is paused; empty if the run is not paused."""
-    if run.record.state != "training" or not run.record.membership.newest_controls.is_paused:
-        return ""
-    return "an administrator has paused the run; it continues after POST /v1/controls/resume"
-
-
 def describe_status(cluster: Cluster, now: float) -> ClusterStatus:
     """Return the state of the cluster."""
     run, record = cluster.run, cluster.run.record
-    plan, prospects = record.plan, list_prospects(cluster, now)
+    plan, prospects = record.plan, list_prospects(run, cluster.registry, now)
     pservers = [member for _, member in sorted(cluster.registry.members.items())]
     return ClusterStatus(
         run=record.name,

@@ -103,7 +103,7 @@ def join_all(cluster: Cluster, now: float = 0.0, suffix: str = "") -> list[Train
 
 
 def change_record(cluster: Cluster, **fields: Any) -> None:
-    cluster.run = replace(cluster.run, record=cluster.run.record.update(**fields))
+    cluster.run = replace(cluster.run, record=cluster.run.record.with_fields(**fields))
 
 
 def list_checkpoints(cluster: Cluster, rounds: Sequence[int]) -> None:
@@ -117,6 +117,6 @@ def train(cluster: Cluster, now: float = 0.0) -> None:
     join_all(cluster, now)
     assert cluster.start_run_if_complete(now)
     cluster.run = cluster.run.begin_training(now)
-    cluster.run = cluster.run.finish_change(cluster.run.record.number)
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     for index in range(cluster.registry.num_pservers):
         cluster.pserver_heartbeat(index, beat(run=cluster.run.record.name), now)

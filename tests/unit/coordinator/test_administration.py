@@ -72,7 +72,7 @@ async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeyp
         await eventually(
             lambda: (
                 bool(cluster.run.record.membership.controls)
-                and cluster.run.installed_number == cluster.run.record.number
+                and cluster.run.installed.number == cluster.run.record.change_number
             )
         )
         assert cluster.run.record.membership.newest_controls.is_paused
@@ -187,7 +187,7 @@ async def test_an_evicted_trainer_is_not_counted_as_lost_and_the_last_one_stays(
             "lost",
             0,
         )
-        cluster.run = replace(cluster.run, record=cluster.run.record.with_trainers([1], why="no heartbeat for 30 s"))
+        cluster.run = replace(cluster.run, record=cluster.run.record.with_trainers([1], was_evicted=False))
         assert registry.get_sample_value("gradpost_trainers_gone") == 1
 
 
@@ -205,10 +205,10 @@ async def test_a_pserver_that_lost_rounds_causes_a_rollback_though_no_trainer_re
             httpx.Response(200, content=b"?"),
         ]
         coordinator.cluster.register_pserver(registration("0", index=0), coordinator.now())
-        coordinator.cluster.run = coordinator.cluster.run.change()
+        coordinator.cluster.run = coordinator.cluster.run.with_change()
         coordinator.changed()
         await eventually(lambda: coordinator.cluster.run.record.attempt == 1)
-        assert coordinator.cluster.run.record.resume == 4
+        assert coordinator.cluster.run.record.base_round == 4
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ async def test_rounds_that_a_lost_trainer_had_pulled_are_remembered(reported, ro
         await eventually(lambda: all(len(taken) == 2 for taken in pservers.taken.values()))
         assert cluster.run.record.attempt == is_rolled_back
         if is_rolled_back:
-            assert (cluster.run.record.resume, cluster.run.pulled) == (4, 0)
+            assert (cluster.run.record.base_round, cluster.run.newest_received) == (4, 0)
 
 
 @pytest.mark.parametrize("has_trained", [True, False])
@@ -243,7 +243,7 @@ async def test_a_run_begins_again_with_initial_values_only_before_its_first_roun
         heartbeat(coordinator, 0, 5 * has_trained)
         pservers.empty |= {"0", "1"}
         pservers.ranges = []
-        cluster.run = cluster.run.change()
+        cluster.run = cluster.run.with_change()
         coordinator.changed()
         await eventually(lambda: cluster.run.record.is_over or cluster.run.record.attempt == 1)
         assert (
@@ -257,7 +257,7 @@ async def test_the_round_in_which_a_trainer_starts_does_not_count_as_pulled() ->
         change_record(cluster, membership=replace(cluster.run.record.membership, starts={0: 7}))
         for round_, pulled in ((6, 0), (7, 7)):
             heartbeat(coordinator, 0, round_)
-            assert cluster.run.pulled == pulled
+            assert cluster.run.newest_received == pulled
 
 
 @pytest.mark.parametrize(

@@ -330,10 +330,10 @@ async def test_no_message_is_lost_that_arrives_while_a_manifest_is_written(clust
 async def test_older_checkpoints_are_deleted_unless_a_change_is_under_way(cluster, place, manifests):
     """Until the last pserver has been changed, the run may be rolling back to an older one."""
     await complete(manifests, cluster, 0, 4)
-    cluster.run = cluster.run.change()
+    cluster.run = cluster.run.with_change()
     await complete(manifests, cluster, 8)
     assert found(place) == list(cluster.run.complete_checkpoints) == [8, 4, 0]
-    cluster.run = cluster.run.finish_change(cluster.run.record.number)
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     await complete(manifests, cluster, 12)
     assert found(place) == list(cluster.run.complete_checkpoints) == [12, 8]
     assert place.list("run1") == ["000000000008", "000000000012"]

@@ -143,7 +143,7 @@ def test_a_run_starts_once_in_any_order(trainers_first):
     assert not cluster.start_run_if_complete(0)
     assert cluster.plan_ready(0, 1) is None  # until every pserver has it
     cluster.run = cluster.run.begin_training(0)
-    cluster.run = cluster.run.finish_change(cluster.run.record.number)
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     ready = cluster.plan_ready(0, 1)
     assert [p.index for p in ready.pservers] == [0, 1]
     assert (ready.run, ready.attempt, ready.uploader) == ("run1", 0, 0)
@@ -168,7 +168,7 @@ def test_a_cluster_names_what_it_waits_for():
     assert cluster.start_run_if_complete(0)
     assert cluster.waiting_for == ["the pservers to install the plan"]
     cluster.run = cluster.run.begin_training(20)
-    cluster.run = cluster.run.finish_change(cluster.run.record.number)
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     assert cluster.waiting_for == []
 
 
@@ -228,8 +228,8 @@ def test_a_silent_pserver_ends_the_run_and_is_named():
     cluster.expire(11)
     assert cluster.run.record.failure.code == "pserver_lost"
     assert str(cluster.run.record.failure) == "pserver 1 at http://1:1 was lost: no heartbeat for 11.0 s (lease 10 s)"
-    message = make_members_message(cluster.run, cluster.run.record.number)
-    assert (message.failure["code"], message.number) == ("pserver_lost", cluster.run.record.number)
+    message = make_members_message(cluster.run, cluster.run.record.change_number)
+    assert (message.failure["code"], message.number) == ("pserver_lost", cluster.run.record.change_number)
 
 
 def test_a_pserver_that_registers_again_during_a_run_has_lost_its_shard():
@@ -367,7 +367,7 @@ def test_successive_runs_on_the_same_pservers():
         join_all(cluster, 2, suffix=run)
         assert cluster.start_run_if_complete(0)
         assert make_installation(cluster, 0, 1, None).incarnation == 1
-        cluster.run = cluster.run.finish_change(cluster.run.record.number)
+        cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
 
 
 # ---------------------------------------------------------------- exit when done
@@ -379,7 +379,7 @@ def test_with_exit_when_done_every_pserver_stops_and_then_the_coordinator():
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 1).stop
     cluster.leave_trainer(1, leaving(), 2)
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 2).stop  # the summary is not made yet
-    cluster.run = cluster.run.finish_recording()
+    cluster.run = cluster.run.note_saved_result()
     assert not cluster.may_exit
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 2)
     assert (reply.stop, reply.exit_code) == (True, 0)
@@ -400,7 +400,7 @@ def test_with_exit_when_done_the_coordinator_does_not_wait_for_a_lost_pserver():
     cluster.expire(12)
     for rank in (0, 1):
         cluster.leave_trainer(rank, leaving("failed"), 12)
-    cluster.run = cluster.run.finish_recording()
+    cluster.run = cluster.run.note_saved_result()
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 12)
     assert (reply.stop, reply.exit_code) == (True, 1)
     cluster.pserver_heartbeat(0, beat(run="run1"), 13)

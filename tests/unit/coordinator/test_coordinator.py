@@ -187,9 +187,9 @@ async def test_all_trainers_receive_the_same_duration_of_a_round(tmp_path: Path,
             facts = {"index": 0, "transports": (), "shard_bytes": 0, "pushed_bytes": 0, "pulled_bytes": 0}
             return [PserverState.model_construct(run=coordinator.cluster.run.record.name, round=round_, **facts)]
 
-        monkeypatch.setattr(coordinator, "read_states", answer)
-        monkeypatch.setattr(coordinator, "now", lambda: now)
-        summary = await coordinator.summary()
+        monkeypatch.setattr(coordinator.result, "_read_states", answer)
+        monkeypatch.setattr(coordinator.result, "_now", lambda: now)
+        summary = await coordinator.result.summary()
         return summary.rounds, summary.seconds
 
     assert await summarize(0, 5.0) == (0, 0.0)
@@ -225,11 +225,11 @@ async def test_the_last_checkpoint_contains_pushes_that_are_applied_after_the_tr
         if round_ < 95:
             raise StaleRound("later contributions than 90 have been committed", current=95)
 
-    monkeypatch.setattr("services.coordinator.coordinator.want_checkpoint", want)
+    monkeypatch.setattr("services.coordinator.result.want_checkpoint", want)
     async with training() as coordinator:
         run = coordinator.cluster.run.record.name
-        assert await coordinator._write_result(run, 90) == 95
-        assert await coordinator._write_result(run, 95) is None
+        assert await coordinator.result._request_checkpoint(run, 90) == 95
+        assert await coordinator.result._request_checkpoint(run, 95) is None
         assert requested == [90, 90, 95, 95]
 
 
@@ -257,13 +257,13 @@ async def test_the_result_of_a_run_is_recorded_once(monkeypatch):
     """Otherwise a coordinator that waits for the next run would never be idle."""
     async with training(lease_seconds=0.4, durability="none", on_trainer_loss="fail") as coordinator:
         cluster, recorded, checks = coordinator.cluster, [], []
-        keep = coordinator._finish_run
+        keep = coordinator.result.save
 
         async def keep_and_note(run: Run) -> None:
             await keep(run)
             recorded.append(run)
 
-        monkeypatch.setattr(coordinator, "_finish_run", keep_and_note)
+        monkeypatch.setattr(coordinator.result, "save", keep_and_note)
         for rank in (0, 1):
             leave(coordinator, rank)
         await eventually(lambda: bool(recorded))
@@ -329,7 +329,7 @@ async def test_no_trainer_learns_of_a_rollback_before_the_disk_has_it():
         await eventually(lambda: cluster.run.record.attempt == 1)
         reply = cluster.trainer_heartbeat(0, message, coordinator.now())
         assert (reply.attempt, reply.resume) == (1, 4)
-        assert (file.newest.attempt, file.newest.resume) == (1, 4)
+        assert (file.newest.attempt, file.newest.base_round) == (1, 4)
 
 
 @pytest.mark.parametrize("wait", ["freeze", "disk", "installation"])
@@ -359,7 +359,7 @@ async def test_no_message_is_lost_that_arrives_while_a_change_waits(wait: str) -
             file.may_write.set()
         await eventually(lambda: cluster.run.record.membership.members == {0: 1} and not cluster.run.is_changing)
         run = cluster.run
-        assert (run.reports[0].round, run.pulled, run.record.trainers[2].round) == (7, 7, 7)
+        assert (run.reports[0].round, run.newest_received, run.record.trainers[2].round) == (7, 7, 7)
         assert (run.record.membership.newest_controls.is_paused, run.requests.controls) == (True, None)
 
 
@@ -411,9 +411,9 @@ async def test_no_request_is_acknowledged_before_the_disk_has_its_change(monkeyp
             for index in (0, 1):
                 await post(REGISTER_PSERVER, registration(str(index), index=index))
             run = (await post(JOIN_TRAINER, joining("a", 0)))["run"]
-            assert not trainer_on_disk().declared
+            assert not trainer_on_disk().has_declared
             await post(DECLARE_MODEL.format(rank=0), model(run=run))
-            assert trainer_on_disk().declared
+            assert trainer_on_disk().has_declared
             await coordinator.wait_until(lambda: coordinator.cluster.run.record.state == "training", 5)
             await post(LEAVE.format(rank=0), leaving(run=run))
             assert trainer_on_disk().state == "done"

@@ -1,4 +1,4 @@
-"""A run that takes as many trainers as join until its last call."""
+"""The beginning of a run, which takes as many trainers as join until its last call."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from ps_protocol.errors import GradpostError, NotReady
 from services.coordinator.state.cluster import Cluster
-from services.coordinator.state.joining import join_run
-from services.coordinator.state.losses import expire_trainers
+from services.coordinator.state.joining import declare_model, join_run
+from services.coordinator.state.losses import expire_trainers, leave_run, renew_lease
 from services.coordinator.state.run import Run
 
 from ...raising import raises_code
-from .support import LEASE, defaults, joining, make_cluster
+from .support import LEASE, alive, defaults, joining, leaving, make_cluster, make_run, model
 
 CALL = 5.0
 
@@ -131,3 +131,21 @@ def test_a_restarted_coordinator_begins_the_last_call_again():
     assert after.run.record.num_trainers is None
     after.expire(100.0 + CALL)
     assert after.run.record.num_trainers == 2
+
+
+@pytest.mark.parametrize("restart_after", ["", "declaration", "loss", "other declaration"])
+def test_a_trainer_that_returns_before_the_start_declares_its_model_again(restart_after: str):
+    def restart_if(run: Run, event: str) -> Run:
+        return make_run().restore(run.record, LEASE) if event == restart_after else run
+
+    run = join_run(join_run(make_run(), joining("a"), 0), joining("b"), 0)
+    run = restart_if(declare_model(run, 0, model()), "declaration")
+    run = renew_lease(renew_lease(run, 0, alive(), 0), 1, alive(), LEASE)
+    run = restart_if(expire_trainers(run, LEASE + 1, LEASE), "loss")
+    run = restart_if(declare_model(run, 1, model(min_block_size=100)), "other declaration")
+    with raises_code("model_mismatch", match="trainer 0 and trainer 1 disagree on min_block_size"):
+        renew_lease(run, 0, alive(), LEASE + 2)
+    assert run.missing_ranks == [0]
+    assert declare_model(run, 0, model(min_block_size=100)).missing_ranks == []
+    alone = renew_lease(leave_run(run, 1, leaving(), LEASE + 2), 0, alive(), LEASE + 3)
+    assert (alone.record.declaration, alone.missing_ranks) == (model(), [1])

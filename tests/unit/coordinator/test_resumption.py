@@ -81,7 +81,7 @@ async def test_a_checkpoint_that_was_undone_and_not_deleted_is_not_used(tmp_path
     coordinator = await restored(tmp_path)
     for round_ in (4, 7):
         write_checkpoint(tmp_path, run, round_)
-    change_record(coordinator.cluster, attempt=1, resume=5)
+    change_record(coordinator.cluster, attempt=1, base_round=5)
     await coordinator.persist()
     assert beginning_of(await restored(tmp_path, resume=True, num_pservers=3)) == (run.record.name, 4)
 
@@ -93,7 +93,7 @@ async def test_a_resumption_that_failed_before_training_begins_with_the_same_che
         write_checkpoint(tmp_path, run, round_, run=name)
     coordinator = await restored(tmp_path)
     cluster = coordinator.cluster
-    change_record(cluster, resume=7, source="run0")
+    change_record(cluster, base_round=7, source="run0")
     cluster.run = cluster.run.fail(TrainerLost("interrupted by Ctrl-C", ranks=[0]), 1.0)
     await coordinator.persist()
     for _ in range(2):

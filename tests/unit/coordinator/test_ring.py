@@ -34,7 +34,7 @@ def begin(cluster: Cluster, now: float = 0.0) -> None:
         declare(cluster, rank, rendezvous="10.0.0.5:4711" if rank == 0 else None, optimizer="Muon")
     assert cluster.start_run_if_complete(now)
     cluster.run = cluster.run.begin_training(now)
-    cluster.run = cluster.run.finish_change(cluster.run.record.number)
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
 
 
 def waits(
@@ -111,7 +111,7 @@ def test_a_restarted_coordinator_keeps_the_ring() -> None:
     assert again.run.record.state == "training"
     waits(again, 1, 0.0)
     again.declare_model(1, model(1, optimizer="Muon"))  # a retry, whose first response was lost
-    again.run = again.run.finish_change(again.run.record.number)
+    again.run = again.run.finish_change(again.run.record.change_number)
     ready = again.plan_ready(1, 1)
     assert ready.rendezvous == "10.0.0.5:4711"
 

@@ -12,7 +12,13 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, Ended, ModelMismatch, StaleRun, TrainerLost
 from ps_protocol.vocabulary import LossPolicy
 from services.coordinator.state.joining import declare_model, join_run, start_run
-from services.coordinator.state.losses import expire_trainers, leave_run, mark_stuck, renew_lease, revive_stuck
+from services.coordinator.state.losses import (
+    expire_trainers,
+    leave_run,
+    lose_stuck_trainers,
+    renew_lease,
+    return_stuck_trainers,
+)
 from services.coordinator.state.run import Run
 
 from ...raising import raises_code
@@ -227,25 +233,13 @@ def test_a_silent_trainer_is_back_before_the_start_if_its_place_is_still_free(ha
         run = declare_model(run, 0, model())
     run = renew_lease(run, 1, alive(), 8)
     run = expire_trainers(run, LEASE + 1, LEASE)
-    number = run.record.number
+    number = run.record.change_number
     run = renew_lease(run, 0, alive(), 12)
     assert (run.record.members, run.record.num_declared) == ({0: 1, 1: 1}, int(has_declared))
-    assert run.record.number > number
+    assert run.record.change_number > number
     for rank in (0, 1):
         run = declare_model(run, rank, model())
     assert run.record.num_declared == 2
-
-
-def test_a_trainer_that_returns_before_the_start_declares_its_model_again():
-    run = declare_model(joined(), 0, model())
-    run = expire_trainers(renew_lease(run, 1, alive(), LEASE), LEASE + 1, LEASE)
-    run = declare_model(run, 1, model(min_block_size=100))
-    with raises_code("model_mismatch", match="trainer 0 and trainer 1 disagree on min_block_size"):
-        renew_lease(run, 0, alive(), LEASE + 2)
-    assert run.missing_ranks == [0]
-    assert declare_model(run, 0, model(min_block_size=100)).missing_ranks == []
-    alone = renew_lease(leave_run(run, 1, leaving(), LEASE + 2), 0, alive(), LEASE + 3)
-    assert (alone.record.declaration, alone.missing_ranks) == (model(), [1])
 
 
 def test_a_trainer_that_leaves_before_the_start_frees_its_rank():
@@ -262,7 +256,7 @@ def test_a_trainer_that_leaves_before_the_start_frees_its_rank():
 def test_a_silent_trainer_ends_the_run_and_is_named():
     run = training()
     run = renew_lease(run, 1, alive(round_=3, loss=0.5), 8)
-    number = run.record.number
+    number = run.record.change_number
     run = expire_trainers(run, LEASE, LEASE)
     assert run.record.failure is None
     run = expire_trainers(run, LEASE + 1.5, LEASE)
@@ -270,7 +264,7 @@ def test_a_silent_trainer_ends_the_run_and_is_named():
     assert isinstance(run.record.failure, TrainerLost)
     assert str(run.record.failure) == "trainer 0 was lost: no heartbeat for 11.5 s (lease 10 s)"
     assert run.record.failure.facts == {"ranks": [0]}
-    assert run.record.number > number
+    assert run.record.change_number > number
     assert (run.reports[1].round, run.reports[1].heartbeat.results) == (3, {"loss": 0.5})
 
 
@@ -299,13 +293,13 @@ def test_a_lost_trainer_that_leaves_as_done_is_done():
 
 def test_a_trainer_that_is_done_is_not_waited_for():
     run = training(3)
-    number = run.record.number
+    number = run.record.change_number
     run = leave_run(run, 0, leaving(round=5), 1)
     assert (run.record.state, run.record.members, run.record.uploader) == ("training", {1: 1, 2: 1}, 0)
-    assert run.record.number > number
-    number = run.record.number
+    assert run.record.change_number > number
+    number = run.record.change_number
     run = leave_run(run, 0, leaving(round=5), 2)  # a retry
-    assert run.record.number == number
+    assert run.record.change_number == number
     for rank in (1, 2):
         run = renew_lease(run, rank, alive(), 9)
     run = expire_trainers(run, 15, LEASE)  # the lease of trainer 0 does not matter
@@ -337,10 +331,10 @@ def test_a_trainer_that_was_done_is_lost_if_its_process_fails_then(policy: LossP
 def test_a_finished_run_stays_finished():
     run = training(1)
     run = leave_run(run, 0, leaving(), 1)
-    number = run.record.number
+    number = run.record.change_number
     run = leave_run(run, 0, leaving("failed"), 2)
     run = run.fail(Ended("it exited", code="pserver_lost"), 2)
-    assert (run.record.state, run.record.trainers[0].state, run.record.failure, run.record.number) == (
+    assert (run.record.state, run.record.trainers[0].state, run.record.failure, run.record.change_number) == (
         "finished",
         "done",
         None,
@@ -365,14 +359,14 @@ def test_another_incarnation_takes_over_though_it_was_silent_for_a_while(has_dec
         run = declare_model(run, 1, model(2))
     run = renew_lease(run, 0, alive(), 2 + LEASE)
     run = expire_trainers(run, 3 + LEASE, LEASE)
-    number = run.record.number
+    number = run.record.change_number
     run = renew_lease(run, 1, alive(2), 4 + LEASE)
     if not has_declared:
         assert run.record.targets == {0: 1, 1: 1}  # the others do not go on without it
         run = declare_model(run, 1, model(2))
     assert run.record.targets == {0: 1, 1: 2}
     assert run.record.trainers[1].is_awaited  # it contributes to the open round
-    assert run.record.number > number
+    assert run.record.change_number > number
 
 
 def test_another_incarnation_that_was_silent_is_back_though_the_run_continued_without_it():
@@ -414,7 +408,7 @@ def test_another_incarnation_that_never_declares_is_given_up(policy: LossPolicy)
     assert run.record.trainers[1].is_present
     run = expire_trainers(run, 3 + round_timeout, 1000)
     assert "did not declare a model" in run.record.awaited[0].why
-    run = revive_stuck(run, set())
+    run = return_stuck_trainers(run, set())
     assert run.record.awaited
     run = expire_trainers(run, 4 + round_timeout + rejoin_timeout, 1000)
     assert isinstance(run.record.failure, TrainerLost)
@@ -426,7 +420,7 @@ def test_another_incarnation_is_not_stuck_in_the_round_of_its_predecessor():
     for declare in (False, True):
         if declare:
             run = declare_model(run, 1, model(2))
-        run = mark_stuck(run, [1], TrainerLost("trainer 1 did not come", ranks=[1]), 3)
+        run = lose_stuck_trainers(run, [1], TrainerLost("trainer 1 did not come", ranks=[1]), 3)
         assert run.record.members == {0: 1, 1: 2}
     assert run.record.targets == {0: 1, 1: 2}
     run = leave_run(run, 1, leaving(incarnation=2), 5)
@@ -441,9 +435,9 @@ def test_a_run_that_continues_waits_until_it_has_its_minimum_of_trainers(min_tra
     assert awaited(run) == ([1] if min_trainers == 1 else [0, 1])
     run = join_run(run, joining("another process", 0), 3)
     assert awaited(run) == [1]  # the new process may be busy with imports, or fail in them
-    number = run.record.number
+    number = run.record.change_number
     run = declare_model(run, 0, model(2))
-    assert (awaited(run), run.record.number > number) == (still_awaited, True)
+    assert (awaited(run), run.record.change_number > number) == (still_awaited, True)
     if not still_awaited:
         assert run.record.targets == {0: 2}
         run = expire_trainers(run, 1000, LEASE * 1000)

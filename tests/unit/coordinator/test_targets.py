@@ -32,7 +32,7 @@ def cluster_of(pservers: list[str], trainers: list[str | None]) -> Cluster:
         cluster.declare_model(rank, model(answer.incarnation, answer.run))
     assert cluster.start_run_if_complete(0)
     cluster.run = cluster.run.begin_training(0)
-    cluster.run = cluster.run.finish_change(cluster.run.record.number)
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     return cluster
 
 
