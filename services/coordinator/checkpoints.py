@@ -112,7 +112,7 @@ class CheckpointSchedule:
         """Return the pservers if all of them serve the run in training, else none."""
         run, registry = self._cluster.run, self._cluster.registry
         is_served = run.record.state == "training" and registry.is_serving(run.record.attempt_id)
-        return [member for _, member in sorted(registry.members.items())] if is_served else []
+        return registry.sorted_members if is_served else []
 
     @staticmethod
     def _find_open(members: list[PserverMember], newest: Round) -> Round | None:
@@ -161,8 +161,8 @@ class Manifests:
             newest = max(cluster.run.complete_checkpoints, default=-1)
             ready = max(set(shards[0]).intersection(*shards[1:]), default=-1)
             # A pserver that has written later shards may delete this one: see `RunStorage.prune_place`.
-            is_given_up = newest >= 0 and any(max(one, default=-1) > ready for one in shards)
-            if ready <= newest or is_given_up or not await self._complete([one[ready] for one in shards]):
+            is_given_up = newest >= 0 and any(max(written, default=-1) > ready for written in shards)
+            if ready <= newest or is_given_up or not await self._complete([written[ready] for written in shards]):
                 break
         # A checkpoint may be the target of a rollback that is under way.
         while cluster.is_current(before) and not cluster.run.is_changing:
@@ -191,8 +191,7 @@ class Manifests:
             self._log_once(log.warning, "the place of the checkpoints cannot be used", error, place=self._place.url)
             return
         self._trouble = ""
-        if self._cluster.is_current(run):
-            self._cluster.run = self._cluster.run.list_checkpoints(run.record.attempt, found)
+        self._cluster.update(run, lambda newest: newest.list_checkpoints(run.record.attempt, found))
 
     def _log_once(self, write: Callable[..., object], text: str, error: OSError, **facts: object) -> None:
         """Log a problem with the place once. Each heartbeat tries the place again."""
@@ -202,10 +201,8 @@ class Manifests:
 
     async def _delete(self, folder: str) -> None:
         try:
-            for name in (
-                f"{folder}/{MANIFEST}",
-                folder,
-            ):  # the manifest first, so that a partial checkpoint does not count
+            # The manifest first, so that a partial checkpoint does not count.
+            for name in (f"{folder}/{MANIFEST}", folder):
                 await asyncio.to_thread(self._place.delete, name)
         except OSError as error:
             log.warning("an old checkpoint could not be deleted", folder=folder, error=str(error))
@@ -237,8 +234,7 @@ class Manifests:
             cluster.is_writing_manifest = False
         self._trouble = ""
         reach_failpoint("checkpoint.manifest.after")
-        if cluster.is_current(run):
-            cluster.run = cluster.run.add_checkpoint(manifest.attempt, manifest.round)
+        cluster.update(run, lambda newest: newest.add_checkpoint(manifest.attempt, manifest.round))
         return True
 
 

@@ -176,29 +176,19 @@ class Coordinator:
 
     def _log_losses(self, after: float) -> float:
         """Log trainers that were lost after this time, and return the current time."""
-        for rank, trainer in sorted(self.cluster.run.record.trainers.items()):
+        for rank, trainer in self.cluster.run.record.trainers.items():
             if not trainer.is_present and self.cluster.run.reports[rank].gone_at > after:
                 log.info(trainer.why, trainer=rank)
         return self.now()
 
     def _log_news(self, logged: str) -> str:
         """Log the state of the run, or what it waits for, if that differs from `logged`. Returns the text."""
-        run = self.cluster.run
+        run, waits, failure = self.cluster.run, self.cluster.waiting_for, self.cluster.run.record.failure
         bind_facts(run=run.record.name)
-        news = (
-            f"waiting for {', '.join(self.cluster.waiting_for)}"
-            if self.cluster.waiting_for
-            else f"run {run.record.state}"
-        )
-        if news != logged and run.record.failure is not None:
-            trainers = run.record.failure.facts.get("ranks") or run.record.failure.facts.get("missing")
-            log.error(
-                news,
-                round=run.lowest_round,
-                trainer=trainers,
-                code=run.record.failure.code,
-                reason=run.record.failure.detail,
-            )
+        news = f"waiting for {', '.join(waits)}" if waits else f"run {run.record.state}"
+        if news != logged and failure is not None:
+            trainers = failure.facts.get("ranks") or failure.facts.get("missing")
+            log.error(news, round=run.lowest_round, trainer=trainers, code=failure.code, reason=failure.detail)
         elif news != logged:
             log.info(news, round=run.lowest_round)
         return news
@@ -225,12 +215,9 @@ class Coordinator:
         """Wait until all pservers have installed a trainer. Raises NotReady, or the run's failure."""
 
         def ready() -> bool:
-            current = self.cluster.run
-            return (
-                current.record.name != run
-                or current.record.is_over
-                or self.cluster.plan_ready(rank, incarnation) is not None
-            )
+            record = self.cluster.run.record
+            is_over = record.name != run or record.is_over
+            return is_over or self.cluster.plan_ready(rank, incarnation) is not None
 
         await self.wait_until(ready, wait_seconds)
         current = self.cluster.run

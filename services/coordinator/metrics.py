@@ -73,7 +73,7 @@ def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
     ]
     groups += [
         _group(trainer.metrics_address, role="trainer", trainer=str(rank))
-        for rank, trainer in sorted(cluster.run.record.trainers.items())
+        for rank, trainer in cluster.run.record.trainers.items()
         if trainer.metrics_address and trainer.is_present
     ]
     return groups

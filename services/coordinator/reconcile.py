@@ -33,6 +33,7 @@ from .state.decision import Answers, Ranges, Refusal, Rollback, decide_change, d
 from .state.pservers import PserverMember
 from .state.record import Decision
 from .state.run import Run
+from .state.status import copy_fields
 
 log = get_logger()
 
@@ -112,15 +113,14 @@ class Reconciler:
         return False
 
     def _fail(self, run: Run, failure: GradpostError) -> None:
-        if self._cluster.is_current(run):
-            self._cluster.run = self._cluster.run.fail(failure, self._now())
+        self._cluster.update(run, lambda newest: newest.fail(failure, self._now()))
 
     async def _update_pservers(self) -> bool:
         """Make the newest change on all pservers. Returns False if it must be tried again."""
         cluster, run = self._cluster, self._cluster.run
         if run.record.plan is None:
             return True
-        members = [member for _, member in sorted(cluster.registry.members.items())]
+        members = cluster.registry.sorted_members
         number, has_begun = run.record.change_number, run.record.state != "gathering"
         targets = {member.info.index: _find_target(run, member, number) for member in members}
         if not cluster.serves_run:
@@ -136,16 +136,15 @@ class Reconciler:
             except _InterruptedError:
                 is_installed = False
             if not is_installed:
-                if has_begun and cluster.is_current(run):
-                    cluster.run = cluster.run.with_change()  # a repetition is another change
+                if has_begun:
+                    cluster.update(run, Run.with_change)  # a repetition is another change
                 return False
         if cluster.is_current(run) and cluster.run.record.state == "gathering":
             cluster.run = cluster.run.begin_training(self._now())
             reach_failpoint("begin.before")
             await self._persist()  # before a trainer gets the plan: after a restart the run would begin again
             reach_failpoint("begin.after")
-        if cluster.is_current(run):
-            cluster.run = cluster.run.finish_change(number)
+        cluster.update(run, lambda newest: newest.finish_change(number))
         return True
 
     def _log_problem(self, text: str, error: Exception, **facts: object) -> None:
@@ -199,8 +198,7 @@ class Reconciler:
         try:
             await self._persist()
         except BaseException:
-            if cluster.is_current(run):
-                cluster.run = cluster.run.withdraw_decision()
+            cluster.update(run, lambda newest: newest.propose(None))
             raise
         self._check_current(run)
         holders = {member.info.index: member.info.incarnation for member in members}
@@ -239,9 +237,9 @@ class Reconciler:
             round_, ranges = await self._find_common(run, members, wanted.newest)
         except (httpx.HTTPError, GradpostError, ValueError) as error:
             self._log_problem("a pserver did not report which rounds it can restore", error)
-            if wanted.is_asked and cluster.is_current(run):
+            if wanted.is_asked:
                 text = f"a pserver did not report which rounds it can restore: {error}"
-                cluster.run = cluster.run.refuse_rollback(text)
+                cluster.update(run, lambda newest: newest.refuse_rollback(text))
             raise _InterruptedError from error
         self._check_current(run)
         outcome = decide_rollback(cluster.run, targets, wanted, round_, ranges)
@@ -329,9 +327,10 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
     assert run.record.declaration is not None
     # The coordinator detects late trainers. A pserver does so only while the coordinator is away.
     patience = settings.round_timeout_seconds + settings.rejoin_timeout_seconds + cluster.lease_seconds
-    return InstallRun(
+    return copy_fields(
+        InstallRun,
+        run.record,  # with its attempts, source, uploader and membership
         run=run.record.name,
-        attempt=run.record.attempt,
         plan=run.record.plan.as_json,
         incarnation=run.holders[index],
         consistency=settings.consistency,
@@ -342,11 +341,7 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
         checkpoint_rounds=run.checkpoint_interval,
         keep_checkpoints=settings.keep_checkpoints,
         restore=restore,
-        began=run.record.began,
-        source=run.record.source,
-        uploader=run.record.uploader,
         number=number,
-        membership=run.record.membership,
     )
 
 

@@ -77,11 +77,12 @@ def restore_state(
         _resume(cluster, record, settings, place, now)
     elif record is not None:
         cluster.restore(record, now())
-        run, begins = cluster.run, record.beginning
-        if begins is not None:
-            manifest = read_manifest(place, begins.run, begins.round)
+        run, beginning = cluster.run, record.beginning
+        if beginning is not None:
+            manifest = read_manifest(place, beginning.run, beginning.round)
             if manifest is None:
-                raise StorageFailed(f"the checkpoint of round {begins.round} of run {begins.run} no longer exists")
+                text = f"the checkpoint of round {beginning.round} of run {beginning.run} no longer exists"
+                raise StorageFailed(text)
             cluster.beginning = manifest.model_copy(update={"controls": _find_controls(record, manifest)})
         if run.record.plan is not None:
             log.info("restored the run", run=run.record.name, state=run.record.state, attempt=run.record.attempt)
@@ -158,5 +159,4 @@ def _find_controls(record: ClusterRecord, manifest: Manifest) -> Controls:
     """Return the controls of a run that begins with this checkpoint."""
     if record.run is not None and record.run.membership.controls:
         return record.run.membership.newest_controls
-    begins = record.beginning
-    return manifest.controls if begins is None or begins.controls is None else begins.controls
+    return (record.beginning and record.beginning.controls) or manifest.controls

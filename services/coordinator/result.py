@@ -47,8 +47,7 @@ class RunResult:
         if cluster.is_current(run) and cluster.is_saving_result:
             await self._write_checkpoint(run)
             await self._make_summary()  # again, in case the checkpoint lacks rounds and the run has failed
-        if cluster.is_current(run):
-            cluster.run = cluster.run.note_saved_result()
+        cluster.update(run, Run.note_saved_result)
 
     async def _write_checkpoint(self, run: Run) -> None:
         """Write the run's last checkpoint. A pserver that dies meanwhile may return within the rejoin time-out."""
@@ -82,8 +81,7 @@ class RunResult:
                 await self._wait_until(  # heartbeats report it
                     lambda: not cluster.is_current(run) or round_ in cluster.run.complete_checkpoints, RESULT_SECONDS
                 )
-                if cluster.is_current(run):
-                    cluster.run = cluster.run.fail_for_lost_rounds(round_, cluster.run.highest_round, self._now())
+                cluster.update(run, lambda last: last.fail_for_lost_rounds(round_, last.highest_round, self._now()))
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:
             return repr(error)
         return None
@@ -143,7 +141,7 @@ class RunResult:
 
     async def _read_states(self) -> list[PserverState]:
         """Return the states of all living pservers in order of their indices, without those that do not answer."""
-        members = [member for _, member in sorted(self._cluster.registry.members.items())]
+        members = self._cluster.registry.sorted_members
         answers = await asyncio.gather(*(read_state(self._http, member) for member in members), return_exceptions=True)
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, BaseException):

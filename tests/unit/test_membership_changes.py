@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -25,13 +26,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, TrainerLost
 from ps_protocol.membership import FrozenRounds, Membership
-from ps_protocol.messages import TrainerHeartbeat
+from ps_protocol.messages import Leave, TrainerHeartbeat
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.requests import Completion
 from services.coordinator.state.decision import Rollback, decide_change, decide_rollback, newest_common
 from services.coordinator.state.joining import declare_model, join_run, start_run
-from services.coordinator.state.losses import lose_trainer, renew_lease
+from services.coordinator.state.losses import leave_run, lose_trainer, renew_lease
 from services.coordinator.state.record import Decision
 from services.coordinator.state.run import Run
 from services.pserver.run.rounds import Measure, Rounds
@@ -163,7 +164,7 @@ class Faults(RuleBasedStateMachine):
         for rank in members:
             run = declare_model(join_run(run, joining(str(rank), rank), 0), rank, model())
         run = start_run(run, dict.fromkeys(range(num_pservers), 1), None, 0).begin_training(0)
-        self.run = run.finish_change(run.record.change_number)
+        self.run = self.before = run.finish_change(run.record.change_number)
         self.pservers = [Pserver(Rounds(members, max_delay, clips=clips)) for _ in range(num_pservers)]
         self.trainers = {
             rank: Trainer(rank, 1, 1, 0) for rank in members
@@ -342,25 +343,39 @@ class Faults(RuleBasedStateMachine):
     def _send_heartbeat(self, trainer: Trainer) -> None:
         round_ = max(trainer.round - 1, 0)
         message = TrainerHeartbeat(run="run1", incarnation=trainer.incarnation, round=round_, attempt=trainer.attempt)
+        known = self.run.record.trainers[trainer.rank]
         try:
             self.run = renew_lease(self.run, trainer.rank, message, 0)
         except Conflict:
             assert trainer in self.silent
             return
         if trainer in self.silent:
+            assert known.is_awaited or not known.has_declared, "the run continues without it"
             self.silent.remove(trainer)
             self.trainers[trainer.rank] = trainer
             self._admit_newcomers()
 
-    @rule(rank=st.integers(0, MAX_TRAINERS - 1))
-    def start_trainer(self, rank: int) -> None:
-        if rank in self.trainers or rank >= self.num_trainers:
+    @rule(which=st.integers(0, 9))
+    def fail_silently(self, which: int) -> None:
+        """A lost trainer reports its failure, which does not remove a later incarnation."""
+        if self.silent:
+            trainer = self.silent[which % len(self.silent)]
+            message = Leave(run="run1", incarnation=trainer.incarnation, outcome="failed")
+            with suppress(Conflict):
+                self.run = leave_run(self.run, trainer.rank, message, 0)
+
+    @rule(rank=st.integers(0, MAX_TRAINERS - 1), declares=st.booleans())
+    def start_trainer(self, rank: int, declares: bool) -> None:
+        """A process takes a free rank, and declares its model at once or when this is called again."""
+        if rank >= self.num_trainers:
             return
-        self.num_processes += 1
-        run = join_run(self.run, joining(str(self.num_processes), rank), 0)
-        incarnation = run.record.trainers[rank].incarnation
-        self.run = declare_model(run, rank, model(incarnation))
-        self.trainers[rank] = Trainer(rank, incarnation, -1, self.attempt, has_begun=False)
+        if rank not in self.trainers:
+            self.num_processes += 1
+            self.run = join_run(self.run, joining(str(self.num_processes), rank), 0)
+            incarnation = self.run.record.trainers[rank].incarnation
+            self.trainers[rank] = Trainer(rank, incarnation, -1, self.attempt, has_begun=False)
+        if declares and self.run.record.trainers[rank].state == "joined":
+            self.run = declare_model(self.run, rank, model(self.trainers[rank].incarnation))
 
     # ------------------------------------------------------------ pservers
 
@@ -399,7 +414,7 @@ class Faults(RuleBasedStateMachine):
 
     def _step_change(self, which: int) -> None:
         is_outdated = self.change is not None and self.run.record.change_number > self.change.number
-        if self.change is None or (is_outdated and self.change.to_install is not None):
+        if self.change is None or (is_outdated and self.change.to_install):
             self.run = (
                 self.run.with_change()
             )  # also where the members are the same: every change has a number of its own
@@ -487,8 +502,12 @@ class Faults(RuleBasedStateMachine):
             round_ = newest_common(decision.newest, ranges.values())
             decision = decide_rollback(self.run, change.targets, decision, round_, ranges)
             assert isinstance(decision, Decision), decision
+            assert decision.attempt == self.attempt + 1
             self.ended = {(r, rank): life for (r, rank), life in self.ended.items() if r <= (round_ or 0)}
-        self.run = self.run.propose(decision).apply_decision(decision)
+        assert decision.membership.members == change.targets
+        self.run = self.run.propose(decision)
+        assert self.run.durable.membership == decision.membership
+        self.run = self.run.apply_decision(decision)
         change.to_install = set(range(len(self.pservers)))
 
     def _admit_newcomers(self) -> None:
@@ -552,7 +571,28 @@ class Faults(RuleBasedStateMachine):
     @invariant()
     def a_run_that_continues_waits_only_below_its_minimum_of_trainers(self) -> None:
         if hasattr(self, "run") and not self.take_over:
-            assert not self.run.record.awaited or self.run.record.num_declared < self.settings.min_trainers
+            awaited = [trainer.rank for trainer in self.run.record.awaited if trainer.has_declared]
+            assert not awaited or self.run.record.num_declared < self.settings.min_trainers
+
+    @invariant()
+    def the_run_is_consistent(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        run, record, before = self.run, self.run.record, self.before
+        assert record.members == {rank: trainer.incarnation for rank, trainer in self.trainers.items()}
+        assert record.change_number >= before.record.change_number
+        assert all(run.incarnations[rank] >= newest for rank, newest in before.incarnations.items())
+        assert run.installed.number <= record.change_number
+        applied = [pserver.rounds.applied for pserver in self.pservers if pserver.attempt == self.attempt]
+        assert run.newest_applied <= max([self.resume, *applied])
+        if not run.is_changing and run.installed.number:
+            assert run.installed.members == record.membership.members == record.targets
+        if self.take_over:
+            assert {t.rank for t in record.awaited} == set(range(self.num_trainers)) - record.members.keys()
+        for rank, incarnation in record.targets.items():
+            trainer = record.trainers[rank]
+            assert trainer.incarnation == incarnation or trainer.is_awaited, "the target has left"
+        self.before = run
 
     @invariant()
     def applied_rounds_are_close(self) -> None:
@@ -565,7 +605,7 @@ class Faults(RuleBasedStateMachine):
         if not hasattr(self, "pservers"):
             return
         for rank in range(self.num_trainers):
-            self.start_trainer(rank)
+            self.start_trainer(rank, declares=True)
         for _ in range(40):
             if not self.run.is_changing and self.change is None:
                 break
@@ -601,7 +641,8 @@ def walk(seed: int) -> None:
         (2, lambda: faults.kill_trainer(which())),
         (2, lambda: faults.lose_trainer(which())),
         (2, lambda: faults.send_heartbeat(which())),
-        (4, lambda: faults.start_trainer(chance.randrange(MAX_TRAINERS))),
+        (1, lambda: faults.fail_silently(which())),
+        (4, lambda: faults.start_trainer(chance.randrange(MAX_TRAINERS), chance.random() < 0.6)),
         (1, lambda: faults.restart_pserver(which())),
         (1, lambda: faults.request_rollback(chance.randint(0, 3))),
         (6, lambda: faults.go_on_with_the_change(which(), chance.random() < 0.5)),
@@ -611,6 +652,7 @@ def walk(seed: int) -> None:
     ]
     for action in chance.choices([action for _, action in actions], [weight for weight, _ in actions], k=80):
         action()
+        faults.the_run_is_consistent()
         faults.all_pservers_apply_the_same()
         faults.applied_rounds_are_close()
         faults.a_trainer_that_completed_a_round_is_in_it()

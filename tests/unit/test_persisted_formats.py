@@ -13,6 +13,7 @@ from gradpost.export import export_model
 from ps_protocol.membership import Controls, Membership
 from services.coordinator.restore import FILE, RecordFile
 from services.coordinator.state.losses import evict_trainer
+from services.coordinator.state.record import await_trainers
 from services.pserver.durable.disk import Disk
 from services.runtime.checkpoints import complete_checkpoints
 from services.runtime.storage import open_checkpoint_storage
@@ -69,6 +70,8 @@ def test_an_earlier_record_tells_who_was_evicted_by_the_reason_alone(folder: Pat
     assert record is not None
     assert record.run is not None
     assert [trainer.was_evicted for trainer in record.run.trainers.values()] == [False, True]
+    resumed = await_trainers(record.run, is_async=False)
+    assert [(trainer.is_awaited, trainer.was_evicted) for trainer in resumed.trainers.values()] == [(True, False)] * 2
 
 
 def test_checkpoints_are_found_and_exported(folder: Path, tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ class _Batch:
     is_open: bool = True
 
     def has_room_for(self, plan: SlicePlan, spec: ParameterSpec) -> bool:
-        num_elements = sum(one.num_elements for one in self.specs) + spec.num_elements
-        num_characters = sum(len(one.name) for one in self.specs) + len(spec.name)
+        num_elements = sum(known.num_elements for known in [*self.specs, spec])
+        num_characters = sum(len(known.name) for known in [*self.specs, spec])
         fits = num_elements <= MAX_BATCH_ELEMENTS and num_characters <= MAX_BATCH_CHARACTERS
         return self.is_open and self.plan is plan and fits
 
@@ -106,7 +106,7 @@ class StatisticsCache:
             missing = [spec for spec in batch.specs if spec.name not in found]
             blocks = [block for spec in missing for block in plan.blocks_of[spec.name]]
             answers = await asyncio.gather(*(self._ask_one(index, blocks) for index in owners_of(blocks)))
-            described = {name: one for answer in answers for name, one in answer.items()}
+            described = dict(item for answer in answers for item in answer.items())
             for spec in missing:
                 parts = [described[block.name] for block in plan.blocks_of[spec.name]]
                 if _are_alike(parts) or not run.settings.consistency.has_common_versions:

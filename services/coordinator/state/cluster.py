@@ -38,7 +38,7 @@ from .losses import (
 from .pservers import PserverRegistry
 from .record import Beginning, ClusterRecord, RunRecord, await_trainers
 from .run import LostRounds, Run
-from .waits import describe_notice, list_waits
+from .status import describe_notice, list_rounds, list_waits
 
 log = get_logger()
 
@@ -60,7 +60,7 @@ class Cluster:
     """The one owner of the state, whose values it replaces: `run`, `registry` and the beginning of the next run.
 
     A caller may assign what a transition of the current value returns, without waiting in between. After a wait it must
-    read the value again, and check with `is_current` that it is still the same run.
+    read the value again, and check with `is_current` that it is still the same run, or use `update`.
     """
 
     def __init__(self, settings: CoordinatorSettings, name_run: Callable[[], str]) -> None:
@@ -71,7 +71,7 @@ class Cluster:
         self.registry = PserverRegistry(settings.wanted_pservers, settings.lease_seconds)
         self.run = Run.begin(name_run(), settings, {})
         self.is_writing_manifest = False
-        self.beginning: Manifest | None = None  # of the next run, instead of initial values
+        self.beginning: Manifest | None = None  # the checkpoint that the next run begins with
         self.resumption: Resumption | None = None  # until processes of the run before have reported or expired
 
     def is_current(self, run: Run) -> bool:
@@ -82,17 +82,22 @@ class Cluster:
         """Return the newest value of a run. A run that another one followed does not change any more."""
         return self.run if self.is_current(run) else run
 
+    def update(self, run: Run, transition: Callable[[Run], Run]) -> None:
+        """Apply a transition to the newest value of a run, unless another run has begun."""
+        if self.is_current(run):
+            self.run = transition(self.run)
+
     # ------------------------------------------------------------------ durable state
 
     def describe(self) -> ClusterRecord:
         """Return the record to persist."""
-        members, begins = {**self.registry.lost, **self.registry.members}, self.beginning
+        members, beginning = {**self.registry.lost, **self.registry.members}, self.beginning
         return ClusterRecord(
             trainer_incarnations=dict(self.run.incarnations),
             pserver_incarnations=dict(self.registry.incarnations),
             run_incarnations=dict(self.run.holders),
             pservers=tuple(member.record for _, member in sorted(members.items())),
-            beginning=begins and Beginning(run=begins.run, round=begins.round, controls=begins.controls),
+            beginning=beginning and Beginning(run=beginning.run, round=beginning.round, controls=beginning.controls),
             run=self.run.durable if self.run.record.trainers else None,
         )
 
@@ -212,7 +217,7 @@ class Cluster:
     def join_trainer(self, request: JoinTrainer, now: float) -> TrainerJoined:
         """Admit a trainer to the run that gathers. A new run begins when all trainers of the last one have left."""
         _check_protocol(request.protocol)
-        check_expectations(self.run, request)  # no later run could have it either
+        check_expectations(self.run, request)  # no later run could admit the trainer either
         record = self.run.record
         if record.is_over and record.find_process(request.instance) is None:
             if self.exit_when_done:
@@ -260,7 +265,8 @@ class Cluster:
             if self._settings.consistency.is_ring:
                 run = check_ring(run, message, now)
             for index, (incarnation, seconds) in message.unreachable.items():
-                if self.registry.incarnations.get(index) == incarnation:  # else it does not know the next incarnation
+                # Otherwise the trainer has not received the address of the pserver's next incarnation yet.
+                if self.registry.incarnations.get(index) == incarnation:
                     run = run.with_report(rank, cut_off_at=now)
                 if self.registry.was_reachable(index, incarnation, now - seconds, now):
                     text = f"trainer {rank} has not reached pserver {index} for {seconds:.1f} s, though both are alive"
@@ -333,9 +339,7 @@ class Cluster:
     @property
     def rounds(self) -> list[Round]:
         """The round of each pserver; with strategy ring the newest round of the trainers."""
-        if self._settings.consistency.is_ring:
-            return [self.run.highest_round]
-        return [member.round for member in self.registry.members.values()]
+        return list_rounds(self.run, self.registry)
 
     def start_run_if_complete(self, now: float) -> bool:
         """Make the plan once all members are present, and return whether it was made. It must then be installed."""
@@ -356,7 +360,7 @@ class Cluster:
         run, record, pservers = self.run, self.run.record, self.pserver_infos
         if record.plan is None or record.state == "gathering" or run.installed.members.get(rank) != incarnation:
             return None
-        if len(pservers) < record.plan.num_pservers:  # one has returned and has not installed the run
+        if len(pservers) < record.plan.num_pservers:  # a pserver returned, and has not installed the run
             return None
         return PlanReady(
             run=record.name,

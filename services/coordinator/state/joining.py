@@ -56,17 +56,17 @@ def end_last_call(run: Run, now: float) -> Run:
     if run.record.num_trainers is not None:
         return run
     fewest, most = run.sizes
-    here = [run.reports[rank] for rank in run.record.members]
+    present = [run.reports[rank] for rank in run.record.members]
     needed = max([fewest, *(rank + 1 for rank in run.record.members if run.reports[rank].has_chosen)])
-    is_over = all(now - report.joined_at >= run.settings.last_call_seconds for report in here)
-    return _fix_num_trainers(run, len(here)) if len(here) == most or (len(here) >= needed and is_over) else run
+    is_over = all(now - report.joined_at >= run.settings.last_call_seconds for report in present)
+    return _fix_num_trainers(run, len(present)) if len(present) == most or (len(present) >= needed and is_over) else run
 
 
 def _fix_num_trainers(run: Run, num_trainers: int) -> Run:
     """Fix the number of trainers. Trainers without a rank are refused when they ask again."""
-    present = [trainer for _, trainer in sorted(run.record.trainers.items()) if trainer.is_present]
+    present = [trainer for trainer in run.record.trainers.values() if trainer.is_present]
     choosing = [trainer for trainer in present if run.reports[trainer.rank].has_chosen]
-    before = {trainer.rank: trainer for trainer in choosing if trainer.rank < num_trainers}  # by the new rank
+    before = {trainer.rank: trainer for trainer in choosing if trainer.rank < num_trainers}  # by their new ranks
     free = [rank for rank in range(num_trainers) if rank not in before]
     before |= zip(free, (trainer for trainer in present if trainer not in choosing), strict=False)
     moved = {rank: run.incarnations.get(rank, 0) + 1 for rank, trainer in before.items() if trainer.rank != rank}
@@ -130,14 +130,14 @@ def _choose_rank(run: Run, wanted: Rank | None) -> Rank:
 def declare_model(run: Run, rank: Rank, message: DeclareModel) -> Run:
     """Store a trainer's declaration. Raises BadInput, or ModelMismatch with the first difference."""
     trainer, record = run.member(rank, message.run, message.incarnation), run.record
-    plan_model(message, run.settings, num_pservers=1)  # raises if it cannot be planned
+    plan_model(message, run.settings, num_pservers=1)  # raises if the model cannot be planned
     declaration = agree_on_model(run, rank, message)
     is_other = declaration is not message and message.rendezvous != declaration.rendezvous
     if rank == 0 and trainer.has_declared and is_other:
         raise ModelMismatch(f"trainer {rank} must declare the rendezvous that run {record.name} was planned for")
     record = record.with_fields(declaration=declaration).with_trainers([rank], has_declared=True, declaration=None)
     run = replace(run, record=record).with_report(rank, declaration=declaration)
-    if trainer.state not in ("joined", "lost"):  # a lost one is awaited, and late
+    if trainer.state not in ("joined", "lost"):  # a lost trainer is awaited, and declares late
         return run
     run = replace(run, record=record.with_trainers([rank], state="declared").with_change())
     return run.with_report(rank, is_stuck=False).continue_without_lost()

@@ -13,6 +13,7 @@ an administrator evicts it             present, or awaited        lost          
 it sends a heartbeat                   lost, and not stuck        as before the loss   until installed
 no barrier misses it any more          stuck                      declared             until installed
 the rejoin time-out expires            awaited                    unchanged            no, or the run fails
+the coordinator resumes the run        any                        lost                 yes
 
 A trainer is present if it has joined or declared. The policy `wait` awaits a lost trainer. `continue` does so while
 fewer than `min_trainers` are present. `fail` fails the run. A rank that was awaited stays so under each policy, if the
@@ -42,7 +43,7 @@ def renew_lease(run: Run, rank: Rank, message: TrainerHeartbeat, now: float) -> 
     trainer, record = run.member(rank, message.run, message.incarnation), run.record
     run = run.with_report(rank, seen_at=now, heartbeat=message)
     first = record.membership.starts.get(rank, (record.base_round or 0) + 1)
-    # An earlier round is only its starting point.
+    # An earlier round is not a round that this incarnation has received.
     if message.attempt == record.attempt and message.round >= first:
         record = record if record.has_trained else record.with_fields(has_trained=True)
         run = replace(run, record=record, newest_received=max(run.newest_received, message.round))
@@ -66,7 +67,7 @@ def lose_trainer(run: Run, rank: Rank, failure: GradpostError, now: float, state
     """Apply the loss policy to a trainer that failed, was silent, or is stuck."""
     record, trainer, policy = run.record, run.record.trainers[rank], run.settings.loss_policy
     enough = len(record.members) - trainer.is_present >= run.settings.min_trainers
-    is_newcomer = trainer.is_awaited and not trainer.has_declared  # another process may take its rank
+    is_newcomer = trainer.is_awaited and not trainer.has_declared  # the next process may take the awaited rank
     # Without a plan the rank is free again.
     is_awaited = (
         record.plan is not None
@@ -224,7 +225,7 @@ def check_ring(run: Run, message: TrainerHeartbeat, now: float) -> Run:
     round_, limit = message.round + 1, run.settings.round_timeout_seconds
     if not message.waiting_seconds or message.is_done:
         return run
-    departed = [t.rank for _, t in sorted(run.record.trainers.items()) if t.state == "done" and t.round < round_]
+    departed = [t.rank for t in run.record.trainers.values() if t.state == "done" and t.round < round_]
     if departed:
         text = f"{name_ranks(departed)} left before round {round_}, and a ring requires all trainers"
         return run.fail(Ended(text, code="trainer_left", ranks=departed), now)

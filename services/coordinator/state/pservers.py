@@ -20,7 +20,7 @@ class PserverMember:
     record: PserverRecord
     heartbeat: PserverHeartbeat
     seen_at: float  # by the monotonic clock
-    here_since: float
+    present_since: float
     is_restored: bool = False  # restored from the coordinator's record, and not registered since
     is_asked_to_stop: bool = False
     has_stopped: bool = False
@@ -72,6 +72,11 @@ class PserverRegistry:
         """True if every index has a living pserver."""
         return len(self.members) == self.num_pservers
 
+    @property
+    def sorted_members(self) -> list[PserverMember]:
+        """The living pservers in order of their indices."""
+        return [member for _, member in sorted(self.members.items())]
+
     def is_serving(self, attempt_id: tuple[str, int]) -> bool:
         """Return whether every pserver serves this run and attempt."""
         return self.is_complete and all(member.attempt_id == attempt_id for member in self.members.values())
@@ -109,7 +114,7 @@ class PserverRegistry:
 
     def _with_member(self, member: PserverMember) -> PserverRegistry:
         index = member.info.index
-        lost = {other: silent for other, silent in self.lost.items() if other != index}
+        lost = {other: lost_member for other, lost_member in self.lost.items() if other != index}
         return replace(self, members={**self.members, index: member}, lost=lost)
 
     def _choose_index(self, request: RegisterPserver) -> PserverIndex:
@@ -153,8 +158,8 @@ class PserverRegistry:
                 current=member.info.incarnation if member else None,
             )
         # The index of a lost pserver was not taken, so that the pserver returns.
-        here_since = member.here_since if index in self.members else now
-        return self._with_member(replace(member, heartbeat=message, seen_at=now, here_since=here_since))
+        present_since = member.present_since if index in self.members else now
+        return self._with_member(replace(member, heartbeat=message, seen_at=now, present_since=present_since))
 
     def note_progress(self, info: PserverInfo, round_: Round = 0, coming: tuple[Round, ...] = ()) -> PserverRegistry:
         """Add an applied round and coming checkpoints to the last heartbeat, unless this incarnation is gone."""
@@ -187,9 +192,10 @@ class PserverRegistry:
         member = self.members.get(index)
         if member is None or member.info.incarnation != incarnation or member.heartbeat.is_stopping:
             return False
-        since = max(since, member.here_since)
-        is_heard = member.seen_at - since > (now - since) / 2
-        return is_heard and now - since > self.lease_seconds
+        since = max(since, member.present_since)
+        # A pserver whose newest heartbeat is as old as this may be dead, so that its lease decides.
+        has_newer_heartbeat = member.seen_at - since > (now - since) / 2
+        return has_newer_heartbeat and now - since > self.lease_seconds
 
     def expire(self, now: float) -> PserverRegistry:
         """Move pservers with an expired lease to the lost ones."""

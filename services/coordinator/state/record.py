@@ -45,8 +45,8 @@ class TrainerRecord(_Record):
     instance: str
     metrics_address: str | None
     state: TrainerState = "joined"
-    has_declared: bool = Field(default=False, alias="declared")  # the model of the run, even if it was lost since
-    declaration: DeclareModel | None = None  # its model, if it was lost before training began
+    has_declared: bool = Field(default=False, alias="declared")  # a model, even if it was lost since
+    declaration: DeclareModel | None = None  # the declared model of a trainer that was lost before training began
     why: str = ""  # the reason for which it was lost or failed
     was_evicted: bool = False  # lost because an administrator evicted it
     is_awaited: bool = False  # the run waits for this rank, whichever process takes it
@@ -68,16 +68,17 @@ class TrainerRecord(_Record):
 
 
 def _read_trainers(trainers: Any) -> Any:
-    """Return trainers by rank, which the file lists."""
-    if isinstance(trainers, Mapping):
-        return trainers
-    return {trainer.rank: trainer for trainer in TypeAdapter(tuple[TrainerRecord, ...]).validate_python(trainers)}
+    """Return trainers by rank, in order of their ranks; the file lists them."""
+    if not isinstance(trainers, Mapping):
+        listed = TypeAdapter(tuple[TrainerRecord, ...]).validate_python(trainers)
+        trainers = {trainer.rank: trainer for trainer in listed}
+    return dict(sorted(trainers.items()))
 
 
 Trainers = Annotated[
     dict[Rank, TrainerRecord],
     BeforeValidator(_read_trainers),
-    PlainSerializer(lambda trainers: [trainer for _, trainer in sorted(trainers.items())]),
+    PlainSerializer(lambda trainers: list(trainers.values())),
 ]
 Failure = Annotated[
     GradpostError,
@@ -102,7 +103,7 @@ class RunRecord(_Record):
     num_trainers: int | None  # None until it is fixed
     failure: Failure | None = None
     plan: Plan | None = None
-    declaration: DeclareModel | None = None  # the model of the plan: the declaration of the lowest rank so far
+    declaration: DeclareModel | None = None  # of the lowest rank that has declared
     uploader: Rank = 0  # pushes the initial values: the lowest rank when the plan was made
     attempt: int = 0  # raised by each rollback
     membership: Membership = Membership({})  # the newest decision
@@ -110,7 +111,7 @@ class RunRecord(_Record):
     base_round: Round | None = Field(default=None, alias="resume")
     began: dict[int, Round | None] = Field(default={})  # the round that each attempt since the first began with
     source: str | None = None  # the run whose checkpoint this one began with
-    has_begun: bool = True  # every pserver has installed it once
+    has_begun: bool = True  # every pserver has installed the run once
     has_trained: bool = True  # a trainer has completed a round, so that initial values cannot replace it
     change_number: int = Field(default=0, alias="number")  # of the newest change that every pserver must receive
     trainers: Trainers = Field(default={})
@@ -143,13 +144,12 @@ class RunRecord(_Record):
     @property
     def awaited(self) -> list[TrainerRecord]:
         """The lost trainers that the run waits for."""
-        return [t for _, t in sorted(self.trainers.items()) if t.is_awaited and not t.is_present]
+        return [t for t in self.trainers.values() if t.is_awaited and not t.is_present]
 
     @property
     def undeclared(self) -> list[TrainerRecord]:
         """The trainers that took an awaited rank and have not declared their model."""
-        here = [t for _, t in sorted(self.trainers.items()) if t.is_awaited and t.state == "joined"]
-        return [] if self.plan is None else here
+        return [t for t in self.trainers.values() if self.plan is not None and t.is_awaited and t.state == "joined"]
 
     @property
     def num_declared(self) -> int:
@@ -160,7 +160,7 @@ class RunRecord(_Record):
     def targets(self) -> dict[Rank, Incarnation]:
         """The incarnations to install: of declared trainers, and the last one of each awaited rank."""
         targets = {}
-        for rank, trainer in sorted(self.trainers.items()):
+        for rank, trainer in self.trainers.items():
             if trainer.state == "declared":
                 targets[rank] = trainer.incarnation
             elif trainer.is_awaited and rank in self.membership.members:
@@ -215,7 +215,7 @@ class Decision:
     uploader: Rank
     membership: Membership
     reason: str = field(default="", compare=False)
-    controls: Controls | None = None  # the request of an administrator that it fulfils
+    controls: Controls | None = None  # the request of an administrator that the decision fulfils
 
 
 def await_trainers(run: RunRecord, *, is_async: bool) -> RunRecord:
@@ -229,8 +229,8 @@ def await_trainers(run: RunRecord, *, is_async: bool) -> RunRecord:
     if run.state != "gathering":
         run = run.with_fields(state="training", source=None)
     for rank in ranks:
-        why = f"trainer {rank} must be started again"
-        run = run.with_trainers([rank], state="lost", why=why, is_awaited=True, is_resumed=True, round=0)
+        fields = {"state": "lost", "why": f"trainer {rank} must be started again", "was_evicted": False, "round": 0}
+        run = run.with_trainers([rank], **fields, is_awaited=True, is_resumed=True)
     return run.with_fields(
         failure=None,
         membership=replace(run.membership, members=members),
@@ -243,7 +243,7 @@ class PserverRecord(Message):
 
     info: PserverInfo
     instance: str
-    restored: Round | None = None  # the round that it had restored when it registered in the current attempt
+    restored: Round | None = None  # the round of the current attempt that the pserver had restored when it registered
 
 
 class Beginning(Message):
@@ -251,7 +251,7 @@ class Beginning(Message):
 
     run: str
     round: Round
-    controls: Controls | None = None  # None: those of the manifest
+    controls: Controls | None = None  # None: the controls of the manifest
 
 
 class ClusterRecord(Message):

@@ -43,9 +43,9 @@ class TrainerReport:
     joined_at: float
     gone_at: float = 0.0  # when it was lost or failed
     cut_off_at: float = -math.inf  # when it last reported the current incarnation of a pserver as unreachable
-    has_chosen: bool = False  # its rank was set with RANK
+    has_chosen: bool = False  # the trainer named its rank, with RANK
     is_stuck: bool = False  # lost although it is alive, because it does not progress
-    declaration: DeclareModel | None = None  # the model that it declared to this process
+    declaration: DeclareModel | None = None  # the model that the trainer has declared
 
     @classmethod
     def begin(cls, trainer: TrainerRecord, run: str, now: float, round_: Round, **fields: Any) -> TrainerReport:
@@ -92,9 +92,9 @@ class Run:
 
     settings: CoordinatorSettings
     record: RunRecord
-    incarnations: Mapping[Rank, Incarnation]  # the newest of each rank, in all runs: they only rise
-    reports: Mapping[Rank, TrainerReport] = field(default_factory=dict)  # of all trainers in the record
-    pending: Decision | None = None  # takes effect once it is persisted
+    incarnations: Mapping[Rank, Incarnation]  # the newest of each rank in all runs
+    reports: Mapping[Rank, TrainerReport] = field(default_factory=dict)  # one for each trainer in the record
+    pending: Decision | None = None  # a decision that takes effect once it is persisted
     requests: Requests = Requests()
     reason: str = ""  # of the newest decision
     holders: Mapping[PserverIndex, Incarnation] = field(default_factory=dict)  # the pservers that hold the run
@@ -102,13 +102,13 @@ class Run:
     newest_applied: Round = 0  # the newest round that a pserver has reported in this attempt
     newest_received: Round = 0  # the newest round that a trainer has reported as received in this attempt
     complete_checkpoints: tuple[Round, ...] = ()  # newest first
-    listed_attempt: int | None = None  # the attempt for which they were listed
-    is_result_saved: bool = False  # and its summary has been made, so that its pservers may exit
+    listed_attempt: int | None = None  # the attempt whose checkpoints were listed
+    is_result_saved: bool = False  # the summary and the last checkpoint are made, so that pservers may exit
     installed: Installed = Installed()
     unserved_at: float = -math.inf  # when a pserver last did not serve the run, by the monotonic clock
     started_at: float | None = None  # when training began
     ended_at: float | None = None
-    complete_since: float | None = None  # since when all have joined and some have not declared
+    complete_since: float | None = None  # since when all trainers have joined, while some have not declared
 
     @classmethod
     def begin(cls, name: str, settings: CoordinatorSettings, incarnations: Mapping[Rank, Incarnation]) -> Run:
@@ -120,7 +120,7 @@ class Run:
     def restore(self, record: RunRecord, now: float) -> Run:
         """Continue a recorded run. All leases begin now, and the last change is made again."""
         num_trainers = self.record.num_trainers
-        if record.num_trainers is not None:  # with other settings it is as near as they allow
+        if record.num_trainers is not None:  # other settings may not allow the recorded number
             fewest, most = self.sizes
             num_trainers = min(max(record.num_trainers, fewest), most)
         number = max(record.change_number, self.record.change_number)
@@ -253,13 +253,9 @@ class Run:
         """Note pservers that hold the run."""
         return replace(self, holders={**self.holders, **pservers})
 
-    def propose(self, decision: Decision) -> Run:
-        """Return the run with a decision to persist, which is not in effect yet."""
+    def propose(self, decision: Decision | None) -> Run:
+        """Return the run with a decision to persist, which is not in effect yet; None withdraws it."""
         return replace(self, pending=decision)
-
-    def withdraw_decision(self) -> Run:
-        """Return the run without the decision that could not be persisted."""
-        return replace(self, pending=None)
 
     def apply_decision(self, decision: Decision) -> Run:
         """Put a persisted decision into effect. Requests that were made while it was written stay."""
