@@ -331,7 +331,10 @@ class Faults(RuleBasedStateMachine):
     def _lose(self, trainer: Trainer) -> None:
         del self.trainers[trainer.rank]
         self.silent.append(trainer)
+        known = self.run.record.trainers[trainer.rank]
         self.run = lose_trainer(self.run, trainer.rank, TrainerLost(f"trainer {trainer.rank} was lost"), 0)
+        if known.is_awaited and not known.has_declared:
+            assert self.run.record.trainers[trainer.rank].is_awaited, "the next process must get the place"
 
     @rule(which=st.integers(0, 9))
     def send_heartbeat(self, which: int) -> None:
