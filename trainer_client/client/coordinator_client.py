@@ -145,13 +145,13 @@ class CoordinatorClient:
         self.news.attempt = self.news.newest_attempt = attempt
         return ready
 
-    async def leave(self, outcome: str, reason: str = "") -> None:
+    async def leave(self, outcome: str, reason: str = "", code: str | None = None) -> None:
         """Report the end of this trainer, for up to `retry_seconds`; after a failure once, since the lease ends.
 
         Leaving in the middle of a round counts as failed, because only some pservers may have counted this trainer.
         """
         if outcome == "done" and self._counted_round > self.round:
-            outcome, reason = "failed", f"it left in the middle of round {self._counted_round}"
+            outcome, reason, code = "failed", f"it left in the middle of round {self._counted_round}", None
         if self._heartbeats is not None:
             self._heartbeats.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -166,6 +166,7 @@ class CoordinatorClient:
                 round=self.round,
                 attempt=self.news.attempt.number,
                 reason=reason[:2000],
+                code=code,
             )
             if outcome != "done":
                 await self._try_post(LEAVE, message)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ps_protocol.encodings import TORCH_DTYPES
+from ps_protocol.errors import GradpostError
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.requests import Barrier, Completion
 from ps_protocol.vocabulary import Round
@@ -43,7 +44,8 @@ class ParameterClient(RunClient):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        await self.leave("done" if error is None else "failed", "" if error is None else repr(error))
+        code = error.code if isinstance(error, GradpostError) else None
+        await self.leave("done" if error is None else "failed", "" if error is None else repr(error), code)
 
     async def send_initial(self, values: Mapping[str, Tensor]) -> None:
         """Upload the initial values of all parameters and buffers; only the elected uploader may."""

@@ -236,9 +236,9 @@ class RunClient:
         if self.unfinished:
             await asyncio.wait(self.unfinished)
 
-    async def leave(self, outcome: str = "done", reason: str = "") -> None:
+    async def leave(self, outcome: str = "done", reason: str = "", code: str | None = None) -> None:
         """Leave the run, `done` or `failed` (also if that is in the middle of a round), and close all connections."""
-        await self.coordinator.leave(outcome, reason)
+        await self.coordinator.leave(outcome, reason, code)
         for close in self._at_leave:
             close()
         await self._control.aclose()
