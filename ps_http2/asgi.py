@@ -132,8 +132,7 @@ class Request:
         try:
             await app(self._scope, self._receive, self._send)
             if self._has_completed:
-                await self._discard_rest()
-                await self._wait_until_sent()
+                await self._wait_for_end()
         except Exception as error:
             log.error("the application failed", exc_info=error, path=self._scope["path"])
         finally:
@@ -142,15 +141,16 @@ class Request:
     def _set_buffer(self, buffer: memoryview) -> None:
         self._buffer = buffer
 
-    async def _discard_rest(self) -> None:
-        """Discard the rest of the body: clients such as curl lose a response that is followed by a reset."""
-        with suppress(StreamResetError, TimeoutError):
-            async with asyncio.timeout(DISCARD_SECONDS):
-                while not self._body_has_ended:
-                    self._body_has_ended = not (await self._body.read())[1]
+    async def _wait_for_end(self) -> None:
+        """Discard the rest of the body, and wait until the response is sent.
 
-    async def _wait_until_sent(self) -> None:
+        Clients such as curl lose a response that is followed by a reset.
+        """
         with suppress(StreamResetError):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DISCARD_SECONDS):
+                    while not self._body_has_ended:
+                        self._body_has_ended = not (await self._body.read())[1]
             while not self._stream.is_local_closed:
                 await self._stream.wait_for_change()
 

@@ -420,7 +420,7 @@ class Connection(asyncio.BufferedProtocol):
             self._num_unproductive = 0
         self.sent_bytes += num_bytes
         stream.sent_bytes += num_bytes
-        stream.is_local_closed = end_stream
+        stream.is_being_written, stream.is_local_closed = False, end_stream
         if not stream.outgoing:
             stream.notify()
         self._remove_if_closed(stream)

@@ -14,7 +14,7 @@ from .stream import Stream
 
 PART_BYTES = 1024 * 1024  # of a body, for one write; asyncio copies what the kernel does not take of it
 KEEPS_VIEWS = sys.version_info >= (3, 12)  # asyncio keeps a view of what the kernel does not take, without a copy
-SMALL_BYTES = 16 * 1024  # a copy costs less than a system call of its own
+SMALL_BYTES = 64 * 1024  # a copy costs less than a system call of its own, here and at the receiver
 
 
 class FrameWriter:
@@ -28,7 +28,7 @@ class FrameWriter:
         self.is_paused = False  # by the transport
         self._streams = streams
         self._on_sent = on_sent
-        self._queued: list[bytes] = []
+        self._queued: list[bytes | memoryview] = []
         self._rest = memoryview(b"")  # of the DATA frame that is being written
         self._rest_stream: Stream | None = None  # None if the stream was released
         self._frame = (0, False)  # its bytes, and whether it has END_STREAM
@@ -65,7 +65,7 @@ class FrameWriter:
                 if not len(self._rest):
                     stream, self._rest_stream = self._rest_stream, None
                     if stream is not None:
-                        self._frame_sent(stream)
+                        self._on_sent(stream, *self._frame)
                 continue
             stream = self._next_stream()
             if stream is not None:
@@ -125,11 +125,7 @@ class FrameWriter:
         self._queued.append(frames.pack_frame_header(len(payload), frames.DATA, flags, stream.stream_id))
         stream.is_being_written = True
         if len(payload) <= SMALL_BYTES:
-            self._queued.append(bytes(payload))
-            self._frame_sent(stream)
+            self._queued.append(payload)  # `pump` writes it at once
+            self._on_sent(stream, *self._frame)
         else:
             self._rest, self._rest_stream = payload, stream
-
-    def _frame_sent(self, stream: Stream) -> None:
-        stream.is_being_written = False
-        self._on_sent(stream, *self._frame)

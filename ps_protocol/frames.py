@@ -14,6 +14,8 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import starmap
+from operator import attrgetter
 from typing import Any
 
 from .errors import BadInput
@@ -143,11 +145,11 @@ def parse_header(header: bytes, limits: FrameLimits) -> Frame:
         raise _malformed("__metadata__ must map strings to strings")
     if len(parsed) > limits.max_tensors:
         raise _too_large(TOO_MANY, limits.max_tensors, len(parsed))
-    entries = sorted((_parse_entry(name, value) for name, value in parsed.items()), key=lambda e: (e.begin, e.end))
+    entries = sorted(starmap(_parse_entry, parsed.items()), key=attrgetter("begin", "end"))
     offset = 0
     for entry in entries:
         if entry.begin != offset:
-            what = f"tensor {_shown(entry.name)} leaves a hole or overlaps"
+            what = f"tensor {entry.name!r:.200} leaves a hole or overlaps"
             raise _malformed(what, expected=f"offset {offset}", actual=entry.begin)
         offset = entry.end
     return Frame(tuple(entries), metadata, LENGTH_BYTES + len(header), offset)
@@ -158,19 +160,19 @@ _ENTRY_MEMBERS = {"dtype", "shape", "data_offsets"}
 
 
 def _parse_entry(name: str, value: Any) -> TensorEntry:
-    what = f"tensor {_shown(name)}"
+    what = f"tensor {name!r:.200}"
     if not isinstance(value, dict) or value.keys() != _ENTRY_MEMBERS:
         raise _malformed(f"{what} must have dtype, shape and data_offsets, nothing else")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise _malformed(f"{what} has an unknown dtype", expected=", ".join(DTYPE_BYTES), actual=_shown(dtype))
+        raise _malformed(f"{what} has an unknown dtype", expected=", ".join(DTYPE_BYTES), actual=f"{dtype!r:.200}")
     if not isinstance(shape, list) or not is_shape(shape := tuple(shape)):
         raise _malformed(f"{what} has a shape that is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
         raise _malformed(f"{what} has data_offsets that are not two sizes")
     begin, end = offsets
-    expected, actual = f"{DTYPE_BYTES[dtype] * math.prod(shape)} bytes", f"{end - begin} bytes"
-    if actual != expected:
+    if end - begin != (num_bytes := DTYPE_BYTES[dtype] * math.prod(shape)):
+        expected, actual = f"{num_bytes} bytes", f"{end - begin} bytes"
         raise _malformed(f"{what}: offsets do not fit dtype and shape", expected=expected, actual=actual)
     return TensorEntry(name, dtype, shape, begin, end)
 
@@ -188,8 +190,3 @@ def _malformed(detail: str, **facts: Any) -> BadInput:
 
 def _too_large(detail: str, most: int | str, actual: int) -> BadInput:
     return BadInput(detail, code="body_too_large", expected=f"<= {most}", actual=actual)
-
-
-def _shown(value: object) -> str:
-    """Return the repr of a received value, cut for an error message."""
-    return f"{value!r:.200}"

@@ -5,9 +5,9 @@ Unknown members are refused, so that a misspelt one is noticed.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .consistency import Consistency
 from .fields import (
@@ -321,6 +321,18 @@ class Leave(Message):
     round: Round = Field(default=0, description="the newest received round, as in `TrainerHeartbeat`")
     attempt: Ordinal | None = Field(default=None, description="attempt that `round` belongs to; null: not known")
     reason: Reason = ""
+    code: Label | None = Field(
+        default=None, description="code of the error that the trainer failed with, if it has one"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_earlier(cls, leave: Any) -> Any:
+        """Add the code that earlier trainers do not send: the reason begins with the name of the error's class."""
+        match leave:
+            case {"reason": str(reason)} if "code" not in leave and reason.startswith("RoundTimeout"):
+                return {**leave, "code": "round_timeout"}
+        return leave
 
 
 class CheckpointCreated(Message):

@@ -1,4 +1,4 @@
-"""The repetition of requests by clients: one loop, and the pauses in it; and the period of heartbeats.
+"""The repetition of requests by clients: pauses, limits and a loop; and the period of heartbeats.
 
 Every request of the protocol may be repeated, because its identity lets the service count it once. A policy decides
 which failures a request survives, how long it pauses after each of them, and when it gives up.
@@ -58,8 +58,8 @@ class Patience:
         """Forget the failures until now."""
         self._since = None
 
-    def is_exhausted(self) -> bool:
-        """Note a failure, and return whether they have gone on for the whole time."""
+    def note_failure(self) -> bool:
+        """Note a failure; return True if failures have gone on for the whole time."""
         self.start()
         assert self._since is not None
         return self._now() >= self._since + self._seconds

@@ -27,7 +27,7 @@ from torch import nn
 from ps_http2.stream import Sink
 from ps_protocol.messages import PserverInfo
 from trainer_client import RemoteOptimizer, connect
-from trainer_client.client.buckets import Payload
+from trainer_client.client.buckets import FrameParts
 from trainer_client.client.run_client import RunClient
 from trainer_client.session.io_thread import IoThread
 from trainer_client.testing import LocalCluster
@@ -66,7 +66,7 @@ class FarExchange(Exchange):
         url: httpx.URL,
         headers: Mapping[str, str],
         *,
-        body: Payload = (),
+        body: FrameParts = (),
         sink: Sink | None = None,
     ) -> httpx.Response:
         """See Exchange; the answer is whole."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -150,8 +152,8 @@ class ActivityLog:
 
     def _sample(self, cluster: Cluster, now: float) -> None:
         run = cluster.run
-        if (run.record.name, run.record.attempt) != self._of:
-            self._of = run.record.name, run.record.attempt
+        if run.record.attempt_id != self._of:
+            self._of = run.record.attempt_id
             self.samples.clear()
             self.pservers.clear()
             self.trainers.clear()
@@ -165,15 +167,15 @@ class ActivityLog:
 
     def describe(self, cluster: Cluster, now: float, wall: float) -> Activity:
         """Return the activity. `wall` is the time since 1970 at `now`."""
-        run, here = cluster.run, cluster.registry.members
-        newest = {index: reports[-1] for index, reports in sorted(self.pservers.items()) if index in here}
+        run, living = cluster.run, cluster.registry.members
+        newest = {index: reports[-1] for index, reports in sorted(self.pservers.items()) if index in living}
         last = self.samples[-1] if self.samples and run.record.state == "training" else None
         furthest = max(newest.values(), key=lambda report: report.heartbeat.round, default=None)
         round_ = furthest.heartbeat.round if furthest else 0
         participants = furthest.load.participants if furthest else ()
         barrier = _find_barrier(newest)
         if run.settings.consistency.is_ring:
-            round_ = run.newest_round
+            round_ = run.highest_round
             with_batches = (rank for rank, report in sorted(run.reports.items()) if not report.heartbeat.is_done)
             participants = (
                 tuple(rank for rank in with_batches if rank in run.record.membership.members) if round_ else ()
@@ -259,16 +261,16 @@ def _find_barrier(newest: Mapping[PserverIndex, PserverReport]) -> Barrier | Non
 def _find_ring_barrier(run: Run, now: float, wall: float) -> Barrier | None:
     """Return the barrier of a ring, without trainers that are done or silent."""
     present = {rank: run.reports[rank] for rank in sorted(run.record.members)}
-    here = {rank: report for rank, report in present.items() if not report.heartbeat.is_done}
+    working = {rank: report for rank, report in present.items() if not report.heartbeat.is_done}
     waiting = {
         rank: report
-        for rank, report in here.items()
+        for rank, report in working.items()
         if report.heartbeat.waiting_seconds and now - report.seen_at < LATE_SECONDS
     }
     if not waiting:
         return None
     round_ = 1 + max(report.round for report in waiting.values())
-    missing = tuple(rank for rank, report in here.items() if rank not in waiting and report.round < round_)
+    missing = tuple(rank for rank, report in working.items() if rank not in waiting and report.round < round_)
     waited = max(report.heartbeat.waiting_seconds + now - report.seen_at for report in waiting.values())
     if not missing:
         return None
@@ -338,7 +340,7 @@ class Curves:
             if points and points[-1][0] >= round_:
                 if points[-1][0] == round_:
                     continue
-                del points[_first_after(points, round_) :]  # a rollback
+                del points[bisect_left(points, round_, key=itemgetter(0)) :]  # a rollback
             points.append((round_, time.time(), value))
             if len(points) > MAX_POINTS:
                 del points[1:-1:2]
@@ -360,7 +362,3 @@ def _thin_out(points: list[tuple[Round, float, float]], most: int) -> list[tuple
     if len(points) <= most:
         return points
     return [points[i * (len(points) - 1) // (most - 1)] for i in range(most)]
-
-
-def _first_after(points: list[tuple[Round, float, float]], round_: Round) -> int:
-    return next((i for i, (there, _, _) in enumerate(points) if there >= round_), len(points))

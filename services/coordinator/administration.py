@@ -23,6 +23,7 @@ from services.runtime.security import name_token
 
 from .audit import MAX_LISTED, AuditEntry
 from .coordinator import Coordinator
+from .state.losses import evict_trainer
 from .state.run import Run
 
 WAIT_SECONDS = 30.0  # for all pservers to install a change
@@ -30,7 +31,7 @@ CHECKPOINT_SECONDS = 240.0  # for a checkpoint, and the one before it, which may
 MAX_FAILURES = 12  # attempts
 
 
-Step: TypeAlias = Callable[[], None]  # of a change, which may raise GradpostError
+Change: TypeAlias = Callable[[Run], Run]  # may raise GradpostError
 
 
 class ChangeDone(Message):
@@ -135,38 +136,36 @@ class Administration:
 
     async def evict(self, by: Requester, rank: OrdinalText) -> ChangeDone:
         """Continue without a trainer. Another incarnation may join."""
-        coordinator = self._coordinator
-        run = self._training()
 
-        def leave() -> None:
-            run.evict(rank, coordinator.now())
+        def leave(run: Run) -> Run:
+            return evict_trainer(run, rank, self._coordinator.now())
 
-        return await self._do(run, leave, by=by, action="evict", arguments={"trainer": rank})
+        return await self._do(leave, by=by, action="evict", arguments={"trainer": rank})
 
     async def roll_back(self, by: Requester, message: RollBack) -> ChangeDone:
         """Roll back to a checkpoint."""
-        round_, run = message.round, self._training()
-        if run.settings.consistency.is_async:
+        round_ = message.round
+        if self._training().settings.consistency.is_async:
             raise Conflict(
                 "an asynchronous run cannot be rolled back; resume it from a checkpoint instead",
                 code="mode_mismatch", expected="sync",
             )  # fmt: skip
         self._find_checkpoint(round_)
 
-        def go_back() -> None:
+        def go_back(run: Run) -> Run:
             self._find_checkpoint(round_)  # it may have been deleted since; from now on it is not
             if obstacle := run.find_rollback_obstacle(round_):
                 raise Conflict(f"{obstacle}; a rollback would fail the run")
-            run.request_rollback(round_)
+            return run.request_rollback(round_)
 
-        def check() -> None:
-            if run.rollback_refusal:
-                raise Conflict(f"{run.rollback_refusal}; the run continues without a rollback")
-            if (run.record.resume or 0) != round_:
-                text = f"the run was rolled back to round {run.record.resume or 0}, not to round {round_}"
-                raise Conflict(text, current=run.record.resume)
+        def check(run: Run) -> None:
+            if run.requests.refusal:
+                raise Conflict(f"{run.requests.refusal}; the run continues without a rollback")
+            if (run.record.base_round or 0) != round_:
+                text = f"the run was rolled back to round {run.record.base_round or 0}, not to round {round_}"
+                raise Conflict(text, current=run.record.base_round)
 
-        return await self._do(run, go_back, check, by=by, action="roll back", arguments={"round": round_})
+        return await self._do(go_back, check, by=by, action="roll back", arguments={"round": round_})
 
     async def make_checkpoint(self, by: Requester) -> CheckpointCreated:
         """Make a checkpoint of the whole model, and wait until it is complete."""
@@ -178,39 +177,39 @@ class Administration:
             return done
 
     async def _await_checkpoint(self, run: Run) -> CheckpointCreated:
-        coordinator, cluster, attempt = self._coordinator, self._coordinator.cluster, run.record.attempt
+        coordinator, cluster, schedule = self._coordinator, self._coordinator.cluster, self._coordinator.schedule
         cluster.require_training()
+        self._check_current(run)
+        run = cluster.run
         if not cluster.registry.is_complete:
             raise NotReady("a checkpoint requires every pserver to be registered", waiting_for=cluster.waiting_for)
-        schedule = coordinator.schedule
         await schedule.refresh_rounds()
-        if run.newest_controls.is_paused and run.settings.consistency.is_async and len(set(cluster.rounds)) > 1:
+        is_paused = cluster.run.newest_controls.is_paused
+        if is_paused and run.settings.consistency.is_async and len(set(cluster.rounds)) > 1:
             text = f"the run is paused while its pservers have applied {sorted(cluster.rounds)} contributions"
             raise TryAgain(f"{text}; a checkpoint requires equal numbers, so resume the run first")
         round_ = schedule.request()
 
         def has_ended() -> bool:
-            is_gone = cluster.run is not run or run.record.state != "training" or run.record.attempt != attempt
+            is_gone = cluster.run.record.attempt_id != run.record.attempt_id or cluster.run.record.state != "training"
             return is_gone or round_ <= newest() or schedule.num_failures >= MAX_FAILURES
 
         def newest() -> Round:
-            return max(run.complete_checkpoints, default=-1)
+            return max(cluster.run.complete_checkpoints, default=-1)
 
         coordinator.changed()
         try:
             await coordinator.wait_until(has_ended, CHECKPOINT_SECONDS)
         finally:
             schedule.withdraw_request()
-        if cluster.run is not run:
-            raise NotReady("another run has begun", waiting_for="a new request")
+        self._check_current(run)
         cluster.require_training()
-        if run.record.attempt != attempt:
-            raise TryAgain(
-                f"the run was rolled back to round {run.record.resume or 0} before the checkpoint was complete"
-            )
+        if cluster.run.record.attempt != run.record.attempt:
+            text = f"the run was rolled back to round {cluster.run.record.base_round or 0}"
+            raise TryAgain(f"{text} before the checkpoint was complete")
         if newest() < round_:
             text = f"no checkpoint of round {round_} or later is complete; see the pservers' logs"
-            raise TryAgain(text, complete=list(run.complete_checkpoints))
+            raise TryAgain(text, complete=list(cluster.run.complete_checkpoints))
         return CheckpointCreated(run=run.record.name, round=newest(), place=coordinator.place.url)
 
     # ------------------------------------------------------------------ execution
@@ -218,18 +217,17 @@ class Administration:
     async def _control(
         self, by: str, action: str, edit: Callable[[Controls], Controls], **arguments: Any
     ) -> ChangeDone:
-        run = self._training()
+        def want(run: Run) -> Run:
+            return run.request_controls(edit(run.newest_controls))
 
-        def want() -> None:
-            run.request_controls(edit(run.newest_controls))
+        return await self._do(want, by=by, action=action, arguments=arguments)
 
-        return await self._do(run, want, by=by, action=action, arguments=arguments)
-
-    async def _do(self, run: Run, change: Step, check: Step = lambda: None, **request: Any) -> ChangeDone:
+    async def _do(self, change: Change, check: Callable[[Run], None] = lambda _: None, **request: Any) -> ChangeDone:
         """Apply a change. `check` raises if it did not take effect. `request` becomes the entry in the audit log."""
+        run = self._training()
         async with self._lock:
-            if self._training() is not run:
-                raise NotReady("another run has begun", waiting_for="a new request")
+            self._training()
+            self._check_current(run)
             ending = asyncio.create_task(self._carry_out(run, change, check, request), name=request["action"])
             self._ending.add(ending)  # completes even if its requester leaves
             ending.add_done_callback(self._ended)
@@ -239,23 +237,37 @@ class Administration:
                 raise TryAgain(text, waiting_for=self._coordinator.cluster.waiting_for)
             return ending.result()
 
-    async def _carry_out(self, run: Run, change: Step, check: Step, request: dict[str, Any]) -> ChangeDone:
+    async def _carry_out(
+        self, before: Run, change: Change, check: Callable[[Run], None], request: dict[str, Any]
+    ) -> ChangeDone:
         """Make a change, and wait until every pserver has installed it or the run is over."""
-        coordinator, action = self._coordinator, request["action"]
-        async with self._audited(run, **request) as outcome:
-            change()
-            number = run.record.number
+        coordinator, cluster = self._coordinator, self._coordinator.cluster
+        async with self._audited(before, **request) as outcome:
+            self._check_current(before)
+            cluster.run = change(cluster.run)
+            number = cluster.run.record.change_number
             coordinator.changed()
-            while not run.record.is_over and run.installed_number < number:
-                await coordinator.wait_until(lambda: run.record.is_over or run.installed_number >= number, WAIT_SECONDS)
+
+            def has_ended() -> bool:
+                run = cluster.run
+                return not cluster.is_current(before) or run.record.is_over or run.installed.number >= number
+
+            while not has_ended():
+                await coordinator.wait_until(has_ended, WAIT_SECONDS)
+            self._check_current(before)
+            run = cluster.run
             if run.record.is_over:
                 raise NotReady(f"run {run.record.name} is {run.record.state}", waiting_for="a run")
-            check()
-            done = self._describe(run, action)
+            check(run)
+            done = self._describe(run, request["action"])
             outcome["round"] = done.round
-        text = f"{action}: from round {done.round} on"
-        coordinator.events.add(coordinator.cluster, "change", text, **request["arguments"])
+        text = f"{request['action']}: from round {done.round} on"
+        coordinator.events.add(cluster, "change", text, **request["arguments"])
         return done
+
+    def _check_current(self, run: Run) -> None:
+        if not self._coordinator.cluster.is_current(run):
+            raise NotReady("another run has begun", waiting_for="a new request")
 
     def _ended(self, ending: asyncio.Task[ChangeDone]) -> None:
         self._ending.discard(ending)
@@ -266,7 +278,7 @@ class Administration:
         rounds = [member.round for member in self._coordinator.cluster.registry.members.values()]
         round_ = max(rounds, default=0) + 1
         if action == "roll back":
-            round_ = (run.record.resume or 0) + 1
+            round_ = (run.record.base_round or 0) + 1
         elif action != "evict" and run.record.membership.controls:
             round_ = run.record.membership.newest_controls.since
         return ChangeDone(run=run.record.name, attempt=run.record.attempt, round=round_, controls=run.newest_controls)
@@ -295,10 +307,10 @@ class Administration:
         await self._write(run, number=number, outcome="done", **outcome, **request)
 
     async def _write(self, run: Run, **members: Any) -> int:
-        audit = self._coordinator.audit
+        audit, record = self._coordinator.audit, self._coordinator.cluster.refresh(run).record
         try:
             async with self._audit_lock:
-                entry = await asyncio.to_thread(audit.add, run=run.record.name, attempt=run.record.attempt, **members)
+                entry = await asyncio.to_thread(audit.add, run=record.name, attempt=record.attempt, **members)
         except OSError as error:
             when = "before the change, which was not made" if members["outcome"] == "requested" else "after the change"
             raise StorageFailed(f"the audit log cannot be written {when}: {error}") from error

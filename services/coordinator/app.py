@@ -86,7 +86,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.post(routes.DECLARE_MODEL, tags=["membership"], status_code=204)
     async def declare_model(rank: OrdinalText, message: DeclareModel) -> None:
         """Declare the model of a trainer, which must equal that of the others."""
-        cluster.run.declare(rank, message)
+        cluster.declare_model(rank, message)
         coordinator.changed()
         await coordinator.persist()
 
@@ -127,7 +127,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.get(routes.SUMMARY, tags=["inspection"])
     async def summary() -> RunSummary:
         """Return a summary of the run, with numbers that the servers measured."""
-        return await coordinator.summary()
+        return await coordinator.result.summary()
 
     @app.get(routes.TARGETS, tags=["inspection"], response_model=list[TargetGroup])
     async def targets() -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.storage import CheckpointStorage
 
-from .reconcile import read_state, want_checkpoint
+from .pserver_calls import read_state, want_checkpoint
 from .state.cluster import Cluster
 from .state.pservers import PserverMember
 from .state.run import Run
@@ -62,7 +62,7 @@ class CheckpointSchedule:
         for member, answer in zip(members, answers, strict=True):
             if not isinstance(answer, BaseException):
                 if self._of == before:
-                    member.round = max(member.round, answer.round)
+                    self._cluster.registry = self._cluster.registry.note_progress(member.info, answer.round)
             elif not isinstance(answer, GradpostError | httpx.HTTPError | ValueError):  # a proxy's page
                 raise answer
 
@@ -78,9 +78,8 @@ class CheckpointSchedule:
         self._requested = None
 
     def _reset_if_new_attempt(self) -> None:
-        run = self._cluster.run
-        if (run.record.name, run.record.attempt) != self._of:
-            self._of = run.record.name, run.record.attempt
+        if self._cluster.run.record.attempt_id != self._of:
+            self._of = self._cluster.run.record.attempt_id
             self._requested = self._named = None
             self.num_failures = 0
 
@@ -112,14 +111,13 @@ class CheckpointSchedule:
     def _find_members(self) -> list[PserverMember]:
         """Return the pservers if all of them serve the run in training, else none."""
         run, registry = self._cluster.run, self._cluster.registry
-        members = [member for _, member in sorted(registry.members.items())]
-        is_served = all((member.run, member.attempt) == (run.record.name, run.record.attempt) for member in members)
-        return members if run.record.state == "training" and registry.is_complete and is_served else []
+        is_served = run.record.state == "training" and registry.is_serving(run.record.attempt_id)
+        return registry.sorted_members if is_served else []
 
     @staticmethod
     def _find_open(members: list[PserverMember], newest: Round) -> Round | None:
         """Return the round of the open checkpoint, if there is one."""
-        rounds = [member.coming_checkpoints.union(member.checkpoints) for member in members]
+        rounds = [member.coming_checkpoints.union(member.shards) for member in members]
         return max((round_ for round_ in frozenset.intersection(*rounds) if round_ > newest), default=None)
 
     async def _name(self, members: list[PserverMember], newest: Round, interval: Round) -> None:
@@ -132,7 +130,7 @@ class CheckpointSchedule:
             answers = await asyncio.gather(*wanted, return_exceptions=True)
             for member, answer in zip(members, answers, strict=True):
                 if answer is None:  # until the next heartbeat reports it
-                    member.coming_checkpoints |= {round_}
+                    self._cluster.registry = self._cluster.registry.note_progress(member.info, coming=(round_,))
                 elif not isinstance(answer, GradpostError | httpx.HTTPError | ValueError):  # a proxy's page
                     raise answer
             self._named = round_, self._now()
@@ -156,45 +154,44 @@ class Manifests:
 
         Only one call may run at a time. It waits for the place, so that run and attempt may change meanwhile.
         """
-        cluster, run = self._cluster, self._cluster.run
-        before = list(run.complete_checkpoints)
-        if not run.knows_checkpoints and run.record.plan is not None and cluster.registry.num_pservers:
-            await self._list_checkpoints(run)
-        while run.knows_checkpoints and (shards := self._written_shards(run)) is not None:
-            newest = max(run.complete_checkpoints, default=-1)
+        cluster, before = self._cluster, self._cluster.run
+        if not before.knows_checkpoints and before.record.plan is not None and cluster.registry.num_pservers:
+            await self._list_checkpoints()
+        while (shards := self._written_shards(before)) is not None:
+            newest = max(cluster.run.complete_checkpoints, default=-1)
             ready = max(set(shards[0]).intersection(*shards[1:]), default=-1)
             # A pserver that has written later shards may delete this one: see `RunStorage.prune_place`.
-            is_given_up = newest >= 0 and any(max(one, default=-1) > ready for one in shards)
-            if ready <= newest or is_given_up or not await self._complete(run, [one[ready] for one in shards]):
+            is_given_up = newest >= 0 and any(max(written, default=-1) > ready for written in shards)
+            if ready <= newest or is_given_up or not await self._complete([written[ready] for written in shards]):
                 break
         # A checkpoint may be the target of a rollback that is under way.
-        while len(run.complete_checkpoints) > self._max_complete and not run.is_changing:
-            await self._delete(round_folder(run.record.name, run.complete_checkpoints.pop()))
-        return run.complete_checkpoints != before
+        while cluster.is_current(before) and not cluster.run.is_changing:
+            if len(cluster.run.complete_checkpoints) <= self._max_complete:
+                break
+            oldest = cluster.run.complete_checkpoints[-1]
+            cluster.run = cluster.run.drop_checkpoint(oldest)
+            await self._delete(round_folder(before.record.name, oldest))
+        return cluster.is_current(before) and cluster.run.complete_checkpoints != before.complete_checkpoints
 
-    def _written_shards(self, run: Run) -> list[dict[Round, ShardFile]] | None:
-        """Return the shards of each pserver; None unless all of them serve its newest attempt."""
-        members = self._cluster.registry.members.values()
-        if self._cluster.run is not run or run.record.plan is None or run.record.state == "gathering":
+    def _written_shards(self, before: Run) -> list[dict[Round, ShardFile]] | None:
+        """Return the shards of each pserver; None unless all of them serve the newest attempt of this run."""
+        run, registry = self._cluster.run, self._cluster.registry
+        if not self._cluster.is_current(before) or run.record.plan is None or run.record.state == "gathering":
             return None
-        if not members or len(members) < run.record.plan.num_pservers:
+        if not run.knows_checkpoints or not registry.members or not registry.is_serving(run.record.attempt_id):
             return None
-        if any((member.run, member.attempt) != (run.record.name, run.record.attempt) for member in members):
-            return None
-        return [member.checkpoints for member in members]
+        return [member.shards for member in registry.members.values()]
 
-    async def _list_checkpoints(self, run: Run) -> None:
+    async def _list_checkpoints(self) -> None:
         """List the checkpoints of the run, and delete those of undone rounds."""
-        attempt = run.record.attempt
+        run = self._cluster.run
         try:
             found = await asyncio.to_thread(_delete_undone, self._place, run.record.name, dict(run.record.began))
         except OSError as error:
             self._log_once(log.warning, "the place of the checkpoints cannot be used", error, place=self._place.url)
             return
         self._trouble = ""
-        if run.record.attempt == attempt:
-            run.complete_checkpoints[:] = found
-            run.listed_attempt = attempt
+        self._cluster.update(run, lambda newest: newest.list_checkpoints(run.record.attempt, found))
 
     def _log_once(self, write: Callable[..., object], text: str, error: OSError, **facts: object) -> None:
         """Log a problem with the place once. Each heartbeat tries the place again."""
@@ -204,17 +201,15 @@ class Manifests:
 
     async def _delete(self, folder: str) -> None:
         try:
-            for name in (
-                f"{folder}/{MANIFEST}",
-                folder,
-            ):  # the manifest first, so that a partial checkpoint does not count
+            # The manifest first, so that a partial checkpoint does not count.
+            for name in (f"{folder}/{MANIFEST}", folder):
                 await asyncio.to_thread(self._place.delete, name)
         except OSError as error:
             log.warning("an old checkpoint could not be deleted", folder=folder, error=str(error))
 
-    async def _complete(self, run: Run, files: Iterable[ShardFile]) -> bool:
+    async def _complete(self, files: Iterable[ShardFile]) -> bool:
         """Write the manifest of these shards. Returns whether the place accepted it."""
-        cluster = self._cluster
+        cluster, run = self._cluster, self._cluster.run
         assert run.record.plan is not None
         shards = tuple(sorted(files, key=lambda file: file.pserver))
         manifest = Manifest(
@@ -228,7 +223,7 @@ class Manifests:
             controls=run.record.membership.newest_controls,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        cluster.is_completing = True
+        cluster.is_writing_manifest = True
         try:
             reach_failpoint("checkpoint.manifest")
             await asyncio.to_thread(write_manifest, self._place, manifest)
@@ -236,11 +231,10 @@ class Manifests:
             self._log_once(log.error, "the manifest of a checkpoint could not be written", error, round=manifest.round)
             return False
         finally:
-            cluster.is_completing = False
+            cluster.is_writing_manifest = False
         self._trouble = ""
         reach_failpoint("checkpoint.manifest.after")
-        if run.record.attempt == manifest.attempt:  # else the round may be undone
-            run.complete_checkpoints.insert(0, manifest.round)
+        cluster.update(run, lambda newest: newest.add_checkpoint(manifest.attempt, manifest.round))
         return True
 
 

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import copy
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import httpx
 
-from ps_protocol.errors import GradpostError, NotReady, StaleRound, StorageFailed, TryAgain
-from ps_protocol.messages import PlanReady, PserverState, RunSummary, ShardSummary
-from ps_protocol.vocabulary import Incarnation, Rank, Round
+from ps_protocol.errors import NotReady, StorageFailed, TryAgain
+from ps_protocol.messages import PlanReady
+from ps_protocol.vocabulary import Incarnation, Rank
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import open_checkpoint_storage
 
@@ -20,18 +20,15 @@ from .activity import ActivityLog, Curves
 from .audit import AuditLog
 from .checkpoints import CheckpointSchedule, Manifests
 from .events import Events
-from .reconcile import RESULT_SECONDS, Reconciler, read_state, want_checkpoint
+from .reconcile import Reconciler
 from .restore import RecordFile, restore_state
+from .result import RunResult
 from .settings import CoordinatorSettings
 from .state.cluster import Cluster
-from .state.record import describe_cluster
-from .state.run import Run
-from .state.status import copy_fields
 
 log = get_logger()
 
 RETRY_SECONDS = 0.2
-RESULT_RETRY_SECONDS = 1.0
 
 
 class Coordinator:
@@ -50,10 +47,8 @@ class Coordinator:
         self.activity = ActivityLog()
         self.audit = AuditLog(settings.state_dir)
         self._reconciler = Reconciler(self.cluster, http, self.now, self.persist)
-        self._last_summary: RunSummary | None = None
-        self._summed_up: tuple[str, float | None, Round] = "", None, 0  # run, start and round of the newest summary
-        self._summed_up_at = 0.0  # when its first summary was made
-        self._recording: asyncio.Task[None] | None = None
+        self.result = RunResult(self.cluster, http, self.now, self.wait_until)
+        self._saving: asyncio.Task[None] | None = None  # saves the result
         self.place = open_checkpoint_storage(settings.checkpoints or str(settings.state_dir / "checkpoints"))
         self._manifests = Manifests(self.cluster, self.place, settings.keep_checkpoints)
         self.schedule = CheckpointSchedule(self.cluster, http, self.now)
@@ -100,7 +95,7 @@ class Coordinator:
         Raises TryAgain if the disk fails, and StorageFailed once it has failed for the round time-out.
         """
         async with self._persist_lock:
-            record = describe_cluster(self.cluster)  # under the lock, so that a newer record is not overwritten
+            record = self.cluster.describe()  # under the lock, so that a newer record is not overwritten
             try:
                 await asyncio.to_thread(self._file.write, record)
             except OSError as error:
@@ -159,7 +154,7 @@ class Coordinator:
 
     async def _reconcile_until(self, stop: asyncio.Event) -> None:
         logged, checked_at = "", self.now()
-        members: dict[Rank, Incarnation] = {}
+        members: Mapping[Rank, Incarnation] = {}
         while not stop.is_set():
             await self._wake.wait()
             self._wake.clear()
@@ -168,56 +163,42 @@ class Coordinator:
             if not await self._reconciler.reconcile():
                 await asyncio.sleep(RETRY_SECONDS)
                 self._wake.set()
-            elif members != self.cluster.installed_members:
-                members = self.cluster.installed_members
+            elif members != self.cluster.run.installed.members:
+                members = self.cluster.run.installed.members
                 log.info("members installed", trainers=sorted(members), reason=self.cluster.run.reason)
             await self._notify_waiters()
             logged = self._log_news(logged)
             run = self.cluster.run
-            if run.record.is_deserted and not run.is_recorded and self._recording is None:
-                self._recording = asyncio.create_task(self._record_run(), name="record the run")
+            if run.record.is_deserted and not run.is_result_saved and self._saving is None:
+                self._saving = asyncio.create_task(self._save_result(), name="save the result")
             if self.cluster.may_exit:
                 stop.set()
 
     def _log_losses(self, after: float) -> float:
         """Log trainers that were lost after this time, and return the current time."""
-        for rank, trainer in sorted(self.cluster.run.record.trainers.items()):
+        for rank, trainer in self.cluster.run.record.trainers.items():
             if not trainer.is_present and self.cluster.run.reports[rank].gone_at > after:
                 log.info(trainer.why, trainer=rank)
         return self.now()
 
     def _log_news(self, logged: str) -> str:
         """Log the state of the run, or what it waits for, if that differs from `logged`. Returns the text."""
-        run = self.cluster.run
+        run, waits, failure = self.cluster.run, self.cluster.waiting_for, self.cluster.run.record.failure
         bind_facts(run=run.record.name)
-        news = (
-            f"waiting for {', '.join(self.cluster.waiting_for)}"
-            if self.cluster.waiting_for
-            else f"run {run.record.state}"
-        )
-        if news != logged and run.record.failure is not None:
-            trainers = run.record.failure.facts.get("ranks") or run.record.failure.facts.get("missing")
-            log.error(
-                news, round=run.round, trainer=trainers, code=run.record.failure.code, reason=run.record.failure.detail
-            )
+        news = f"waiting for {', '.join(waits)}" if waits else f"run {run.record.state}"
+        if news != logged and failure is not None:
+            trainers = failure.facts.get("ranks") or failure.facts.get("missing")
+            log.error(news, round=run.lowest_round, trainer=trainers, code=failure.code, reason=failure.detail)
         elif news != logged:
-            log.info(news, round=run.round)
+            log.info(news, round=run.lowest_round)
         return news
 
-    async def _record_run(self) -> None:
-        """Record the summary of a finished run, and a checkpoint of its result. Then its pservers may exit."""
+    async def _save_result(self) -> None:
         try:
-            await self._finish_run(self.cluster.run)
+            await self.result.save(self.cluster.run)
         finally:
-            self._recording = None
+            self._saving = None
             self.changed()
-
-    async def _finish_run(self, run: Run) -> None:
-        await self._take_summary()
-        if run.record.state == "finished" and run.checkpoint_interval:
-            await self._save_result(run)
-            await self._take_summary()  # again, in case the result lacks rounds and the run has failed
-        run.is_recorded = True
 
     # ------------------------------------------------------------------ waiting
 
@@ -234,12 +215,9 @@ class Coordinator:
         """Wait until all pservers have installed a trainer. Raises NotReady, or the run's failure."""
 
         def ready() -> bool:
-            current = self.cluster.run
-            return (
-                current.record.name != run
-                or current.record.is_over
-                or self.cluster.plan_ready(rank, incarnation) is not None
-            )
+            record = self.cluster.run.record
+            is_over = record.name != run or record.is_over
+            return is_over or self.cluster.plan_ready(rank, incarnation) is not None
 
         await self.wait_until(ready, wait_seconds)
         current = self.cluster.run
@@ -251,100 +229,3 @@ class Coordinator:
             waits = self.cluster.waiting_for or ["the pservers to install this trainer"]
             raise NotReady(f"the cluster waits for {', '.join(waits)}", waiting_for=waits)
         return plan
-
-    # ------------------------------------------------------------------ summary
-
-    async def _save_result(self, run: Run) -> None:
-        """Write the run's last checkpoint. A pserver that dies meanwhile may return within the rejoin time-out."""
-        deadline = self.now() + run.settings.rejoin_timeout_seconds
-        logged = ""
-        while (problem := await self._try_to_save_result(run)) is not None:
-            if self.now() > deadline:
-                log.error("the run's last round has no checkpoint", error=problem)
-                return
-            if problem != logged:
-                log.warning("the checkpoint of the run's last round is delayed", error=problem)
-            logged = problem
-            await asyncio.sleep(RESULT_RETRY_SECONDS)
-
-    async def _try_to_save_result(self, run: Run) -> str | None:
-        """Try to write the run's last checkpoint. Returns the problem, or None."""
-        try:
-            async with asyncio.timeout(RESULT_SECONDS):
-                rounds = [state.round for state in await self.read_states() if state.run == run.record.name]
-                if len(rounds) < self.cluster.registry.num_pservers:
-                    return f"{len(rounds)} of {self.cluster.registry.num_pservers} pservers have the run"
-                round_ = max(rounds)
-                try:
-                    while (newer := await self._write_result(run.record.name, round_)) is not None:
-                        round_ = newer
-                except NotReady:
-                    if round_ == 0:
-                        return None  # the run ended without initial values
-                    raise
-                async with self._condition:  # heartbeats report it
-                    await self._condition.wait_for(lambda: round_ in run.complete_checkpoints)
-                if gone := run.find_departed_after(round_):
-                    run.fail_for_lost_rounds(gone, round_, run.newest_round, self.now())
-        except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:
-            return repr(error)
-        return None
-
-    async def _write_result(self, run: str, round_: Round) -> Round | None:
-        """Request the last checkpoint. Returns a later round if a pserver has applied more than it reported."""
-        members = self.cluster.registry.members.values()
-        try:
-            await asyncio.gather(*(want_checkpoint(self.http, m, run, round_, is_over=True) for m in members))
-        except StaleRound as error:
-            if (current := error.facts.get("current")) is None or current <= round_:
-                raise
-            return int(current)
-        return None
-
-    async def summary(self) -> RunSummary:
-        """Return the summary of the run. Once it is over, its result is on the disk when this returns."""
-        run = self.cluster.run
-        if run.record.is_deserted:
-            await self.wait_until(lambda: run.is_recorded or self.cluster.run is not run, RESULT_SECONDS)
-        return await self._take_summary()
-
-    async def _take_summary(self) -> RunSummary:
-        run = self.cluster.run
-        last = self._last_summary
-        if last is not None and (last.run, last.state) == (run.record.name, run.record.state) and run.record.is_over:
-            return last
-        answers = await self.read_states()
-        states = [state for state in answers if state.run == run.record.name]
-        is_ring = run.settings.consistency.is_ring
-        rounds = run.newest_round if is_ring else min((state.round for state in states), default=0)
-        carried = ["ring"] if is_ring else sorted({f"HTTP/{v}" for state in states for v in state.transports})
-        # All trainers print their summary at the end, and after the same round each gets the same seconds.
-        if self._summed_up != (run.record.name, run.started_at, rounds):
-            self._summed_up, self._summed_up_at = (run.record.name, run.started_at, rounds), self.now()
-        end = self._summed_up_at if run.ended_at is None else run.ended_at
-        results: dict[str, float] = {}
-        for _, report in sorted(run.reports.items(), reverse=True):
-            results.update(report.heartbeat.results)  # the lowest rank's results win
-        summary = RunSummary(
-            run=run.record.name,
-            state=run.record.state,
-            mode=run.settings.mode,
-            transport="+".join(carried) or "none",
-            num_trainers=len(run.record.trainers),
-            rounds=rounds,
-            seconds=0.0 if run.started_at is None else end - run.started_at,
-            shards=tuple(copy_fields(ShardSummary, state, pserver=state.index or 0) for state in states),
-            results=results,
-        )
-        if run.record.is_over:
-            self._last_summary = summary
-        return summary
-
-    async def read_states(self) -> list[PserverState]:
-        """Return the states of all living pservers in order of their indices, without those that do not answer."""
-        members = [member for _, member in sorted(self.cluster.registry.members.items())]
-        answers = await asyncio.gather(*(read_state(self.http, member) for member in members), return_exceptions=True)
-        for member, answer in zip(members, answers, strict=True):
-            if isinstance(answer, BaseException):
-                log.warning("a pserver did not answer", pserver=member.info.index, error=repr(answer))
-        return [answer for answer in answers if not isinstance(answer, BaseException)]

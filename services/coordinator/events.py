@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 from pydantic import Field
 
 from ps_protocol.fields import Message
-from ps_protocol.messages import RunState
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import PserverIndex, Rank, Round
 
 from .state.cluster import Cluster
-from .state.record import TrainerState
+from .state.pservers import PserverMember
+from .state.record import TrainerRecord
+from .state.run import Run
 
 MAX_EVENTS = 1000
 
@@ -42,11 +43,8 @@ class Events:
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
-        self._run: tuple[str, RunState] | None = None
-        self._attempt = 0
-        self._pservers: dict[PserverIndex, tuple[Incarnation, bool]] = {}
-        self._trainers: dict[Rank, tuple[Incarnation, TrainerState]] = {}
-        self._checkpoints: set[Round] = set()
+        self._run: Run | None = None  # as of the last call, like `_pservers`
+        self._pservers: dict[PserverIndex, tuple[PserverMember, bool]] = {}
 
     @property
     def newest_id(self) -> int:
@@ -78,54 +76,46 @@ class Events:
             self.add(cluster, kind, text, **facts)
 
     def _changes(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
-        run, before = cluster.run, self._run
-        self._run = run.record.name, run.record.state
-        if before is None or before[0] != run.record.name:
-            self._attempt, self._trainers, self._checkpoints = run.record.attempt, {}, set(run.complete_checkpoints)
+        run, record, last = cluster.run, cluster.run.record, self._run
+        self._run = run
+        before = last if last is not None and cluster.is_current(last) else None
         yield from self._changed_pservers(cluster)
-        yield from self._changed_trainers(cluster)
-        if self._run != before and (before is not None or run.record.state != "gathering"):
-            why = "" if run.record.failure is None else f": {run.record.failure.detail}"
-            yield "run", f"run {run.record.name} is {run.record.state}{why}", {"state": run.record.state}
-        if run.record.attempt != self._attempt:
-            self._attempt = run.record.attempt
-            where = "with initial values" if run.record.resume is None else f"after round {run.record.resume}"
+        yield from _changed_trainers({} if before is None else before.record.trainers, record.trainers)
+        is_new = last is not None or record.state != "gathering"
+        if is_new and (before is None or before.record.state != record.state):
+            why = "" if record.failure is None else f": {record.failure.detail}"
+            yield "run", f"run {record.name} is {record.state}{why}", {"state": record.state}
+        if before is None:
+            return
+        if record.attempt != before.record.attempt:
+            where = "with initial values" if record.base_round is None else f"after round {record.base_round}"
             why = f": {run.reason}" if run.reason else ""
-            text = f"the run is rolled back and continues {where} (attempt {run.record.attempt}){why}"
-            yield (
-                "rollback",
-                text,
-                {"resume": run.record.resume, "attempt": run.record.attempt, "reason": run.reason},
-            )
-        checkpoints = set(run.complete_checkpoints)
-        for round_ in sorted(checkpoints - self._checkpoints):
+            text = f"the run is rolled back and continues {where} (attempt {record.attempt}){why}"
+            yield "rollback", text, {"resume": record.base_round, "attempt": record.attempt, "reason": run.reason}
+        for round_ in sorted(set(run.complete_checkpoints) - set(before.complete_checkpoints)):
             yield "checkpoint", f"checkpoint of round {round_} is complete", {"round": round_}
-        self._checkpoints = checkpoints
 
     def _changed_pservers(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
-        registry = cluster.registry
-        now = {index: (member.info.incarnation, True) for index, member in registry.members.items()}
-        now |= {index: (member.info.incarnation, False) for index, member in registry.lost.items()}
-        for index, (incarnation, is_present) in sorted(now.items()):
-            if self._pservers.get(index) == (incarnation, is_present):
+        before, registry = self._pservers, cluster.registry
+        self._pservers = {index: (member, False) for index, member in registry.lost.items()}
+        self._pservers |= {index: (member, True) for index, member in registry.members.items()}
+        for index, (member, is_present) in sorted(self._pservers.items()):
+            known, was_present = before.get(index, (None, False))
+            incarnation, address = member.info.incarnation, member.info.address
+            if known is not None and (known.info.incarnation, was_present) == (incarnation, is_present):
                 continue
-            address = (registry.members if is_present else registry.lost)[index].info.address
-            text = (
-                f"pserver {index} has registered at {address}"
-                if is_present
-                else f"pserver {index} at {address} is silent"
-            )
-            yield "pserver", text, {"pserver": index, "incarnation": incarnation}
-        self._pservers = now
+            change = f"has registered at {address}" if is_present else f"at {address} is silent"
+            yield "pserver", f"pserver {index} {change}", {"pserver": index, "incarnation": incarnation}
 
-    def _changed_trainers(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
-        now = {rank: (trainer.incarnation, trainer.state) for rank, trainer in cluster.run.record.trainers.items()}
-        for rank, (incarnation, state) in sorted(now.items()):
-            if self._trainers.get(rank) == (incarnation, state):
-                continue
-            trainer = cluster.run.record.trainers[rank]
-            described = {"joined": "has joined", "declared": "has declared its model", "done": "is done"}
-            change = f"trainer {rank} {described.get(state, f'has {state}')}"
-            text = change if state in described else trainer.why or change
-            yield "trainer", text, {"trainer": rank, "incarnation": incarnation, "state": state}
-        self._trainers = now
+
+def _changed_trainers(
+    before: Mapping[Rank, TrainerRecord], now: Mapping[Rank, TrainerRecord]
+) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
+    for rank, trainer in sorted(now.items()):
+        known, state, incarnation = before.get(rank), trainer.state, trainer.incarnation
+        if known is not None and (known.incarnation, known.state) == (incarnation, state):
+            continue
+        described = {"joined": "has joined", "declared": "has declared its model", "done": "is done"}
+        change = f"trainer {rank} {described.get(state, f'has {state}')}"
+        text = change if state in described else trainer.why or change
+        yield "trainer", text, {"trainer": rank, "incarnation": incarnation, "state": state}

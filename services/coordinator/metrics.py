@@ -37,7 +37,7 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
                 t.state in ("lost", "failed") and not t.was_evicted for t in cluster.run.record.trainers.values()
             ),
         ),
-        ("gradpost_run_round", "Newest round that every trainer has completed.", lambda: cluster.run.round),
+        ("gradpost_run_round", "Newest round that every trainer has completed.", lambda: cluster.run.lowest_round),
     )
     for name, description, value in gauges:
         Gauge(name, description, registry=registry).set_function(value)
@@ -73,7 +73,7 @@ def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
     ]
     groups += [
         _group(trainer.metrics_address, role="trainer", trainer=str(rank))
-        for rank, trainer in sorted(cluster.run.record.trainers.items())
+        for rank, trainer in cluster.run.record.trainers.items()
         if trainer.metrics_address and trainer.is_present
     ]
     return groups

@@ -5,39 +5,62 @@
     over:        PUT members with the failure
 
 Every step may be repeated. A change that was interrupted is repeated under a higher number.
+
+The run that a step begins with is out of date after every wait: the step reads the cluster's run again, and ends if
+another run has begun. So no transition of a request handler is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import httpx
 from pydantic import TypeAdapter
 
-from ps_config.control_client import raise_for_problem
 from ps_protocol.errors import ERRORS, Conflict, Ended, GradpostError, NotReady, StaleRun, StorageFailed, TryAgain
 from ps_protocol.fields import Message
-from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, WantCheckpoint
-from ps_protocol.messages import PserverState
-from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN, STATE, WANT_CHECKPOINT
+from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
+from .pserver_calls import TIMEOUT_SECONDS, call_pserver
 from .state.cluster import Cluster
-from .state.decision import Ranges, Refusal, Rollback, decide_change, decide_rollback, newest_common
+from .state.decision import Answers, Ranges, Refusal, Rollback, decide_change, decide_rollback, newest_common
 from .state.pservers import PserverMember
 from .state.record import Decision
 from .state.run import Run
+from .state.status import copy_fields
 
 log = get_logger()
 
-TIMEOUT_SECONDS = 5.0
-RESULT_SECONDS = 60.0  # for the checkpoint of a finished run
 RESTORE_TIMEOUT_SECONDS = 60.0  # to read a shard and its log
 
 _RANGES = TypeAdapter(Ranges)
+
+
+class _InterruptedError(Exception):
+    """The change cannot be completed. It is made again, unless another run has begun."""
+
+
+class Target(NamedTuple):
+    """The state that a pserver must install, or the newest one that it has installed."""
+
+    incarnation: Incarnation
+    run: str
+    attempt: int
+    change_number: int
+
+    def has_same_run(self, other: Target | None) -> bool:
+        """Return whether the pserver has to change no more than the attempt and the members."""
+        return other is not None and self[:2] == other[:2]
+
+    def has_same_attempt(self, other: Target | None) -> bool:
+        """Return whether the pserver has to change no more than the members."""
+        return other is not None and self[:3] == other[:3]
 
 
 class Reconciler:
@@ -54,15 +77,14 @@ class Reconciler:
         self._http = http
         self._now = now
         self._persist = persist
-        # The newest state that each pserver has installed: incarnation, run, attempt and number.
-        self._installed: dict[PserverIndex, tuple[Incarnation, str, int, int]] = {}
+        self._installed: dict[PserverIndex, Target] = {}
         self._restore: dict[PserverIndex, Round | None] = {}  # the round of each pserver, by the newest decision
-        self._failing: tuple[Run, float] | None = None  # the run and the time since when changes fail
+        self._failing: tuple[str, float] | None = None  # the run and the time since when changes fail
         self._problem = ""
         self._logged: set[str] = set()  # logged since the last success
 
     async def reconcile(self) -> bool:
-        """Persist the cluster's state, and bring every pserver to it. Returns whether that succeeded.
+        """Persist the cluster's state, and bring every pserver to it. Returns False if it must be tried again.
 
         If it fails for the rejoin time-out, the run fails although all pservers are alive. A disk that stays full fails
         the run, which the pservers must learn without a persisted decision.
@@ -71,9 +93,9 @@ class Reconciler:
         try:
             await self._persist()
         except StorageFailed as error:
-            run.fail(error, self._now())
+            self._fail(run, error)
         except TryAgain:
-            if not run.record.is_over:
+            if not self._cluster.run.record.is_over:
                 return False
         try:
             if await self._update_pservers():
@@ -82,38 +104,47 @@ class Reconciler:
                 return True
         except (TryAgain, StorageFailed):
             return False
-        if self._failing is None or self._failing[0] is not run:
-            self._failing = run, self._now()
+        if self._failing is None or self._failing[0] != run.record.name:
+            self._failing = run.record.name, self._now()
         limit = run.settings.rejoin_timeout_seconds
         if self._now() - self._failing[1] > limit:
             text = f"no change could be installed for {limit:g} s: {self._problem}"
-            run.fail(Ended(text, code="pserver_lost"), self._now())
+            self._fail(run, Ended(text, code="pserver_lost"))
         return False
 
+    def _fail(self, run: Run, failure: GradpostError) -> None:
+        self._cluster.update(run, lambda newest: newest.fail(failure, self._now()))
+
     async def _update_pservers(self) -> bool:
+        """Make the newest change on all pservers. Returns False if it must be tried again."""
         cluster, run = self._cluster, self._cluster.run
         if run.record.plan is None:
             return True
-        members = [member for _, member in sorted(cluster.registry.members.items())]
+        members = cluster.registry.sorted_members
+        number, has_begun = run.record.change_number, run.record.state != "gathering"
+        targets = {member.info.index: _find_target(run, member, number) for member in members}
         if not cluster.serves_run:
-            serving = [member for member in members if self._has_installed(run, member)]
-            return all(await asyncio.gather(*(self._install(run, member, run.record.number) for member in serving)))
+            serving = [m for m in members if targets[m.info.index].has_same_run(self._installed.get(m.info.index))]
+            return await self._install_everywhere(run, serving, number)
         if len(members) < cluster.registry.num_pservers:
             return True  # a lost pserver returns, or the run fails
-        number, has_begun = run.record.number, run.record.state != "gathering"
-        if any(self._installed.get(m.info.index) != self._target(run, m, number) for m in members):
-            is_decided = not has_begun or await self._decide(run, members, number)
-            if not (is_decided and all(await asyncio.gather(*(self._install(run, m, number) for m in members)))):
+        if any(self._installed.get(index) != target for index, target in targets.items()):
+            try:
                 if has_begun:
-                    run.record = run.record.change()  # a repetition is another change
+                    await self._decide(run, members, number)
+                is_installed = await self._install_everywhere(run, members, number)
+            except _InterruptedError:
+                is_installed = False
+            if not is_installed:
+                if has_begun:
+                    cluster.update(run, Run.with_change)  # a repetition is another change
                 return False
-        if cluster.run is run and run.record.state == "gathering":
-            run.begin_training(self._now())
+        if cluster.is_current(run) and cluster.run.record.state == "gathering":
+            cluster.run = cluster.run.begin_training(self._now())
             reach_failpoint("begin.before")
             await self._persist()  # before a trainer gets the plan: after a restart the run would begin again
             reach_failpoint("begin.after")
-        if cluster.run is run:
-            cluster.finish_change(number)
+        cluster.update(run, lambda newest: newest.finish_change(number))
         return True
 
     def _log_problem(self, text: str, error: Exception, **facts: object) -> None:
@@ -125,46 +156,54 @@ class Reconciler:
 
     # ------------------------------------------------------------------ freeze, decide
 
-    async def _decide(self, run: Run, members: list[PserverMember], number: int) -> bool:
+    async def _decide(self, run: Run, members: list[PserverMember], number: int) -> None:
         """Freeze the pservers, and put into effect the decision that follows from their answers."""
         targets = run.record.targets
         message = Freeze(run=run.record.name, attempt=run.record.attempt, number=number)
         try:
-            answers = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
+            frozen = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
         except (httpx.HTTPError, GradpostError, ValueError) as error:
             self._log_problem("a pserver did not answer the freeze before a change of members", error)
-            return False
-        if not self._cluster.serves_run or self._cluster.run is not run:
-            return False
-        run.applied = max([run.applied, *(answer.applied for answer in answers if answer is not None)])
-        by_index = {m.info.index: (m.info.incarnation, answer) for m, answer in zip(members, answers, strict=True)}
-        outcome = decide_change(run, targets, by_index)
-        if isinstance(outcome, Rollback):
-            return await self._roll_back(run, members, targets, outcome)
-        restore = {
-            index: answer.applied if answer is not None and answer.is_readable else None
-            for index, (_, answer) in by_index.items()
+            raise _InterruptedError from error
+        if not self._cluster.serves_run:
+            raise _InterruptedError
+        self._check_current(run)
+        for rounds in frozen:
+            if rounds is not None:
+                self._cluster.run = self._cluster.run.note_applied(run.record.attempt, rounds.applied)
+        answers: Answers = {
+            m.info.index: (m.info.incarnation, rounds) for m, rounds in zip(members, frozen, strict=True)
         }
-        await self._adopt(run, members, outcome, restore)
-        return True
+        outcome = decide_change(self._cluster.run, targets, answers)
+        if isinstance(outcome, Rollback):
+            await self._roll_back(run, members, targets, outcome)
+            return
+        restore = {
+            index: rounds.applied if rounds is not None and rounds.is_readable else None
+            for index, (_, rounds) in answers.items()
+        }
+        await self._adopt(members, outcome, restore)
+
+    def _check_current(self, run: Run) -> None:
+        if not self._cluster.is_current(run):
+            raise _InterruptedError
 
     async def _adopt(
-        self, run: Run, members: list[PserverMember], decision: Decision, restore: dict[PserverIndex, Round | None]
+        self, members: list[PserverMember], decision: Decision, restore: dict[PserverIndex, Round | None]
     ) -> None:
         """Persist a decision, then put it into effect: any heartbeat reply may contain it from then on."""
         reach_failpoint("decide.before")
-        wanted, run.wanted = run.wanted, None
-        run.pending = decision
+        cluster, run = self._cluster, self._cluster.run
+        cluster.run = run.propose(decision)
         try:
             await self._persist()
-            run.apply_decision(decision)
         except BaseException:
-            run.wanted = run.wanted or wanted  # it is repeated; newer controls include it
+            cluster.update(run, lambda newest: newest.propose(None))
             raise
-        finally:
-            run.pending = None
+        self._check_current(run)
+        holders = {member.info.index: member.info.incarnation for member in members}
+        cluster.run = cluster.run.apply_decision(decision).note_holders(holders)
         self._restore = restore
-        self._cluster.run_incarnations = {member.info.index: member.info.incarnation for member in members}
         reach_failpoint("decide.after")
 
     async def _freeze(self, run: Run, member: PserverMember, message: Freeze) -> FrozenRounds | None:
@@ -173,10 +212,10 @@ class Reconciler:
             body = await call_pserver(self._http, member, "PUT", FREEZE, message)
         except StaleRun:
             # It missed the rollback that this attempt began with, and will restore its round.
-            return FrozenRounds(applied=run.record.resume or 0, is_readable=run.record.resume is not None)
+            return FrozenRounds(applied=run.record.base_round or 0, is_readable=run.record.base_round is not None)
         except NotReady:
             # Its answer lists all complete checkpoints, so that undone ones must be deleted first.
-            if not run.knows_checkpoints:
+            if not self._cluster.run.knows_checkpoints:
                 raise
             if not run.settings.consistency.is_async:
                 return None
@@ -191,38 +230,35 @@ class Reconciler:
 
     async def _roll_back(
         self, run: Run, members: list[PserverMember], targets: dict[Rank, Incarnation], wanted: Rollback
-    ) -> bool:
-        """Roll back to the wanted round, or the newest before it that all pservers can restore.
-
-        Returns False if a pserver does not report its rounds, a requested rollback is refused, or the run fails.
-        """
+    ) -> None:
+        """Roll back to the wanted round, or the newest before it that all pservers can restore."""
+        cluster = self._cluster
         try:
             round_, ranges = await self._find_common(run, members, wanted.newest)
         except (httpx.HTTPError, GradpostError, ValueError) as error:
             self._log_problem("a pserver did not report which rounds it can restore", error)
             if wanted.is_asked:
-                run.refuse_rollback(f"a pserver did not report which rounds it can restore: {error}")
-            return False
-        outcome = decide_rollback(run, targets, wanted, round_, ranges)
+                text = f"a pserver did not report which rounds it can restore: {error}"
+                cluster.update(run, lambda newest: newest.refuse_rollback(text))
+            raise _InterruptedError from error
+        self._check_current(run)
+        outcome = decide_rollback(cluster.run, targets, wanted, round_, ranges)
         if isinstance(outcome, Refusal):
-            run.refuse_rollback(outcome.reason)
-            return False
+            cluster.run = cluster.run.refuse_rollback(outcome.reason)
+            raise _InterruptedError
         if isinstance(outcome, Ended):
-            run.fail(outcome, self._now())
-            return False
-        back, applied = round_ or 0, run.applied  # all pservers may have lost it
-        if gone := run.find_departed_after(back):
-            run.fail_for_lost_rounds(gone, back, applied, self._now())
-            return False
-        await self._adopt(run, members, outcome, {member.info.index: round_ for member in members})
-        if gone := run.find_departed_after(back):  # trainers that left while the decision was written
-            run.fail_for_lost_rounds(gone, back, applied, self._now())
-        run.complete_checkpoints[:] = [checkpoint for checkpoint in run.complete_checkpoints if checkpoint <= back]
+            self._fail(run, outcome)
+            raise _InterruptedError
+        base, applied = round_ or 0, cluster.run.newest_applied  # all pservers may have lost it
+        cluster.run = cluster.run.fail_for_lost_rounds(base, applied, self._now())
+        if cluster.run.record.state == "failed":
+            raise _InterruptedError
+        await self._adopt(members, outcome, {member.info.index: round_ for member in members})
+        cluster.run = cluster.run.fail_for_lost_rounds(base, applied, self._now())  # trainers may have left meanwhile
         log.warning(
             "the run is rolled back",
-            reason=wanted.reason, round=back, applied=applied, attempt=run.record.attempt, lost=applied - back,
+            reason=wanted.reason, round=base, applied=applied, attempt=outcome.attempt, lost=applied - base,
         )  # fmt: skip
-        return True
 
     async def _find_common(
         self, run: Run, members: list[PserverMember], newest: Round
@@ -232,34 +268,34 @@ class Reconciler:
             ranges = await asyncio.gather(*(self._list_restorable(run, member, newest) for member in members))
             round_ = newest_common(newest, ranges)
             if round_ is None or round_ == newest:
-                return round_, {member.info.index: one for member, one in zip(members, ranges, strict=True)}
+                return round_, dict(zip((member.info.index for member in members), ranges, strict=True))
             newest = round_  # now with the checkpoints before it
 
     # ------------------------------------------------------------------ install
 
-    def _target(self, run: Run, member: PserverMember, number: int) -> tuple[Incarnation, str, int, int]:
-        return member.info.incarnation, run.record.name, run.record.attempt, number
-
-    def _has_installed(self, run: Run, member: PserverMember) -> bool:
-        """Return whether this incarnation of the pserver has installed the run."""
-        return self._installed.get(member.info.index, ())[:2] == (member.info.incarnation, run.record.name)
+    async def _install_everywhere(self, run: Run, members: list[PserverMember], number: int) -> bool:
+        """Return whether all of these pservers have installed the run, after a request to each that has not."""
+        return all(await asyncio.gather(*(self._install(run, member, number) for member in members)))
 
     async def _install(self, run: Run, member: PserverMember, number: int) -> bool:
-        """Install the run on a pserver, or its members alone if the pserver has the run."""
-        index, target = member.info.index, self._target(run, member, number)
-        if self._cluster.run is not run:
+        """Install the run on a pserver, or its members alone. Returns False if it must be tried again."""
+        cluster, index = self._cluster, member.info.index
+        if not cluster.is_current(run):
             return True  # the next run has begun
-        if not self._cluster.serves_run and self._installed.get(index) == target:
+        run = cluster.run  # with the newest decision
+        target = _find_target(run, member, number)
+        if not cluster.serves_run and self._installed.get(index) == target:
             return True
         message: Message
-        if self._installed.get(index, ())[:3] == target[:3] or not self._cluster.serves_run:
+        if target.has_same_attempt(self._installed.get(index)) or not cluster.serves_run:
             route, timeout, message = MEMBERS, TIMEOUT_SECONDS, make_members_message(run, number)
         else:
+            restore = self._restore.get(index)
             if run.record.state == "gathering":
-                self._cluster.run_incarnations[index] = member.info.incarnation
-            restore = run.record.resume if run.record.state == "gathering" else self._restore.get(index)
+                cluster.run = run.note_holders({index: member.info.incarnation})
+                restore = run.record.base_round
             route, timeout = RUN, RESTORE_TIMEOUT_SECONDS
-            message = make_installation(self._cluster, index, number, restore)
+            message = make_installation(cluster, index, number, restore)
         try:
             await call_pserver(self._http, member, "PUT", route, message, timeout)
         except (httpx.HTTPError, ValueError) as error:
@@ -271,10 +307,14 @@ class Reconciler:
             if not problem.may_be_retried and not isinstance(problem, Conflict):
                 code = "storage_failed" if isinstance(problem, StorageFailed) else "pserver_lost"
                 text = f"pserver {index} cannot serve the run: {problem}"
-                run.fail(ERRORS[code].family(text, code=code, pserver=index), self._now())
+                self._fail(run, ERRORS[code].family(text, code=code, pserver=index))
             return False
         self._installed[index] = target
         return True
+
+
+def _find_target(run: Run, member: PserverMember, number: int) -> Target:
+    return Target(member.info.incarnation, run.record.name, run.record.attempt, number)
 
 
 def make_installation(cluster: Cluster, index: PserverIndex, number: int, restore: Round | None) -> InstallRun:
@@ -287,11 +327,12 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
     assert run.record.declaration is not None
     # The coordinator detects late trainers. A pserver does so only while the coordinator is away.
     patience = settings.round_timeout_seconds + settings.rejoin_timeout_seconds + cluster.lease_seconds
-    return InstallRun(
+    return copy_fields(
+        InstallRun,
+        run.record,  # with its attempts, source, uploader and membership
         run=run.record.name,
-        attempt=run.record.attempt,
         plan=run.record.plan.as_json,
-        incarnation=cluster.run_incarnations[index],
+        incarnation=run.holders[index],
         consistency=settings.consistency,
         nonfinite=run.nonfinite,
         max_grad_norm=run.record.declaration.max_grad_norm,
@@ -300,11 +341,7 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
         checkpoint_rounds=run.checkpoint_interval,
         keep_checkpoints=settings.keep_checkpoints,
         restore=restore,
-        began=run.record.began,
-        source=run.record.source,
-        uploader=run.record.uploader,
         number=number,
-        membership=run.record.membership,
     )
 
 
@@ -317,37 +354,3 @@ def make_members_message(run: Run, number: int) -> InstallMembers:
         membership=run.record.membership,
         failure=run.record.failure.to_problem() if run.record.failure else None,
     )
-
-
-async def call_pserver(
-    http: httpx.AsyncClient,
-    member: PserverMember,
-    method: str,
-    route: str,
-    message: Message | None = None,
-    timeout: float = TIMEOUT_SECONDS,
-) -> bytes:
-    """Return the body of an answer. Raises the GradpostError that it contains, or httpx.TransportError."""
-    response = await http.request(
-        method, member.info.address + route, timeout=timeout, headers={"content-type": "application/json"},
-        content=None if message is None else message.model_dump_json(),
-    )  # fmt: skip
-    raise_for_problem(response)
-    return response.content
-
-
-async def want_checkpoint(
-    http: httpx.AsyncClient, member: PserverMember, run: str, round_: Round, *, is_over: bool = False
-) -> None:
-    """Request a pserver's shard of a checkpoint after a round. Raises StaleRound if the pserver has passed it.
-
-    If the run is over, the shard is written when this returns.
-    """
-    message = WantCheckpoint(run=run, round=round_, is_over=is_over)
-    timeout = RESULT_SECONDS if is_over else TIMEOUT_SECONDS
-    await call_pserver(http, member, "PUT", WANT_CHECKPOINT, message, timeout)
-
-
-async def read_state(http: httpx.AsyncClient, member: PserverMember) -> PserverState:
-    """Return the state of a pserver. Raises the errors of `call_pserver`, and ValueError for a proxy's page."""
-    return PserverState.from_answer(await call_pserver(http, member, "GET", STATE))

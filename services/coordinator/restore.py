@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ps_protocol.errors import StorageFailed
 from ps_protocol.membership import Controls
@@ -20,12 +19,9 @@ from services.runtime.logs import get_logger
 from services.runtime.storage import CheckpointStorage, lock_folder, seal, unseal, write_file
 
 from .settings import CoordinatorSettings
+from .state.cluster import Cluster
 from .state.model import plan_model
-from .state.record import ClusterRecord, RunRecord, restore_cluster, restore_incarnations
-from .state.resumption import resume_run
-
-if TYPE_CHECKING:
-    from .state.cluster import Cluster
+from .state.record import ClusterRecord, RunRecord
 
 log = get_logger()
 
@@ -80,12 +76,13 @@ def restore_state(
     if settings.resume:
         _resume(cluster, record, settings, place, now)
     elif record is not None:
-        restore_cluster(cluster, record, now())
-        run, begins = cluster.run, record.beginning
-        if begins is not None:
-            manifest = read_manifest(place, begins.run, begins.round)
+        cluster.restore(record, now())
+        run, beginning = cluster.run, record.beginning
+        if beginning is not None:
+            manifest = read_manifest(place, beginning.run, beginning.round)
             if manifest is None:
-                raise StorageFailed(f"the checkpoint of round {begins.round} of run {begins.run} no longer exists")
+                text = f"the checkpoint of round {beginning.round} of run {beginning.run} no longer exists"
+                raise StorageFailed(text)
             cluster.beginning = manifest.model_copy(update={"controls": _find_controls(record, manifest)})
         if run.record.plan is not None:
             log.info("restored the run", run=run.record.name, state=run.record.state, attempt=run.record.attempt)
@@ -104,16 +101,16 @@ def _resume(
     gathering.
     """
     if record is not None:
-        restore_incarnations(cluster, record)
+        cluster.restore_incarnations(record)
     run = None if record is None else record.run
     if record is not None and run is not None and run.state == "gathering" and run.plan is None:
-        restore_cluster(cluster, record, now())
+        cluster.restore(record, now())
     elif record is not None and run is not None and _is_on_disks(run, settings):
         beginning = None
         if run.state == "failed":
             with suppress(StorageFailed):
                 beginning = _find_beginning(record, place)
-        resume_run(cluster, record, now(), beginning=beginning)
+        cluster.resume(record, now(), beginning)
         log.info("resuming", run=run.name, attempt=run.attempt)
         return
     manifest = _find_beginning(record, place)
@@ -162,5 +159,4 @@ def _find_controls(record: ClusterRecord, manifest: Manifest) -> Controls:
     """Return the controls of a run that begins with this checkpoint."""
     if record.run is not None and record.run.membership.controls:
         return record.run.membership.newest_controls
-    begins = record.beginning
-    return manifest.controls if begins is None or begins.controls is None else begins.controls
+    return (record.beginning and record.beginning.controls) or manifest.controls

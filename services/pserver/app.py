@@ -16,15 +16,8 @@ from services.runtime.app import add_raw_route, make_app
 from services.runtime.large_replies import LargeReplies
 from services.runtime.metrics import ServiceMetrics
 
-from .endpoints import (
-    BARRIER_OPENAPI,
-    BUFFERS_OPENAPI,
-    GET_OPENAPI,
-    NORM_OPENAPI,
-    SEND_OPENAPI,
-    SLOTS_OPENAPI,
-    TensorEndpoints,
-)
+from . import openapi
+from .endpoints import TensorEndpoints
 from .inspection import add_inspection_routes
 from .pserver import Pserver
 
@@ -32,24 +25,20 @@ from .pserver import Pserver
 def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
     """Return the application, which runs on the event loop that serves it."""
     app = make_app(
-        title="Gradpost pserver",
-        role="pserver",
-        metrics=metrics,
-        is_ready=pserver.readiness,
-        lifespan=lifespan,
+        title="Gradpost pserver", role="pserver", metrics=metrics, is_ready=pserver.readiness, lifespan=lifespan
     )
     tensors = TensorEndpoints(pserver)
     large = LargeReplies()
-    for method, path, endpoint, summary, openapi in (
-        ("POST", routes.SEND, tensors.send, "Push a bucket of gradient blocks", SEND_OPENAPI),
-        ("POST", routes.INITIAL, tensors.initial, "Upload a bucket of initial values", SEND_OPENAPI),
-        ("POST", routes.GET, tensors.get, "Get one version of the shard", GET_OPENAPI),
-        ("POST", routes.SLOTS, tensors.slots, "Get optimizer state", SLOTS_OPENAPI),
-        ("POST", routes.NORM, tensors.norm, "Get the norm of a round's gradient", NORM_OPENAPI),
-        ("POST", routes.BARRIER, tensors.barrier, "Count a batch or fetch barrier", BARRIER_OPENAPI),
-        ("GET", routes.BUFFERS, tensors.buffers, "Get this shard's buffers", BUFFERS_OPENAPI),
+    for method, path, endpoint, summary, description in (
+        ("POST", routes.SEND, tensors.push, "Push a bucket of gradient blocks", openapi.PUSH),
+        ("POST", routes.INITIAL, tensors.initial, "Upload a bucket of initial values", openapi.PUSH),
+        ("POST", routes.GET, tensors.pull, "Get one version of the shard", openapi.PULL),
+        ("POST", routes.SLOTS, tensors.slots, "Get optimizer state", openapi.SLOTS),
+        ("POST", routes.NORM, tensors.norm, "Get the norm of a round's gradient", openapi.NORM),
+        ("POST", routes.BARRIER, tensors.barrier, "Count a batch or fetch barrier", openapi.BARRIER),
+        ("GET", routes.BUFFERS, tensors.buffers, "Get this shard's buffers", openapi.BUFFERS),
     ):
-        add_raw_route(app, path, endpoint, methods=[method], summary=summary, openapi_extra=openapi)
+        add_raw_route(app, path, endpoint, methods=[method], summary=summary, openapi_extra=description)
 
     @app.put(routes.RUN, tags=["control"], status_code=204)
     async def install_run(message: InstallRun) -> None:

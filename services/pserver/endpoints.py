@@ -1,7 +1,6 @@
 """The binary endpoints: raw ASGI, because a path operation would cost more than the request.
 
-Each one parses the fence, checks it before the body is read, and calls the run. FastAPI cannot derive their OpenAPI
-descriptions from a signature. They follow at the end of this file.
+Each one parses the fence, checks it before the body is read, and calls the run. `openapi.py` describes them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -18,29 +16,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ps_http2.asgi import send_from
-from ps_protocol import norms
 from ps_protocol.errors import BadInput, Conflict, GradpostError
-from ps_protocol.fence import FENCE_HEADER, FENCE_PATTERN, Fence
-from ps_protocol.fields import MAX_NAME, MAX_ORDINAL, MAX_TENSORS
+from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
-from ps_protocol.requests import (
-    BARRIER_HEADER,
-    HAVE_HEADER,
-    MAX_WAIT_SECONDS,
-    NORM_HEADER,
-    VERDICT_HEADER,
-    WAIT_HEADER,
-    Barrier,
-    BarrierAnswer,
-    NormAnswer,
-    Pull,
-    PushAnswer,
-)
+from ps_protocol.requests import Barrier, Pull
 
 from .limits import WaitingPulls
 from .pserver import Pserver
-from .run.apply_rounds import RoundsExecutor
 from .run.run import Run
+from .run.synchronous.rounds_executor import RoundsExecutor
 from .shard.bodies import content_length, discard_body, receive_body
 
 MAX_GET_BODY_BYTES = 1024 * 1024
@@ -54,7 +38,7 @@ class TensorEndpoints:
         self._limits = pserver.limits
         self._waiting = WaitingPulls()
 
-    async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def push(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stage one bucket of gradient blocks, or of optimizer state."""
         await self._receive_blocks(scope, receive, send, initial=False)
 
@@ -68,7 +52,7 @@ class TensorEndpoints:
         try:
             fence = Fence.from_headers(headers)
             run = self._pserver.run
-            run.admit_initial(fence) if initial else run.admit_push(fence)
+            run.initial_values.admit(fence) if initial else run.context.admit_push(fence)
             most = run.max_body_bytes + self._limits.max_header_bytes + LENGTH_BYTES
             if num_bytes > most:
                 raise BadInput(
@@ -79,10 +63,10 @@ class TensorEndpoints:
             await discard_body(scope, receive)
             raise
         run.transports.add(scope["http_version"])
-        with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.members)):
+        with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.schedule.members)):
             limits = replace(self._limits, max_tensors=min(self._limits.max_tensors, run.max_body_tensors))
             body = await receive_body(scope, receive, num_bytes, limits, self._pserver.pool)
-            answer = await (run.set_initial(fence, body) if initial else run.push(fence, body))
+            answer = await (run.initial_values.store(fence, body) if initial else run.push(fence, body))
         await _send_json(scope, receive, send, answer)
 
     async def barrier(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,7 +74,8 @@ class TensorEndpoints:
         headers = _headers(scope)
         await discard_body(scope, receive)
         run, fence, barrier = self._pserver.run, Fence.from_headers(headers), Barrier.from_headers(headers)
-        answer = _require_rounds(run, fence, f"{barrier.kind} barrier").count_barrier(fence, barrier)
+        run.check_fence(fence)
+        answer = _require_rounds(run, f"{barrier.kind} barrier").count_barrier(fence, barrier)
         await _send_json(scope, receive, send, answer)
 
     async def buffers(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,7 +110,7 @@ class TensorEndpoints:
         run = self._pserver.run
         run.check_fence(fence)
         rounds = run.executor
-        if not isinstance(rounds, RoundsExecutor) or run.install.max_grad_norm is None:
+        if not isinstance(rounds, RoundsExecutor) or run.installed.max_grad_norm is None:
             raise Conflict(
                 "this run does not clip gradients; norms require the synchronous mode and max_grad_norm",
                 code="mode_mismatch",
@@ -136,7 +121,7 @@ class TensorEndpoints:
             answer = await rounds.get_norm(fence, pull)
         await _send_json(scope, receive, send, answer)
 
-    async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def pull(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with one version of the shard, or of the blocks named in the body (a JSON list)."""
         headers = _headers(scope)
         fence = Fence.from_headers(headers)
@@ -146,11 +131,11 @@ class TensorEndpoints:
         run.check_fence(fence)
         run.check_names(pull.names)
         if pull.barrier is not None:  # last, since a refused request must not count
-            _require_rounds(run, fence, "batch barrier").count_barrier(fence, pull.barrier)
+            _require_rounds(run, "batch barrier").count_barrier(fence, pull.barrier)
         async with self._waiting.place(fence.rank):
             if pull.norm is not None:  # the round is stepped with it
                 deadline = asyncio.get_running_loop().time() + pull.wait_seconds
-                await _require_rounds(run, fence, "global norm").get_norm(fence, pull)
+                await _require_rounds(run, "global norm").get_norm(fence, pull)
                 pull = replace(pull, wait_seconds=max(0.0, deadline - asyncio.get_running_loop().time()))
             reply = await run.executor.get(fence, pull)
             run.transports.add(scope["http_version"])
@@ -164,14 +149,13 @@ def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-def _require_rounds(run: Run, fence: Fence, what: str) -> RoundsExecutor:
-    """Return the executor of a synchronous run. Raises the error of a stale request, else Conflict."""
-    run.check_fence(fence)
+def _require_rounds(run: Run, what: str) -> RoundsExecutor:
+    """Return the executor of a synchronous run. Raises Conflict for another one."""
     if isinstance(run.executor, RoundsExecutor):
         return run.executor
     raise Conflict(
         f"a {what} requires the synchronous mode",
-        code="mode_mismatch", expected=f"no {what}", actual=run.install.consistency.mode,
+        code="mode_mismatch", expected=f"no {what}", actual=run.installed.consistency.mode,
     )  # fmt: skip
 
 
@@ -183,8 +167,10 @@ async def _receive_names(scope: Scope, receive: Receive) -> list[str]:
             raise BadInput(
                 "the list of blocks is too long", code="body_too_large", expected=f"<= {MAX_GET_BODY_BYTES} bytes"
             )
+    if not body:
+        return []
     try:
-        names = json.loads(body) if body else []
+        names = json.loads(body)
     except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -202,80 +188,3 @@ async def _send_parts(scope: Scope, send: Send, parts: Sequence[bytes | memoryvi
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for number, part in enumerate(parts, 1):
         await send_from(part, scope, send, more_body=number < len(parts))
-
-
-# ---------------------------------------------------------------------- OpenAPI
-
-_BINARY = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}
-_MAX_KEY = MAX_NAME + 100  # a parameter's name, with a slot and a block's number
-_NAMES = {"type": "array", "maxItems": MAX_TENSORS, "items": {"type": "string", "maxLength": _MAX_KEY}}
-_NAMES_BODY = {"required": False, "content": {"application/json": {"schema": _NAMES}}}
-
-
-def _header(name: str, description: str, *, required: bool = False, **schema: Any) -> dict[str, Any]:
-    return {"name": name, "in": "header", "required": required, "description": description, "schema": schema}
-
-
-_FENCE = _header(
-    FENCE_HEADER, f"the fence: {', '.join(Fence.__dataclass_fields__)}", required=True, type="string",
-    pattern=f"^{FENCE_PATTERN}$",
-)  # fmt: skip
-_BARRIER = _header(BARRIER_HEADER, "kind of the barrier", required=True, type="string", enum=["batch", "fetch"])
-_CARRIED_BARRIER = {**_BARRIER, "required": False}
-_VERDICT = _header(
-    VERDICT_HEADER, "whether the trainer's gradient is finite, according to the pservers' answers to its pushes",
-    type="string", enum=["finite", "nonfinite"],
-)  # fmt: skip
-_NORM = _header(
-    NORM_HEADER,
-    "with clipping: digest, sum of squares of this shard, sum of squares of all shards, separated by single spaces",
-    type="string",
-    maxLength=norms.MAX_TEXT,
-    pattern="^[0-9A-Za-z]+ [!-~]+ [!-~]+$",
-)
-_WAIT = _header(WAIT_HEADER, "longest time to wait, in seconds", type="number", minimum=0, maximum=MAX_WAIT_SECONDS)
-_BASE = _header(
-    HAVE_HEADER, "base version of the trainer: blocks that have not changed since are left out",
-    type="integer", minimum=0, maximum=MAX_ORDINAL,
-)  # fmt: skip
-
-
-def _operation(parameters: list[dict[str, Any]], response: dict[str, Any], **other: Any) -> dict[str, Any]:
-    return {"tags": ["tensors"], "parameters": [_FENCE, *parameters], "responses": {"200": response}, **other}
-
-
-def _answer(model: type[PushAnswer] | type[BarrierAnswer] | type[NormAnswer]) -> dict[str, Any]:
-    return {"description": "done", "content": {"application/json": {"schema": model.model_json_schema()}}}
-
-
-SEND_OPENAPI = _operation(
-    [],
-    _answer(PushAnswer),
-    description="The body is a safetensors stream. The metadata of a contribution's last push contains `num_blocks` "
-    "(the number of blocks that the trainer pushes to this pserver in this round) and `hyper_parameters` (JSON, one "
-    "object for each group, and the state of a `GradScaler` if there is one). A push whose metadata contains `states` "
-    "carries optimizer state.",
-    requestBody={"required": True, "content": _BINARY},
-)
-GET_OPENAPI = _operation(
-    [_CARRIED_BARRIER, _VERDICT, _BASE, _NORM, _WAIT],
-    {"description": "the version of the fence's round", "content": _BINARY},
-    description="Waits for the round to be applied. The request may carry the batch barrier. The body may be a JSON "
-    "list of block names; without one the answer is the whole shard.",
-    requestBody=_NAMES_BODY,
-)
-SLOTS_OPENAPI = _operation(
-    [],
-    {"description": "slots as of the fence's round, float32", "content": _BINARY},
-    description="The body is a JSON list of `{slot}/{block}`. Without one the answer's metadata contains the names of "
-    "all slots (`slots`), and the states of the blocks that have been stepped (`states`).",
-    requestBody=_NAMES_BODY,
-)
-BUFFERS_OPENAPI = _operation([], {"description": "all buffers of this pserver", "content": _BINARY})
-NORM_OPENAPI = _operation(
-    [_CARRIED_BARRIER, _VERDICT, _NORM, _WAIT],
-    _answer(NormAnswer),
-    description="Waits until the round's contributions are complete, or with the global norm until it is over. The "
-    "request may carry the batch barrier.",
-)
-BARRIER_OPENAPI = _operation([_BARRIER, _VERDICT], _answer(BarrierAnswer))

@@ -44,7 +44,9 @@ async def _read(
     run: Run, names: Sequence[str], round_: Round | None, seconds: float, encode: Read[list[bytes]]
 ) -> list[bytes]:
     _check(run, names)
-    return await (run.read_now(encode) if round_ is None else run.executor.read_after_round(round_, encode, seconds))
+    return await (
+        run.context.read_now(encode) if round_ is None else run.executor.read_after_round(round_, encode, seconds)
+    )
 
 
 async def read_shard(run: Run, round_: Round | None, seconds: float) -> list[bytes]:
@@ -75,12 +77,14 @@ async def _describe_block(run: Run, name: str, thread: ComputeExecutor, seconds:
     stepped = await run.shard.probes.wait_for_step(name, seconds) if seconds else None
     if stepped is not None:
         return await thread.run(describe_values, stepped.after, stepped.version, stepped.before)
-    version, values = await run.read_now(lambda metadata: (int(metadata["round"]), run.shard.block(name).clone()))
+    version, values = await run.context.read_now(
+        lambda metadata: (int(metadata["round"]), run.shard.block(name).clone())
+    )
     return await thread.run(describe_values, values, version)
 
 
 def _check(run: Run, names: Sequence[str]) -> None:
-    run.check_readable()
+    run.context.check_readable()
     run.check_names(names)
 
 

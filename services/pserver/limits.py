@@ -10,9 +10,11 @@ from contextlib import asynccontextmanager, contextmanager
 from ps_protocol.errors import TryAgain
 from ps_protocol.vocabulary import Rank
 
-MAX_WAITING_PULLS = 16  # of one trainer, which needs one, or one for each step in flight
+from .waits import EndWait, endable_wait
+
+MAX_WAITING_PULLS = 16  # for one trainer, which needs one pull for each step in flight
 MAX_COPIED_BYTES = 256 * 1024 * 1024
-PATIENCE_SECONDS = 10.0  # of a reader that waits for room for a copy
+PATIENCE_SECONDS = 10.0  # time that a reader waits for room for a copy
 
 
 class InFlight:
@@ -63,7 +65,7 @@ class WaitingPulls:
 
     def __init__(self, max_each: int = MAX_WAITING_PULLS) -> None:
         self._max_each = max_each
-        self._by_rank: defaultdict[Rank, deque[asyncio.Timeout]] = defaultdict(deque)
+        self._by_rank: defaultdict[Rank, deque[EndWait]] = defaultdict(deque)
 
     def __repr__(self) -> str:
         return f"<WaitingPulls [{ {rank: len(pulls) for rank, pulls in self._by_rank.items()} }]>"
@@ -73,19 +75,17 @@ class WaitingPulls:
         """Count a pull while the block runs. TryAgain is raised there when a newer pull needs the place."""
         pulls = self._by_rank[rank]
         if len(pulls) >= self._max_each:
-            pulls.popleft().reschedule(asyncio.get_running_loop().time())
-        try:
-            async with asyncio.timeout(None) as place:
-                pulls.append(place)
+            pulls.popleft()()
+        text = f"trainer {rank} sent {self._max_each} newer requests, so this one was ended"
+        async with endable_wait(TryAgain(text, code="overloaded")) as end_wait:
+            pulls.append(end_wait)
+            try:
                 yield
-        except TimeoutError:
-            text = f"trainer {rank} sent {self._max_each} newer requests, so this one was ended"
-            raise TryAgain(text, code="overloaded") from None
-        finally:
-            if place in pulls:
-                pulls.remove(place)
-            if not pulls:
-                self._by_rank.pop(rank, None)
+            finally:
+                if end_wait in pulls:
+                    pulls.remove(end_wait)
+                if not pulls:
+                    self._by_rank.pop(rank, None)
 
 
 class Copies:

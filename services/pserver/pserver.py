@@ -43,18 +43,16 @@ from .durable.disk import Disk
 from .durable.storage import Restored, RunStorage
 from .limits import InFlight
 from .metrics import PserverMetrics
-from .run.apply_queue import QueueExecutor
-from .run.apply_rounds import RoundsExecutor
+from .run.membership_changes import MembershipChanges
 from .run.run import Run
 from .shard.bodies import BufferPool
-from .shard.staging import MembershipChanges
 
 log = get_logger()
 
-Ranges = list[tuple[Round, Round]]  # first and last
+Ranges = list[tuple[Round, Round]]  # the first and the last round of each range
 
 MAX_ENDED_RUNS = 1000
-FRAME_ROOM_BYTES = 1024  # of a frame, besides the one block in it
+FRAME_ROOM_BYTES = 1024  # room in a frame besides its only block
 
 
 class Pserver:
@@ -159,11 +157,10 @@ class Pserver:
         old, self._run = self._run, run
         if run is not None:
             run.writer.heartbeat_is_due = self.heartbeat_is_due
-        bind_facts(run=run.install.run if run else None)
+        bind_facts(run=run.installed.run if run else None)
         self.pool.free_idle()
         if old is not None:
-            await old.end(reason)
-            await old.finish()  # it writes nothing to the disk any more
+            await old.close(reason)
 
     async def install_run(self, message: InstallRun) -> None:
         """Start serving a run. A repeated installation changes nothing but the members, if they are newer."""
@@ -177,39 +174,35 @@ class Pserver:
 
     async def _install_run(self, message: InstallRun) -> None:
         current = self._run
-        if current is not None and (current.install.run, current.install.attempt) == (message.run, message.attempt):
-            if current.install.plan != message.plan:
+        if current is not None and (current.installed.run, current.installed.attempt) == (message.run, message.attempt):
+            if current.installed.plan != message.plan:
                 raise Conflict(f"run {message.run} is installed with another slice plan on pserver {self.index}")
             members = InstallMembers(
                 run=message.run, attempt=message.attempt, number=message.number, membership=message.membership
             )
             await self._change_members(current, members)
             return
-        if current is not None and current.install.run == message.run and message.attempt < current.install.attempt:
-            raise StaleRun(f"attempt {message.attempt} has been rolled back", current=current.install.attempt)
+        if current is not None and current.installed.run == message.run and message.attempt < current.installed.attempt:
+            raise StaleRun(f"attempt {message.attempt} has been rolled back", current=current.installed.attempt)
         assert self.index is not None
         if message.run in self._ended_runs:
             text = f"run {message.run} has ended on pserver {self.index}"
-            raise StaleRun(text, current=current.install.run if current else None)
+            raise StaleRun(text, current=current.installed.run if current else None)
         changes = self._changes_of(message.run)
         changes.check_change(message.number)
         plan = SlicePlan.from_json(message.plan)
         self._check_size(plan, self.index)  # before the shard is allocated
-        if current is not None and current.install.run != message.run:
-            self._ended_runs.append(current.install.run)
+        if current is not None and current.installed.run != message.run:
+            self._ended_runs.append(current.installed.run)
         del current  # its shard is freed before another is allocated
         await self._replace_run(None, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         reach_failpoint("open.before")
         storage, restored = await self._open_storage(message)
         reach_failpoint("open.after")
-        make_executor = QueueExecutor if message.consistency.is_async else RoundsExecutor
-        run = Run(
-            message, self.index, make_executor,
-            compute=self._compute, metrics=self._metrics, storage=storage, restored=restored,
-        )  # fmt: skip
+        run = Run(message, self.index, compute=self._compute, metrics=self._metrics, storage=storage, restored=restored)
         await self._replace_run(run, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         changes.end_change(message.number)
-        await run.publish_initial()
+        await run.initial_values.publish()
         log.info("run installed", round=run.round)
 
     def _changes_of(self, run: str) -> MembershipChanges:
@@ -249,11 +242,11 @@ class Pserver:
         Messages for another run or attempt, and of an earlier change, change nothing.
         """
         run = await self._opened_run()
-        if run is None or (message.run, message.attempt) != (run.install.run, run.install.attempt):
+        if run is None or (message.run, message.attempt) != (run.installed.run, run.installed.attempt):
             return
         reach_failpoint("install.before")
         if message.failure is not None and message.number > self._changes.ended:
-            await run.fail(error_from_problem(message.failure))
+            await run.executor.end(error_from_problem(message.failure), is_failure=True)
         elif message.failure is None:
             await self._change_members(run, message)
         reach_failpoint("install.after")
@@ -272,13 +265,13 @@ class Pserver:
         """
         reach_failpoint("freeze.before")
         run = await self._opened_run()
-        if run is not None and run.install.run != message.run:
-            raise NotReady(f"pserver {self.index} serves run {run.install.run}", waiting_for="an installation")
+        if run is not None and run.installed.run != message.run:
+            raise NotReady(f"pserver {self.index} serves run {run.installed.run}", waiting_for="an installation")
         self._changes_of(message.run).begin_change(message.number)
         if run is None:
             frozen = self._freeze_held(message)
-        elif run.install.attempt != message.attempt:
-            raise StaleRun(f"pserver {self.index} serves another attempt", current=run.install.attempt)
+        elif run.installed.attempt != message.attempt:
+            raise StaleRun(f"pserver {self.index} serves another attempt", current=run.installed.attempt)
         else:
             frozen = await run.freeze()
         reach_failpoint("freeze.after")
@@ -317,7 +310,7 @@ class Pserver:
         the same result.
         """
         served = await self._opened_run()
-        if served is not None and served.install.run == run:
+        if served is not None and served.installed.run == run:
             return [] if served.storage is None else await self._search(served.storage.find_restorable, newest)
         if self.disk is None:
             return []
@@ -342,8 +335,8 @@ class Pserver:
         The last checkpoint of a run is written when this returns. Raises StorageFailed if it could not be written.
         """
         run = self.run
-        if run.install.run != message.run:
-            raise StaleRun(f"pserver {self.index} serves another run", current=run.install.run)
+        if run.installed.run != message.run:
+            raise StaleRun(f"pserver {self.index} serves another run", current=run.installed.run)
         await run.want_checkpoint(message.round, is_over=message.is_over)
         if message.is_over:
             await run.wait_for_writes()
@@ -360,12 +353,12 @@ class Pserver:
         run = self._run
         return PserverHeartbeat(
             incarnation=self.incarnation or 0,
-            run=run.install.run if run else None,
-            attempt=run.install.attempt if run else 0,
+            run=run.installed.run if run else None,
+            attempt=run.installed.attempt if run else 0,
             round=run.round if run else 0,
             missing=tuple(run.missing) if run and run.waiting_seconds else (),
             waiting_seconds=run.waiting_seconds if run else 0.0,
-            failure=run.failure.to_problem() if run and isinstance(run.failure, Ended) else None,
+            failure=run.context.failure.to_problem() if run and isinstance(run.context.failure, Ended) else None,
             checkpoints=tuple(run.storage.checkpoints.values()) if run and run.storage else (),
             coming_checkpoints=run.writer.find_pending(run.round) if run else (),
             is_stopping=self.is_stopping,
@@ -383,8 +376,8 @@ class Pserver:
         run = self._run
         if run is None:
             return
-        run.notice = reply.notice
-        is_current = (heartbeat.run, heartbeat.attempt) == (run.install.run, run.install.attempt)
+        run.context.notice = reply.notice
+        is_current = (heartbeat.run, heartbeat.attempt) == (run.installed.run, run.installed.attempt)
         if reply.complete is not None and is_current:  # else its rounds may have been rolled back since
             run.writer.update_complete(reply.complete, tuple(file.round for file in heartbeat.checkpoints))
 
@@ -400,16 +393,16 @@ class Pserver:
         return PserverState(
             index=self.index,
             incarnation=self.incarnation,
-            run=run.install.run,
+            run=run.installed.run,
             round=run.round,
-            members=tuple(sorted(run.members)),
+            members=tuple(sorted(run.schedule.members)),
             **run.schedule.describe(),
             missing=tuple(run.missing),
             waiting_seconds=run.waiting_seconds,
             **_describe_sizes(run),
             transports=tuple(sorted(run.transports)),
             digest=await run.digest() if with_digest else None,
-            failure=run.failure.to_problem() if run.failure else None,
+            failure=run.context.failure.to_problem() if run.context.failure else None,
         )
 
 
@@ -417,7 +410,7 @@ def _describe_sizes(run: Run) -> dict[str, int]:
     """Return the sizes that PserverLoad and PserverState have in common."""
     return {
         "num_blocks": len(run.plan.shards[run.index]),
-        "shard_bytes": run.plan.shard_bytes(run.index),
+        "shard_bytes": run.shard_bytes,
         "pushed_bytes": run.pushed_bytes,
         "pulled_bytes": run.pulled_bytes,
     }

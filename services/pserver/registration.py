@@ -150,7 +150,7 @@ class Registration:
     @property
     def _patience(self) -> float:
         """The seconds without coordinator and progress after which a pserver with a run exits."""
-        return self._pserver.run.install.round_timeout_seconds
+        return self._pserver.run.installed.round_timeout_seconds
 
     def _exit(self, code: int, stop: asyncio.Event) -> None:
         self.exit_code = code

@@ -27,22 +27,6 @@ class _Job:
     result: Any = None
     error: BaseException | None = None
 
-    def run(self) -> None:
-        try:
-            self.result = self.call()
-        except StopIteration as error:  # futures refuse it
-            self.error = RuntimeError(f"a job raised {error!r}")
-        except BaseException as error:  # raised in the waiting task
-            self.error = error
-
-    def resolve(self) -> None:
-        if self.waiter.done():
-            return
-        if self.error is None:
-            self.waiter.set_result(self.result)
-        else:
-            self.waiter.set_exception(self.error)
-
 
 class ComputeExecutor:
     """An executor that runs jobs one after another, in the order of their submission.
@@ -81,15 +65,10 @@ class ComputeExecutor:
         context = contextvars.copy_context()  # so that log lines of the job name the request
         waiter: asyncio.Future[R] = loop.create_future()
         self._num_jobs += 1
-        waiter.add_done_callback(self._job_done)
         if not self._submitted:
             loop.call_soon(self._start)
         self._submitted.append(_Job(partial(context.run, fn, *args, **kwargs), waiter))
-        try:
-            return await asyncio.shield(waiter)
-        except asyncio.CancelledError:
-            waiter.add_done_callback(_log_failure)
-            raise
+        return await waiter
 
     def close(self) -> None:
         """Refuse further jobs, and block until the submitted ones are done."""
@@ -105,7 +84,12 @@ class ComputeExecutor:
     def _run_all(self, jobs: list[_Job]) -> None:
         """Run jobs. Called on the thread."""
         for job in jobs:
-            job.run()
+            try:
+                job.result = job.call()
+            except StopIteration as error:  # futures refuse it
+                job.error = RuntimeError(f"a job raised {error!r}")
+            except BaseException as error:  # raised in the waiting task
+                job.error = error
             self._done.append(job)
             if not self._loop_is_called:
                 self._loop_is_called = True
@@ -115,12 +99,12 @@ class ComputeExecutor:
     def _resolve_all(self) -> None:
         self._loop_is_called = False  # first, so that later jobs wake the loop again
         while self._done:
-            self._done.popleft().resolve()
-
-    def _job_done(self, _: asyncio.Future[R]) -> None:
-        self._num_jobs -= 1
-
-
-def _log_failure(job: asyncio.Future[R]) -> None:
-    if not job.cancelled() and (error := job.exception()):
-        log.error("a job failed after its request was cancelled", exc_info=error)
+            job = self._done.popleft()
+            self._num_jobs -= 1
+            if job.waiter.cancelled():
+                if job.error is not None:
+                    log.error("a job failed after its request was cancelled", exc_info=job.error)
+            elif job.error is None:
+                job.waiter.set_result(job.result)
+            else:
+                job.waiter.set_exception(job.error)

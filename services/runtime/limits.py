@@ -33,10 +33,11 @@ class LimitRequests:
         self._body_timeout_seconds = settings.body_timeout_seconds
         self._num_requests = 0
         self._num_readers = 0  # among them
-        self._uploads: set[Upload] = set()  # whose bodies are incomplete
+        self._uploads: set[Upload] = set()  # of these requests
 
     def __repr__(self) -> str:
-        return f"<LimitRequests [{self._num_requests} of {self._max_requests} | {len(self._uploads)} uploads]>"
+        num_uploads = sum(not upload.is_over for upload in self._uploads)
+        return f"<LimitRequests [{self._num_requests} of {self._max_requests} | {num_uploads} uploads]>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Process a request, or answer that there are too many."""
@@ -54,19 +55,11 @@ class LimitRequests:
             await problem_response(error, instance=scope["path"])(scope, receive, send)
             return
         upload = Upload(receive, self._body_timeout_seconds)
-
-        async def receive_timed() -> Message:
-            try:
-                return await upload.receive()
-            finally:
-                if upload.is_over:
-                    self._uploads.discard(upload)
-
         self._num_requests += 1
         self._num_readers += is_reader
         self._uploads.add(upload)
         try:
-            await self._app(scope, receive_timed, send)
+            await self._app(scope, upload.receive, send)
         finally:
             self._num_requests -= 1
             self._num_readers -= is_reader

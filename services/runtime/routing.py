@@ -36,8 +36,11 @@ class MessageRoute(APIRoute):
 
         async def handle_limited(request: Request) -> Response:
             most = MAX_PLAN_BYTES if self.path in _LARGE else MAX_MESSAGE_BYTES
-            with _Message(request, most) as message:
+            message = _Message(request, most)
+            try:
                 return await handle(message)
+            finally:
+                message.forget()
 
         return handle_limited
 
@@ -96,10 +99,7 @@ class _Message(Request):
         self._num_bytes = 0
         self._num_items = 0
 
-    def __enter__(self) -> _Message:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def forget(self) -> None:
         self._count(-self._num_bytes)
 
     async def _receive_counted(self) -> Message:

@@ -13,14 +13,14 @@ from ps_protocol.requests import PushAnswer
 from ps_protocol.vocabulary import Incarnation, Mode, Rank, Round
 from services.pserver.durable.records import Buffer
 from services.pserver.durable.storage import RunStorage
-from services.pserver.durable.update_log import Update, UpdateLog
-from services.pserver.run.clocks import Clocks
-from services.pserver.run.pushes import read_blocks
-from services.pserver.run.queues import Pauses
-from services.pserver.run.rounds import Rounds
+from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
+from services.pserver.run.asynchronous.clocks import Clocks
+from services.pserver.run.asynchronous.queues import Pauses
+from services.pserver.run.read_pushes import read_blocks
 from services.pserver.run.run import Run
+from services.pserver.run.staging import Admission
+from services.pserver.run.synchronous.rounds import Rounds
 from services.pserver.shard.bodies import Body
-from services.pserver.shard.staging import Admission
 
 _push, _append, _required, _admit = Run.push, UpdateLog.append, Rounds.required, Clocks.admit
 _prune_place = RunStorage.prune_place
@@ -31,7 +31,7 @@ def break_dedupe() -> None:
 
     async def push(self: Run, fence: Fence, body: Body) -> PushAnswer:
         answer = await _push(self, fence, body)
-        if answer.status == "already_applied" and not self.install.consistency.is_async:
+        if answer.status == "already_applied" and not self.installed.consistency.is_async:
             for name, block in read_blocks(body, self.shard.layout).items():
                 self.shard.block(name).sub_(block.tensor())
         return answer
@@ -39,7 +39,7 @@ def break_dedupe() -> None:
     def admit(self: Clocks[object], rank: Rank, incarnation: Incarnation, step: Round) -> Admission:
         admission = _admit(self, rank, incarnation, step)
         if admission == "already_applied" and step == self.open_steps[rank] - 1 and random.random() < 0.5:
-            self._steps[rank].open = step  # and once more
+            self._steps[rank].open_step = step  # and once more
             return "open"
         return admission
 
@@ -61,7 +61,7 @@ def break_order() -> None:
 def break_log() -> None:
     """Omit an update from the log now and then."""
 
-    def append(self: UpdateLog, update: Update, gradient: Sequence[Buffer]) -> None:
+    def append(self: UpdateLog, update: LoggedUpdate, gradient: Sequence[Buffer]) -> None:
         if random.random() < 0.8:
             _append(self, update, gradient)
 

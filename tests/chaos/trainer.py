@@ -72,7 +72,7 @@ class ChaosTrainer:
     @property
     def attempt(self) -> int:
         """The attempt of the run that this trainer knows."""
-        return self.session.client.membership.news.attempt
+        return self.session.client.coordinator.news.attempt.number
 
     def last_step(self) -> float:
         stops = json.loads(self._stop.read_text()) if self._stop.exists() else {}
@@ -116,7 +116,7 @@ class ChaosTrainer:
         The random numbers are drawn from generators that were seeded for the step `drawn_for`.
         """
         landed, blocks = self.steps.version, {}
-        for pserver, shard in enumerate(self.session.client.plan.shards):
+        for pserver, shard in enumerate(self.session.client.run.plan.shards):
             version = self.tricks.versions[pserver][landed]
             for block in (block for block in shard if block.parameter in PARAMETERS):
                 values = self.parameters[block.parameter].detach().flatten()[block.begin : block.end].tolist()

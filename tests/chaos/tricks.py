@@ -18,7 +18,7 @@ from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.requests import BARRIER_HEADER, Pull, PushAnswer
 from ps_protocol.routes import BARRIER, SEND
-from trainer_client.client.buckets import Payload
+from trainer_client.client.buckets import FrameParts
 from trainer_client.client.pserver_client import PserverClient
 
 from .diary import Diary
@@ -41,7 +41,7 @@ class Tricks:
         """Start to wrap requests."""
         tricks = self
 
-        async def push(self: PserverClient, round_: int, body: Payload, *, initial: bool = False) -> PushAnswer:
+        async def push(self: PserverClient, round_: int, body: FrameParts, *, initial: bool = False) -> PushAnswer:
             if initial:
                 return await _push(self, round_, body, initial=True)
             if tricks._is_due("truncated"):

@@ -161,14 +161,14 @@ def sharing(session: Session) -> dict[str, Tensor]:
 def broken_off(session: Session) -> dict[str, Tensor]:
     """Fail a step of the second host after its push; then another gradient is refused, and the same one is not."""
     weight, optimizer = wrap_weight(session, 4)
-    pull, errors = session.client.pull, []
+    pull, errors = session.client.pservers.pull, []
 
     async def fail(*_: Any, **__: Any) -> Any:
-        session.client.pull = pull
+        session.client.pservers.pull = pull
         raise GradpostError("an unexpected error")
 
     if session.rank == 2:
-        session.client.pull = fail
+        session.client.pservers.pull = fail
     for gradient in (1.0, 2.0, 1.0) if session.rank >= 2 else (1.0,):
         weight.grad = torch.full((4,), gradient)
         try:

@@ -67,7 +67,7 @@ def test_tls_on_every_link(tmp_path: Path, own_cluster: StartCluster) -> None:
 
 def count_tcp_connections(session: Session) -> int:
     """Count the connections of this process, in which the trainers are threads, to the pservers."""
-    ports = {int(pserver.connection.info.address.rpartition(":")[2]) for pserver in session.client.pservers}
+    ports = {int(pserver.connection.info.address.rpartition(":")[2]) for pserver in session.client.pservers.clients}
     connections = psutil.Process().net_connections("tcp")
     return sum(bool(one.raddr) and one.raddr.port in ports for one in connections)
 
@@ -83,12 +83,12 @@ def count_local_connections(names: set[str | None]) -> int:
 def test_blocks_travel_over_unix_sockets_if_both_sides_want_that(is_wanted: bool) -> None:
     def look(step: int, parameters: Parameters, *, session: Session) -> None:
         if step == 5 and session.rank == 0:
-            names = {pserver.connection.info.local for pserver in session.client.pservers}
+            names = {pserver.connection.info.local for pserver in session.client.pservers.clients}
             assert None not in names
             # Each of two trainers has one connection to each of two pservers.
             found = count_local_connections(names), count_tcp_connections(session)
             assert found == ((4, 0) if is_wanted else (0, 4))
-            links = [pserver.link.describe() for pserver in session.client.pservers]
+            links = [pserver.link.describe() for pserver in session.client.pservers.clients]
             assert all(link.is_local == is_wanted and link.pushes.num_bytes > 0 for link in links)
             local_pservers = session.client.metrics.registry.get_sample_value("gradpost_trainer_local_pservers")
             assert local_pservers == (2 if is_wanted else 0)

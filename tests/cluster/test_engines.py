@@ -121,13 +121,13 @@ def a_step_begins_and_its_values_arrive_when_they_are_waited_for(process: Proces
 
 def gradients_are_read_until_step_returns(process: Process) -> None:
     client: Any = process.session.client
-    push = client.push
+    push = client.pservers.push
 
     async def push_late(*arguments: Any) -> Any:
         await asyncio.sleep(0.05)
         return await push(*arguments)
 
-    client.push = push_late
+    client.pservers.push = push_late
     gradients = process.gradients()
     process.begin(gradients)
     for name, gradient in process.gradients().items():
@@ -184,7 +184,7 @@ def a_round_with_overflow_is_skipped(process: Process) -> None:
     process.take({} if process.is_last else process.gradients(2.0), is_finite=not process.is_last)
     process.assert_values(-process.mean)
     assert process.engine.progress == StepProgress(begun=2, version=2)
-    assert list(process.session.client.outcomes.skipped) == [2]
+    assert list(process.session.client.results.outcomes.skipped) == [2]
     process.step(3.0)
     process.assert_values(-4 * process.mean)
 

@@ -206,13 +206,13 @@ def test_another_gradient_does_not_leave_early_after_a_failed_step(
     with Session(coordinator=alone.address, rank=0, world_size=1) as session:
         model = nn.Linear(8, 1, bias=False)
         optimizer = wrap_model(session, model, lr=1.0, overlap=True, overlap_pulls=overlap_pulls)
-        pull = session.client.pull
+        pull = session.client.pservers.pull
 
         async def fail(*_: object, **__: object) -> None:
-            session.client.pull = pull
+            session.client.pservers.pull = pull
             raise Unreachable("pserver 0 does not answer")
 
-        session.client.pull = fail
+        session.client.pservers.pull = fail
         model(torch.ones(8)).sum().backward()
         if overlap_pulls:  # the failure of the pull comes with the parameters
             optimizer.step()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ps_protocol.errors import BadModel
 from ps_protocol.frames import parse_frame
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.client.buckets import Payload
+from trainer_client.client.buckets import FrameParts
 from trainer_client.engines import pipeline
 from trainer_client.testing import LocalCluster
 from trainer_client.transport import destinations
@@ -69,9 +69,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counts = {"out": 0, "in": 0}
     begin, copy = GradientCopies.begin_copies, ParameterCopies.copy
 
-    def begin_and_count(self: GradientCopies, step: int, gradients: Any) -> None:
+    def begin_and_count(self: GradientCopies, host: Any, gradients: Any) -> None:
         counts["out"] += len(gradients)
-        begin(self, step, gradients)
+        begin(self, host, gradients)
 
     def copy_and_count(self: ParameterCopies, parameter: Tensor, host: Tensor) -> None:
         counts["in"] += 1
@@ -107,15 +107,15 @@ def test_every_layer_but_the_first_is_pushed_while_backward_runs(beside_one_pser
     session, num_layers, arrived = beside_one_pserver, 4, set[str]()
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(num_layers)))
     optimizer = wrap_model(session, model, overlap=True, bucket_bytes=100)
-    parameter_of = {block.name: block.parameter for block in session.client.plan.blocks}
-    push = session.client.push
+    parameter_of = {block.name: block.parameter for block in session.client.run.plan.blocks}
+    push = session.client.pservers.push
 
-    async def push_and_record(round_: int, pserver: int, frame: Payload) -> bool:
+    async def push_and_record(round_: int, pserver: int, frame: FrameParts) -> bool:
         is_finite = await push(round_, pserver, frame)
         arrived.update(parameter_of[tensor.name] for tensor in parse_frame(b"".join(frame)).tensors)
         return is_finite
 
-    session.client.push = push_and_record
+    session.client.pservers.push = push_and_record
     for _ in range(3):
         optimizer.zero_grad()
         hidden = torch.ones(2, 40)

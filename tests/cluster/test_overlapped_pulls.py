@@ -51,7 +51,7 @@ def test_the_first_layer_computes_while_a_pull_goes_on(session: Session) -> None
     gate = threading.Event()
     model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
     optimizer = overlapping(model, session)
-    pull = session.client.pull
+    pull = session.client.pservers.pull
 
     async def pull_and_wait(*arguments: Any, **options: Any) -> Any:
         pulled = await pull(*arguments, **options)
@@ -59,7 +59,7 @@ def test_the_first_layer_computes_while_a_pull_goes_on(session: Session) -> None
         assert has_computed, "the first layer waits for the pull's end"
         return pulled
 
-    session.client.pull = pull_and_wait
+    session.client.pservers.pull = pull_and_wait
     model[0].register_forward_hook(lambda *_: gate.set())
     gate.set()
     model(torch.ones(2, 30)).sum().backward()
@@ -103,7 +103,7 @@ def test_a_look_at_the_model_as_a_whole_sees_the_newest_values(
 ) -> None:
     model = Net()
     optimizer = overlapping(model, session)
-    session.client.pull = late(session.client.pull)
+    session.client.pservers.pull = late(session.client.pservers.pull)
     net_loss(model, 1, 0).backward()
     optimizer.step()
     seen = look(model, optimizer)
@@ -142,7 +142,7 @@ def test_modules_that_use_others_parameters_wait_for_them(alone: LocalCluster, c
             model(torch.randn(2, 5, 16, generator=generator)).square().mean().backward()
             optimizer.step()
         optimizer.synchronize()
-        assert [spec.name for spec in session.client.plan.parameters] == [
+        assert [spec.name for spec in session.client.run.plan.parameters] == [
             name for name, _ in Attention().named_parameters()
         ]
         return values(model)
@@ -234,7 +234,7 @@ def test_the_run_may_go_back_while_later_layers_are_waited_for() -> None:
             for _ in range(2):
                 take_step()
             went_back: list[int] = []
-            pull = session.client.pull
+            pull = session.client.pservers.pull
 
             async def pull_all_but_the_last_layer(
                 round_: int, destinations: Any, on_block: Callable[[str], None], **options: Any
@@ -245,11 +245,11 @@ def test_the_run_may_go_back_while_later_layers_are_waited_for() -> None:
                     on_block=lambda block: None if block.startswith("2.") else on_block(block),
                     **options,
                 )
-                session.client.pull = pull
+                session.client.pservers.pull = pull
                 went_back.append((await asyncio.to_thread(cluster.view.roll_back, made.round))["round"])
                 return await pull(round_, destinations, on_block=on_block, **options)
 
-            session.client.pull = pull_all_but_the_last_layer
+            session.client.pservers.pull = pull_all_but_the_last_layer
             take_step()
             optimizer.synchronize()
             [next_round] = went_back

@@ -116,7 +116,7 @@ def test_parameters_without_names_are_called_by_position(
 ) -> None:
     def train(session: Session) -> list[str]:
         RemoteOptimizer(torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1), session=session)
-        return list(session.client.plan.parameter)
+        return list(session.client.run.plan.parameter)
 
     assert run_all(cluster, train)[0] == ["group0.parameter0", "group0.parameter1"]
     assert capsys.readouterr().err.count("2 parameters have no names") == 2  # once a trainer
@@ -190,7 +190,7 @@ def test_no_gradient_is_read_after_its_step_has_failed() -> None:
     ):
         parameters = {name: torch.nn.Parameter(torch.zeros(NUM_ELEMENTS)) for name in ("a", "b")}
         optimizer = RemoteOptimizer(torch.optim.SGD(parameters.items(), lr=1.0), session=session)
-        [silent] = {block.name for block in session.client.plan.shards[0]} & {"a.block0", "b.block0"}
+        [silent] = {block.name for block in session.client.run.plan.shards[0]} & {"a.block0", "b.block0"}
         refused = {"a.block0": "b", "b.block0": "a"}[silent]
         for parameter in parameters.values():
             parameter.grad = torch.ones(NUM_ELEMENTS)

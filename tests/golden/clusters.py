@@ -24,6 +24,8 @@ from .runs import CHANGES, FAULT_STEP, SETUPS, Setup
 from .script import PATIENCE_SECONDS, Turns
 
 FILE = Path(__file__).with_name("digests.json")
+FILE_OF_INTEL = FILE.with_name("digests_intel.json")  # of the runs that end with other bits on Intel's CPUs
+IS_INTEL = "GenuineIntel" in Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else False
 RUN_SECONDS = 200.0  # for all runs of a cluster
 
 Digests = dict[str, dict[str, str]]  # "parameters" or "optimizer_state" -> name of the tensor -> its digest
@@ -31,11 +33,12 @@ Digests = dict[str, dict[str, str]]  # "parameters" or "optimizer_state" -> name
 
 @contextmanager
 def same_arithmetic() -> Iterator[None]:
-    """Start processes within the block with arithmetic that rounds alike on every x86-64 CPU.
+    """Start processes within the block with arithmetic that rounds alike on all x86-64 CPUs of a vendor.
 
     Torch's kernels for AVX2 and AVX-512 fuse multiplications with additions, its default kernels do not: without this
     the digests of all nine optimizers depend on the CPU. Torch reads the variable once, so these processes need warm
-    servers of their own. MKL computes the dot product in the norm of a gradient.
+    servers of their own. MKL computes the dot product in the norm of a gradient, and square roots outside of torch's
+    fused kernels: its compatible code begins them with the instruction RSQRTPS, whose result depends on the vendor.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATEN_CPU_CAPABILITY", "default")
@@ -189,9 +192,24 @@ def _find_digests(setup: Setup, run: str, results: list[dict[str, Any]]) -> Dige
 
 
 def read_recorded() -> dict[str, dict[str, Digests]]:
-    """Return the recorded digests by cluster and run."""
+    """Return the recorded digests by cluster and run, those of this CPU's vendor."""
     recorded: dict[str, dict[str, Digests]] = json.loads(FILE.read_text())
+    if IS_INTEL:
+        for name, runs in json.loads(FILE_OF_INTEL.read_text()).items():
+            recorded[name] |= runs
     return recorded
+
+
+def write_recorded(recorded: dict[str, dict[str, Digests]]) -> None:
+    """Record the digests of all runs: on Intel's CPUs only those that differ from the others'."""
+    target = FILE
+    if IS_INTEL:
+        target, usual = FILE_OF_INTEL, json.loads(FILE.read_text())
+        recorded = {
+            name: {run: digests for run, digests in runs.items() if digests != usual.get(name, {}).get(run)}
+            for name, runs in recorded.items()
+        }
+    target.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
 
 
 def differences(run: str, found: Digests, recorded: Digests) -> list[str]:

@@ -1,13 +1,15 @@
-"""Record the golden runs: `python -m tests.golden.record [CLUSTER…]` replaces their digests in `digests.json`."""
+"""Record the golden runs: `python -m tests.golden.record [CLUSTER…]` replaces their digests.
+
+Those in `digests.json` are of an AMD CPU, those in `digests_intel.json` of an Intel CPU.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
-from .clusters import FILE, differences, read_recorded, same_arithmetic, train
+from .clusters import differences, read_recorded, same_arithmetic, train, write_recorded
 from .runs import SETUPS
 
 
@@ -26,8 +28,7 @@ def main() -> None:
                 for line in differences(f"{name}: {run}", digests, recorded.get(name, {}).get(run, {})):
                     print(line)
             recorded[name] = found
-    kept = {name: recorded[name] for name in SETUPS if name in recorded}
-    FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    write_recorded({name: recorded[name] for name in SETUPS if name in recorded})
 
 
 if __name__ == "__main__":

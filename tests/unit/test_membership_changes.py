@@ -1,10 +1,10 @@
 """Freeze, decide and install in random walks: all pservers apply the same sets under any faults.
 
-The real `Rounds` of every pserver and the real `decide`, driven by trainers and a coordinator in arbitrary
-interleavings. A pserver that dies keeps what it has applied (the log) and loses what was staged; a trainer that is
-asked for a round's bytes again still has them until it has pulled the round from all pservers. A silent trainer may
-still send, return, or have a successor that sends as well. Messages of the coordinator may arrive at any later time,
-and more than once.
+The real `Rounds` of every pserver and the real `Run` of the coordinator with its decisions, driven in arbitrary
+interleavings. The test carries out the coordinator's changes, which may be cut off anywhere. A pserver that dies keeps
+what it has applied (the log) and loses what was staged; a trainer that is asked for a round's bytes again still has
+them until it has pulled the round from all pservers. A silent trainer may still send, return, or have a successor that
+sends as well. Messages of the coordinator may arrive at any later time, and more than once.
 
 Where gradients are clipped, a trainer asks every pserver for its norm before a get brings the sum to each of them, one
 after the other, with anything in between.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,17 +23,25 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ps_protocol.errors import Conflict
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import Conflict, TrainerLost
 from ps_protocol.membership import FrozenRounds, Membership
+from ps_protocol.messages import Leave, TrainerHeartbeat
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.requests import Completion
-from services.coordinator.state.decision import Rollback, decide, newest_common
-from services.pserver.run.rounds import Measure, Rounds
+from services.coordinator.state.decision import Rollback, decide_change, decide_rollback, newest_common
+from services.coordinator.state.joining import declare_model, join_run, start_run
+from services.coordinator.state.losses import leave_run, lose_trainer, renew_lease
+from services.coordinator.state.record import Decision
+from services.coordinator.state.run import Run
+from services.pserver.run.membership_changes import MembershipChanges
+from services.pserver.run.staging import Push
+from services.pserver.run.synchronous.rounds import Measure, Rounds
 from services.pserver.shard.history import History
-from services.pserver.shard.staging import MembershipChanges, Push
 
 from ..soaking import examples
+from .coordinator.support import defaults, joining, model
 
 NUMBERS: list[HyperParameters] = [{"lr": 0.1}]
 MAX_TRAINERS = 3
@@ -115,6 +124,7 @@ class Trainer:
 class Change:
     number: int
     targets: dict[int, int]
+    lives: list[int]  # of the pservers that it froze
     answers: dict[int, FrozenRounds] = field(default_factory=dict)
     to_install: set[int] | None = None  # None: not decided yet
 
@@ -148,9 +158,14 @@ class Faults(RuleBasedStateMachine):
         clips: bool,
     ) -> None:
         members = dict.fromkeys(range(num_trainers), 1)
-        self.max_delay, self.take_over, self.min_trainers, self.clips = max_delay, take_over, min_trainers, clips
-        self.membership = Membership(dict(members))
-        self.attempt, self.resume, self.number = 0, 0, 0
+        self.max_delay, self.take_over, self.clips, self.num_trainers = max_delay, take_over, clips, num_trainers
+        policy = {"on_trainer_loss": "wait" if take_over else "continue", "min_trainers": min_trainers}
+        self.settings = defaults(num_trainers, consistency=Consistency(max_delay=max_delay)).model_copy(update=policy)
+        run, self.num_processes = Run.begin("run1", self.settings, {}), num_trainers
+        for rank in members:
+            run = declare_model(join_run(run, joining(str(rank), rank), 0), rank, model())
+        run = start_run(run, dict.fromkeys(range(num_pservers), 1), None, 0).begin_training(0)
+        self.run = self.before = run.finish_change(run.record.change_number)
         self.pservers = [Pserver(Rounds(members, max_delay, clips=clips)) for _ in range(num_pservers)]
         self.trainers = {
             rank: Trainer(rank, 1, 1, 0) for rank in members
@@ -159,11 +174,16 @@ class Faults(RuleBasedStateMachine):
         self.ended: dict[
             tuple[int, int], int
         ] = {}  # by round and rank: the incarnation that pulled it from all pservers
-        self.lives = dict(members)
-        self.awaited: set[int] = set()
         self.change: Change | None = None
-        self.is_dirty = False
         self.sent: deque[Sent] = deque(maxlen=12)
+
+    @property
+    def attempt(self) -> int:
+        return self.run.record.attempt
+
+    @property
+    def resume(self) -> int:
+        return self.run.record.base_round or 0
 
     # ------------------------------------------------------------ trainers
 
@@ -172,8 +192,8 @@ class Faults(RuleBasedStateMachine):
         return living[which % len(living)] if living else None
 
     def _follow(self, trainer: Trainer) -> None:
-        """Let a trainer learn of a rollback by its heartbeat."""
-        if trainer.attempt < self.attempt and self.trainers.get(trainer.rank) is trainer:
+        """Let a trainer learn of a rollback by its heartbeat. A newcomer learns its attempt with its first round."""
+        if trainer.round >= 0 and trainer.attempt < self.attempt and self.trainers.get(trainer.rank) is trainer:
             trainer.attempt, trainer.round = self.attempt, self.resume + 1
             trainer.pushed, trainer.pulled, trainer.norms = set(), set(), {}
 
@@ -240,7 +260,8 @@ class Faults(RuleBasedStateMachine):
         if rounds.applied >= round_:
             trainer.pulled.add(index)
         if len(trainer.pulled) == len(self.pservers):
-            self.ended[round_, trainer.rank] = trainer.incarnation
+            if trainer.attempt == self.attempt:  # else a rollback has undone the round, and the trainer may not know it
+                self.ended[round_, trainer.rank] = trainer.incarnation
             trainer.round, trainer.pushed, trainer.pulled, trainer.norms = round_ + 1, set(), set(), {}
 
     def _bring_norm(self, trainer: Trainer, index: int, round_: int) -> bool:
@@ -291,6 +312,8 @@ class Faults(RuleBasedStateMachine):
         for index in range(len(self.pservers)):
             if index not in trainer.pulled:
                 self._barrier(trainer, index)
+        if self.trainers.get(trainer.rank) is trainer:
+            self._send_heartbeat(trainer)
 
     @rule(which=st.integers(0, 9))
     def kill_trainer(self, which: int) -> None:
@@ -309,37 +332,54 @@ class Faults(RuleBasedStateMachine):
     def _lose(self, trainer: Trainer) -> None:
         del self.trainers[trainer.rank]
         self.silent.append(trainer)
-        if self.take_over or len(self.trainers) < self.min_trainers:
-            self.awaited.add(trainer.rank)
-        self.is_dirty = True
-
-    def _go_on_without_the_lost(self) -> None:
-        if not self.take_over and len(self.trainers) >= self.min_trainers:
-            self.awaited &= self.trainers.keys()
+        known = self.run.record.trainers[trainer.rank]
+        self.run = lose_trainer(self.run, trainer.rank, TrainerLost(f"trainer {trainer.rank} was lost"), 0)
+        if known.is_awaited and not known.has_declared:
+            assert self.run.record.trainers[trainer.rank].is_awaited, "the next process must get the place"
 
     @rule(which=st.integers(0, 9))
-    def hear_trainer(self, which: int) -> None:
-        """Give a silent trainer its place back while it is free and still counts as a member."""
-        if not self.silent or self.change is not None:
+    def send_heartbeat(self, which: int) -> None:
+        """A silent trainer gets its place back while it is free and the run has not gone on without it."""
+        trainer = self._trainer(which)
+        if trainer is not None:
+            self._send_heartbeat(trainer)
+
+    def _send_heartbeat(self, trainer: Trainer) -> None:
+        round_ = max(trainer.round - 1, 0)
+        message = TrainerHeartbeat(run="run1", incarnation=trainer.incarnation, round=round_, attempt=trainer.attempt)
+        known = self.run.record.trainers[trainer.rank]
+        try:
+            self.run = renew_lease(self.run, trainer.rank, message, 0)
+        except Conflict:
+            assert trainer in self.silent
             return
-        trainer = self.silent[which % len(self.silent)]
-        is_member = self.membership.members.get(trainer.rank) == trainer.incarnation
-        if is_member and trainer.rank not in self.trainers:
+        if trainer in self.silent:
+            assert known.is_awaited or not known.has_declared, "the run continues without it"
             self.silent.remove(trainer)
             self.trainers[trainer.rank] = trainer
-            self.awaited.discard(trainer.rank)
-            self._go_on_without_the_lost()
-            self.is_dirty = True
+            self._admit_newcomers()
 
-    @rule(rank=st.integers(0, MAX_TRAINERS - 1))
-    def start_trainer(self, rank: int) -> None:
-        """Under `wait` the ranks are those of the beginning."""
-        if rank in self.trainers or (self.take_over and rank not in self.lives):
+    @rule(which=st.integers(0, 9))
+    def fail_silently(self, which: int) -> None:
+        """A lost trainer reports its failure, which does not remove a later incarnation."""
+        if self.silent:
+            trainer = self.silent[which % len(self.silent)]
+            message = Leave(run="run1", incarnation=trainer.incarnation, outcome="failed")
+            with suppress(Conflict):
+                self.run = leave_run(self.run, trainer.rank, message, 0)
+
+    @rule(rank=st.integers(0, MAX_TRAINERS - 1), declares=st.booleans())
+    def start_trainer(self, rank: int, declares: bool) -> None:
+        """A process takes a free rank, and declares its model at once or when this is called again."""
+        if rank >= self.num_trainers:
             return
-        self.lives[rank] = self.lives.get(rank, 0) + 1
-        self.trainers[rank] = Trainer(rank, self.lives[rank], -1, self.attempt, has_begun=False)
-        self._go_on_without_the_lost()
-        self.is_dirty = True
+        if rank not in self.trainers:
+            self.num_processes += 1
+            self.run = join_run(self.run, joining(str(self.num_processes), rank), 0)
+            incarnation = self.run.record.trainers[rank].incarnation
+            self.trainers[rank] = Trainer(rank, incarnation, -1, self.attempt, has_begun=False)
+        if declares and self.run.record.trainers[rank].state == "joined":
+            self.run = declare_model(self.run, rank, model(self.trainers[rank].incarnation))
 
     # ------------------------------------------------------------ pservers
 
@@ -349,24 +389,24 @@ class Faults(RuleBasedStateMachine):
         pserver.restore(pserver.rounds.applied, self.max_delay)
         pserver.is_up, pserver.changes = False, MembershipChanges()
         pserver.life += 1
-        self.is_dirty = True
+        self.run = self.run.with_change()
 
     # ------------------------------------------------------------ the coordinator
 
-    def _targets(self) -> dict[int, int]:
-        targets = {}
-        for rank in range(MAX_TRAINERS):
-            if rank in self.trainers:
-                targets[rank] = self.trainers[rank].incarnation
-            elif rank in self.awaited and rank in self.membership.members:
-                targets[rank] = self.membership.members[rank]
-        return targets
+    @rule(back=st.integers(0, 3))
+    def request_rollback(self, back: int) -> None:
+        applied = [pserver.rounds.applied for pserver in self.pservers if pserver.attempt == self.attempt]
+        if len(applied) == len(self.pservers):
+            self.run = self.run.request_rollback(max(0, min(applied) - back))
 
-    @precondition(lambda self: self.is_dirty or self.change is not None)
+    @precondition(lambda self: self.run.is_changing or self.change is not None)
     @rule(which=st.integers(0, 9), crash=st.booleans())
     def go_on_with_the_change(self, which: int, crash: bool) -> None:
-        """One step of it: freeze one, decide, or install one. The coordinator may forget all but its decision."""
-        self._step_change(which, crash=crash and which == 0)
+        """One step of it: freeze one, decide, or install one. The coordinator may forget all but its record."""
+        if crash and which == 0:
+            incarnations = self.run.incarnations
+            self.run, self.change = Run.begin("run1", self.settings, incarnations).restore(self.run.durable, 0), None
+        self._step_change(which)
 
     @rule()
     def end_the_change(self) -> None:
@@ -376,10 +416,14 @@ class Faults(RuleBasedStateMachine):
             if self.change is not None:
                 self._step_change(0)
 
-    def _step_change(self, which: int, *, crash: bool = False) -> None:
-        if crash or self.change is None or (self.is_dirty and self.change.to_install is not None):
-            self.number += 1
-            self.change, self.is_dirty = Change(self.number, self._targets()), False
+    def _step_change(self, which: int) -> None:
+        is_outdated = self.change is not None and self.run.record.change_number > self.change.number
+        if self.change is None or (is_outdated and self.change.to_install):
+            self.run = (
+                self.run.with_change()
+            )  # also where the members are the same: every change has a number of its own
+            lives = [pserver.life for pserver in self.pservers]
+            self.change = Change(self.run.record.change_number, self.run.record.targets, lives)
             return
         change = self.change
         index = which % len(self.pservers)
@@ -392,8 +436,8 @@ class Faults(RuleBasedStateMachine):
         elif change.to_install:
             self._install(change, sorted(change.to_install)[index % len(change.to_install)])
         else:
-            self.change = None
-            self._installed()
+            self.change, self.run = None, self.run.finish_change(change.number)
+            self._admit_newcomers()
 
     def _freeze(self, change: Change, index: int) -> None:
         self.sent.append(Sent(index, 0, change.number, self.attempt, self.resume))
@@ -435,7 +479,7 @@ class Faults(RuleBasedStateMachine):
         for index in others[:num_told]:
             if self.change is not None:
                 self._install(self.change, index)
-        self.change, self.is_dirty = None, True
+        self._repeat_change()
         if loses:
             self.lose_trainer(which)
         self._decide_the_change()
@@ -446,44 +490,50 @@ class Faults(RuleBasedStateMachine):
             if self.change is None or self.change.to_install is None:
                 self._step_change(0)
 
+    def _repeat_change(self) -> None:
+        self.change, self.run = None, self.run.with_change()
+
     def _decide(self, change: Change) -> None:
-        answers = [change.answers[i] for i in range(len(self.pservers))]
-        if self.is_dirty:  # a pserver has died meanwhile, so that its answer is worth nothing: once more
-            self.change = None
+        if change.lives != [pserver.life for pserver in self.pservers]:  # the answer of one that died is worth nothing
+            self._repeat_change()
             return
-        awaited = set(self.awaited)
-        decision = decide(self.membership, change.targets, answers, max_delay=self.max_delay, take_over=awaited)
+        answers = {index: (change.lives[index], change.answers[index]) for index in range(len(self.pservers))}
+        for answer in change.answers.values():
+            self.run = self.run.note_applied(self.attempt, answer.applied)
+        decision = decide_change(self.run, change.targets, answers)
         if isinstance(decision, Rollback):
-            ranges = [[(0, p.rounds.applied)] for p in self.pservers]
-            round_ = newest_common(decision.newest, ranges)
-            assert round_ is not None
-            self.attempt, self.resume = self.attempt + 1, round_
-            self.ended = {(r, rank): life for (r, rank), life in self.ended.items() if r <= round_}
-            decision = Membership(dict(change.targets))
-        self.membership = decision
+            ranges = {index: [(0, pserver.rounds.applied)] for index, pserver in enumerate(self.pservers)}
+            round_ = newest_common(decision.newest, ranges.values())
+            decision = decide_rollback(self.run, change.targets, decision, round_, ranges)
+            assert isinstance(decision, Decision), decision
+            assert decision.attempt == self.attempt + 1
+            self.ended = {(r, rank): life for (r, rank), life in self.ended.items() if r <= (round_ or 0)}
+        assert decision.membership.members == change.targets
+        self.run = self.run.propose(decision)
+        assert self.run.durable.membership == decision.membership
+        self.run = self.run.apply_decision(decision)
         change.to_install = set(range(len(self.pservers)))
 
-    def _installed(self) -> None:
-        """Every pserver has it: newcomers learn where they begin, and who is here is not awaited any more."""
-        members, starts = self.membership.members, self.membership.starts
-        self.awaited -= {rank for rank, life in members.items() if self._lives_as(rank, life)}
+    def _admit_newcomers(self) -> None:
+        """Let trainers that every pserver has installed learn where they begin."""
+        members, starts = self.run.installed.members, self.run.record.membership.starts
         for trainer in self.trainers.values():
             if members.get(trainer.rank) == trainer.incarnation and trainer.round < 0:
                 trainer.round, trainer.attempt = starts.get(trainer.rank, self.resume + 1), self.attempt
 
-    def _lives_as(self, rank: int, life: int) -> bool:
-        return rank in self.trainers and self.trainers[rank].incarnation == life
-
     def _install(self, change: Change, index: int) -> None:
         message = self._send_installation(change, index)
-        if self._installed_at(message, self.membership) or self.pservers[index].changes.ended == change.number:
+        if (
+            self._installed_at(message, self.run.record.membership)
+            or self.pservers[index].changes.ended == change.number
+        ):
             change.to_install.discard(index)
         else:  # this change is refused: another one is begun
-            self.change, self.is_dirty = None, True
+            self._repeat_change()
 
     def _send_installation(self, change: Change, index: int) -> Sent:
         life = self.pservers[index].life
-        self.sent.append(Sent(index, life, change.number, self.attempt, self.resume, self.membership))
+        self.sent.append(Sent(index, life, change.number, self.attempt, self.resume, self.run.record.membership))
         return self.sent[-1]
 
     def _installed_at(self, message: Sent, decided: Membership) -> bool:
@@ -520,7 +570,33 @@ class Faults(RuleBasedStateMachine):
     def who_is_awaited_is_in_every_round(self) -> None:
         for pserver in self.pservers if self.take_over else []:
             for round_, lives in pserver.history.items():
-                assert lives.keys() == self.lives.keys(), f"round {round_}"
+                assert lives.keys() == set(range(self.num_trainers)), f"round {round_}"
+
+    @invariant()
+    def a_run_that_continues_waits_only_below_its_minimum_of_trainers(self) -> None:
+        if hasattr(self, "run") and not self.take_over:
+            awaited = [trainer.rank for trainer in self.run.record.awaited if trainer.has_declared]
+            assert not awaited or self.run.record.num_declared < self.settings.min_trainers
+
+    @invariant()
+    def the_run_is_consistent(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        run, record, before = self.run, self.run.record, self.before
+        assert record.members == {rank: trainer.incarnation for rank, trainer in self.trainers.items()}
+        assert record.change_number >= before.record.change_number
+        assert all(run.incarnations[rank] >= newest for rank, newest in before.incarnations.items())
+        assert run.installed.number <= record.change_number
+        applied = [pserver.rounds.applied for pserver in self.pservers if pserver.attempt == self.attempt]
+        assert run.newest_applied <= max([self.resume, *applied])
+        if not run.is_changing and run.installed.number:
+            assert run.installed.members == record.membership.members == record.targets
+        if self.take_over:
+            assert {t.rank for t in record.awaited} == set(range(self.num_trainers)) - record.members.keys()
+        for rank, incarnation in record.targets.items():
+            trainer = record.trainers[rank]
+            assert trainer.incarnation == incarnation or trainer.is_awaited, "the target has left"
+        self.before = run
 
     @invariant()
     def applied_rounds_are_close(self) -> None:
@@ -532,10 +608,10 @@ class Faults(RuleBasedStateMachine):
         """Complete three rounds after all lost processes have come back without further faults."""
         if not hasattr(self, "pservers"):
             return
-        for rank in sorted(self.lives):
-            self.start_trainer(rank)
+        for rank in range(self.num_trainers):
+            self.start_trainer(rank, declares=True)
         for _ in range(40):
-            if not self.is_dirty and self.change is None:
+            if not self.run.is_changing and self.change is None:
                 break
             self._step_change(1)
         before = min(p.rounds.applied for p in self.pservers)
@@ -543,7 +619,7 @@ class Faults(RuleBasedStateMachine):
             for trainer in self.trainers.values():
                 self._take_step(trainer)
         after = min(p.rounds.applied for p in self.pservers)
-        assert after >= before + 3, (self.pservers, self.trainers, self.membership)
+        assert after >= before + 3, (self.pservers, self.trainers, self.run.record.membership)
         self.all_pservers_apply_the_same()
 
 
@@ -568,9 +644,11 @@ def walk(seed: int) -> None:
         (8, lambda: faults.take_steps(chance.randint(0, MAX_TRAINERS))),
         (2, lambda: faults.kill_trainer(which())),
         (2, lambda: faults.lose_trainer(which())),
-        (1, lambda: faults.hear_trainer(which())),
-        (4, lambda: faults.start_trainer(chance.randrange(MAX_TRAINERS))),
+        (2, lambda: faults.send_heartbeat(which())),
+        (1, lambda: faults.fail_silently(which())),
+        (4, lambda: faults.start_trainer(chance.randrange(MAX_TRAINERS), chance.random() < 0.6)),
         (1, lambda: faults.restart_pserver(which())),
+        (1, lambda: faults.request_rollback(chance.randint(0, 3))),
         (6, lambda: faults.go_on_with_the_change(which(), chance.random() < 0.5)),
         (4, lambda: faults.end_the_change()),
         (2, lambda: faults.old_message(which())),
@@ -578,14 +656,20 @@ def walk(seed: int) -> None:
     ]
     for action in chance.choices([action for _, action in actions], [weight for weight, _ in actions], k=80):
         action()
+        faults.the_run_is_consistent()
         faults.all_pservers_apply_the_same()
         faults.applied_rounds_are_close()
         faults.a_trainer_that_completed_a_round_is_in_it()
         faults.who_is_awaited_is_in_every_round()
+        faults.a_run_that_continues_waits_only_below_its_minimum_of_trainers()
     faults.teardown()
 
 
-@pytest.mark.parametrize("seeds", [range(500), pytest.param(range(500, 10_000), marks=pytest.mark.soak)], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [range(500), *(pytest.param(range(n, n + 500), marks=pytest.mark.soak) for n in range(500, 12_000, 500))],
+    ids=str,
+)
 def test_long_histories_of_changes(seeds: range) -> None:
     for seed in seeds:
         try:

@@ -1,1 +1,1 @@
-"""Clients of a run: the membership at the coordinator, and pushes and pulls at the pservers."""
+"""Clients of a run: joining and leaving at the coordinator, pushes and pulls at the pservers."""

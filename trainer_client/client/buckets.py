@@ -6,7 +6,8 @@ A bucket is only packaging and may differ between tries; what counts is the bloc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TypeAlias
 
 import torch
@@ -22,12 +23,12 @@ from ps_protocol.wire_types import WireTensor
 from ..transport.tensors import has_wire_layout, writable_bytes
 from .error_feedback import ErrorFeedback, Remainder
 
-Payload: TypeAlias = tuple[memoryview, ...]  # of one request: its parts, one behind the other
+FrameParts: TypeAlias = tuple[memoryview, ...]  # the body of one request, in parts that are sent in order
 
-MIN_LENT_BYTES = 64 * 1024  # of a block; smaller ones are copied, which costs less than a write each
+MIN_LENT_BYTES = 64 * 1024  # smaller blocks are copied, which costs less than a write for each
 # Many small blocks fill a frame's header before its data: half of what a pserver accepts by default.
 MAX_HEADER_BYTES = 512 * 1024
-ENTRY_HEADER_BYTES = 100  # of one block without its name: dtype, shape and offsets as JSON
+ENTRY_HEADER_BYTES = 100  # dtype, shape and offsets of one block as JSON
 
 
 @dataclass(slots=True)
@@ -36,18 +37,21 @@ class BucketEntry:
 
     block: Block
     tensors: list[WireTensor]
-    remainder: Remainder | None  # what these tensors lack
-    own: tuple[Tensor, ...] = ()  # memory of the bucket's, made when it is first needed
-    lent: Tensor | None = None  # the caller's, if it is sent as it lies there
+    remainder: Remainder | None  # what the encoding loses, if it does
+    own: tuple[Tensor, ...] = ()  # memory of the bucket, allocated when it is first needed
+    lent: Tensor | None = None  # the caller's tensor, if the block is sent from there
+    num_bytes: int = field(init=False)  # the size of the block on the wire
+    is_small: bool = field(init=False)
+    dtype: torch.dtype | None = field(init=False)  # of the only tensor on the wire; None if there are several
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of the block on the wire."""
-        return sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in self.tensors)
+    def __post_init__(self) -> None:
+        self.num_bytes = sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in self.tensors)
+        self.is_small = self.num_bytes < MIN_LENT_BYTES
+        self.dtype = TORCH_DTYPES[self.tensors[0][1]] if len(self.tensors) == 1 else None
 
     def fill(self, source: Tensor, *, borrow: bool) -> None:
         """Fill the block from a flat parameter or gradient."""
-        if borrow and self._fits(source):
+        if borrow and source.dtype == self.dtype and has_wire_layout(source):
             self.lent = source
             return
         self.lent = None
@@ -66,10 +70,6 @@ class BucketEntry:
             offset += views[-1].nbytes
         self.own = tuple(views)
 
-    def _fits(self, source: Tensor) -> bool:
-        [(_, dtype, _), *more] = self.tensors
-        return not more and source.dtype == TORCH_DTYPES[dtype] and has_wire_layout(source)
-
     def parts(self) -> list[memoryview]:
         """Return the bytes that are sent, as views of the bucket's memory."""
         return [writable_bytes(tensor) for tensor in ((self.lent,) if self.lent is not None else self.own)]
@@ -82,23 +82,22 @@ class Bucket:
     pservers. Only then may the bucket be filled again. Small blocks lie together in memory of its own.
     """
 
-    def __init__(self, pserver: PserverIndex, slots: list[BucketEntry]) -> None:
+    def __init__(self, pserver: PserverIndex, entries: list[BucketEntry]) -> None:
         self.pserver = pserver
-        self.slots = slots
-        self.parameters = frozenset(slot.block.parameter for slot in slots)
-        self.present = slots  # those that were filled
-        is_small = [slot.num_bytes < MIN_LENT_BYTES for slot in slots]
-        self._small = bytearray(sum(slot.num_bytes for slot, small in zip(slots, is_small, strict=True) if small))
-        self._segments: list[BucketEntry | memoryview] = []  # in order: large blocks, and ranges of `_small`
+        self.entries = entries
+        self.parameters = frozenset(entry.block.parameter for entry in entries)
+        self.present = entries  # the filled entries
+        small = bytearray(sum(entry.num_bytes for entry in entries if entry.is_small))
+        self._segments: list[BucketEntry | memoryview] = []  # in order: large blocks, and ranges of small blocks
         offset = begin = 0
-        for slot, small in zip(slots, is_small, strict=True):
-            if small:
-                slot.place_in(self._small, offset)
-                offset += slot.num_bytes
+        for entry in entries:
+            if entry.is_small:
+                entry.place_in(small, offset)
+                offset += entry.num_bytes
                 continue
-            self._segments += [memoryview(self._small)[begin:offset], slot]
+            self._segments += [memoryview(small)[begin:offset], entry]
             begin = offset
-        self._segments.append(memoryview(self._small)[begin:offset])
+        self._segments.append(memoryview(small)[begin:offset])
 
     def fill(self, flat: Mapping[str, Tensor], *, borrow: bool = False) -> None:
         """Encode the blocks of flattened parameters or gradients (parameter name -> shape (numel,)).
@@ -106,21 +105,35 @@ class Bucket:
         With `borrow`, large tensors that have the same form on the wire are not copied. They must not change then for
         as long as the bucket's own memory must not.
         """
-        self.present = [slot for slot in self.slots if slot.block.parameter in flat]
-        for slot in self.present:
-            block = slot.block
-            source = flat[block.parameter][block.begin : block.end]
-            slot.fill(source, borrow=borrow and slot.num_bytes >= MIN_LENT_BYTES)
+        self.present = []
+        for entry in self.entries:
+            block = entry.block
+            if block.parameter in flat:
+                entry.fill(flat[block.parameter][block.begin : block.end], borrow=borrow and not entry.is_small)
+                self.present.append(entry)
 
-    def frame(self, metadata: Mapping[str, str] | None = None) -> Payload:
+    def frame(self, metadata: Mapping[str, str] | None = None) -> FrameParts:
         """Return the encoded frame of the filled blocks with this metadata, in parts."""
-        header = encode_header([tensor for slot in self.present for tensor in slot.tensors], metadata)
+        header = encode_header([tensor for entry in self.present for tensor in entry.tensors], metadata)
         parts = [memoryview(header)]
-        for segment in self._segments if len(self.present) == len(self.slots) else self.present:
+        for segment in self._segments if len(self.present) == len(self.entries) else self.present:
             parts += segment.parts() if isinstance(segment, BucketEntry) else [segment]
-        if sum(map(len, parts)) < MIN_LENT_BYTES:  # not worth a write for each
+        if sum(map(len, parts)) < MIN_LENT_BYTES:  # one write costs less than several
             return (memoryview(b"".join(parts)),)
         return tuple(part for part in parts if len(part))
+
+
+class PushBuckets:
+    """The buckets of one step."""
+
+    def __init__(self, shards: list[list[Bucket]]) -> None:
+        self.shards = shards  # by pserver
+        # In the order of sending: one of each pserver in turn, so that all are busy.
+        self.in_order = [bucket for turn in zip_longest(*shards) for bucket in turn if bucket is not None]
+        self.holding: dict[str, list[Bucket]] = {}  # the buckets that hold a parameter's blocks, by its name
+        for bucket in self.in_order:
+            for name in bucket.parameters:
+                self.holding.setdefault(name, []).append(bucket)
 
 
 def describe_push(shard: Sequence[Bucket], completion: Completion, num_slots: int = 0) -> dict[str, str]:
@@ -144,14 +157,13 @@ def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback 
             values: list[WireTensor] = [(block.name, plan.parameter[block.parameter].dtype, (block.num_elements,))]
             tensors = values if feedback is None else plan.pushed(block)
             remainder = feedback.of(block, plan.wire.push) if feedback is not None and len(tensors) > 1 else None
-            slot = BucketEntry(block, tensors, remainder)
-            num_bytes = slot.num_bytes
+            entry = BucketEntry(block, tensors, remainder)
             header = sum(len(name) + ENTRY_HEADER_BYTES for name, _, _ in tensors)
-            if groups[-1] and (size + num_bytes > bucket_bytes or header_size + header > MAX_HEADER_BYTES):
+            if groups[-1] and (size + entry.num_bytes > bucket_bytes or header_size + header > MAX_HEADER_BYTES):
                 groups.append([])
                 size = header_size = 0
-            groups[-1].append(slot)
-            size += num_bytes
+            groups[-1].append(entry)
+            size += entry.num_bytes
             header_size += header
         result.append([Bucket(pserver, group) for group in groups])
     return result

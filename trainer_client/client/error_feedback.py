@@ -26,7 +26,7 @@ class Remainder:
     def __init__(self, kind: PushType, num_elements: int) -> None:
         self._kind = kind
         self.kept = torch.zeros(num_elements, dtype=torch.float32, device="cpu")
-        self.next = torch.zeros_like(self.kept)  # what is left once the newest push has been applied
+        self.next = torch.zeros_like(self.kept)  # the remainder after the newest push, if that is applied
         self.is_pending = False  # there is such a push
 
     def encode(self, gradient: Tensor, tensors: Sequence[Tensor]) -> None:

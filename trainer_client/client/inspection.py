@@ -50,8 +50,8 @@ Object = dict[str, Any]
 TIMEOUT_SECONDS = 10.0
 SUMMARY_SECONDS = 75.0  # the last checkpoint of a finished run is awaited
 CHECKPOINT_SECONDS = 300.0  # the coordinator ends the wait before that
-READ_SECONDS = 60.0  # of what the pservers are asked for
-STREAM_SECONDS = 60.0  # of silence; there is a sign of life every fifteen
+READ_SECONDS = 60.0  # for an answer that comes from the pservers
+STREAM_SECONDS = 60.0  # of silence; the service sends a sign of life every 15 s
 OPENAPI = "/openapi.json"
 
 

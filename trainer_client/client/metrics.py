@@ -111,7 +111,7 @@ class MetricsServer:
         self._thread.join()
 
 
-WINDOW_SECONDS = 10.0  # of traffic; when there is more, all of it counts for half beside what comes
+WINDOW_SECONDS = 10.0  # after so much traffic, older traffic counts half
 
 
 @dataclass(slots=True)
@@ -157,14 +157,9 @@ class LinkMeter:
     """The measured speed of the link to one pserver."""
 
     is_local: bool = False  # the newest answer came over a Unix socket
-    round_trip_seconds: float | None = None  # of a small request over a connection that is open
+    round_trip_seconds: float | None = None  # of a small request over an open connection
     pushes: TrafficMeter = field(default_factory=TrafficMeter)
     pulls: TrafficMeter = field(default_factory=TrafficMeter)
-
-    def note_answer(self, *, is_local: bool, round_trip_seconds: float | None = None) -> None:
-        """Note how the newest answer came, and how long it took if that was measured."""
-        self.is_local = is_local
-        self.round_trip_seconds = round_trip_seconds or self.round_trip_seconds
 
     def describe(self) -> Link:
         """Return the message of the heartbeat."""

@@ -11,6 +11,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ps_protocol.messages import PserverInfo, TrainerHeartbeatReply
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
@@ -40,27 +41,35 @@ class Waits:
                 limit.reschedule(asyncio.get_running_loop().time())
 
 
+class Attempt(NamedTuple):
+    """An attempt of the run. A rollback begins the next one."""
+
+    number: int = 0
+    base_round: Round = 0  # the version that the attempt began with; its first round follows
+    uploader: Rank | None = None  # the trainer that pushes that version, if it is on no disk
+
+
 @dataclass
 class News:
     """The newest known state of the cluster. Lives on the I/O loop."""
 
-    attempt: int = 0  # of the run, as far as this trainer has followed it
-    newest_attempt: int = 0
-    resume: Round = 0  # the version that the newest attempt began with
-    uploader: Rank | None = None  # who pushes that version, if it is on no disk
+    attempt: Attempt = field(default_factory=Attempt)  # the attempt that this trainer takes part in
+    newest_attempt: Attempt = field(default_factory=Attempt)
     pservers: dict[PserverIndex, PserverInfo] = field(default_factory=dict)
     failing: dict[PserverIndex, tuple[Incarnation, float]] = field(default_factory=dict)  # since when, by the loop
-    pages: dict[PserverIndex, str] = field(default_factory=dict)  # what answers instead of those that are failing
-    ahead_of: dict[PserverIndex, Incarnation] = field(default_factory=dict)
-    heard_at: float | None = None  # when the coordinator answered last
-    waits: defaultdict[PserverIndex, Waits] = field(default_factory=lambda: defaultdict(Waits))  # for its answers
+    pages: dict[PserverIndex, str] = field(default_factory=dict)  # answers of gateways instead of a failing pserver
+    ahead_of: dict[PserverIndex, Incarnation] = field(default_factory=dict)  # incarnations that have lost rounds
+    heard_at: float | None = None  # the time of the coordinator's newest answer
+    waits: defaultdict[PserverIndex, Waits] = field(
+        default_factory=lambda: defaultdict(Waits)
+    )  # for answers of a pserver
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def update(self, reply: TrainerHeartbeatReply, now: float) -> None:
         """Update the state from the coordinator's answer to a heartbeat."""
         self.heard_at = now
-        self.newest_attempt, self.resume, self.uploader = reply.attempt, reply.resume, reply.uploader
+        self.newest_attempt = Attempt(reply.attempt, reply.resume, reply.uploader)
         for info in reply.pservers:
             known = self.pservers.get(info.index)
             if known is None or info.incarnation >= known.incarnation:  # an older incarnation never comes back
@@ -76,29 +85,22 @@ class News:
         """Return the pservers that do not answer, and for how many seconds."""
         return {index: (incarnation, now - since) for index, (incarnation, since) in self.failing.items()}
 
-    def begin_attempt(self, attempt: int) -> None:
-        """Note the attempt in which this trainer has joined the run."""
-        self.attempt = self.newest_attempt = attempt
-
     def mark_unreachable(self, info: PserverInfo, now: float, page: str | None) -> None:
         """Note that this pserver does not answer, since `now` at the latest; `page` is what answered instead."""
         self.failing.setdefault(info.index, (info.incarnation, now))
         if page is not None:
             self.pages[info.index] = page
 
-    def mark_ahead_of(self, index: PserverIndex, incarnation: Incarnation) -> None:
-        """Note that this incarnation of a pserver has lost rounds that this trainer has pulled."""
-        self.ahead_of[index] = incarnation
-
     def mark_reachable(self, index: PserverIndex) -> None:
         """Note that this pserver has answered, or has restarted."""
         self.failing.pop(index, None)
         self.pages.pop(index, None)
 
-    def adopt_newest_attempt(self) -> None:
-        """Note that this trainer has gone back to the start of the newest attempt."""
+    def adopt_newest_attempt(self) -> Attempt:
+        """Note that this trainer has gone back to the start of the newest attempt, and return it."""
         self.attempt = self.newest_attempt
         self.ahead_of.clear()
+        return self.attempt
 
     async def wait_for_next_heartbeat(self, period: float) -> None:
         """Wake the waiting requests, and wait until the next heartbeat is due, or is requested early."""

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ps_protocol.encodings import TORCH_DTYPES
+from ps_protocol.errors import GradpostError
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.requests import Barrier, Completion
 from ps_protocol.vocabulary import Round
 
-from ..transport.tensors import writable_bytes
+from ..transport.destinations import make_shard_destinations
+from ..transport.tensors import flatten_checked, writable_bytes
 from .buckets import describe_push, make_buckets
 from .run_client import RunClient
 
@@ -42,7 +44,12 @@ class ParameterClient(RunClient):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        await self.leave("done" if error is None else "failed", "" if error is None else repr(error))
+        code = error.code if isinstance(error, GradpostError) else None
+        await self.leave("done" if error is None else "failed", "" if error is None else repr(error), code)
+
+    async def send_initial(self, values: Mapping[str, Tensor]) -> None:
+        """Upload the initial values of all parameters and buffers; only the elected uploader may."""
+        await self.pservers.send_initial(values, self.settings.chosen_bucket_bytes)
 
     async def send(
         self, round_: Round, gradients: Mapping[str, Tensor], hyper_parameters: list[HyperParameters]
@@ -52,36 +59,39 @@ class ParameterClient(RunClient):
         A parameter that is left out has no gradient in this round. Returns when every pserver has acknowledged every
         push; the batch barrier may follow. In asynchronous modes that completes the step.
         """
-        flat = self.flatten(gradients)
+        pservers, plan = self.pservers, self.run.plan
+        flat = flatten_checked(plan, gradients)
+        pservers.begin_pushes(round_)
         is_async = self.joined.consistency.is_async
-        completion = Completion(0, hyper_parameters, self.membership.round if is_async else None)
+        completion = Completion(0, hyper_parameters, self.coordinator.round if is_async else None)
         frames = []
         size = self.settings.chosen_bucket_bytes
-        for shard in make_buckets(self.plan, bucket_bytes=size, feedback=self.feedback):
+        for shard in make_buckets(plan, bucket_bytes=size, feedback=pservers.feedback):
             for bucket in shard:
                 bucket.fill(flat)
             last = shard[-1].frame(describe_push(shard, completion))
             frames.append([bucket.frame() for bucket in shard[:-1] if bucket.present] + [last])
-        self.begin_round(round_)
-        self._is_finite = await self.push_all(round_, frames)
+        self.coordinator.note_may_be_counted(round_)
+        self._is_finite = await pservers.push_all(round_, frames)
         if is_async:
-            self.begin_round(0)  # the trainer may leave
+            self.coordinator.note_complete()
 
     async def batch_barrier(self, round_: Round) -> None:
         """Report to every pserver that this trainer's contribution is complete. Asynchronous modes have no barrier."""
         if not self.joined.consistency.is_async:
             barrier = Barrier("batch", self._is_finite)
-            await self.ask_all(lambda pserver: pserver.barrier(round_, barrier))
+            await self.pservers.ask_all(lambda pserver: pserver.barrier(round_, barrier))
 
     async def get(self, round_: Round, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Wait for version `round_` and return parameters by name, newly allocated; all of them without `names`."""
-        specs = [self.plan.parameter[name] for name in (self.plan.parameter if names is None else names)]
+        plan = self.run.plan
+        specs = [plan.parameter[name] for name in (plan.parameter if names is None else names)]
         values = {
-            spec.name: torch.empty(spec.shape, dtype=TORCH_DTYPES[self.plan.pulled(spec.name)], device="cpu")
+            spec.name: torch.empty(spec.shape, dtype=TORCH_DTYPES[plan.pulled(spec.name)], device="cpu")
             for spec in specs
         }
         memory = {name: writable_bytes(tensor) for name, tensor in values.items()}
-        await self.pull(round_, self.destinations(memory), is_partial=names is not None)
+        await self.pservers.pull(round_, make_shard_destinations(plan, memory), is_partial=names is not None)
         return {spec.name: values[spec.name].to(TORCH_DTYPES[spec.dtype]) for spec in specs}
 
     async def fetch_barrier(self, round_: Round) -> None:
@@ -90,5 +100,5 @@ class ParameterClient(RunClient):
         Asynchronous modes have no barrier.
         """
         if not self.joined.consistency.is_async:
-            await self.ask_all(lambda pserver: pserver.barrier(round_, Barrier("fetch")))
-            self.membership.note_pulled(round_)
+            await self.pservers.ask_all(lambda pserver: pserver.barrier(round_, Barrier("fetch")))
+            self.coordinator.note_pulled(round_)

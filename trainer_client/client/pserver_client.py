@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
@@ -32,7 +33,8 @@ from ps_protocol.vocabulary import Round
 
 from ..transport.destinations import ShardDestination
 from ..transport.frame_sink import NO_DELTAS, FrameSink
-from .buckets import Payload
+from .buckets import FrameParts
+from .news import Attempt
 from .pserver_connection import PserverConnection
 
 M = TypeVar("M", bound=Message)
@@ -43,7 +45,7 @@ MIN_KEPT_ROUNDS = 8
 class HeldState(NamedTuple):
     """The optimizer state that a pserver has."""
 
-    states: Mapping[str, StepState]  # of blocks that have been stepped
+    states: Mapping[str, StepState]  # by block name; a block that was never stepped has none
     slots: frozenset[str]  # the slots that exist, of all blocks
 
 
@@ -65,7 +67,8 @@ class PserverClient:
     def __init__(self, connection: PserverConnection, *, max_delay: int) -> None:
         self.connection = connection
         self.link = connection.link
-        self._kept: dict[Round, list[Payload]] = {}  # pushed, and not pulled yet: a pserver may lose it
+        # Frames that were pushed and not pulled yet, by identity: a pserver may lose them.
+        self._kept: dict[Round, dict[int, FrameParts]] = {}
         self._max_delay = max_delay
 
     @property
@@ -81,24 +84,26 @@ class PserverClient:
             await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
             asked = perf_counter()
             response = await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
-            is_local = response.extensions.get(LOCAL_EXTENSION, False)
-            self.link.note_answer(is_local=is_local, round_trip_seconds=perf_counter() - asked)
+            self.link.round_trip_seconds = perf_counter() - asked
+            self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
 
         await connection.request_with_retry(routes.HEALTH, attempt)
 
-    def go_back(self, attempt: int) -> None:
-        """Follow the run to its newest attempt, and forget the pushes of the one before."""
-        self.connection.follow_attempt(attempt)
+    def follow(self, attempt: Attempt) -> None:
+        """Send all further requests for this attempt of the run, and forget the pushes of the attempt before."""
+        self.connection.fence = replace(self.connection.fence, attempt=attempt.number)
         self._kept.clear()
 
     # ------------------------------------------------------------------ pushes
 
-    async def push(self, round_: Round, body: Payload, *, initial: bool = False) -> PushAnswer:
+    async def push(self, round_: Round, body: FrameParts, *, initial: bool = False) -> PushAnswer:
         """Push one encoded bucket. `body` must not change until this returns."""
         route = routes.INITIAL if initial else routes.SEND
         num_bytes = sum(map(len, body))
         if not initial:
-            self._keep(round_, body)
+            for old in sorted(self._kept)[: -max(MIN_KEPT_ROUNDS, self._max_delay + 1)]:
+                del self._kept[old]  # the caller pushes, and never pulls
+            self._kept.setdefault(round_, {})[id(body)] = body
 
         async def attempt() -> PushAnswer:
             with self.link.pushes.transfer():
@@ -108,28 +113,15 @@ class PserverClient:
 
         try:
             answer = await self.connection.request_with_retry(route, attempt)
-        except BaseException:
-            self._drop(round_, body)
+        except BaseException:  # the next attempt of the caller has a frame of its own
+            self._kept.get(round_, {}).pop(id(body), None)
             raise
         self.connection.metrics.pushed_bytes.inc(num_bytes)
         return answer
 
-    def _keep(self, round_: Round, body: Payload) -> None:
-        for old in sorted(self._kept)[: -max(MIN_KEPT_ROUNDS, self._max_delay + 1)]:
-            del self._kept[old]  # of a caller that pushes and never pulls
-        frames = self._kept.setdefault(round_, [])
-        if not any(frame is body for frame in frames):
-            frames.append(body)
-
-    def _drop(self, round_: Round, body: Payload) -> None:
-        """Forget a push that was refused or given up: the next attempt of the caller has a frame of its own."""
-        frames = [frame for frame in self._kept.pop(round_, ()) if frame is not body]
-        if frames:
-            self._kept[round_] = frames
-
     async def _push_again(self, round_: Round) -> bool:
         """Push a round's contribution again, because a restarted pserver may have lost the staged blocks."""
-        frames = list(self._kept.get(round_, ()))
+        frames = list(self._kept.get(round_, {}).values())
         await asyncio.gather(*(self.push(round_, frame) for frame in frames))
         return bool(frames)
 
@@ -153,13 +145,13 @@ class PserverClient:
         return await self.connection.request_with_retry(route, attempt, partial(self._push_again, round_))
 
     async def _send(
-        self, kind: type[M], route: str, round_: Round, headers: Mapping[str, str], body: Payload = ()
+        self, kind: type[M], route: str, round_: Round, headers: Mapping[str, str], body: FrameParts = ()
     ) -> M:
         connection = self.connection
         headers = {**connection.fence.at_round(round_).to_headers(), **headers}
         response = await connection.exchange.send("POST", connection.url(route), headers, body=body)
         raise_for_problem(response)
-        self.link.note_answer(is_local=response.extensions.get(LOCAL_EXTENSION, False))
+        self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
         return kind.from_answer(response.content)
 
     # ------------------------------------------------------------------ frames
@@ -190,8 +182,9 @@ class PserverClient:
         if destination.deltas is not None:
             await destination.deltas.add(fetched.delta_names)
         if not pull.names:
-            for old in [known for known in self._kept if known <= pull.round]:
-                del self._kept[old]
+            for old in sorted(self._kept):
+                if old <= pull.round:
+                    del self._kept[old]
         return pulled
 
     async def get_buffers(self, buffers: Mapping[str, memoryview]) -> None:

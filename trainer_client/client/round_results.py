@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ class Outcomes(NamedTuple):
     """The outcomes of the newest rounds. A later value replaces it, so that threads share it without a lock."""
 
     skipped: Collection[Round] = ()
-    scaler: HyperParameters | None = None  # that the lowest rank pushed in the newest round, for a trainer that joins
+    scaler: HyperParameters | None = None  # the state of the lowest rank's GradScaler, for a trainer that joins
 
     def advance(
         self, skipped: Collection[Round], scaler: HyperParameters | None, *, newest: Round, keep: int
@@ -34,10 +35,18 @@ class Outcomes(NamedTuple):
         return Outcomes(tuple(round_ for round_ in known if round_ > newest - keep), scaler)
 
 
+@dataclass
+class RoundResults:
+    """The newest results of the run's rounds, which pulls or the engine write, and the script reads."""
+
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    grad_norm: float | None = None  # of the newest round, before it was clipped; NaN if the round was skipped
+
+
 T = TypeVar("T")
 
 PAUSE_SECONDS = 0.05  # until every pserver has a change of members
-MAX_ASKED = 200  # in one pull: a change of members makes it twice or three times
+MAX_ASKED = 200  # times in one pull; a change of members takes two or three
 
 
 class NormAgreement:
@@ -48,7 +57,7 @@ class NormAgreement:
         self._ask = ask
         self._lock = asyncio.Lock()
         self._num_asked = 0
-        self._agreed: Sequence[AgreedNorm | None] = ()
+        self._agreed: Sequence[AgreedNorm | None] | None = None  # the newest answers that agree, by pserver
 
     @property
     def norm(self) -> float | None:
@@ -60,28 +69,28 @@ class NormAgreement:
 
         Raises NormChanged if that never ends.
         """
-        known = 0
+        refused = None
         while True:
-            known = await self._agree_after(known)
+            async with self._lock:
+                if self._agreed is None or self._agreed is refused:  # else another call has asked meanwhile
+                    self._agreed = await self._ask_until_agreed()
+                agreed = self._agreed
             try:
-                return await get(self._agreed[index])
+                return await get(agreed[index])
             except NormChanged:
-                continue
+                refused = agreed
 
-    async def _agree_after(self, known: int) -> int:
-        """Ask the pservers, unless another call has asked since `known`."""
-        async with self._lock:
-            while self._num_asked <= known or not self._agreed:
-                if self._num_asked == MAX_ASKED:
-                    raise NormChanged("the pservers disagree about the trainers whose gradients are in a round")
-                if self._num_asked > known:
-                    await asyncio.sleep(PAUSE_SECONDS)
-                norms = await self._ask()
-                self._num_asked += 1
-                known_norms = [norm for norm in norms if norm is not None]
-                # What one of them passed over, or has forgotten by now, no other waits for.
-                self._agreed = [None] * len(norms) if len(known_norms) < len(norms) else agree(known_norms) or ()
-            return self._num_asked
+    async def _ask_until_agreed(self) -> Sequence[AgreedNorm | None]:
+        while self._num_asked < MAX_ASKED:
+            norms = await self._ask()
+            self._num_asked += 1
+            known = [norm for norm in norms if norm is not None]
+            if len(known) < len(norms):  # a round without a norm is over, and no pserver waits for it
+                return [None] * len(norms)
+            if agreed := agree(known):
+                return agreed
+            await asyncio.sleep(PAUSE_SECONDS)
+        raise NormChanged("the pservers disagree about the trainers whose gradients are in a round")
 
 
 async def finish_rounds(pservers: Sequence[PserverClient], last: Round, max_delay: int) -> None:

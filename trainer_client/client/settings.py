@@ -153,8 +153,8 @@ class TrainerSettings(Settings):
     @property
     def expectations(self) -> dict[str, Any]:
         """The properties of the servers' mode that this trainer expects."""
-        told = {field.name: getattr(self, field.name) for field in fields(Consistency)}
-        return {name: value for name, value in told.items() if value is not None}
+        values = {field.name: getattr(self, field.name) for field in fields(Consistency)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def read_settings(**arguments: object) -> TrainerSettings:

@@ -11,10 +11,10 @@ from ps_protocol.errors import BadInput, ContributionConflict
 
 from ..session.collectives import Collectives
 
-BYTES = 4  # of an element, float32
+BYTES = 4  # of a float32 element
 PIECE = 1 << 16  # elements that are squared at once, in memory that an allocator keeps
-PART_BYTES = 32 * 1024 * 1024  # of one broadcast
-ALIGNMENT_BYTES = 16  # of a tensor in it, for any dtype
+PART_BYTES = 32 * 1024 * 1024  # the most bytes of one broadcast
+ALIGNMENT_BYTES = 16  # of each tensor in a broadcast, for any dtype
 
 
 class FlatBucket:

@@ -15,8 +15,8 @@ from ps_protocol.vocabulary import Round
 from ..client.run_client import RunClient
 
 
-class Contribution(NamedTuple):
-    """The part of one trainer, or one process, in a step."""
+class StepGradients(NamedTuple):
+    """The contribution of one trainer, or one process, to a step."""
 
     gradients: Mapping[str, Tensor]  # by parameter name, of shape (numel,); parameters without a gradient are left out
     completion: Completion = Completion(0, [])  # its numbers of blocks and slots are set for each pserver
@@ -62,7 +62,7 @@ class StepEngine(Protocol):
     def discard_gradients(self) -> None:
         """Discard the added gradients. Sent gradients cannot be recalled: the step may fail if it is repeated."""
 
-    def step(self, contribution: Contribution) -> None:
+    def step(self, contribution: StepGradients) -> None:
         """Push all gradients of the next step, and wait for the parameters of the step that is due.
 
         The step that is due is this step, or with `max_delay` an earlier step. With `overlap_pulls` no step is due.
@@ -77,8 +77,8 @@ def note_own_round(client: RunClient, round_: Round, grad_norm: float | None, *,
     """Note the results of a round in which the trainer has stepped itself, or has skipped the step."""
     if is_skipped:
         client.metrics.skipped.inc()
-        grad_norm = None if client.max_grad_norm is None else math.nan
-    outcomes = client.outcomes.advance([round_] if is_skipped else [], None, newest=round_, keep=2)
+        grad_norm = None if client.run.max_grad_norm is None else math.nan
+    outcomes = client.results.outcomes.advance([round_] if is_skipped else [], None, newest=round_, keep=2)
     client.adopt_results(round_, outcomes, grad_norm)
     client.metrics.rounds.inc()
     client.metrics.round.set(round_)

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ps_protocol.plan import make_ring_plan
+
+from ..client.pserver_group import DeclaredRun
 from ..client.round_results import Outcomes
 from ..session.host import Host
 from ..session.session import Session
 from .collective_buffers import BroadcastBuffer, FlatBucket, FlatGradients
-from .engine import Contribution, StepEngine, StepProgress
+from .engine import StepEngine, StepGradients, StepProgress
 from .local_steps import LocalSteps
 from .model_tensors import TrainedModel
 
@@ -40,9 +43,9 @@ class HostLeader:
         host.send(
             "started",
             round=self.progress.version,
-            nonfinite=self._client.nonfinite,
+            nonfinite=self._client.run.nonfinite,
             bucket_bytes=bucket_bytes,
-            outcomes=self._client.outcomes,
+            outcomes=self._client.results.outcomes,
             grad_norm=None,
         )
         host.open_group(device)
@@ -79,7 +82,7 @@ class HostLeader:
         self._gradients.discard()
         self._engine.discard_gradients()
 
-    def step(self, contribution: Contribution) -> None:
+    def step(self, contribution: StepGradients) -> None:
         """Implement `StepEngine.step`. Blocks for the other processes, which receive parameters or the error."""
         with self._host.reporting_failure():
             try:
@@ -90,7 +93,7 @@ class HostLeader:
             self._engine.step(of_host)
             self._send_result()
 
-    def _sum_up(self, contribution: Contribution) -> Contribution:
+    def _sum_up(self, contribution: StepGradients) -> StepGradients:
         """Return the contribution of the host.
 
         A parameter has no gradient if no process has one. If the gradients of a process have overflowed, the host
@@ -126,8 +129,8 @@ class HostLeader:
             "result",
             round=self.progress.version,
             begun=self.progress.begun,
-            grad_norm=self._client.grad_norm,
-            outcomes=self._client.outcomes,
+            grad_norm=self._client.results.grad_norm,
+            outcomes=self._client.results.outcomes,
         )
         self._send_values(self._values)
 
@@ -160,7 +163,8 @@ class HostFollower:
         self.progress = StepProgress()
         host.send("model", model=digests)
         [started] = host.receive("started")
-        self._client.adopt_run(started["nonfinite"])
+        # Only process 0 has a plan.
+        self._client.adopt_run(DeclaredRun(make_ring_plan([]), nonfinite=started["nonfinite"]))
         host.open_group(device)
         self._gradients = FlatGradients(
             model.parameters, started["bucket_bytes"], device, lambda bucket: host.collectives.reduce(bucket.flat)
@@ -185,7 +189,7 @@ class HostFollower:
         """Implement `StepEngine.discard_gradients`."""
         self._gradients.discard()
 
-    def step(self, contribution: Contribution) -> None:
+    def step(self, contribution: StepGradients) -> None:
         """Implement `StepEngine.step`. Process 0 decides the hyperparameters. Raises the errors of process 0, too."""
         gradients = contribution.gradients
         self._gradients.check(gradients)
@@ -209,7 +213,7 @@ class HostFollower:
         try:
             [result] = self._host.receive("result")
         except BaseException:
-            self.progress.begun = self.progress.version  # as in process 0: a step that fails takes later ones along
+            self.progress.begun = self.progress.version  # as in process 0: the steps after a failed step fail with it
             raise
         self.progress.num_rollbacks += result["begun"] < self.progress.begun
         self.progress.begun = result["begun"]

@@ -17,7 +17,7 @@ from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.norms import clip_coefficient
 
 from ..session.session import Session
-from .engine import Contribution, StepProgress, note_own_round
+from .engine import StepGradients, StepProgress, note_own_round
 from .local_steps import LocalSteps, step_with_gradients
 from .model_tensors import TrainedModel
 
@@ -52,15 +52,15 @@ class LocalEngine:
         """Implement `StepEngine.synchronize`."""
         return False
 
-    def step(self, contribution: Contribution) -> None:
+    def step(self, contribution: StepGradients) -> None:
         """Implement `StepEngine.step`."""
         client, round_ = self._client, self.progress.begun + 1
         is_skipped = False
-        if client.nonfinite != "allow":
+        if client.run.nonfinite != "allow":
             culprit = next((name for name, g in contribution.gradients.items() if not is_finite(g)), None)
-            if culprit is not None and client.nonfinite == "reject":
+            if culprit is not None and client.run.nonfinite == "reject":
                 raise NonFiniteGradient(f"NaN or infinity in the gradient of {culprit!r} in round {round_}")
-            is_skipped = client.nonfinite == "skip_round" and (culprit is not None or not contribution.is_finite)
+            is_skipped = client.run.nonfinite == "skip_round" and (culprit is not None or not contribution.is_finite)
         grad_norm = None if is_skipped else self._apply(contribution.gradients)
         self.progress.begun = self.progress.version = round_
         note_own_round(client, round_, grad_norm, is_skipped=is_skipped)
@@ -68,7 +68,7 @@ class LocalEngine:
     @torch.no_grad()
     def _apply(self, gradients: Mapping[str, Tensor]) -> float | None:
         """Step with the gradients, which are clipped; return their norm before that if there is a `max_grad_norm`."""
-        norm, max_norm = None, self._client.max_grad_norm
+        norm, max_norm = None, self._client.run.max_grad_norm
         if max_norm is not None:
             norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
             coefficient = clip_coefficient(norm, max_norm)

@@ -30,7 +30,7 @@ from ..transport.tensors import WIRE_DTYPES, check_form, wire_dtype
 class TrainedModel:
     """The tensors of a model that take part in a run, by name."""
 
-    module: nn.Module | None  # as far as the script has given it
+    module: nn.Module | None  # None if the script has not passed it
     parameters: Mapping[str, Tensor]
     num_unnamed: int  # parameters that are called by their position
     averages: BufferAverages
@@ -171,8 +171,10 @@ class BufferAverages:
 
         A buffer with NaN or infinity is left out: it would spoil the mean for all trainers.
         """
+        if not self.means:
+            return {}
         copies = dict(zip(self.means, _copy_flat(self._buffers(), torch.device("cpu")), strict=True))
-        are_finite = bool(torch.cat(list(copies.values())).isfinite().all()) if copies else True
+        are_finite = bool(torch.cat(list(copies.values())).isfinite().all())
         return {
             name: copy
             for name, copy in copies.items()
@@ -192,8 +194,6 @@ class BufferAverages:
 
 def _copy_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return flat copies on a device. Tensors of one dtype and device take a single transfer."""
-    if not tensors:
-        return []
     flat = torch.cat([tensor.detach().reshape(-1).to(tensors[0].device) for tensor in tensors]).to(device)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -19,37 +18,12 @@ from ps_protocol.errors import GradpostError
 from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import PserverIndex, Round
 
-from ..client.buckets import Bucket, Payload, describe_push
-from ..client.run_client import RunClient
+from ..client.buckets import Bucket, FrameParts, PushBuckets, describe_push
+from ..client.pserver_group import PserverGroup
 from ..session.io_thread import IoThread
 from .state_transfer import StateFrames
 
-END_SECONDS = 5.0  # for requests that are given up; they end at once
-
-
-@dataclass
-class Acknowledged:
-    """A flag on the I/O loop: every push of a step was acknowledged, or a push has failed."""
-
-    _event: asyncio.Event = field(default_factory=asyncio.Event)
-    _succeeded: bool = False
-
-    def resolve(self, *, succeeded: bool) -> None:
-        """Set the flag."""
-        self._succeeded = succeeded
-        self._event.set()
-
-    async def wait(self) -> bool:
-        """Wait until the flag is set; return True if all pushes have succeeded."""
-        await self._event.wait()
-        return self._succeeded
-
-
-def nothing_to_wait_for() -> Acknowledged:
-    """Return the flag of a step that was pushed."""
-    acknowledged = Acknowledged()
-    acknowledged.resolve(succeeded=True)
-    return acknowledged
+END_SECONDS = 5.0  # for cancelled requests, which end at once
 
 
 class Outgoing:
@@ -60,95 +34,88 @@ class Outgoing:
 
     def __init__(
         self,
-        client: RunClient,
+        pservers: PserverGroup,
         io: IoThread,
         step: Round,
-        layout: Sequence[Sequence[Bucket]],
-        before: Acknowledged,
+        buckets: PushBuckets,
+        previous_pushes: asyncio.Future[bool] | None,
         *,
         borrow: bool,
     ) -> None:
+        """Push nothing yet. All pushes wait for `previous_pushes`, those of the step before."""
         self.step = step
         self.begun = perf_counter()
-        self.acknowledged = Acknowledged()
-        self._client = client
+        self.pushes_done: asyncio.Future[bool] = io.loop.create_future()  # True if all pushes have succeeded
+        self._pservers = pservers
         self._io = io
-        self._layout = layout
-        self._before = before
+        self._buckets = buckets
+        self._previous_pushes = previous_pushes
         self._borrow = borrow
         self._gradients: dict[str, Tensor] = {}
-        self._left: set[int] = set()  # identities of buckets
+        self._sent_early: set[Bucket] = set()
         self._pushes: list[Future[bool]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def add(self, name: str, gradient: Tensor, buckets: Sequence[Bucket]) -> None:
-        """Add a flat gradient, which must not change any more. `buckets` are those that its blocks are in."""
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a flat gradient, which must not change any more."""
         self._gradients[name] = gradient
-        for bucket in buckets:
-            if bucket.parameters <= self._gradients.keys() and bucket is not self._layout[bucket.pserver][-1]:
+        for bucket in self._buckets.holding.get(name, ()):
+            if bucket.parameters <= self._gradients.keys() and bucket is not self._buckets.shards[bucket.pserver][-1]:
                 bucket.fill(self._gradients, borrow=self._borrow)
-                self._push(bucket, bucket.frame())
+                self._push(bucket.pserver, bucket.frame())
+                self._sent_early.add(bucket)
 
     def complete(
-        self,
-        gradients: Mapping[str, Tensor],
-        completion: Completion,
-        slots: Sequence[StateFrames] | None = None,
+        self, gradients: Mapping[str, Tensor], completion: Completion, state_frames: Sequence[StateFrames] | None = None
     ) -> None:
-        """Push the remaining buckets, without parameters that have no gradient. `slots` are pushed, too."""
-        for pserver, one in enumerate(slots or ()):
-            for frame in one.frames:
-                self._pushes.append(self._io.start(self._send(pserver, frame)))
+        """Push the remaining buckets, without parameters that have no gradient, and the frames of optimizer state."""
+        for pserver, of_pserver in enumerate(state_frames or ()):
+            for frame in of_pserver.frames:
+                self._push(pserver, frame)
         # Bucket by bucket, so that the network works while the next one is being copied.
-        for bucket, shard in _interleave(self._layout):
-            if id(bucket) in self._left:
+        for bucket in self._buckets.in_order:
+            if bucket in self._sent_early:
                 continue
             bucket.fill(gradients, borrow=self._borrow)
+            shard = self._buckets.shards[bucket.pserver]
             if bucket is shard[-1]:
-                num_slots = slots[bucket.pserver].num_slots if slots else 0
-                self._push(bucket, bucket.frame(describe_push(shard, completion, num_slots)))
+                num_slots = state_frames[bucket.pserver].num_slots if state_frames else 0
+                self._push(bucket.pserver, bucket.frame(describe_push(shard, completion, num_slots)))
             elif bucket.present:
-                self._push(bucket, bucket.frame())
+                self._push(bucket.pserver, bucket.frame())
 
-    def _push(self, bucket: Bucket, frame: Payload) -> None:
-        self._left.add(id(bucket))
-        self._pushes.append(self._io.start(self._send(bucket.pserver, frame)))
+    def _push(self, pserver: PserverIndex, frame: FrameParts) -> None:
+        self._pushes.append(self._io.start(self._send(pserver, frame)))
 
-    async def _send(self, pserver: PserverIndex, frame: Payload) -> bool:
+    async def _send(self, pserver: PserverIndex, frame: FrameParts) -> bool:
         note_task(self._tasks)
-        if not await self._before.wait():
-            raise GradpostError(f"step {self.step} was not pushed, because the step before it failed")
-        return await self._client.push(self.step, pserver, frame)
+        if (previous := self._previous_pushes) is not None:
+            if not previous.done():
+                await asyncio.wait([previous])  # to await it directly would cancel it together with this task
+            if not previous.result():
+                raise GradpostError(f"step {self.step} was not pushed, because the step before it failed")
+        return await self._pservers.push(self.step, pserver, frame)
 
     async def join(self) -> bool:
         """Wait for all acknowledgements; return True if all pushes were finite. Raises the error of a push."""
-        succeeded = False
+        has_succeeded = False
         try:
-            verdicts = await asyncio.gather(*map(asyncio.wrap_future, self._pushes))
-            succeeded = True
+            are_finite = await asyncio.gather(*map(asyncio.wrap_future, self._pushes))
+            has_succeeded = True
         except BaseException:
-            await self._end()  # they read the caller's gradients, which may change once this has failed
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:  # they read the caller's gradients, which may change once this has failed
+                await asyncio.wait(self._tasks, timeout=END_SECONDS)
             raise
         finally:
-            self.acknowledged.resolve(succeeded=succeeded)
-        return all(verdicts)
-
-    async def _end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=END_SECONDS)
+            self.pushes_done.set_result(has_succeeded)
+        return all(are_finite)
 
     def cancel(self) -> None:
         """Cancel the pushes, without waiting for their end."""
         for push in self._pushes:
             push.cancel()
-
-
-def _interleave(layout: Sequence[Sequence[Bucket]]) -> list[tuple[Bucket, Sequence[Bucket]]]:
-    """Return the buckets in the order of sending: one of each pserver in turn, so that all are busy."""
-    longest = max(map(len, layout), default=0)
-    return [(shard[i], shard) for i in range(longest) for shard in layout if i < len(shard)]
 
 
 def note_task(tasks: set[asyncio.Task[Any]]) -> None:

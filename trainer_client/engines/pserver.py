@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,12 +10,9 @@ from torch import Tensor
 
 from ps_protocol.errors import (
     BadModel,
-    ContributionConflict,
     Ended,
     GradpostError,
-    NonFiniteGradient,
     RolledBack,
-    Unreachable,
 )
 from ps_protocol.optimizers import StepState
 from ps_protocol.vocabulary import Round
@@ -24,12 +21,13 @@ from ..session.session import Session
 from ..transport.destinations import make_destinations, write_back
 from ..transport.device_copies import ParameterCopies
 from ..transport.tensors import writable_bytes
-from .engine import Contribution, StepProgress
+from .engine import StepGradients, StepProgress
 from .local_steps import LocalSteps
 from .model_tensors import TrainedModel
 from .pipeline import Pipeline
 from .state_transfer import Loading, pull_optimizer_state
-from .torch_state import OptimizerState
+from .torch_state import ParameterStates
+from .unfinished_step import UnfinishedStep
 
 
 class PserverEngine:
@@ -42,18 +40,16 @@ class PserverEngine:
         self._leads_host = session.host is not None  # its other processes are needed to finish a step
         self._averages = model.averages
         self._parameters = model.pulled
-        self._stored = model.stored  # no round changes it
+        self._stored = model.stored  # no round changes these tensors
         self._local = local
-        self._is_by_parameter = self._client.settings.overlap_pulls
-        self._pipeline = Pipeline(self._client, self._io, self._parameters, by_parameter=self._is_by_parameter)
-        self.pending: set[str] = set()  # parameters that the newest step's pull was not written back to
-        self._refused: NonFiniteGradient | None = None
-        self._under_way: Contribution | None = None  # of the newest step, where `step` waits for it
-        self._unfinished: Contribution | None = None  # a copy, of a step that failed after its push had begun
-        self._has_lost_steps = False  # several had begun when one failed
+        self._overlap_pulls = self._client.settings.overlap_pulls
+        self._is_async = self._client.joined.consistency.is_async
+        self._pipeline = Pipeline(self._client, self._io, self._parameters, overlap_pulls=self._overlap_pulls)
+        self._unfinished = UnfinishedStep(leads_host=self._leads_host)
+        self.pending: set[str] = set()  # parameters without the newest step's values
         self._has_stored = False
         self._loading = Loading(self._client, self._parameters)
-        self._start_after(self._client.start - 1)
+        self._start_after(self._client.run.start - 1)
 
     # ------------------------------------------------------------------ the start, and rollbacks
 
@@ -62,7 +58,8 @@ class PserverEngine:
         while True:
             try:
                 if self._client.must_upload:
-                    self._io.run(self._client.send_initial(self._initial_values()))
+                    bucket_bytes = self._client.settings.chosen_bucket_bytes
+                    self._io.run(self._client.pservers.send_initial(self._initial_values(), bucket_bytes))
                 self._pipeline.pull_start(version)
                 self._write_back(version, set(self._parameters), is_noticed=is_noticed)
                 if self._stored and not self._has_stored:
@@ -86,8 +83,9 @@ class PserverEngine:
 
     def _pull_stored(self) -> None:
         pulled = make_destinations(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
-        self._io.run(self._client.pull_buffers({name: writable_bytes(tensor) for name, tensor in pulled.items()}))
-        write_back(self._stored, pulled, ParameterCopies(are_awaited=False))
+        memory = {name: writable_bytes(tensor) for name, tensor in pulled.items()}
+        self._io.run(self._client.pservers.pull_buffers(memory))
+        write_back(self._stored, pulled, ParameterCopies(overlap_pulls=False))
         self._has_stored = True
 
     def _write_back(self, version: Round, names: set[str], *, is_noticed: bool = True) -> None:
@@ -98,15 +96,15 @@ class PserverEngine:
 
     def _go_back(self, error: RolledBack) -> None:
         before = self.progress.begun
-        self._unfinished, self._under_way, self._has_lost_steps = None, None, False
+        self._unfinished.note_rollback()
         self.progress.num_rollbacks += 1
         version = self._io.run(self._client.go_back())
         self._client.log.warning(
             f"{error.detail}: {before - version} steps of this trainer are lost and must be repeated; "
             f"the next step is {version + 1}"
         )
-        # In the middle of a forward pass its backward pass is still to come; its gradients are dropped.
-        self._start_after(version, is_noticed=not self._is_by_parameter)
+        # The rollback may come in the middle of a forward pass. The gradients of its backward pass are dropped.
+        self._start_after(version, is_noticed=not self._overlap_pulls)
 
     # ------------------------------------------------------------------ the parameters
 
@@ -116,7 +114,7 @@ class PserverEngine:
 
     def replace_values(self, names: Collection[str]) -> None:
         """Implement `StepEngine.replace_values`."""
-        self._pipeline.forget_versions()
+        self._pipeline.forget_bases()
         if self._local is not None:
             self._local.begin_count()
         values = {name: self._parameters[name].detach().to("cpu", torch.float32, copy=True) for name in names}
@@ -127,24 +125,26 @@ class PserverEngine:
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Implement `StepEngine.add_gradient`. A gradient on a device is sent with a later one, or in `step`."""
-        self._check_repeated({name: gradient}, (name,))
-        self._pipeline.add(self.progress.begun + 1, name, gradient)
+        step = self.progress.begun + 1
+        self._unfinished.require_same_gradients(step, {name: gradient}, (name,))
+        self._pipeline.add(step, name, gradient)
 
     def discard_gradients(self) -> None:
         """Implement `StepEngine.discard_gradients`."""
         self._pipeline.discard_gradients()
 
-    def step(self, contribution: Contribution) -> None:
+    def step(self, contribution: StepGradients) -> None:
         """Implement `StepEngine.step`."""
         self._begin(contribution)
-        if not self._is_by_parameter:
+        if not self._overlap_pulls:
             self._finish(self.progress.begun - self._pipeline.max_delay)
 
     def synchronize(self) -> bool:
         """Implement `StepEngine.synchronize`. An interrupted or failed step is first repeated as it was."""
-        is_behind = self._unfinished is not None or self.progress.begun > self.progress.version
-        if self._unfinished is not None:
-            self._begin(self._unfinished)
+        kept = self._unfinished.kept
+        is_behind = kept is not None or self.progress.begun > self.progress.version
+        if kept is not None:
+            self._begin(kept)
         self._finish(self.progress.begun)
         return is_behind
 
@@ -152,24 +152,21 @@ class PserverEngine:
         """Wait for the newest step's values of pending parameters; return True if the run went back instead."""
         return self._finish(self.progress.begun, names)
 
-    def _begin(self, contribution: Contribution) -> None:
+    def _begin(self, attempt: StepGradients) -> None:
         """Begin the next step. Blocks for gradients that are on a device, which are copied."""
         step = self.progress.begun + 1
-        self._check_repeated(contribution.gradients, self._parameters)
-        if self._local is not None:  # whose optimizer has changed the parameters
-            self._pipeline.forget_versions()
-        if self._pipeline.max_delay == 0 and not self._is_by_parameter:
-            self._under_way = contribution
-        gradients = {**contribution.gradients, **self._averages.changed_values()}
-        computed_on = self.progress.version if self._client.joined.consistency.is_async else None
-        completion = replace(contribution.completion, computed_on=computed_on)
-        pushed = contribution._replace(gradients=gradients, completion=completion)
-        slots = self._loading.frames_for(step)
+        self._unfinished.require_same_gradients(step, attempt.gradients, self._parameters)
+        if self._local is not None:  # the local optimizer has changed the parameters
+            self._pipeline.forget_bases()
+        self._unfinished.attempt = None if self._pipeline.max_delay > 0 or self._overlap_pulls else attempt
+        completion = replace(attempt.completion, computed_on=self.progress.version if self._is_async else None)
+        gradients = {**attempt.gradients, **self._averages.changed_values()}
+        pushed = attempt._replace(gradients=gradients, completion=completion)
         try:
-            self._pipeline.begin_step(step, pushed, slots)
+            self._pipeline.begin_step(step, pushed, self._loading.frames_for(step))
         except BaseException as error:
-            if not isinstance(error, GradpostError) and self._pipeline.newest_pushed == step:
-                self._keep_contribution()
+            if not isinstance(error, GradpostError) and self._client.pservers.pushed_round == step:
+                self._unfinished.keep()
             raise
         self.progress.begun = step
         self.pending = set(self._parameters)
@@ -189,69 +186,26 @@ class PserverEngine:
             self._go_back(error)
             return True
         except BaseException as error:
-            self._note_failure(error)
+            self.progress.begun = self._pipeline.pulled  # the steps after a failed step have failed with it
+            self.pending = set()
+            self._unfinished.note_failure(error)
             raise
-        self._refused = self._unfinished = self._under_way = None
         if newest > self.progress.version:
+            self._unfinished.note_pulled()
             self.progress.version = newest
             self._loading.note_pulled(newest)
-            self._write_back(newest, self.pending if self._is_by_parameter else set(self._parameters))
-            if newest == self.progress.begun and not self._is_by_parameter:
+            self._write_back(newest, self.pending if self._overlap_pulls else set(self._parameters))
+            if newest == self.progress.begun and not self._overlap_pulls:
                 self._averages.write_back()  # else later forward passes have changed the buffers
         return False
 
-    # ------------------------------------------------------------------ steps that fail
-
-    def _note_failure(self, error: BaseException) -> None:
-        """Note that no step is on its way. Raises ContributionConflict if the step can never succeed."""
-        self.progress.begun = self._pipeline.newest  # a step that fails takes those behind it along
-        self.pending = set()
-        if isinstance(error, ContributionConflict) and self._refused is not None:
-            text = f"blocks staged by a rejected attempt of this step ({self._refused}) cannot be discarded"
-            raise ContributionConflict(f"{text}. Restart the script") from error
-        self._refused = error if isinstance(error, NonFiniteGradient) else None
-        if isinstance(error, Unreachable) or not isinstance(error, NonFiniteGradient | ContributionConflict | Ended):
-            self._keep_contribution()
-
-    def _keep_contribution(self) -> None:
-        """Copy the gradients of the newest step, which pservers may have counted, before the script changes them."""
-        if self._unfinished is not None:
-            return  # it was taken once more
-        if self._under_way is None:
-            self._has_lost_steps = True
-            return
-        copies = {name: gradient.clone() for name, gradient in self._under_way.gradients.items()}
-        self._unfinished, self._under_way = self._under_way._replace(gradients=copies), None
-
-    def _check_repeated(self, gradients: Mapping[str, Tensor], names: Collection[str]) -> None:
-        """Raise ContributionConflict unless these gradients are those of the step that did not finish, if one did not.
-
-        A pserver that has applied a round accepts any other gradient for it as a repetition, and drops it.
-        """
-        if self._has_lost_steps:
-            raise ContributionConflict(
-                "step() was interrupted or failed with several steps in flight, and pservers may have counted "
-                "some of them. Restart the script"
-            )
-        if self._unfinished is None:
-            return
-        for name in names:
-            old, new = self._unfinished.gradients.get(name), gradients.get(name)
-            if old is not new and (old is None or new is None or not torch.equal(old, new)):
-                finish = "Call synchronize() to finish that round, and then compute the gradient again"
-                remedy = "Restart the script" if self._leads_host else finish
-                raise ContributionConflict(
-                    f"step() was interrupted or failed in round {self.progress.begun + 1}, and pservers may have "
-                    f"counted its gradient of {name!r}, which differs from the new gradient. {remedy}"
-                )
-
     # ------------------------------------------------------------------ optimizer state
 
-    def load_optimizer_state(self, slots: OptimizerState) -> None:
+    def load_optimizer_state(self, states: ParameterStates) -> None:
         """Push this state with the next step, if the run accepts it from this trainer. Does not block."""
-        self._loading.load(slots, self.progress.begun)
+        self._loading.load(states, self.progress.begun)
 
-    def pull_optimizer_state(self, needed: Callable[[str, StepState], Sequence[str]]) -> OptimizerState:
+    def pull_optimizer_state(self, needed: Callable[[str, StepState], Sequence[str]]) -> ParameterStates:
         """Wait for the newest step and return its state, or the loaded state that was not pushed.
 
         A host's leader waits for no step, and does not go back, without the other processes: raises BadModel if steps
@@ -262,8 +216,8 @@ class PserverEngine:
                 self._finish(self.progress.begun)
             elif self.progress.version < self.progress.begun:
                 raise BadModel("steps are in flight. Call synchronize() in all processes of the host first")
-            if self._loading.slots is not None:
-                return self._loading.slots
+            if self._loading.states is not None:
+                return self._loading.states
             try:
                 return self._io.run(pull_optimizer_state(self._client, self.progress.version, needed))
             except RolledBack as error:

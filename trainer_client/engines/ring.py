@@ -24,7 +24,7 @@ from ps_protocol.vocabulary import Rank
 
 from ..session.session import Session
 from .collective_buffers import FlatBucket, FlatGradients
-from .engine import Contribution, StepProgress, note_own_round
+from .engine import StepGradients, StepProgress, note_own_round
 from .local_steps import step_with_gradients
 from .model_tensors import TrainedModel
 from .ring_group import Group, Tally, TallyVector
@@ -42,13 +42,13 @@ class RingEngine:
         self._group = group
         self._buffer_averages = model.averages
         self._has_written = False  # the script has, on purpose: the next round begins with its values
-        self._totals: list[Tensor] = []  # of the buckets that have left: sums of this trainer's own gradients
+        self._totals: list[Tensor] = []  # sums of this trainer's own gradients in each sent bucket
         self._tally = TallyVector(list(parameters), group.rank, group.size, group.device)
         self._num_active = group.size  # trainers that had a batch in the round
         self._has_joined = False  # no batches are left here
         self._is_void = False  # the gradients that have left for the next round are incomplete
         self._is_midway = False  # a round has begun, and not ended
-        self._contribution = Contribution({})
+        self._contribution = StepGradients({})
         self._gradients = FlatGradients(parameters, self._agree_on_bucket_bytes(), group.device, self._send)
         self.follow_parameters()
         self._broadcast({**model.pulled, **model.stored})
@@ -116,7 +116,7 @@ class RingEngine:
         if self._has_joined:
             self._tally.fill([], is_active=False, is_void=self._is_void)
             return
-        has_overflowed = not self._contribution.is_finite and self._client.nonfinite == "skip_round"
+        has_overflowed = not self._contribution.is_finite and self._client.run.nonfinite == "skip_round"
         self._tally.fill(
             self._contribution.gradients.keys(),
             is_finite=not has_overflowed and not self._find_nonfinite(),
@@ -126,7 +126,7 @@ class RingEngine:
 
     def _find_nonfinite(self) -> list[str]:
         """Return parameters whose gradient on this trainer holds NaN or infinity, unless that is allowed."""
-        if self._client.nonfinite == "allow":
+        if self._client.run.nonfinite == "allow":
             return []
         gradients = self._contribution.gradients
         # A sum that is not finite may have overflowed; of one that is, all elements are.
@@ -150,14 +150,14 @@ class RingEngine:
         """
         if self._is_midway:
             return
-        self._is_void = self._gradients.discard()  # of a backward pass after which there was no step
+        self._is_void = self._gradients.discard()  # True if a backward pass without a step has sent gradients
         self._gradients.mark_spoiled(is_spoiled=False)
         self._has_joined = True
-        self._client.membership.report_done()
+        self._client.coordinator.is_done = True
         log, last = self._client.log, self.progress.version
         try:
             while self._has_joined:
-                self.step(Contribution({}))
+                self.step(StepGradients({}))
                 if last == self.progress.version - 1:
                     log.info(
                         "this trainer has no batches left, and joins the rounds of the other trainers without gradients"
@@ -165,7 +165,7 @@ class RingEngine:
         except GradpostError as error:
             log.warning(f"this trainer was done, and no longer takes part: {error}")
         finally:
-            self._client.begin_round(self._client.membership.round)
+            self._client.coordinator.note_complete()
 
     def _end_of_all(self) -> None:
         """End the joint rounds: no trainer had a batch, so there is no such round."""
@@ -179,13 +179,13 @@ class RingEngine:
         """Implement `StepEngine.synchronize`."""
         return False  # no step is ever on its way
 
-    def step(self, contribution: Contribution) -> None:
+    def step(self, contribution: StepGradients) -> None:
         """Implement `StepEngine.step`. Under `reject` the other trainers wait for another gradient of this one."""
         progress = self.progress
         self._gradients.check(contribution.gradients)
         self._is_midway = True
         progress.begun = progress.version + 1
-        self._client.begin_round(progress.begun)
+        self._client.coordinator.note_may_be_counted(progress.begun)
         self._contribution = contribution
         self._send_all()
         while progress.begun > progress.version:
@@ -214,7 +214,7 @@ class RingEngine:
                     *self._contribution.completion.hyper_parameters,
                 ],
             )
-        elif not tally.nonfinite or self._client.nonfinite != "reject":
+        elif not tally.nonfinite or self._client.run.nonfinite != "reject":
             self._end(tally)
         elif self._group.rank in tally.nonfinite:
             names = ", ".join(map(repr, self._find_nonfinite()[:3]))
@@ -262,7 +262,7 @@ class RingEngine:
         """Replace the sums by averages, which are clipped; return their norm before that, if it was computed."""
         for bucket in self._gradients.buckets:
             bucket.flat.mul_(1 / self._num_active)
-        max_norm = self._client.max_grad_norm
+        max_norm = self._client.run.max_grad_norm
         return None if max_norm is None else self._clip(max_norm)
 
     def _apply(self, present: Collection[str]) -> None:
@@ -281,7 +281,7 @@ class RingEngine:
         means = averages.means
         if not means:
             return
-        changed = {} if self._has_joined else averages.changed_values()  # it reads the script's model
+        changed = {} if self._has_joined else averages.changed_values()  # the call reads the script's model
         values = {name: mean.view(-1) for name, mean in means.items()} | changed
         flat = torch.cat([value.float() for value in values.values()]).to(self._group.device)
         if self._has_joined:
@@ -320,8 +320,8 @@ def _numbers(optimizer: Optimizer) -> list[list[tuple[str, list[float]]]]:
     for group in optimizer.param_groups:
         values = ((key, group[key]) for key in sorted(optimizer.defaults) if key in group)
         flat = ((key, value if isinstance(value, (tuple, list)) else (value,)) for key, value in values)
-        numbers = ((key, [float(v) for v in one if _is_number(v)]) for key, one in flat)
-        found.append([(key, some) for key, some in numbers if some])
+        numbers = ((key, [float(v) for v in values if _is_number(v)]) for key, values in flat)
+        found.append([(key, floats) for key, floats in numbers if floats])
     return found
 
 

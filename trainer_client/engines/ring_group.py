@@ -67,7 +67,7 @@ class Group:
                 expected=f"rank {self.rank} of {self.size}",
             )
         work = run_aside(lambda: self._make_group(rendezvous))
-        self.collectives = Collectives(self._io.run(self._client.membership.guard(self._wait(work))))
+        self.collectives = Collectives(self._io.run(self._client.coordinator.guard(self._wait(work))))
         self._client.call_at_leave(self.close)
 
     def _make_group(self, rendezvous: str) -> Any:
@@ -89,13 +89,13 @@ class Group:
 
         Raises the error that ended the run, or Ended (`ring_broken`).
         """
-        self._io.run(self._client.membership.guard(self._wait(self.collectives.finish(), has_limit=has_limit)))
+        self._io.run(self._client.coordinator.guard(self._wait(self.collectives.finish(), has_limit=has_limit)))
         self.collectives.release()
 
     async def _wait(self, work: Coroutine[Any, Any, T], *, has_limit: bool = True) -> T:
         """Report the wait with heartbeats; after a broken connection, wait until the coordinator names the trainer."""
-        membership, loop = self._client.membership, asyncio.get_running_loop()
-        with membership.reporting_wait():
+        coordinator, loop = self._client.coordinator, asyncio.get_running_loop()
+        with coordinator.reporting_wait():
             try:
                 async with asyncio.timeout(self._limit if has_limit else None):
                     return await work
@@ -103,7 +103,7 @@ class Group:
                 limit = self._client.joined.lease_seconds + NEWS_SECONDS
                 until = loop.time() + limit
                 while (left := until - loop.time()) > 0:
-                    await membership.news.wait_for_heartbeat(left)  # they come as the run's failure, which ends this
+                    await coordinator.news.wait_for_heartbeat(left)  # they come as the run's failure, which ends this
                 reason = str(error).partition("\n")[0] or f"no answer for {self._limit:g} s"
                 raise Ended(
                     "the connections to the other trainers broke, and no trainer was lost within "

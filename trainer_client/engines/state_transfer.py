@@ -14,11 +14,11 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import STATES_KEY
 from ps_protocol.vocabulary import Block, Round
 
-from ..client.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTES, Payload
+from ..client.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTES, FrameParts
 from ..client.pserver_client import PserverClient
 from ..client.run_client import RunClient
 from ..transport.tensors import writable_bytes
-from .torch_state import OptimizerState, ParameterState, split_masters
+from .torch_state import ParameterState, ParameterStates, split_masters
 
 T = TypeVar("T", bound=memoryview | StepState)
 NOTHING = ParameterState(FRESH, {})
@@ -31,18 +31,18 @@ async def pull_optimizer_state(
 
     Waits for pservers only. `needed` says which slots of a parameter are wanted; a slot that no pserver has is zeros.
     """
-    held = await client.ask_all(lambda pserver: pserver.describe_optimizer_state(round_))
+    held = await client.pservers.ask_all(lambda pserver: pserver.describe_optimizer_state(round_))
     found: dict[str, ParameterState] = {}
     wanted: list[dict[str, memoryview]] = [{} for _ in held]
-    for name, blocks in client.plan.blocks_of.items():
-        if name in client.plan.means:
+    for name, blocks in client.run.plan.blocks_of.items():
+        if name in client.run.plan.means:
             continue  # a buffer has no slots
         # In asynchronous modes blocks may differ for a moment; a checkpoint that is sliced again uses the first, too.
         state = held[blocks[0].pserver].states.get(blocks[0].name, FRESH) if blocks else FRESH
         names = needed(name, state)
         if state == FRESH and not names:
             continue
-        size = client.plan.parameter[name].num_elements
+        size = client.run.plan.parameter[name].num_elements
         slots = {slot: torch.zeros(size, dtype=torch.float32, device="cpu") for slot in names}
         found[name] = ParameterState(state, slots)
         for block in blocks:
@@ -51,7 +51,7 @@ async def pull_optimizer_state(
                     data = writable_bytes(tensor[block.begin : block.end])
                     wanted[block.pserver][slot_key(slot, block.name)] = data
     portion_bytes = client.settings.chosen_bucket_bytes
-    await client.ask_all(lambda pserver: _fetch(pserver, round_, wanted[pserver.index], portion_bytes))
+    await client.pservers.ask_all(lambda pserver: _fetch(pserver, round_, wanted[pserver.index], portion_bytes))
     return found
 
 
@@ -78,42 +78,42 @@ def _portions(items: Iterable[tuple[str, T]], max_bytes: int) -> Iterator[list[t
 class StateFrames(NamedTuple):
     """The frames of optimizer state that go to one pserver with a contribution."""
 
-    frames: list[Payload]
-    num_slots: int  # and step states
+    frames: list[FrameParts]
+    num_slots: int  # the number of slots and step states in the frames
 
 
 def make_state_frames(
-    plan: SlicePlan, slots: OptimizerState | None, masters: Mapping[str, Tensor], *, bucket_bytes: int
+    plan: SlicePlan, states: ParameterStates | None, masters: Mapping[str, Tensor], *, bucket_bytes: int
 ) -> list[StateFrames]:
     """Return frames of about `bucket_bytes` for each pserver: slots and values of its blocks.
 
-    The slots are those of all blocks, none for parameters that are not in `slots`; without `slots` all blocks keep
+    The slots are those of all blocks, none for parameters that are not in `states`; without `states` all blocks keep
     theirs. `masters` are values by parameter, of shape (numel,), float32. The frames read these tensors, which must not
     change as long as they are used.
     """
     result = []
     for shard in plan.shards:
-        portions = list(_portions(_items(shard, slots, masters), bucket_bytes))
+        portions = list(_portions(_items(shard, states, masters), bucket_bytes))
         result.append(StateFrames([_encode(portion) for portion in portions], sum(map(len, portions))))
     return result
 
 
 def _items(
-    shard: Sequence[Block], slots: OptimizerState | None, masters: Mapping[str, Tensor]
+    shard: Sequence[Block], states: ParameterStates | None, masters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, memoryview | StepState]]:
     for block in shard:
         tensors: dict[str, Tensor] = {}
-        if slots is not None:
-            state, loaded = slots.get(block.parameter, NOTHING)
+        if states is not None:
+            state, slots = states.get(block.parameter, NOTHING)
             yield block.name, state
-            tensors.update(loaded)
+            tensors.update(slots)
         if block.parameter in masters:
             tensors[MASTER] = masters[block.parameter]
         for slot, tensor in tensors.items():
             yield slot_key(slot, block.name), writable_bytes(tensor[block.begin : block.end])
 
 
-def _encode(portion: Sequence[tuple[str, memoryview | StepState]]) -> Payload:
+def _encode(portion: Sequence[tuple[str, memoryview | StepState]]) -> FrameParts:
     """Return the parts of a frame; adjacent small tensors are one part."""
     states = {key: value for key, value in portion if isinstance(value, StepState)}
     tensors = [(key, data) for key, data in portion if isinstance(data, memoryview)]
@@ -132,31 +132,37 @@ def _encode(portion: Sequence[tuple[str, memoryview | StepState]]) -> Payload:
 class Loading:
     """Optimizer state and values that one trainer has loaded. No method blocks.
 
-    Before the first round only the trainer that brings the initial values pushes them.
+    State that is loaded after round r *waits* for step r + 1, which is repeated if the run goes back to r. It is
+    *applied* once a later version than r was pulled. If the run then goes back to r or before, it is lost.
+    Before the first round only the trainer that brings the initial values pushes loaded state.
     """
 
     def __init__(self, client: RunClient, parameters: Mapping[str, Tensor]) -> None:
         """`parameters` are those of the script, which has its values in them by the next step."""
         self._parameters = parameters
-        self.slots: OptimizerState | None = None  # those that no round has taken yet
-        self._masters: Mapping[str, Tensor] = {}  # the same of values, by parameter
+        self.states: ParameterStates | None = None  # the state that waits, if any
+        self._masters: Mapping[str, Tensor] = {}  # the values that wait, by parameter, (numel,) float32
+        self._frames: list[StateFrames] = []  # the encoded state and values, once they are needed
         self._client = client
-        self._after: Round = -1  # the round after which the newest ones were loaded; -1: none ever were
-        self._frames: list[StateFrames] = []
-        self._has_stepped = False  # in this incarnation of the trainer
+        self._after: Round = -1  # r; -1: nothing was loaded, or it is lost
+        self._has_stepped = False  # this incarnation of the trainer has stepped
 
-    def load(self, slots: OptimizerState, begun: Round) -> None:
+    @property
+    def _is_waiting(self) -> bool:
+        return self.states is not None or bool(self._masters)
+
+    def load(self, states: ParameterStates, begun: Round) -> None:
         """Push this state with the step after `begun`, in place of earlier state that was not pushed."""
         if not self._is_pushed_here(begun):
             return
         if self._belongs_to_run(begun):
             self._client.log.info(f"the run is at round {begun} and has slots of its own: the loaded slots are ignored")
             return
-        if begun == 0 and not slots:  # there is nothing that they could replace
-            self.slots = None
+        if begun == 0 and not states:  # there is nothing to replace
+            self.states = None
             return
         self._begin(begun)
-        self.slots = slots
+        self.states = states
 
     def load_masters(self, values: Mapping[str, Tensor], begun: Round) -> None:
         """Push these values of parameters, (numel,) float32, with the step after `begun`."""
@@ -172,7 +178,7 @@ class Loading:
             self._masters = {**self._masters, **values}
 
     def _is_pushed_here(self, begun: Round) -> bool:
-        # Later the trainer of the initial values may be gone; of those that come with a round the lowest rank's count.
+        # Later the trainer of the initial values may be gone, and the state of the lowest rank in the round counts.
         is_alone = begun == 0 or self._client.joined.consistency.is_async
         return not is_alone or self._client.uploader == self._client.joined.rank
 
@@ -180,39 +186,36 @@ class Loading:
         return not self._has_stepped and begun > 0
 
     def _begin(self, begun: Round) -> None:
-        if self._after != begun:  # what was loaded before has left
+        if self._after != begun:  # earlier state has left with its step
             self._forget()
         self._after, self._frames = begun, []
 
     def frames_for(self, step: Round) -> list[StateFrames] | None:
         """Return the frames for each pserver that belong to this step; None if there are none."""
         self._has_stepped = True
-        if (self.slots is None and not self._masters) or step > self._after + 1:
+        if not self._is_waiting or step > self._after + 1:
             return None
         if not self._frames:
-            slots, masters = self.slots, self._masters
-            if slots is not None:  # whose masters are more exact than the values that were loaded with them
-                slots, exact = split_masters(slots, self._parameters)
+            states, masters = self.states, self._masters
+            if states is not None:  # its masters are more exact than the values that were loaded with them
+                states, exact = split_masters(states, self._parameters)
                 masters = {**masters, **exact}
             size = self._client.settings.chosen_bucket_bytes
-            self._frames = make_state_frames(self._client.plan, slots, masters, bucket_bytes=size)
+            self._frames = make_state_frames(self._client.run.plan, states, masters, bucket_bytes=size)
         return self._frames
 
     def note_pulled(self, version: Round) -> None:
-        """Forget the loaded state if this version, which was pulled, contains it."""
+        """Note that this version, which may contain the loaded state, was pulled."""
         if version > self._after:
             self._forget()
 
     def note_rollback(self, version: Round) -> None:
-        """Forget the loaded state if it is in this version, after which the run continues, or was lost."""
-        is_taken = self.slots is None and not self._masters
-        is_lost = version < self._after or (version == self._after and is_taken)
-        if version > self._after:  # they are in it
-            self._forget()
-        if self._after >= 0 and is_lost:
+        """Note that the run continues after this version, which may contain the loaded state, or is without it."""
+        self.note_pulled(version)
+        if version < self._after or (version == self._after and not self._is_waiting):
             self._forget()
             self._after = -1
             self._client.log.warning("the state that this script has loaded is lost with the steps after it")
 
     def _forget(self) -> None:
-        self.slots, self._masters, self._frames = None, {}, []
+        self.states, self._masters, self._frames = None, {}, []

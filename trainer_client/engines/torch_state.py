@@ -38,7 +38,7 @@ class ParameterState(NamedTuple):
     slots: Mapping[str, Tensor]  # of shape (numel,), float32, in host memory
 
 
-OptimizerState = Mapping[str, ParameterState]  # by parameter name; without those that were never stepped
+ParameterStates = Mapping[str, ParameterState]  # by parameter name; a parameter that was never stepped has none
 
 
 def needed_slots(
@@ -58,11 +58,11 @@ def needed_slots(
 
 def full_groups(optimizer: Optimizer) -> Groups:
     """Return the groups; torch's Adagrad fills its sums with its own argument, whatever a group says."""
-    fixed = {key: value for key, value in optimizer.defaults.items() if key == "initial_accumulator_value"}
-    return [{**group, **fixed} for group in optimizer.param_groups]
+    groups, start = optimizer.param_groups, optimizer.defaults.get("initial_accumulator_value")
+    return groups if start is None else [{**group, "initial_accumulator_value": start} for group in groups]
 
 
-def own_state(spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
+def own_state(spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str]) -> ParameterStates:
     """Return the state that an optimizer has from its steps or a checkpoint; `names` are by id.
 
     Raises BadModel for slots that no pserver could have.
@@ -74,18 +74,18 @@ def own_state(spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str
 
 
 def write_state(
-    spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], slots: OptimizerState
+    spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], states: ParameterStates
 ) -> dict[Tensor, Any]:
     """Return the state of each parameter that has one, as torch's optimizer keeps it; `names` are by id.
 
     `groups` contain the value that Adagrad fills a new sum with, which is its own argument.
-    Slots are float32 whatever the parameter is: `load_state_dict` rounds them. They share memory with `slots`.
+    Slots are float32 whatever the parameter is: `load_state_dict` rounds them. They share memory with `states`.
     """
     state: dict[Tensor, Any] = {}
     for group in groups:
         for parameter in group["params"]:
-            found = slots.get(names[id(parameter)])
-            if found is None and spec.name == "Adagrad":  # which has a state from the start
+            found = states.get(names[id(parameter)])
+            if found is None and spec.name == "Adagrad":  # torch fills its sums before the first step
                 start = float(group["initial_accumulator_value"])
                 filled = torch.full((parameter.numel(),), start, dtype=torch.float32, device="cpu")
                 found = ParameterState(FRESH, {"sum": filled})
@@ -115,7 +115,7 @@ def _scalar(value: float) -> Tensor:
 
 def read_state(
     spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], state_dict: Mapping[str, Any]
-) -> OptimizerState:
+) -> ParameterStates:
     """Return the state in a `state_dict` of an optimizer with these groups; it may share memory with it.
 
     Raises BadInput for a `state_dict` that does not fit.
@@ -127,21 +127,21 @@ def read_state(
             raise BadModel("the state_dict of an optimizer must be a dict with state and param_groups")
     _check_groups(spec, groups, saved)
     rest = dict(state)
-    slots: dict[str, ParameterState] = {}
-    for group, theirs in zip(groups, saved, strict=True):
-        for parameter, index in zip(group["params"], theirs["params"], strict=True):
+    states: dict[str, ParameterState] = {}
+    for group, saved_group in zip(groups, saved, strict=True):
+        for parameter, index in zip(group["params"], saved_group["params"], strict=True):
             entry = rest.pop(index, None)
             if entry:
                 name = names[id(parameter)]
-                found = _read(spec.name, {**group, **theirs, **_fixed(group)}, name, parameter, entry)
+                found = _read(spec.name, {**group, **saved_group, **_fixed(group)}, name, parameter, entry)
                 if found is not None:
-                    slots[name] = found
+                    states[name] = found
     if rest:
         raise BadModel(
             "the loaded state_dict has state of parameters that the optimizer does not have",
             actual=f"{list(rest)!s:.80}",
         )
-    return slots
+    return states
 
 
 def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,11 +150,11 @@ def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_groups(spec: OptimizerSpec, groups: Groups, saved: list[Any]) -> None:
-    sizes, theirs = ([len(group.get("params", ())) for group in some] for some in (groups, saved))
-    if sizes != theirs:
+    sizes, saved_sizes = ([len(group.get("params", ())) for group in listed] for listed in (groups, saved))
+    if sizes != saved_sizes:
         raise BadModel(
             "the loaded state_dict must have the parameter groups of the optimizer",
-            expected=f"groups of {sizes} parameters", actual=f"{theirs!s:.80}",
+            expected=f"groups of {sizes} parameters", actual=f"{saved_sizes!s:.80}",
         )  # fmt: skip
     names = RULES[spec.name].numbers
     for index, (group, flags) in enumerate(zip(saved, spec.group_flags, strict=True)):
@@ -198,16 +198,18 @@ def _read(
     return ParameterState(state, {**slots, MASTER: _read_slot(name, MASTER, parameter, master)})
 
 
-def split_masters(slots: OptimizerState, parameters: Mapping[str, Tensor]) -> tuple[OptimizerState, dict[str, Tensor]]:
-    """Return slots without masters, and the masters, (numel,) float32, that the parameters were rounded from.
+def split_masters(
+    states: ParameterStates, parameters: Mapping[str, Tensor]
+) -> tuple[ParameterStates, dict[str, Tensor]]:
+    """Return states without masters, and the masters, (numel,) float32, that the parameters were rounded from.
 
     A master is left out if its parameter was loaded from another checkpoint, or stepped by `torch.optim`, which does
     not change masters.
     """
-    without, masters = dict(slots), {}
-    for name, (state, of_parameter) in slots.items():
-        if MASTER in of_parameter:
-            rest = dict(of_parameter)
+    without, masters = dict(states), {}
+    for name, (state, slots) in states.items():
+        if MASTER in slots:
+            rest = dict(slots)
             master, parameter = rest.pop(MASTER), parameters[name].detach()
             without[name] = ParameterState(state, rest)
             if torch.equal(master.to(parameter), parameter.reshape(-1)):

@@ -1,4 +1,4 @@
-"""The choice of a step engine: settings that do not work together, and the engine that follows from the others."""
+"""The choice of a step engine: `check_combination`, then `divide_work`, then `start_engine`, then `make_state`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ps_protocol.errors import BadModel
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.requests import Completion
 
-from ..engines.engine import Contribution, StepEngine
+from ..engines.engine import StepEngine, StepGradients
 from ..engines.host import HostFollower, HostLeader
 from ..engines.local import LocalEngine
 from ..engines.local_steps import LocalSteps, check_outer
@@ -20,7 +20,7 @@ from ..engines.model_tensors import TrainedModel, check_alike, describe_model
 from ..engines.pserver import PserverEngine
 from ..engines.ring import RingEngine
 from ..engines.ring_group import Group
-from ..engines.torch_state import OptimizerState, own_state
+from ..engines.torch_state import ParameterStates, own_state
 from ..session.collectives import choose_device
 from ..session.session import Session
 from ..transport.tensors import Flattening
@@ -83,8 +83,8 @@ class DividedWork:
     local: LocalSteps | None  # before each of its steps
     is_stepped_here: bool  # `optimizer` steps in the trainer, in a ring or without a cluster
     is_async: bool
-    mean_rate: float | None  # of the means of averaged buffers; None if there are none
-    initial_state: OptimizerState  # of the optimizer, from its own steps or a checkpoint
+    mean_rate: float | None  # the learning rate of the means of buffers; None if there are none
+    initial_state: ParameterStates  # the state of `optimizer` from its own steps or a checkpoint
     flattening: Flattening = field(default_factory=Flattening)
 
     @property
@@ -97,7 +97,7 @@ class DividedWork:
         """True if every step is a round of all trainers, which have its outcome in common."""
         return not self.is_async and self.local is None
 
-    def contribute(self, is_finite: bool, scaler: list[HyperParameters]) -> Contribution | None:
+    def contribute(self, is_finite: bool, scaler: list[HyperParameters]) -> StepGradients | None:
         """Return the contribution of a step, with the state of a GradScaler; None after a local step but the last."""
         if self.local is None:
             gradients = self.flattening.flatten(self.model.parameters)
@@ -107,7 +107,7 @@ class DividedWork:
             return None
         found = [] if self.is_stepped_here else read_hyper_parameters(self.spec, self.optimizer)
         means: list[HyperParameters] = [] if self.mean_rate is None else [{"lr": self.mean_rate}]
-        return Contribution(gradients, Completion(0, [*found, *means, *scaler]), is_finite)
+        return StepGradients(gradients, Completion(0, [*found, *means, *scaler]), is_finite)
 
 
 def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None, model: TrainedModel) -> DividedWork:
@@ -153,41 +153,47 @@ class StartedEngine(NamedTuple):
 
 def start_engine(session: Session, work: DividedWork) -> StartedEngine:
     """Declare the model, wait for all trainers and pservers, and pull the values that the run begins with."""
-    client, host, model = session.client, session.host, work.model
+    host, model = session.host, work.model
     device = choose_device(model.parameters)
-    parameters, stored = model.describe(work.optimizer)
-
-    def declare() -> StartedEngine:
-        group = Group(session, device) if client.joined.consistency.is_ring else None
-        rendezvous = None if group is None else group.offer()
-        declared = work.spec.with_means() if model.averages.means else work.spec
-        session.io.run(client.declare(parameters, declared, stored, model.aliases, rendezvous))
-        if group is None and work.is_stepped_here:
-            return StartedEngine(LocalEngine(session, model, work.optimizer, work.local), None)
-        if group is None:
-            engine = PserverEngine(session, model, work.local)
-            if work.initial_state:
-                engine.load_optimizer_state(work.initial_state)
-            return StartedEngine(engine, engine)
-        group.open(client.rendezvous)
-        ring = RingEngine(session, model, work.optimizer, group)
-        session.call_at_close(ring.join_others)
-        return StartedEngine(ring, None)
-
     if host is None:
-        return declare()
-    digests = describe_model(parameters, stored, work.spec, local_steps=client.settings.local_steps, device=device.type)
+        return _start_trainer(session, work, device)
+    parameters, stored = model.describe(work.optimizer)
+    local_steps = session.client.settings.local_steps
+    digests = describe_model(parameters, stored, work.spec, local_steps=local_steps, device=device.type)
     if not host.is_leader:
         return StartedEngine(HostFollower(session, host, model, digests, device, work.local), None)
     with host.reporting_failure():
         for process, line in enumerate(host.receive("model"), 1):
             check_alike(digests, line["model"], process)
-        started = declare()
+        started = _start_trainer(session, work, device)
         return started._replace(engine=HostLeader(session, host, model, device, started.engine))
+
+
+def _start_trainer(session: Session, work: DividedWork, device: torch.device) -> StartedEngine:
+    """Declare the model, and return the engine of this trainer in its run."""
+    client, model = session.client, work.model
+    parameters, stored = model.describe(work.optimizer)
+    spec = work.spec.with_means() if model.averages.means else work.spec
+    group = Group(session, device) if client.joined.consistency.is_ring else None
+    rendezvous = None if group is None else group.offer()
+    session.io.run(client.declare(parameters, spec, stored, model.aliases, rendezvous))
+    if group is not None:
+        group.open(client.run.rendezvous)
+        ring = RingEngine(session, model, work.optimizer, group)
+        session.call_at_close(ring.join_others)
+        return StartedEngine(ring, None)
+    if work.is_stepped_here:
+        return StartedEngine(LocalEngine(session, model, work.optimizer, work.local), None)
+    engine = PserverEngine(session, model, work.local)
+    if work.initial_state:
+        engine.load_optimizer_state(work.initial_state)
+    return StartedEngine(engine, engine)
 
 
 def make_state(remote: Optimizer, wrapped: Optimizer, work: DividedWork, started: StartedEngine) -> WrappedState:
     """Return the `state` that a RemoteOptimizer shows."""
+    if work.initial_state:
+        work.optimizer.state.clear()  # the run has the state now
     if work.is_wrapped_stepping:
         return StateInTrainer(remote, wrapped)
     return StateOnPservers(remote, work.spec, work.model.names, started.pserver)

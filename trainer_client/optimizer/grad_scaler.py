@@ -83,7 +83,7 @@ class GradScaler(torch.amp.GradScaler):
         self._remote = optimizer
         self._client = optimizer.session.client
         self._is_shared = self.is_enabled() and optimizer.scaling.is_shared
-        self._inverse: float | None = None  # of the scale of this step, while gradients are to be divided by it
+        self._inverse: float | None = None  # 1 / scale of this step, until all gradients are unscaled
         self._overlap: Overlap | None = None
         if self.is_enabled():
             self._check_run()
@@ -92,7 +92,7 @@ class GradScaler(torch.amp.GradScaler):
             optimizer.scaling.attach(self._describe, self._unscale)
 
     def _check_run(self) -> None:
-        policy = self._client.nonfinite
+        policy = self._client.run.nonfinite
         if self._is_shared and policy != "skip_round":
             raise BadModel(
                 "all trainers must skip a step that the GradScaler of one trainer skips. Set "
@@ -110,7 +110,7 @@ class GradScaler(torch.amp.GradScaler):
         # Of torch's, which multiplies by a float32, whatever number the script has given.
         self._initial = self._state = replace(state, scale=as_float32(state.scale))
         self._is_due = True  # whether there is an outcome that the scale has yet to follow from
-        self._num_rollbacks: int | None = None  # of the run when the state was last advanced
+        self._num_rollbacks: int | None = None  # the rollbacks when the state was last advanced
 
     def _describe(self) -> HyperParameters:
         return asdict(self._state)
@@ -186,7 +186,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         if self._overlap is not None:
             self._overlap.wait()
-        round_, outcomes = self._outcome_round, self._client.outcomes
+        round_, outcomes = self._outcome_round, self._client.results.outcomes
         if self._num_rollbacks != self._progress.num_rollbacks:  # also before the first step
             pushed: dict[str, Any] = outcomes.scaler or {**asdict(self._initial), "after": round_}
             self._state = ScalerState(**pushed)
@@ -264,8 +264,8 @@ class StepScaling:
                     gradient.mul_(inverse.to(gradient.device, non_blocking=True))
             return True
         client = self._optimizer.session.client
-        if client.nonfinite != "skip_round" and self.is_shared:
-            text = f"trainer {client.joined.rank}'s gradients overflowed, but with nonfinite={client.nonfinite}"
+        if client.run.nonfinite != "skip_round" and self.is_shared:
+            text = f"trainer {client.joined.rank}'s gradients overflowed, but with nonfinite={client.run.nonfinite}"
             raise NonFiniteGradient(f"{text} other trainers do not skip the round. Set GRADPOST_NONFINITE=skip_round")
         for parameter in parameters:
             parameter.grad = None

@@ -48,7 +48,7 @@ class Overlap:
         self._flattening = flattening
         self._unscale: Callable[[Tensor], None] | None = None
         self._watched: set[str] = set()
-        self._num_passes: Counter[str] = Counter()  # of this step that have come to a parameter
+        self._num_passes: Counter[str] = Counter()  # backward passes of this step by parameter
         self._added: dict[str, tuple[Tensor, int]] = {}  # gradients, and their versions when they were added
         self._is_accumulating = False
         self._lock = threading.Lock()  # one gradient is added at a time
@@ -262,7 +262,7 @@ def _computing_modules(module: nn.Module) -> Iterator[tuple[nn.Module, list[Tens
         yield module, list(module.parameters())
         return
     lists = [child for child in module.children() if isinstance(child, nn.ParameterList | nn.ParameterDict)]
-    yield module, [*module.parameters(recurse=False), *(p for its in lists for p in its.parameters())]
+    yield module, [*module.parameters(recurse=False), *(p for child in lists for p in child.parameters())]
     for child in module.children():
         if child not in lists:
             yield from _computing_modules(child)

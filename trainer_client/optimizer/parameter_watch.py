@@ -79,7 +79,7 @@ class ModelPlaces:
     """The modules with trained parameters and averaged buffers: with others there, the run would not be the model's."""
 
     def __init__(
-        self, model: nn.Module | None, trained: Mapping[str, Tensor], averaged: Mapping[str, tuple[nn.Module, str]]
+        self, model: nn.Module, trained: Mapping[str, Tensor], averaged: Mapping[str, tuple[nn.Module, str]]
     ) -> None:
         """`averaged` are the module and the key of each averaged buffer."""
         self._model = model
@@ -88,8 +88,7 @@ class ModelPlaces:
         self._note()
 
     def _note(self) -> None:
-        modules = {} if self._model is None else dict.fromkeys(self._model.modules())
-        self._modules = modules
+        self._modules = modules = dict.fromkeys(self._model.modules())
         self._averaged = {name: place for name, place in self._averaged.items() if place[0] in modules}
         self._places = [
             (module, key, parameter)
@@ -112,7 +111,7 @@ class ModelPlaces:
         moved = [place for place in self._places if place[0]._parameters.get(place[1]) is not place[2]]
         children = self._find_children()
         has_same_children = len(children) == len(self._children) and all(map(is_, children, self._children))
-        if self._model is None or (not moved and has_same_children):
+        if not moved and has_same_children:
             return
         present = {id(tensor) for tensor in chain(self._model.parameters(), self._model.buffers())}
         others = (module for module in self._model.modules() if module not in self._modules)

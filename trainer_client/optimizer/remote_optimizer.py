@@ -64,19 +64,21 @@ class RemoteOptimizer(WrappingOptimizer):
         outer: Optimizer | None = None,
         **arguments: Any,
     ) -> None:
+        # 1. Join the run, unless a session has. Blocks for the coordinator.
         super().__init__(optimizer)
-        model_tensors = find_tensors(optimizer, model)
+        tensors = find_tensors(optimizer, model)
         self._session = use_session(session, arguments)
         client = self._session.client
-        check_combination(self._session, model_tensors, has_outer=outer is not None)
-        self._work = divide_work(self._session, optimizer, outer, model_tensors)
-        log_names(client.log, model_tensors)
+        # 2. Decide what steps where. Nothing is sent, and an error leaves the script's optimizer as it was.
+        check_combination(self._session, tensors, has_outer=outer is not None)
+        self._work = divide_work(self._session, optimizer, outer, tensors)
+        log_names(client.log, tensors)
+        # 3. Declare the model, and pull the initial values. Blocks for all trainers and pservers.
         started = start_engine(self._session, self._work)
         self._engine = started.engine
-        if self._work.initial_state:
-            self._work.optimizer.state.clear()
+        # 4. Attach to the script's optimizer and model, which have the initial values now.
         self.share(make_state(self, optimizer, self._work, started), lambda: self._session.is_open)
-        self._guard = ScriptGuard(self, model_tensors, self._engine, self._session)
+        self._guard = ScriptGuard(self, tensors, self._engine, self._session)
         self._overlap = attach_overlap(self._session, self._work, started, self._guard.watch, self.synchronize)
         progress = self._engine.progress
         self.scaling = StepScaling(self, self._work, progress, self._overlap)
@@ -126,7 +128,7 @@ class RemoteOptimizer(WrappingOptimizer):
 
         NaN if the round was skipped; None before the first round.
         """
-        return self._session.client.grad_norm
+        return self._session.client.results.grad_norm
 
     def summary(self) -> RunSummary:
         """Return the results of the run, as the services know them. Blocks for the coordinator."""

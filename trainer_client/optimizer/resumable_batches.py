@@ -21,7 +21,7 @@ RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 class Position(NamedTuple):
     """The position of a run."""
 
-    num_rollbacks: int  # that this trainer has followed
+    num_rollbacks: int  # the rollbacks that this trainer has followed
     round: Round  # the newest one, or step, that this trainer has begun
 
 
@@ -146,7 +146,7 @@ class _Schedule:
         self._start = schedule.last_epoch
         self._state = copy.deepcopy(schedule.state_dict())
         self._groups = [_numbers(group) for group in schedule.optimizer.param_groups]
-        self._num_rollbacks: int | None = None  # those after which it was moved
+        self._num_rollbacks: int | None = None  # the rollbacks when the schedule was last moved
 
     def move_to(self, position: Position) -> None:
         """Move the schedule at the start and after a rollback. Raises BadModel unless the script steps it too."""
@@ -178,7 +178,7 @@ class _Schedule:
             for group, numbers in zip(self.schedule.optimizer.param_groups, self._groups, strict=True):
                 group.update(numbers)
         if self.schedule.last_epoch < target:
-            vars(self.schedule.optimizer)["_opt_called"] = True  # in an earlier incarnation, or before the rollback
+            vars(self.schedule.optimizer)["_opt_called"] = True  # an earlier incarnation has stepped, or the rollback
         while self.schedule.last_epoch < target:
             self.schedule.step()
 
@@ -219,7 +219,7 @@ def _parts(loader: Iterable[Any]) -> list[Any]:
 def _length(loader: Iterable[Any]) -> int | None:
     """Return the number of batches, or None where only an iteration shows it."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        return None  # what a length says of it is a guess
+        return None  # such a length is a guess
     try:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:

@@ -24,13 +24,7 @@ _Form: TypeAlias = tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device,
 class ScriptGuard:
     """The parameters, groups and modules of a script as they were when the run began, or after the last step."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: TrainedModel,
-        engine: StepEngine,
-        session: Session,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, model: TrainedModel, engine: StepEngine, session: Session) -> None:
         """Note the state at the start. There is no `watch` with local steps, which write to the parameters."""
         client, settings = session.client, session.client.settings
         has_samples = not settings.overlap_pulls
@@ -44,7 +38,8 @@ class ScriptGuard:
         self._is_async = client.joined.consistency.is_async
         self._forms = self._read_forms()
         self._members = _identities(optimizer.param_groups)
-        self._places = ModelPlaces(model.module, model.parameters, model.averages.owners)
+        owners = model.averages.owners
+        self._places = None if model.module is None else ModelPlaces(model.module, model.parameters, owners)
         self._values_at_start: Digests | None = digest_values(self._parameters)  # None after the first step
         self._frozen_at_start = digest_values(frozen_parameters(model.module, self._parameters))
 
@@ -66,11 +61,18 @@ class ScriptGuard:
             self.watch.note()
 
     def check(self, wrapped: Optimizer, *, follows_schedule: bool) -> None:
-        """Adopt the values that were loaded before the first step. Raises BadModel for other changes."""
-        self._check_structure()
+        """Adopt the values that were loaded before the first step. Raises BadModel for other changes by the script."""
+        if _identities(self._optimizer.param_groups) != self._members:
+            raise BadModel(
+                "parameters were replaced, added to or removed from param_groups after the optimizer was wrapped; the "
+                "slice plan is made once, when the run starts. Save a checkpoint, and start a new run"
+            )
+        if self._places is not None:
+            self._places.check()
         self._follow_memory()
         if self._values_at_start is None:
-            self._check_unchanged()
+            if self.watch is not None:
+                self.watch.check()
             return
         changed, self._values_at_start = find_rewritten(self._parameters, self._values_at_start), None
         if changed:
@@ -78,15 +80,6 @@ class ScriptGuard:
         self._warn_of_frozen()
         if self._engine.progress.begun > 0:
             self._warn_of_position(self._engine.progress.begun, wrapped, follows_schedule=follows_schedule)
-
-    def _check_structure(self) -> None:
-        """Raise BadModel if parameters were replaced in the groups or in the model."""
-        if _identities(self._optimizer.param_groups) != self._members:
-            raise BadModel(
-                "parameters were replaced, added to or removed from param_groups after the optimizer was wrapped; the "
-                "slice plan is made once, when the run starts. Save a checkpoint, and start a new run"
-            )
-        self._places.check()
 
     def _follow_memory(self) -> None:
         """Let the engine follow parameters that the script has moved. Raises BadModel for another shape or dtype."""
@@ -101,16 +94,11 @@ class ScriptGuard:
     def _read_forms(self) -> dict[str, _Form]:
         return {name: (p.shape, p.dtype, p.stride(), p.device, p.data_ptr()) for name, p in self._parameters.items()}
 
-    def _check_unchanged(self) -> None:
-        """Raise BadModel if the script has changed parameters since the last step."""
-        if self.watch is not None:
-            self.watch.check()
-
     @torch.no_grad()
     def synchronize(self) -> None:
         """Wait for the steps on their way. Raises BadModel for changes that their parameters would overwrite."""
-        if self._engine.progress.begun != self._engine.progress.version:
-            self._check_unchanged()
+        if self.watch is not None and self._engine.progress.begun != self._engine.progress.version:
+            self.watch.check()
         is_written = True
         try:
             is_written = self._engine.synchronize()
@@ -149,7 +137,7 @@ class ScriptGuard:
                 "optimizer.round"
             )
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        has_schedule = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in (self._optimizer, wrapped))
+        has_schedule = any(hasattr(stepped.step, "_wrapped_by_lr_sched") for stepped in (self._optimizer, wrapped))
         is_at_start = all(group["lr"] == group.get("initial_lr") for group in groups)
         if has_schedule and is_at_start and not follows_schedule:
             self._log.warning(

@@ -39,7 +39,7 @@ class WrappingOptimizer(Optimizer):
         """
         self._state = state
         hooks = [*STEP_HOOKS, *STATE_HOOKS]
-        if not isinstance(state, StateInTrainer):  # which loads with the wrapped optimizer's own load_state_dict
+        if not isinstance(state, StateInTrainer):  # the wrapped optimizer's load_state_dict runs its own hooks
             hooks += LOAD_HOOKS
         for name in hooks:
             setattr(self, name, getattr(self._wrapped, name))

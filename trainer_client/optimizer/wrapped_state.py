@@ -146,7 +146,7 @@ class StateOnPservers:
         try:
             yield
         finally:
-            dict.clear(self._state)  # which is no reset by the script
+            dict.clear(self._state)  # unlike a reset by the script, this is not noted
 
     def load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Implement `WrappedState.load`. The state is pushed with the next step."""

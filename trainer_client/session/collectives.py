@@ -27,7 +27,7 @@ class Collectives:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._begun: list[Any] = []  # works, in order
-        self._tensors: list[Tensor] = []  # of these works
+        self._tensors: list[Tensor] = []  # keeps the tensors of begun works alive
         self._broken: RuntimeError | None = None
 
     def all_reduce(self, tensor: Tensor) -> None:

@@ -34,7 +34,7 @@ LOOPBACK = "127.0.0.1"
 MAX_LINE_BYTES = 16 * 1024 * 1024
 HELLO_SECONDS = 5.0
 PAUSE_SECONDS = 0.2
-LOG_SECONDS = 10.0  # after which a wait is logged
+LOG_SECONDS = 10.0  # a longer wait is logged
 NEWS_SECONDS = 5.0  # from the break of a group's connection to the end of the process that broke it
 CLOSE_SECONDS = 1.0
 
@@ -103,7 +103,7 @@ class Host:
         ):
             writer.close()
             return
-        peer = self._peers[process] = Peer(process, reader, writer, self._client.membership.fail)
+        peer = self._peers[process] = Peer(process, reader, writer, self._client.coordinator.fail)
         peer.send("welcome")
         self._send_joined(peer)
         if len(self._peers) == self.place.num_processes - 1:
@@ -117,7 +117,7 @@ class Host:
         self._peers[0] = leader = await self._find_leader()
         self._all_here.set()
         joined = TrainerJoined.model_validate((await leader.receive("joined"))["joined"])
-        self._client.adopt_place(joined, self.place.process)
+        self._client.coordinator.adopt_place(joined, self.place.process)
         return joined
 
     async def _find_leader(self) -> Peer:
@@ -126,7 +126,9 @@ class Host:
         while (waited := loop.time() - begun) < START_SECONDS:
             self._address = await run_aside(self._rendezvous.look_up)
             if self._address:
-                with contextlib.suppress(OSError, ValueError, TimeoutError):  # of an earlier incarnation
+                with contextlib.suppress(
+                    OSError, ValueError, TimeoutError
+                ):  # the address may be that of an earlier incarnation
                     async with asyncio.timeout(HELLO_SECONDS):
                         return await self._connect(*self._address.split(":"))
             if waited > LOG_SECONDS and not was_said:
@@ -145,7 +147,7 @@ class Host:
         except BaseException:
             writer.close()
             raise
-        return Peer(0, reader, writer, self._client.membership.fail)
+        return Peer(0, reader, writer, self._client.coordinator.fail)
 
     async def _watch(self, lease_seconds: float) -> None:
         """Send signs of life, and fail when a process is silent for a lease. Counts periods of this process only."""
@@ -156,7 +158,7 @@ class Host:
             for peer in [peer for peer in self._peers.values() if not peer.left.is_set()]:
                 if peer.ping() > limit:
                     text = f"process {peer.process} of this host has sent nothing for {lease_seconds:g} s"
-                    self._client.membership.fail(
+                    self._client.coordinator.fail(
                         Ended(f"{text}: it is stopped, or too busy to run its other threads", code="host_broken")
                     )
 
@@ -231,7 +233,7 @@ class Host:
             self._client.log.info(f"waiting for {peers} ({kind})")
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._io.run(self._client.membership.guard(work))
+        return self._io.run(self._client.coordinator.guard(work))
 
     # ------------------------------------------------------------------ the group
 
@@ -271,7 +273,7 @@ class Host:
         try:
             return await work
         except RuntimeError as error:
-            await asyncio.sleep(NEWS_SECONDS)  # which the end of a process ends
+            await asyncio.sleep(NEWS_SECONDS)  # unless the end of a process ends this wait
             reason = str(error).partition("\n")[0]
             raise Ended(
                 f"the processes of this host cannot reach each other any more: {reason}", code="host_broken"
@@ -290,7 +292,7 @@ class Peer:
     ) -> None:
         """Listen on a connection; `on_failure` is called with an error that makes further waits useless."""
         self.process = process
-        self._silent_periods = 0  # of pings since the last message
+        self._silent_periods = 0  # number of pings since the last message
         self.left = asyncio.Event()  # its script has ended, and reported that
         self._reader = reader
         self._writer = writer

@@ -76,7 +76,7 @@ class IoThread:
         """Start a coroutine on the loop, and return immediately. Raises RuntimeError in a forked child."""
         if self.is_inherited:
             coroutine.close()
-        self.check_process()
+            self.check_process()
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

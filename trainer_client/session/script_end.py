@@ -14,6 +14,8 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from types import FrameType
 
+from ps_protocol.errors import GradpostError
+
 
 @functools.cache  # once a process
 def watch_end(leave: Callable[[BaseException | None], None], pid: int) -> None:
@@ -61,8 +63,9 @@ def _find_exception_of_child(frame: FrameType | None) -> BaseException | None:
     return SystemExit(code) if code else None
 
 
-def outcome_of(error: BaseException | None) -> tuple[str, str]:
-    """Return the outcome and the reason with which a trainer leaves, once `error`, if any, has ended the script."""
+def outcome_of(error: BaseException | None) -> tuple[str, str, str | None]:
+    """Return the outcome, the reason and the code with which a trainer leaves, once `error` has ended the script."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        return "done", ""
-    return "failed", f"{type(error).__name__}: {error}".rstrip(": ")
+        return "done", "", None
+    code = error.code if isinstance(error, GradpostError) else None
+    return "failed", f"{type(error).__name__}: {error}".rstrip(": "), code

@@ -78,7 +78,7 @@ class Session:
     @property
     def round(self) -> Round:
         """The newest round that was pulled, or taken in a ring."""
-        return self.client.membership.round
+        return self.client.coordinator.round
 
     @property
     def is_open(self) -> bool:
@@ -117,19 +117,21 @@ class Session:
         self._reported = names
         for name, value in update.items():
             self.client.metrics.reported.labels(name).set(value)
-        self.io.loop.call_soon_threadsafe(self.client.membership.report_results, update)
+        self.io.loop.call_soon_threadsafe(self.client.coordinator.report_results, update)
 
     def summary(self) -> RunSummary:
         """Return the run in a few numbers, as the servers saw it. Blocks for an answer of the coordinator."""
         return self.io.run(self.client.summary())
 
-    def close(self, outcome: str = "done", reason: str = "") -> None:
+    def close(self, outcome: str = "done", reason: str = "", code: str | None = None) -> None:
         """Leave the run, `done` or `failed`. Blocks for steps that are on their way if done; safe to call twice.
+
+        `code` is that of the error that ended the script, if it was an error of Gradpost.
 
         In a ring a trainer that is done takes part in the others' rounds, without gradients, and leaves with them.
         """
         global _current
-        # A forked child (a data loader's worker) has neither the thread nor the membership.
+        # A forked child (a data loader's worker) has neither the thread nor the connections.
         if not self.is_open:
             return
         self._is_open = False
@@ -141,15 +143,15 @@ class Session:
             if self.host is not None:
                 self.io.run(self.host.leave(outcome, reason))
             if outcome == "done":
-                outcome, reason = self._finish_steps()
-            self._leave(outcome, reason)
+                outcome, reason, code = self._finish_steps()
+            self._leave(outcome, reason, code)
         except Exception as error:
             print(f"gradpost: leaving the run failed, and it counts as lost: {error!r}", file=sys.stderr)
         finally:
             self.io.close()
 
-    def _finish_steps(self) -> tuple[str, str]:
-        """Finish what the engine has left to do; return the outcome and its reason."""
+    def _finish_steps(self) -> tuple[str, str, str | None]:
+        """Finish what the engine has left to do; return the outcome, its reason and its code."""
         try:
             self._finish()
         except GradpostError as error:
@@ -157,11 +159,11 @@ class Session:
         except BaseException as error:  # an interrupt: the others cannot go on without this one, and hear of it now
             self._leave(*outcome_of(error))
             raise
-        return "done", ""
+        return outcome_of(None)
 
-    def _leave(self, outcome: str, reason: str) -> None:
+    def _leave(self, outcome: str, reason: str, code: str | None) -> None:
         patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
-        self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
+        self.io.start(self.client.leave(outcome, reason, code)).result(timeout=patience + CLOSE_SECONDS)
 
     def __enter__(self) -> Session:
         return self

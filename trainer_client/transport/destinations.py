@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,51 +13,11 @@ from torch import Tensor
 from ps_protocol.encodings import PIECE, TORCH_DTYPES, add_delta
 from ps_protocol.errors import BadInput
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import Block, Round
+from ps_protocol.vocabulary import DTYPE_BYTES, Block, Round
 from ps_protocol.wire_types import SCALES, quantised
 
 from .device_copies import ParameterCopies, host_memory, is_away
 from .tensors import has_wire_layout, writable_bytes
-
-
-class Destinations:
-    """Sets of host tensors by parameter name, one for each step that may be on its way, in the dtype on the wire.
-
-    The sets are the parameters' own memory if the script computes nothing meanwhile. A delta is added to pulled values,
-    which the script must not have changed: then the sets are separate, too.
-    """
-
-    def __init__(
-        self, parameters: Mapping[str, Tensor], plan: SlicePlan, max_delay: int, *, are_awaited: bool = False
-    ) -> None:
-        """Make the sets. `are_awaited`: each computation with a parameter waits for its new value first."""
-        self._parameters = parameters
-        self._copies = ParameterCopies(are_awaited=are_awaited)
-        self._dtypes = {name: TORCH_DTYPES[plan.pulled(name)] for name in parameters}
-        self._is_apart = max_delay > 0 or plan.wire.pulls_deltas
-        self.sets: list[dict[str, Tensor]] = [
-            {name: host_memory(p, self._dtypes[name]) for name, p in parameters.items()}
-            for _ in range(max_delay + 1 if self._is_apart else 0)
-        ]
-        self.follow_parameters()
-
-    def follow_parameters(self) -> None:
-        """Use the memory that the parameters have now, unless the sets are separate."""
-        if not self._is_apart:
-            self.sets = [make_destinations(self._parameters, self._dtypes)]
-
-    def begin_step(self) -> None:
-        """Begin a step, whose pull will write to a set. Blocks for copies from there to a device."""
-        self._copies.wait_for_copies(self._parameters)
-
-    def write_back(self, index: int, names: Iterable[str], *, is_noticed: bool = True) -> None:
-        """Write the tensors of a set back to these parameters.
-
-        Unless `is_noticed`, autograd does not see the write: the graph of an earlier pass stays valid.
-        """
-        taken = {name: self._parameters[name] for name in names}
-        seen = taken if is_noticed else {name: parameter.data for name, parameter in taken.items()}
-        write_back(seen, self.sets[index], self._copies)
 
 
 def make_destinations(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
@@ -72,17 +32,17 @@ def make_destinations(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.
 
 def write_back(tensors: Mapping[str, Tensor], pulled: Mapping[str, Tensor], copies: ParameterCopies) -> None:
     """Copy pulled values to tensors with other memory: on other devices, or in other memory formats."""
-    written = []  # by the network already
+    written_in_place = []
     with torch.no_grad():
         for name, tensor in tensors.items():
             if tensor.data_ptr() == pulled[name].data_ptr():
-                written.append(tensor)
+                written_in_place.append(tensor)
             elif is_away(tensor):
                 copies.copy(tensor, pulled[name])
             else:
                 tensor.copy_(pulled[name])
-    # Autograd did not see that; a second backward through the old graph must fail.
-    torch.autograd.graph.increment_version(written)
+    # Autograd has not seen what the network wrote; a second backward pass through the old graph must fail.
+    torch.autograd.graph.increment_version(written_in_place)
 
 
 class PullProgress:
@@ -127,18 +87,31 @@ class ShardDestination:
     With deltas the blocks are flat float32 memory that keeps the pulled values.
     """
 
-    blocks: Mapping[str, memoryview]  # by name: writable bytes
+    blocks: Mapping[str, memoryview]  # writable bytes, by block name
     deltas: Deltas | None = None
-    version: Round | None = None  # that the memory holds; None: unknown, or the script may have changed it
+    base: Round | None = None  # the version in the memory; None: unknown, or the script may have changed it
 
-    def forget_version(self) -> Round | None:
-        """Return the version, which is unknown from now on."""
-        version, self.version = self.version, None
-        return version
 
-    def note_pulled(self, version: Round | None) -> None:
-        """Note the version that was written to the memory."""
-        self.version = version
+def make_shard_destinations(
+    plan: SlicePlan, memory: Mapping[str, memoryview], *, keeps_values: bool = False
+) -> list[ShardDestination]:
+    """Return for each pserver the memory of its blocks within that of whole parameters (name -> bytes).
+
+    `keeps_values`: the memory keeps the pulled values, so that deltas may be added, if the run pulls deltas.
+    """
+    result = []
+    for shard in plan.shards:
+        blocks, rounded = {}, {}
+        for block in shard:
+            if block.parameter in memory:
+                dtype = plan.pulled(block.parameter)
+                begin, end = block.begin * DTYPE_BYTES[dtype], block.end * DTYPE_BYTES[dtype]
+                blocks[block.name] = memory[block.parameter][begin:end]
+                if dtype == "F32" and block.parameter not in plan.means:
+                    rounded[block.name] = blocks[block.name]
+        deltas = Deltas(rounded) if keeps_values and plan.wire.pulls_deltas else None
+        result.append(ShardDestination(blocks, deltas))
+    return result
 
 
 class Deltas:
@@ -150,7 +123,7 @@ class Deltas:
 
     def __init__(self, values: Mapping[str, memoryview]) -> None:
         """Make the memory for float32 blocks; `values` are their bytes by name, which hold pulled values only."""
-        self.memory: dict[str, memoryview] = {}  # by the name of a tensor in a frame
+        self.memory: dict[str, memoryview] = {}  # writable bytes, by the name of the tensor in a frame
         self._blocks = {}
         for name, data in values.items():
             block = torch.frombuffer(data, dtype=torch.float32)

@@ -23,13 +23,6 @@ class SideStreams:
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
-    def of(self, device: torch.device) -> Any:
-        """Return the stream of a device."""
-        if device not in self._streams:
-            module: Any = torch.get_device_module(device)
-            self._streams[device] = module.Stream() if device.type == "cpu" else module.Stream(device=device)
-        return self._streams[device]
-
     def mark(self, device: torch.device) -> Any:
         """Return an event after all work that the calling thread has given to the device."""
         module: Any = torch.get_device_module(device)
@@ -40,7 +33,9 @@ class SideStreams:
     def copy(self, target: Tensor, source: Tensor, device: torch.device, after: Any) -> Any:
         """Begin a copy after the event `after`, and return the event of its end. Keep both tensors alive until then."""
         module: Any = torch.get_device_module(device)
-        stream = self.of(device)
+        if device not in self._streams:
+            self._streams[device] = module.Stream() if device.type == "cpu" else module.Stream(device=device)
+        stream = self._streams[device]
         stream.wait_event(after)
         with module.stream(stream), torch.no_grad():
             if target.device == device and (target.dtype, target.stride()) != (source.dtype, source.stride()):
@@ -52,20 +47,18 @@ class SideStreams:
 
 
 class GradientCopies:
-    """Flat gradients of one step after the other, on their way to the host. Used by one thread at a time.
+    """Flat gradients of the next step on their way to host memory. Used by one thread at a time."""
 
-    Each step owns its memory until it was pulled; there is one set for each step that can be on its way.
-    """
-
-    def __init__(self, num_sets: int) -> None:
-        self._sets: list[dict[str, Tensor]] = [{} for _ in range(num_sets)]
+    def __init__(self) -> None:
         self._streams = SideStreams()
         self._under_way: dict[str, tuple[Tensor, Tensor, Any]] = {}  # by name, in the order in which they will arrive
-        self._begun: set[str] = set()  # of the step that begins next
+        self._begun: set[str] = set()
 
-    def begin_copies(self, step: int, gradients: Mapping[str, Tensor]) -> None:
-        """Begin the missing copies of this step's gradients. Does not block."""
-        host = self._sets[step % len(self._sets)]
+    def begin_copies(self, host: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        """Begin the missing copies of the next step's gradients into the tensors of `host`. Does not block.
+
+        Missing tensors of `host` are allocated.
+        """
         for name, gradient in gradients.items():
             if name in self._begun:
                 continue
@@ -92,35 +85,28 @@ class GradientCopies:
         self._under_way.clear()
         self._begun.clear()
 
-    def host(self, step: int, name: str) -> Tensor:
-        """Return the host tensor of a gradient that has arrived."""
-        return self._sets[step % len(self._sets)][name]
-
-    def forget(self) -> None:
-        """Discard the copies. A cancelled request may still read their memory, so new sets replace it."""
-        for _, _, done in self._under_way.values():
-            done.synchronize()
-        self._under_way.clear()
-        self._begun.clear()
-        self._sets = [{} for _ in self._sets]
+    def discard(self) -> None:
+        """Discard the copies. Blocks for the device, because the script may write to the gradients afterwards."""
+        for _ in self.finish():
+            pass
 
 
 class ParameterCopies:
     """Copies of values from host memory to parameters on a device, between two computations with them."""
 
-    def __init__(self, *, are_awaited: bool) -> None:
-        """Make no copy yet. `are_awaited`: computations after `begin` wait for the copy of their parameters."""
-        self._are_awaited = are_awaited
+    def __init__(self, *, overlap_pulls: bool) -> None:
+        """Make no copy yet. `overlap_pulls`: a computation after `wait_for_copies` waits for its parameters first."""
+        self._overlap_pulls = overlap_pulls
         self._streams = SideStreams()
-        self._computed: dict[torch.device, Any] = {}  # after all that has computed with the values before
+        self._computed: dict[torch.device, Any] = {}  # events after all computations with the values before
         self._written: list[Any] = []  # ends of copies from host memory that will be written to again
 
     def wait_for_copies(self, parameters: Mapping[str, Tensor]) -> None:
-        """Wait until copies from the host memory have ended, so that it can take new values. Blocks."""
+        """Wait until copies from the host memory have ended, so that it can receive new values. Blocks."""
         for done in self._written:
             done.synchronize()
         self._written.clear()
-        if self._are_awaited:
+        if self._overlap_pulls:
             devices = {parameter.device for parameter in parameters.values()}
             self._computed = {device: self._streams.mark(device) for device in devices}
 

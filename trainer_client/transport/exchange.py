@@ -66,7 +66,7 @@ class Exchange:
         response: httpx.Response | None = None
         for token in [None] if self._tokens is None else self._tokens.read():
             if response is not None:
-                await response.aclose()  # or that request would still read the body
+                await response.aclose()  # else that request would still read the body
             authorization = {} if token is None else {"authorization": f"Bearer {token}"}
             request = httpx.Request(method, url, headers={**headers, **authorization}, extensions=extensions)
             response = await self._transport.handle_async_request(request)
@@ -77,12 +77,7 @@ class Exchange:
         return response
 
     async def send(
-        self,
-        method: str,
-        url: httpx.URL,
-        headers: Mapping[str, str],
-        *,
-        body: Sequence[memoryview] = (),
+        self, method: str, url: httpx.URL, headers: Mapping[str, str], *, body: Sequence[memoryview] = ()
     ) -> httpx.Response:
         """Send a request and return its response with the whole body, which is small. Raises httpx.TransportError."""
         response = await self.begin_request(method, url, headers, body=body)
@@ -106,7 +101,7 @@ class Http1Transport(ControlTransport):
     def __init__(self, tls: TlsFiles = TlsFiles()) -> None:  # noqa: B008 - frozen
         super().__init__(
             verify=client_context(tls),
-            limits=httpx.Limits(keepalive_expiry=KEEP_SECONDS),  # as many connections as requests
+            limits=httpx.Limits(keepalive_expiry=KEEP_SECONDS),  # the number of connections has no limit
             socket_options=_KEEP_ALIVE,
         )
 

@@ -29,13 +29,13 @@ class FrameSink:
         self._on_block = on_block
         self._destinations = destinations
         self._deltas = deltas
-        self._places: dict[str, memoryview] = {}  # of the tensors of this frame
+        self._places: dict[str, memoryview] = {}  # memory of the tensors of this frame, by name
         self.delta_names: list[str] = []  # tensors of this frame that are written to `deltas`
         self._start = bytearray()  # length and header, until they are complete
         self._frame: Frame | None = None
-        self.num_bytes = 0  # received
-        self._index = 0  # of the current tensor
-        self._filled = 0  # bytes of it
+        self.num_bytes = 0  # received bytes of the frame
+        self._index = 0  # index of the current tensor
+        self._filled = 0  # received bytes of the current tensor
 
     def feed(self, data: bytes | memoryview) -> None:
         """Implement `Sink.feed`."""
@@ -71,15 +71,16 @@ class FrameSink:
             if self._filled == entry.end - entry.begin:
                 self._on_block(entry.name)
 
-    def _feed_start(self, rest: memoryview) -> memoryview:
-        rest = self._fill_start(rest, LENGTH_BYTES)
+    def _feed_start(self, data: memoryview) -> memoryview:
+        """Collect the length and the header, and return the data behind them."""
+        self._start += data
+        self.num_bytes += len(data)
         if len(self._start) < LENGTH_BYTES:
-            return rest
+            return _EMPTY
         data_begin = parse_length(self._start, TRUSTED_LIMITS)
-        rest = self._fill_start(rest, data_begin)
         if len(self._start) < data_begin:
-            return rest
-        frame = parse_header(bytes(self._start[LENGTH_BYTES:]), TRUSTED_LIMITS)
+            return _EMPTY
+        frame = parse_header(bytes(self._start[LENGTH_BYTES:data_begin]), TRUSTED_LIMITS)
         for entry in frame.tensors:
             destination = self._destinations.get(entry.name)
             if entry.name in self._deltas and (entry.dtype == "I8" or destination is None):
@@ -97,19 +98,15 @@ class FrameSink:
         if self._on_block is not None and SINCE_KEY in frame.metadata:
             for name in self._destinations.keys() - self._places.keys():
                 self._on_block(name)
+        rest = data[len(data) - (len(self._start) - data_begin) :]
+        self.num_bytes -= len(rest)
         return rest
-
-    def _fill_start(self, rest: memoryview, wanted: int) -> memoryview:
-        count = max(0, min(len(rest), wanted - len(self._start)))
-        self._start += rest[:count]
-        self.num_bytes += count
-        return rest[count:]
 
     def finish(self) -> Mapping[str, str]:
         """Return the frame's metadata. Raises BadInput unless every destination is complete."""
         if self._frame is None or len(self.get_buffer()):
             raise BadInput("the reply ended early", code="malformed_frame")
-        missing = self._destinations.keys() - {entry.name for entry in self._frame.tensors}
+        missing = self._destinations.keys() - self._places.keys()
         if missing and SINCE_KEY not in self._frame.metadata:  # they have not changed
             raise BadInput(f"the reply lacks {sorted(missing)[0]!r}", code="malformed_frame")
         return self._frame.metadata

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ps_protocol.encodings import TORCH_DTYPES
-from ps_protocol.errors import BadModel
+from ps_protocol.errors import BadInput, BadModel
+from ps_protocol.plan import SlicePlan
 
 WIRE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -55,8 +56,7 @@ class Flattening:
 
     def flatten(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the flat gradients of the parameters that have one."""
-        present = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-        return {name: self.flat(name, gradient) for name, gradient in present.items()}
+        return {name: self.flat(name, p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
@@ -73,3 +73,27 @@ def check_form(name: str, tensor: Tensor | None, shape: Sequence[int], dtype: to
             actual=None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}",
         )
     return tensor
+
+
+def flatten_checked(plan: SlicePlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameters or gradients as flat CPU tensors. Raises BadInput unless the plan has their shape and dtype."""
+    flat = {}
+    for name, tensor in tensors.items():
+        spec = plan.parameter[name]
+        tensor = torch.as_tensor(tensor, device="cpu").detach()
+        if tuple(tensor.shape) != spec.shape:
+            raise BadInput(
+                f"the tensor for {name!r} has the wrong shape",
+                code="wrong_shape",
+                expected=list(spec.shape),
+                actual=list(tensor.shape),
+            )
+        if tensor.dtype != TORCH_DTYPES[spec.dtype]:
+            raise BadInput(
+                f"the tensor for {name!r} has the wrong dtype",
+                code="wrong_dtype",
+                expected=spec.dtype,
+                actual=str(tensor.dtype),
+            )
+        flat[name] = tensor.reshape(-1)
+    return flat

@@ -89,7 +89,7 @@ def read_page(*, wants_token: bool) -> File:
     """Return the page. With `wants_token` the page sends no request before it has a token."""
     ids = _STYLE_ID.findall(_read_charts())
     body = (_FOLDER / _PAGE).read_bytes()
-    body = body.replace(_MARK, b"".join(b'<template id="%s"></template>' % one for one in ids))
+    body = body.replace(_MARK, b"".join(b'<template id="%s"></template>' % style for style in ids))
     return _pack(
         body.replace(b"<body>", b"<body data-wants-token>") if wants_token else body, "text/html; charset=utf-8"
     )

@@ -91,7 +91,7 @@ def _widen(data: bytes) -> np.ndarray[Any, Any]:
 def _name_nonfinite(value: Any) -> Any:
     """Replace values that are not finite by strings that `float()` and `parseFloat` accept."""
     if isinstance(value, list):
-        return [_name_nonfinite(one) for one in value]
+        return [_name_nonfinite(element) for element in value]
     if math.isnan(value):
         return "NaN"
     return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"

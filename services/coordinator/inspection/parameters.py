@@ -243,16 +243,16 @@ async def wait_for_newer(coordinator: Coordinator, name: str, after: Round, seco
 
     Another attempt counts as newer. Versions are those of the pservers' heartbeats. Raises NotFound, NotReady.
     """
-    run = coordinator.cluster.run
+    cluster, before = coordinator.cluster, coordinator.cluster.run
     plan = current_plan(coordinator)
     _, blocks = find_parameter(plan, name)
-    members, attempt = coordinator.cluster.registry.members, run.record.attempt
     owners = owners_of(blocks) or range(plan.num_pservers)  # any pserver, for a parameter without elements
 
     def is_newer() -> bool:
-        return run.record.attempt != attempt or all(
+        members = cluster.registry.members
+        return cluster.run.record.attempt != before.record.attempt or all(
             index in members and members[index].round > after for index in owners
         )
 
-    await coordinator.wait_until(lambda: coordinator.cluster.run is not run or is_newer(), seconds)
-    return coordinator.cluster.run is run and is_newer()
+    await coordinator.wait_until(lambda: not cluster.is_current(before) or is_newer(), seconds)
+    return cluster.is_current(before) and is_newer()

@@ -59,7 +59,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     @app.get(routes.STATUS, tags=["inspection"])
     async def status() -> ClusterStatus:
         """Return the state of the cluster and its members."""
-        return describe_status(coordinator.cluster, coordinator.now())
+        return describe_status(coordinator.cluster.run, coordinator.cluster.registry, coordinator.now())
 
     @app.get(routes.ACTIVITY, tags=["inspection"])
     async def activity() -> Activity:

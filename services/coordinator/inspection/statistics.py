@@ -15,7 +15,6 @@ from ps_protocol.vocabulary import Block, ParameterSpec, PserverIndex, Round
 from services.runtime.statistics import ParameterStatistics, Statistics
 
 from ..coordinator import Coordinator
-from ..state.run import Run
 from .parameters import find_parameter, owners_of
 from .reading import TRIES, current_plan, find_member, get_from, round_everywhere
 
@@ -37,8 +36,8 @@ class _Batch:
     is_open: bool = True
 
     def has_room_for(self, plan: SlicePlan, spec: ParameterSpec) -> bool:
-        num_elements = sum(one.num_elements for one in self.specs) + spec.num_elements
-        num_characters = sum(len(one.name) for one in self.specs) + len(spec.name)
+        num_elements = sum(known.num_elements for known in [*self.specs, spec])
+        num_characters = sum(len(known.name) for known in [*self.specs, spec])
         fits = num_elements <= MAX_BATCH_ELEMENTS and num_characters <= MAX_BATCH_CHARACTERS
         return self.is_open and self.plan is plan and fits
 
@@ -106,8 +105,8 @@ class StatisticsCache:
         for _ in range(TRIES):
             missing = [spec for spec in batch.specs if spec.name not in found]
             blocks = [block for spec in missing for block in plan.blocks_of[spec.name]]
-            answers = await asyncio.gather(*(self._ask_one(run, index, blocks) for index in owners_of(blocks)))
-            described = {name: one for answer in answers for name, one in answer.items()}
+            answers = await asyncio.gather(*(self._ask_one(index, blocks) for index in owners_of(blocks)))
+            described = dict(item for answer in answers for item in answer.items())
             for spec in missing:
                 parts = [described[block.name] for block in plan.blocks_of[spec.name]]
                 if _are_alike(parts) or not run.settings.consistency.has_common_versions:
@@ -118,9 +117,10 @@ class StatisticsCache:
                 return found
         raise TryAgain(f"the pservers applied rounds during each of {TRIES} attempts to read them; retry later")
 
-    async def _ask_one(self, run: Run, index: PserverIndex, blocks: Sequence[Block]) -> dict[str, Statistics]:
+    async def _ask_one(self, index: PserverIndex, blocks: Sequence[Block]) -> dict[str, Statistics]:
         names = [block.name for block in blocks if block.pserver == index]
-        is_moving = run.record.state == "training" and not run.record.awaited
+        record = self._coordinator.cluster.run.record
+        is_moving = record.state == "training" and not record.awaited
         parameters = {"name": names, "wait_seconds": STEP_SECONDS if is_moving else 0.0}
         member = find_member(self._coordinator, index)
         described = _LIST.validate_json(await get_from(self._coordinator, member, BLOCK_STATISTICS, parameters))

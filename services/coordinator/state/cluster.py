@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from ps_protocol.errors import (
-    BadInput,
-    Conflict,
-    Ended,
-    ModelMismatch,
-    NotReady,
-    RoundTimeout,
-    TrainerLost,
-    error_from_problem,
-)
-from ps_protocol.membership import Membership, PserverRegistered, RegisterPserver
+from ps_protocol.errors import BadInput, Conflict, Ended, NotReady, RoundTimeout, TrainerLost, error_from_problem
+from ps_protocol.membership import PserverRegistered, RegisterPserver
 from ps_protocol.messages import (
+    DeclareModel,
     JoinTrainer,
     Leave,
     PlanReady,
@@ -29,48 +22,132 @@ from ps_protocol.messages import (
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
+from services.runtime.logs import get_logger
 
 from ..settings import CoordinatorSettings
-from .model import check_same_tensors
+from .joining import check_expectations, declare_model, join_run, start_run
+from .losses import (
+    check_ring,
+    expire_trainers,
+    leave_run,
+    lose_stuck_trainers,
+    renew_lease,
+    return_stuck_trainers,
+    time_out,
+)
 from .pservers import PserverRegistry
-from .resumption import Resumption, undo_resumption
+from .record import Beginning, ClusterRecord, RunRecord, await_trainers
 from .run import LostRounds, Run
-from .status import describe_notice
-from .trainers import check_expectations, join_run, name_ranks
+from .status import describe_notice, list_rounds, list_waits
+
+log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """The recorded state of a resumed run, in case processes of the recorded run still live.
+
+    If such a process reports before `until`, when the leases end, the recorded state is restored. If the recorded run
+    had failed, the run after it begins with the checkpoint `beginning`; None: with initial values.
+    """
+
+    saved: RunRecord
+    until: float
+    beginning: Manifest | None
 
 
 class Cluster:
-    """The membership of the cluster. The coordinator's loop installs its decisions on the pservers."""
+    """The one owner of the state, whose values it replaces: `run`, `registry` and the beginning of the next run.
+
+    A caller may assign what a transition of the current value returns, without waiting in between. After a wait it must
+    read the value again, and check with `is_current` that it is still the same run, or use `update`.
+    """
 
     def __init__(self, settings: CoordinatorSettings, name_run: Callable[[], str]) -> None:
-        self.registry = PserverRegistry(settings.wanted_pservers, settings.lease_seconds)
         self.lease_seconds = settings.lease_seconds
         self.exit_when_done = settings.exit_when_done
         self._settings = settings
         self._name_run = name_run
-        self.trainer_incarnations: dict[Rank, Incarnation] = {}
-        self.run_incarnations: dict[PserverIndex, Incarnation] = {}  # the pservers that hold the run
-        self.is_completing = False  # while a manifest is written
-        self.installed_members: dict[Rank, Incarnation] = {}  # the members that every pserver has installed
-        self.beginning: Manifest | None = None  # of the next run, instead of initial values
+        self.registry = PserverRegistry(settings.wanted_pservers, settings.lease_seconds)
+        self.run = Run.begin(name_run(), settings, {})
+        self.is_writing_manifest = False
+        self.beginning: Manifest | None = None  # the checkpoint that the next run begins with
         self.resumption: Resumption | None = None  # until processes of the run before have reported or expired
-        self._incomplete_at = -math.inf  # when a pserver last did not serve the run
-        self._asked_to_stop: set[PserverIndex] = set()
-        self._stopped_pservers: set[PserverIndex] = set()
-        self.run = self._new_run()
 
-    def _new_run(self) -> Run:
-        return Run(self._name_run(), self._settings, self.trainer_incarnations)
+    def is_current(self, run: Run) -> bool:
+        """Return whether no other run has begun since the caller read `run`, whose state may have changed."""
+        return self.run.record.name == run.record.name
+
+    def refresh(self, run: Run) -> Run:
+        """Return the newest value of a run. A run that another one followed does not change any more."""
+        return self.run if self.is_current(run) else run
+
+    def update(self, run: Run, transition: Callable[[Run], Run]) -> None:
+        """Apply a transition to the newest value of a run, unless another run has begun."""
+        if self.is_current(run):
+            self.run = transition(self.run)
+
+    # ------------------------------------------------------------------ durable state
+
+    def describe(self) -> ClusterRecord:
+        """Return the record to persist."""
+        members, beginning = {**self.registry.lost, **self.registry.members}, self.beginning
+        return ClusterRecord(
+            trainer_incarnations=dict(self.run.incarnations),
+            pserver_incarnations=dict(self.registry.incarnations),
+            run_incarnations=dict(self.run.holders),
+            pservers=tuple(member.record for _, member in sorted(members.items())),
+            beginning=beginning and Beginning(run=beginning.run, round=beginning.round, controls=beginning.controls),
+            run=self.run.durable if self.run.record.trainers else None,
+        )
+
+    def restore_incarnations(self, record: ClusterRecord) -> None:
+        """Restore the counters, so that every later process gets a higher incarnation."""
+        self.run = replace(self.run, incarnations=record.trainer_incarnations)
+        self.registry = replace(self.registry, incarnations=record.pserver_incarnations)
+
+    def restore(self, record: ClusterRecord, now: float) -> None:
+        """Restore the cluster from its record. All leases begin now, and the last change is made again."""
+        self.restore_incarnations(record)
+        for pserver in record.pservers:
+            self.registry = self.registry.restore(pserver, now)
+        self.run = self.run.note_holders(record.run_incarnations)
+        if record.run is not None:
+            self.run = self.run.restore(record.run, now)
+
+    def resume(self, record: ClusterRecord, now: float, beginning: Manifest | None) -> None:
+        """Resume the recorded run, even if it finished or failed. Its trainers must be started again.
+
+        If processes of that run report, only the coordinator was restarted, and the recorded run is restored.
+        """
+        assert record.run is not None
+        self.restore(record, now)
+        waiting = await_trainers(self.run.record, is_async=self._settings.consistency.is_async)
+        reports = {rank: self.run.reports[rank] for rank in waiting.trainers}
+        self.run = replace(self.run, record=waiting, reports=reports, ended_at=None)
+        self.resumption = Resumption(record.run, now + self.lease_seconds, beginning)
 
     def _undo_resumption(self, now: float, *, is_trainer: bool = True) -> None:
         """Restore the recorded run, because a process from before the restart has reported.
 
         A report from a trainer of a run that was over does not count, because its script may not know of the end.
         """
-        resumption = self.resumption
-        if resumption is not None and not (is_trainer and resumption.saved.is_over):
-            self.resumption = None
-            undo_resumption(self, resumption, now)
+        resumption, failure = self.resumption, self.run.record.failure
+        if resumption is None or (is_trainer and resumption.saved.is_over):
+            return
+        self.resumption, self.run = None, self.run.restore(resumption.saved, now)
+        if failure is not None:
+            self.run = self.run.fail(failure, now)
+        record = self.run.record
+        log.warning("not resumed: processes of the run before are still alive", run=record.name, state=record.state)
+        if record.state != "failed":
+            return
+        self.beginning = resumption.beginning
+        if self.beginning is not None:
+            log.warning("the next run begins with a checkpoint of the failed run", round=self.beginning.round)
+        else:
+            advice = "to continue it, stop its pservers too and start all processes again"
+            log.error(f"the failed run has no checkpoint, so the next run begins with initial values; {advice}")
 
     def _check_resumption(self, now: float) -> None:
         """Raise NotReady while processes from before the restart may still report, so that none loses its place."""
@@ -91,212 +168,159 @@ class Cluster:
                 "strategy ring has no pservers", code="mode_mismatch", expected="no pserver", actual=request.address
             )
         run, record, held = self.run, self.run.record, request.held
-        is_current = held is not None and (held.run, held.attempt) == (record.name, record.attempt)
-        answer = self.registry.register(request, now, held.rounds.applied if held and is_current else None)
-        is_known = answer.incarnation == self.run_incarnations.get(answer.index)
+        is_current = held is not None and (held.run, held.attempt) == record.attempt_id
+        self.registry, answer = self.registry.register(
+            request, now, held.rounds.applied if held and is_current else None
+        )
+        is_known = answer.incarnation == run.holders.get(answer.index)
         if record.plan is None or is_known or not self.serves_run:
             return answer
-        run.record = record.change()  # all pservers must freeze and report their rounds
+        run = run.with_change()  # all pservers must freeze and report their rounds
         is_ours = held is not None and (held.run, held.plan) == (record.name, record.plan.digest)
         if not is_ours and not run.checkpoint_interval:
             text = f"pserver {answer.index} was restarted and lost its shard"
-            run.fail(Ended(text, code="pserver_lost", pserver=answer.index), now)
+            run = run.fail(Ended(text, code="pserver_lost", pserver=answer.index), now)
+        self.run = run
         return answer
 
     def pserver_heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverHeartbeatReply:
         """Renew a pserver's lease, and mark trainers as lost that its barrier has missed beyond the round time-out."""
-        self.registry.heartbeat(index, message, now)
+        self.registry = self.registry.heartbeat(index, message, now)
         self._note_missing_pservers(now)
         if self.registry.members[index].is_restored:
             self._undo_resumption(now, is_trainer=False)
-        if message.run == self.run.record.name and message.failure is not None:
-            self.run.fail(error_from_problem(message.failure), now)
-        if message.run == self.run.record.name:
-            if message.attempt == self.run.record.attempt:
-                self.run.applied = max(self.run.applied, message.round)
-            self.run.revive_stuck({rank for member in self.registry.members.values() for rank in member.missing})
-            self._time_out(message.round + 1, message.missing, message.waiting_seconds, now)
         run = self.run
-        stop = self.exit_when_done and run.record.is_deserted and run.is_recorded
+        if message.run == run.record.name:
+            if message.failure is not None:
+                run = run.fail(error_from_problem(message.failure), now)
+            missing = {rank for member in self.registry.members.values() for rank in member.heartbeat.missing}
+            run = return_stuck_trainers(run.note_applied(message.attempt, message.round), missing)
+            run = time_out(run, message.round + 1, message.missing, message.waiting_seconds, now)
+            self.run = run
+        stop = self.exit_when_done and run.record.is_deserted and run.is_result_saved
         if stop:
-            self._stop_pserver(index, message)
+            self.registry = self.registry.ask_to_stop(index)
         return PserverHeartbeatReply(
-            complete=tuple(run.complete_checkpoints) if run.knows_checkpoints and not self.is_completing else None,
-            notice=describe_notice(self),
+            complete=run.complete_checkpoints if run.knows_checkpoints and not self.is_writing_manifest else None,
+            notice=describe_notice(self.run, self.registry),
             stop=stop,
             exit_code=self.exit_code,
         )
 
-    def _stop_pserver(self, index: PserverIndex, message: PserverHeartbeat) -> None:
-        """Count a pserver as stopped once it has confirmed the request, or has reported again: a reply may be lost."""
-        if message.is_stopping or index in self._asked_to_stop:
-            self._stopped_pservers.add(index)
-        self._asked_to_stop.add(index)
-
     def _note_missing_pservers(self, now: float) -> None:
         """Note the time if a pserver does not serve the run, so that trainers cannot reach a barrier."""
-        run = (self.run.record.name, self.run.record.attempt)
-        serving = [member for member in self.registry.members.values() if (member.run, member.attempt) == run]
-        if len(serving) < self.registry.num_pservers:
-            self._incomplete_at = now
-
-    def _time_out(self, round_: Round, missing: Sequence[Rank], waiting_seconds: float, now: float) -> None:
-        """Mark trainers as stuck that others have waited for during the round time-out.
-
-        It runs only while all pservers serve the run and the trainer can reach them.
-        """
-        limit = self._settings.round_timeout_seconds
-        reports, since = self.run.reports, max(now - waiting_seconds, self._incomplete_at)
-        late = [rank for rank in missing if rank in reports and now - max(since, reports[rank].cut_off_at) > limit]
-        if late:
-            names = name_ranks(late)
-            owed = f"reach the batch barrier of round {round_}"
-            if self._settings.consistency.is_async:
-                owed = "complete the step that other trainers wait for"
-            elif self._settings.consistency.is_ring:
-                owed = f"contribute to round {round_} in the ring"
-            text = f"{names} did not {owed} within the round time-out of {limit:g} s, although alive"
-            self.run.mark_stuck(late, RoundTimeout(text, missing=late), now)
+        if not self.registry.is_serving(self.run.record.attempt_id):
+            self.run = replace(self.run, unserved_at=now)
 
     # ------------------------------------------------------------------ trainers
 
     def join_trainer(self, request: JoinTrainer, now: float) -> TrainerJoined:
         """Admit a trainer to the run that gathers. A new run begins when all trainers of the last one have left."""
         _check_protocol(request.protocol)
-        check_expectations(self.run, request)  # no later run could have it either
-        known = any(t.instance == request.instance and t.is_present for t in self.run.record.trainers.values())
-        if not known and self.run.record.is_over:
+        check_expectations(self.run, request)  # no later run could admit the trainer either
+        record = self.run.record
+        if record.is_over and record.find_process(request.instance) is None:
             if self.exit_when_done:
-                text = f"run {self.run.record.name} is over, and --exit-when-done ends the cluster; start a new cluster"
+                text = f"run {record.name} is over, and --exit-when-done ends the cluster; start a new cluster"
                 raise Ended(text, code="run_over")
-            if not self.run.record.is_deserted:
+            if not record.is_deserted:
                 raise NotReady(
-                    f"run {self.run.record.name} is over, but not all of its trainers have left",
-                    waiting_for=", ".join(f"trainer {rank} to leave" for rank in sorted(self.run.record.members)),
+                    f"run {record.name} is over, but not all of its trainers have left",
+                    waiting_for=", ".join(f"trainer {rank} to leave" for rank in sorted(record.members)),
                 )
             if self.is_saving_result:
-                text = f"run {self.run.record.name} is over, and its last checkpoint is being written"
+                text = f"run {record.name} is over, and its last checkpoint is being written"
                 raise NotReady(text, waiting_for="its checkpoint")
-            self.run = self._new_run()
+            self.run = Run.begin(self._name_run(), self._settings, self.run.incarnations)
         if request.instance in {trainer.instance for trainer in self.run.record.trainers.values()}:
             self._undo_resumption(now)
         self._check_resumption(now)
         self.resumption = None  # a new process takes part
-        trainer = join_run(self.run, request, now)
-        if self.run.record.num_trainers is None:
-            raise NotReady(f"run {self.run.record.name} waits for its trainers", waiting_for=self.waiting_for)
+        self.run = join_run(self.run, request, now)
+        record = self.run.record
+        trainer = record.find_process(request.instance)
+        if trainer is None or record.num_trainers is None:
+            raise NotReady(f"run {record.name} waits for its trainers", waiting_for=self.waiting_for)
         return TrainerJoined(
-            run=self.run.record.name,
+            run=record.name,
             rank=trainer.rank,
-            world_size=self.run.record.num_trainers,
+            world_size=record.num_trainers,
             incarnation=trainer.incarnation,
             consistency=self._settings.consistency,
             lease_seconds=self.lease_seconds,
             round_timeout_seconds=self._settings.round_timeout_seconds,
         )
 
+    def declare_model(self, rank: Rank, message: DeclareModel) -> None:
+        """Store a trainer's declaration, which must equal that of the others."""
+        self.run = declare_model(self.run, rank, message)
+
     def trainer_heartbeat(self, rank: Rank, message: TrainerHeartbeat, now: float) -> TrainerHeartbeatReply:
         """Renew a trainer's lease, and act on its reports of lost rounds and unreachable pservers."""
-        run = self.run
-        if run.member(rank, message.run, message.incarnation).is_resumed:
+        if self.run.member(rank, message.run, message.incarnation).is_resumed:
             self._undo_resumption(now)
-        run.heartbeat(rank, message, now)
+        run = renew_lease(self.run, rank, message, now)
         if run.record.state == "training":
-            self._note_lost_rounds(rank, message)
+            run = self._note_lost_rounds(run, rank, message)
             if self._settings.consistency.is_ring:
-                self._check_ring(message, now)
+                run = check_ring(run, message, now)
             for index, (incarnation, seconds) in message.unreachable.items():
-                if self.registry.incarnations.get(index) == incarnation:  # else it does not know the next incarnation
-                    run.reports[rank].cut_off_at = now
+                # Otherwise the trainer has not received the address of the pserver's next incarnation yet.
+                if self.registry.incarnations.get(index) == incarnation:
+                    run = run.with_report(rank, cut_off_at=now)
                 if self.registry.was_reachable(index, incarnation, now - seconds, now):
                     text = f"trainer {rank} has not reached pserver {index} for {seconds:.1f} s, though both are alive"
-                    run.mark_stuck([rank], TrainerLost(text, ranks=[rank]), now)
+                    run = lose_stuck_trainers(run, [rank], TrainerLost(text, ranks=[rank]), now)
+        self.run, record = run, run.record
         return TrainerHeartbeatReply(
-            state=run.record.state,
-            failure=run.record.failure.to_problem() if run.record.failure else None,
-            attempt=run.record.attempt,
-            resume=run.record.resume or 0,
-            uploader=run.record.uploader if run.record.resume is None else None,
+            state=record.state,
+            failure=record.failure.to_problem() if record.failure else None,
+            attempt=record.attempt,
+            resume=record.base_round or 0,
+            uploader=record.uploader if record.base_round is None else None,
             pservers=self.pserver_infos,
-            notice=describe_notice(self),
+            notice=describe_notice(self.run, self.registry),
         )
 
-    def _check_ring(self, message: TrainerHeartbeat, now: float) -> None:
-        """Fail the run if a trainer of a ring waits for one that left, or for one that does not progress.
-
-        A trainer without batches does not count, since the script may do something else after its last batch.
-        """
-        run, round_ = self.run, message.round + 1
-        if not message.waiting_seconds or message.is_done:
-            return
-        gone = [t.rank for _, t in sorted(run.record.trainers.items()) if t.state == "done" and t.round < round_]
-        if gone:
-            names = name_ranks(gone)
-            text = f"{names} left before round {round_}"
-            run.fail(Ended(f"{text}, and a ring requires all trainers", code="trainer_left", ranks=gone), now)
-        elif message.waiting_seconds > self._settings.round_timeout_seconds:
-            newest = {rank: run.reports[rank].heartbeat for rank in sorted(run.record.members)}
-            missing = [rank for rank, one in newest.items() if not (one.waiting_seconds or one.is_done)]
-            self._time_out(round_, missing, message.waiting_seconds, now)
-            if not missing:
-                limit = self._settings.round_timeout_seconds
-                text = f"all trainers waited in round {round_} for longer than the round time-out of {limit:g} s"
-                run.fail(RoundTimeout(f"{text}; check the network between them", missing=[]), now)
-
-    def _note_lost_rounds(self, rank: Rank, message: TrainerHeartbeat) -> None:
+    def _note_lost_rounds(self, run: Run, rank: Rank, message: TrainerHeartbeat) -> Run:
         """Note pservers that have lost a round which this trainer has received, and ask all pservers for their rounds.
 
         A report counts only for a pserver that restored an earlier round from its disk in this attempt and has applied
         nothing since, so that a wrong report cannot roll back a healthy run. Asynchronous runs are never rolled back.
         """
-        run = self.run
         if self._settings.consistency.is_async or message.attempt != run.record.attempt:
-            return
+            return run
         for index, incarnation in message.ahead_of.items():
             member = self.registry.members.get(index)
             if member is None or member.info.incarnation != incarnation or member.record.restored is None:
                 continue
             report = LostRounds(incarnation, member.record.restored, rank, message.round)
-            known = run.lost_rounds.get(index)
-            is_new = known is None or known.incarnation != incarnation
-            if is_new and member.round <= report.restored < report.received:
-                run.lost_rounds[index] = report
-                run.record = run.record.change()
+            if member.round <= report.restored < report.received:
+                run = run.note_lost_rounds(index, report)
+        return run
 
     def leave_trainer(self, rank: Rank, message: Leave, now: float) -> None:
         """Remove a trainer. If it failed because it waited too long for other trainers, mark them as stuck first."""
         if self.run.member(rank, message.run, message.incarnation).is_resumed:
             self._undo_resumption(now)
-        if message.outcome == "failed" and self.run.record.plan is not None:
+        run = self.run
+        if message.outcome == "failed" and run.record.plan is not None:
             for pserver in self.registry.members.values():
-                # The pserver answers the trainer before it sends its next heartbeat.
-                waits = pserver.run == message.run and pserver.waiting_seconds > 0 and rank not in pserver.missing
-                waited = pserver.waiting_seconds + now - pserver.seen_at  # older by up to one heartbeat period
-                says_so = message.reason.startswith(RoundTimeout.__name__)
-                if waits:
-                    self._time_out(pserver.round + 1, pserver.missing, math.inf if says_so else waited, now)
-        self.run.leave(rank, message, now)
+                last = pserver.heartbeat
+                if last.run != message.run or not last.waiting_seconds or rank in last.missing:
+                    continue
+                # The trainer may have the pserver's time-out, while the newest heartbeat is from before it.
+                is_timed_out = message.code == RoundTimeout.code
+                waited = math.inf if is_timed_out else last.waiting_seconds + now - pserver.seen_at
+                run = time_out(run, last.round + 1, last.missing, waited, now)
+        self.run = leave_run(run, rank, message, now)
 
     # ------------------------------------------------------------------ the start of a run
 
     @property
     def waiting_for(self) -> list[str]:
         """The members that the run waits for, in words; empty while the run trains and once it is over."""
-        run, record = self.run, self.run.record
-        if record.is_over:
-            return []
-        absent = [i for i in range(self.registry.num_pservers) if i not in self.registry.members]
-        waits = [f"pserver {index}" for index in absent]
-        if record.state == "training":
-            waits += [f"trainer {trainer.rank}" for trainer in record.awaited]
-            return waits + [f"trainer {trainer.rank} to declare its model" for trainer in record.undeclared]
-        if record.num_trainers is None:
-            missing = [f"trainer {rank}" for rank in run.missing_ranks if rank not in record.trainers]
-            return waits + (missing or ["the last call for trainers"])
-        for rank in run.missing_ranks:
-            joined = rank in record.trainers
-            waits.append(f"trainer {rank} to declare its model" if joined else f"trainer {rank}")
-        return waits or ["the pservers to install the plan" if self.registry.num_pservers else "the coordinator's disk"]
+        return list_waits(self.run, self.registry)
 
     def require_pservers(self) -> None:
         """Raise Conflict (`no_pservers`) with strategy `ring`."""
@@ -315,56 +339,28 @@ class Cluster:
     @property
     def rounds(self) -> list[Round]:
         """The round of each pserver; with strategy ring the newest round of the trainers."""
-        if self._settings.consistency.is_ring:
-            return [self.run.newest_round]
-        return [member.round for member in self.registry.members.values()]
+        return list_rounds(self.run, self.registry)
 
-    def start_run_if_complete(self, now: float = 0.0) -> bool:
+    def start_run_if_complete(self, now: float) -> bool:
         """Make the plan once all members are present, and return whether it was made. It must then be installed."""
-        run, record = self.run, self.run.record
+        record = self.run.record
         if record.state != "gathering" or record.plan is not None:
             return False
         if not (self.registry.is_complete and record.num_declared == record.num_trainers):
             return False
-        plan = run.start(self.registry.num_pservers)
-        if self.beginning is not None:
-            try:
-                check_same_tensors(plan, self.beginning.slice_plan(), f"the checkpoint of run {self.beginning.run}")
-            except ModelMismatch as error:
-                run.fail(error, now)
-                return False
-            controls = self.beginning.controls.model_copy(update={"since": 0})
-            members, starts = run.record.members, dict[Rank, Round]()
-            if run.settings.consistency.is_async:
-                steps = self.beginning.newest_steps
-                others = min(steps.values(), default=self.beginning.round)
-                starts = {rank: steps.get(rank, others) + 1 for rank in members}
-            run.record = run.record.update(
-                resume=self.beginning.round,
-                source=self.beginning.run,
-                membership=Membership(members, starts, controls=(controls,)),
-            )
-            self.beginning = None
-        self.installed_members = {}
-        self.run_incarnations = {i: m.info.incarnation for i, m in self.registry.members.items()}
+        holders = {index: member.info.incarnation for index, member in self.registry.members.items()}
+        self.run = start_run(self.run, holders, self.beginning, now)
+        if self.run.record.is_over:
+            return False
+        self.beginning = None
         return True
-
-    def finish_change(self, number: int = 0) -> None:
-        """Note that every pserver has installed a change, and that the disk says that the run has begun."""
-        run, record = self.run, self.run.record
-        run.installed_number = number
-        self.installed_members = dict(record.membership.members)
-        here = (t for t in record.trainers.values() if t.is_awaited and t.state == "declared")
-        installed = [t.rank for t in here if self.installed_members.get(t.rank) == t.incarnation]
-        if installed:
-            run.record = record.with_trainers(installed, is_awaited=False)
 
     def plan_ready(self, rank: Rank, incarnation: Incarnation) -> PlanReady | None:
         """Return the plan for a trainer once all pservers have installed its incarnation, else None."""
         run, record, pservers = self.run, self.run.record, self.pserver_infos
-        if record.plan is None or record.state == "gathering" or self.installed_members.get(rank) != incarnation:
+        if record.plan is None or record.state == "gathering" or run.installed.members.get(rank) != incarnation:
             return None
-        if len(pservers) < record.plan.num_pservers:  # one has returned and has not installed the run
+        if len(pservers) < record.plan.num_pservers:  # a pserver returned, and has not installed the run
             return None
         return PlanReady(
             run=record.name,
@@ -372,7 +368,7 @@ class Cluster:
             plan=record.plan.as_json,
             pservers=pservers,
             uploader=record.uploader,
-            start=record.membership.starts.get(rank, (record.resume or 0) + 1),
+            start=record.membership.starts.get(rank, (record.base_round or 0) + 1),
             nonfinite=run.nonfinite,
             rendezvous=record.declaration.rendezvous if record.declaration else None,
             max_grad_norm=record.declaration.max_grad_norm if record.declaration else None,
@@ -381,36 +377,34 @@ class Cluster:
     @property
     def pserver_infos(self) -> tuple[PserverInfo, ...]:
         """The pservers that hold the run, as trainers need them."""
-        here = [m.info for _, m in sorted((self.registry.members | self.registry.lost).items())]
-        return tuple(info for info in here if info.incarnation == self.run_incarnations.get(info.index))
+        infos = [member.info for _, member in sorted({**self.registry.members, **self.registry.lost}.items())]
+        return tuple(info for info in infos if info.incarnation == self.run.holders.get(info.index))
 
     # ------------------------------------------------------------------ time and end
 
     def renew_leases(self, now: float) -> None:
         """Renew all leases, after a time in which no heartbeat could be received."""
-        for pserver in self.registry.members.values():
-            pserver.seen_at = now
-        for report in self.run.reports.values():
-            report.seen_at = now
+        self.registry = self.registry.renew_leases(now)
+        for rank in self.run.reports:
+            self.run = self.run.with_report(rank, seen_at=now)
 
     def expire(self, now: float) -> None:
         """Act on expired leases and time-outs."""
-        run = self.run
-        self.registry.expire(now)
+        self.registry = self.registry.expire(now)
         self._note_missing_pservers(now)
-        for lost in self.registry.lost.values():
-            if run.record.plan is None or run.record.is_over:
-                break
-            age, limit = now - lost.seen_at, self._settings.rejoin_timeout_seconds
+        run, limit = self.run, self._settings.rejoin_timeout_seconds
+        is_under_way = run.record.plan is not None and not run.record.is_over
+        for lost in self.registry.lost.values() if is_under_way else ():
+            age = now - lost.seen_at
             text = f"pserver {lost.info.index} at {lost.info.address} was lost: no heartbeat for {age:.1f} s"
-            if not run.checkpoint_interval and not lost.is_stopping:
+            if not run.checkpoint_interval and not lost.heartbeat.is_stopping:
                 text = f"{text} (lease {self.lease_seconds:g} s)"
             elif age > limit:
                 text = f"{text}, and it did not come back within the rejoin time-out of {limit:g} s"
             else:
                 continue
-            run.fail(Ended(text, code="pserver_lost", pserver=lost.info.index), now)
-        run.expire(now, self.lease_seconds)
+            run = run.fail(Ended(text, code="pserver_lost", pserver=lost.info.index), now)
+        self.run = expire_trainers(run, now, self.lease_seconds)
 
     @property
     def serves_run(self) -> bool:
@@ -421,13 +415,13 @@ class Cluster:
     def is_saving_result(self) -> bool:
         """True if the pservers are still writing the result, which another run would end."""
         run = self.run
-        return run.record.state == "finished" and run.checkpoint_interval > 0 and not run.is_recorded
+        return run.record.state == "finished" and run.checkpoint_interval > 0 and not run.is_result_saved
 
     @property
     def may_exit(self) -> bool:
         """True with --exit-when-done once the run is over and all living pservers know it."""
-        is_over = self.exit_when_done and self.run.record.is_deserted
-        return is_over and self.registry.members.keys() <= self._stopped_pservers
+        has_stopped = all(member.has_stopped for member in self.registry.members.values())
+        return self.exit_when_done and self.run.record.is_deserted and has_stopped
 
     @property
     def exit_code(self) -> int:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ps_protocol.errors import Ended
 from ps_protocol.membership import Controls, FrozenRounds, Membership
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 from .record import Decision
-from .run import Run
-from .trainers import name_ranks
+from .run import Run, name_ranks
 
-Ranges = list[tuple[Round, Round]]
+Ranges: TypeAlias = list[tuple[Round, Round]]  # of rounds that a pserver can restore
+# The incarnation and answer of each frozen pserver; None if it holds nothing that it could continue from by itself.
+Answers: TypeAlias = Mapping[PserverIndex, tuple[Incarnation, FrozenRounds | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +44,13 @@ class Refusal:
     reason: str
 
 
-def decide_change(
-    run: Run,
-    targets: Mapping[Rank, Incarnation],
-    answers: Mapping[PserverIndex, tuple[Incarnation, FrozenRounds | None]],
-) -> Decision | Rollback:
-    """Return the next decision for a run, given the answers of all frozen pservers, or a rollback.
-
-    An answer is None if the pserver, in this incarnation, holds nothing that it could continue from by itself.
-    """
+def decide_change(run: Run, targets: Mapping[Rank, Incarnation], answers: Answers) -> Decision | Rollback:
+    """Return the next decision for a run, given the answers of all frozen pservers, or a rollback."""
     rounds = [answer for _, answer in answers.values() if answer is not None]
     lowest = min((answer.applied for answer in rounds), default=0)
-    if run.rollback_to is not None:
-        newest = min(lowest, run.rollback_to)
-        return Rollback(newest, "an administrator requested it", is_asked=newest == run.rollback_to)
+    if run.requests.rollback_to is not None:
+        newest = min(lowest, run.requests.rollback_to)
+        return Rollback(newest, "an administrator requested it", is_asked=newest == run.requests.rollback_to)
     for index, (incarnation, answer) in answers.items():
         if reason := _find_loss(run, targets, index, incarnation, answer):
             return Rollback(lowest, f"pserver {index} {reason}")
@@ -65,11 +60,13 @@ def decide_change(
     outcome = decide_mode(run.record.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
     if isinstance(outcome, Rollback):
         return outcome
-    if run.wanted is not None:  # the pservers stand still, so it counts from the first round that none has applied
+    requests, record = run.requests, run.record
+    if requests.controls is not None:
+        # All pservers are frozen, so that the controls can apply from the first round that none has applied.
         since = max(answer.applied for answer in rounds) + 1
-        outcome = outcome.with_controls(run.wanted.model_copy(update={"since": since}), first=lowest + 1)
-    reason = explain_change(run.record.membership, targets, run.wanted)
-    return Decision(run.record.attempt, run.record.resume, run.record.uploader, outcome, reason)
+        outcome = outcome.with_controls(requests.controls.model_copy(update={"since": since}), first=lowest + 1)
+    reason = explain_change(record.membership, targets, requests.controls)
+    return Decision(record.attempt, record.base_round, record.uploader, outcome, reason, requests.controls)
 
 
 def explain_change(before: Membership, members: Mapping[Rank, Incarnation], wanted: Controls | None) -> str:
@@ -103,9 +100,9 @@ def _find_loss(
         return ""
     if answer.is_short:
         return f"has lost what it had logged after round {answer.applied}"
-    # The trainers that received the lost round may be gone, and do not report it.
-    if answer.applied < run.received:
-        return f"is at round {answer.applied}, and a trainer has received round {run.received}"
+    # A trainer that received a lost round does not report it if it has left.
+    if answer.applied < run.newest_confirmed:
+        return f"is at round {answer.applied}, and a trainer has received round {run.newest_confirmed}"
     report = run.lost_rounds.get(index)
     if report and report.incarnation == incarnation and answer.applied <= report.restored:
         received = f"trainer {report.rank} has received round {report.received}"
@@ -129,18 +126,18 @@ def decide_rollback(
         return Refusal(f"not every pserver can restore round {wanted.newest}, see the pservers' logs")
     if wanted.is_asked and (obstacle := run.find_rollback_obstacle(wanted.newest)):
         return Refusal(obstacle)
-    if round_ is None and (run.applied > 0 or record.has_trained or record.resume is not None):
-        empty = [index for index, one in ranges.items() if not one]
+    if round_ is None and (run.newest_applied > 0 or record.has_trained or record.base_round is not None):
+        empty = [index for index, restorable in ranges.items() if not restorable]
         text = f"pservers {empty} have lost their shards" if empty else "no round can be restored by all pservers"
-        restorable = list(ranges.values())
-        return Ended(f"{text}; the pservers can restore {restorable}", code="pserver_lost", pserver=empty)
+        return Ended(f"{text}; the pservers can restore {list(ranges.values())}", code="pserver_lost", pserver=empty)
     uploader = record.uploader if round_ is not None else min(targets, default=record.uploader)
     # The newest controls stay in effect.
-    standing = record.membership.controls[-1:] if run.wanted is None else (run.wanted,)
-    since = 0 if run.wanted is None else (round_ or 0) + 1
-    controls = tuple(one.model_copy(update={"since": since}) for one in standing)
+    asked = run.requests.controls
+    standing = record.membership.controls[-1:] if asked is None else (asked,)
+    since = 0 if asked is None else (round_ or 0) + 1
+    controls = tuple(newest.model_copy(update={"since": since}) for newest in standing)
     membership = Membership(dict(targets), controls=controls)
-    return Decision(record.attempt + 1, round_, uploader, membership, wanted.reason)
+    return Decision(record.attempt + 1, round_, uploader, membership, wanted.reason, asked)
 
 
 def decide(
@@ -169,23 +166,24 @@ def decide(
     if last - first > 2 * max_delay + 1:
         text = f"a pserver is at round {first - 1} and another at round {newest_applied}"
         return Rollback(first - 1, f"{text}: no trainer still holds the contributions in between")
-    stay = {rank for rank, incarnation in members.items() if before.members.get(rank) == incarnation}
-    come = members.keys() - stay
+    staying = {rank for rank, incarnation in members.items() if before.members.get(rank) == incarnation}
+    joining = members.keys() - staying
     sets: dict[Round, set[Rank]] = {}
     for round_ in range(first, last + 1):
-        sets[round_] = {rank for rank in stay if before.starts.get(rank, 1) <= round_}
+        sets[round_] = {rank for rank in staying if before.starts.get(rank, 1) <= round_}
         for rank in before.ranks() - sets[round_]:  # a trainer that left may have contributed
             if not before.has_claim(rank, round_):
                 continue
             if _is_in(rank, round_, answers):
                 sets[round_].add(rank)
-            elif rank in stay or any(_has_applied_with(rank, round_, answer) for answer in answers):
+            elif rank in staying or any(_has_applied_with(rank, round_, answer) for answer in answers):
                 return Rollback(round_ - 1, f"the contribution of trainer {rank} to round {round_} is lost")
-    if not members:  # then no round is skipped without a contribution
+    if not members:  # without trainers no round may be applied without a contribution
         newest = max([last - 1 - max_delay, *(round_ for round_, ranks in sets.items() if ranks)])
         sets = {round_: ranks for round_, ranks in sets.items() if round_ <= newest}
-    starts = {rank: before.starts[rank] for rank in stay if rank in before.starts}  # a waiting one may not know it
-    for rank in come:
+    # A waiting trainer may not have received its start.
+    starts = {rank: before.starts[rank] for rank in staying if rank in before.starts}
+    for rank in joining:
         # A round that a pserver has applied without it is not open everywhere.
         open_to_it = [r for r in sets if r > newest_applied and rank not in sets[r]] if rank in take_over else []
         starts[rank] = min(open_to_it, default=last + 1)
@@ -195,10 +193,10 @@ def decide(
     for answer in answers:
         for round_, ranks in answer.verdicts.items():
             # A verdict counts for the rounds of its own incarnation, not for those of its successor.
-            said = {rank for rank in ranks if rank in sets.get(round_, ()) and round_ < starts.get(rank, last + 1)}
-            said |= stay.intersection(ranks) & sets.get(round_, set())
-            if said:
-                verdicts.setdefault(round_, set()).update(said)
+            judged = {rank for rank in ranks if rank in sets.get(round_, ()) and round_ < starts.get(rank, last + 1)}
+            judged |= staying.intersection(ranks) & sets.get(round_, set())
+            if judged:
+                verdicts.setdefault(round_, set()).update(judged)
     return Membership(dict(members), starts, _as_tuples(sets), _as_tuples(verdicts), before.controls)
 
 
@@ -224,13 +222,13 @@ def decide_steps(
 
     def first_step(rank: Rank) -> Round:
         opens = [max(answer.opens.get(rank, 1), before.starts.get(rank, 1)) for answer in answers]
-        # A trainer is at most 1 + k steps further here than there. A larger gap means that a pserver has lost steps.
+        # A trainer is at most 1 + max_delay steps further on one pserver than on another, unless a pserver lost steps.
         return max(min(opens), max(opens) - 1 - max_delay)
 
-    stay = {rank for rank, incarnation in members.items() if before.members.get(rank) == incarnation}
-    starts = {rank: before.starts[rank] for rank in stay if rank in before.starts}
-    slowest = min(map(first_step, stay), default=1)
-    for rank in sorted(members.keys() - stay):
+    staying = {rank for rank, incarnation in members.items() if before.members.get(rank) == incarnation}
+    starts = {rank: before.starts[rank] for rank in staying if rank in before.starts}
+    slowest = min(map(first_step, staying), default=1)
+    for rank in sorted(members.keys() - staying):
         starts[rank] = first_step(rank) if rank in take_over else max(first_step(rank), slowest)
     return Membership(dict(members), starts, controls=before.controls)
 
@@ -259,8 +257,9 @@ def newest_common(newest: Round, ranges: Collection[Collection[tuple[Round, Roun
     >>> newest_common(9, [[(8, 12), (0, 5)], [(0, 7)]])
     5
     """
-    candidates = {min(last, newest) for one in ranges for _, last in one}
+    candidates = {min(last, newest) for restorable in ranges for _, last in restorable}
     for candidate in sorted(candidates, reverse=True):
-        if candidate >= 0 and all(any(first <= candidate <= last for first, last in one) for one in ranges):
+        is_everywhere = all(any(first <= candidate <= last for first, last in restorable) for restorable in ranges)
+        if candidate >= 0 and is_everywhere:
             return candidate
     return None

@@ -2,87 +2,120 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Conflict, StalePserver
 from ps_protocol.membership import PserverRegistered, RegisterPserver
-from ps_protocol.messages import (
-    PserverHeartbeat,
-    PserverInfo,
-    ShardFile,
-    Software,
-)
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from ps_protocol.messages import PserverHeartbeat, PserverInfo, ShardFile
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 
 from .record import PserverRecord
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PserverMember:
-    """A pserver: its durable record, and the content of its last heartbeat."""
+    """A pserver: its durable record, and its last heartbeat."""
 
     record: PserverRecord
+    heartbeat: PserverHeartbeat
     seen_at: float  # by the monotonic clock
-    here_since: float
-    run: str | None = None
-    round: Round = 0
-    missing: tuple[Rank, ...] = ()
-    waiting_seconds: float = 0.0
-    attempt: int = 0
-    checkpoints: dict[Round, ShardFile] = field(default_factory=dict)
-    coming_checkpoints: frozenset[Round] = frozenset()  # requested and not written yet
-    is_stopping: bool = False  # it announced that it will return
-    software: Software | None = None
+    present_since: float
     is_restored: bool = False  # restored from the coordinator's record, and not registered since
+    is_asked_to_stop: bool = False
+    has_stopped: bool = False
+
+    @classmethod
+    def begin(cls, record: PserverRecord, now: float, *, is_restored: bool = False) -> PserverMember:
+        """Return a pserver that has not sent a heartbeat; its lease begins now."""
+        heartbeat = PserverHeartbeat(incarnation=record.info.incarnation, run=None, round=0)
+        return cls(record, heartbeat, now, now, is_restored)
 
     @property
     def info(self) -> PserverInfo:
         """The pserver as trainers need it."""
         return self.record.info
 
+    @property
+    def round(self) -> Round:
+        """The newest round that the pserver has applied."""
+        return self.heartbeat.round
 
+    @property
+    def attempt_id(self) -> tuple[str | None, int]:
+        """The run and attempt that the pserver serves."""
+        return self.heartbeat.run, self.heartbeat.attempt
+
+    @property
+    def shards(self) -> dict[Round, ShardFile]:
+        """The shards of checkpoints that the pserver has written, by their rounds."""
+        return {file.round: file for file in self.heartbeat.checkpoints}
+
+    @property
+    def coming_checkpoints(self) -> frozenset[Round]:
+        """The rounds of checkpoints that were requested and are not written yet."""
+        return frozenset(self.heartbeat.coming_checkpoints)
+
+
+@dataclass(frozen=True, slots=True)
 class PserverRegistry:
     """At most `num_pservers` living pservers, one for each index, and the lost ones, which may return."""
 
-    def __init__(self, num_pservers: int, lease_seconds: float) -> None:
-        self.num_pservers = num_pservers
-        self.lease_seconds = lease_seconds
-        self.members: dict[PserverIndex, PserverMember] = {}
-        self.lost: dict[PserverIndex, PserverMember] = {}
-        self.incarnations: dict[PserverIndex, Incarnation] = {}
+    num_pservers: int
+    lease_seconds: float
+    members: Mapping[PserverIndex, PserverMember] = field(default_factory=dict)
+    lost: Mapping[PserverIndex, PserverMember] = field(default_factory=dict)
+    incarnations: Mapping[PserverIndex, Incarnation] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
         """True if every index has a living pserver."""
         return len(self.members) == self.num_pservers
 
-    def restore(self, record: PserverRecord, now: float) -> None:
-        """Restore a recorded pserver, whose lease begins now."""
-        if record.info.index < self.num_pservers:
-            self.members[record.info.index] = PserverMember(record, now, here_since=now, is_restored=True)
+    @property
+    def sorted_members(self) -> list[PserverMember]:
+        """The living pservers in order of their indices."""
+        return [member for _, member in sorted(self.members.items())]
 
-    def register(self, request: RegisterPserver, now: float, restored: Round | None = None) -> PserverRegistered:
-        """Return the index and incarnation of a process. A repeated request gets the same answer.
+    def is_serving(self, attempt_id: tuple[str, int]) -> bool:
+        """Return whether every pserver serves this run and attempt."""
+        return self.is_complete and all(member.attempt_id == attempt_id for member in self.members.values())
+
+    def restore(self, record: PserverRecord, now: float) -> PserverRegistry:
+        """Restore a recorded pserver, whose lease begins now."""
+        if record.info.index >= self.num_pservers:
+            return self
+        return self._with_member(PserverMember.begin(record, now, is_restored=True))
+
+    def register(
+        self, request: RegisterPserver, now: float, restored: Round | None = None
+    ) -> tuple[PserverRegistry, PserverRegistered]:
+        """Return the registry with a process, and its index and incarnation: the same for a repeated request.
 
         `restored` is the round of the current attempt that the process has restored, if any.
 
         A process that has locked the folder of the current incarnation replaces it before the lease ends.
         """
         index = self._choose_index(request)
-        member = self.members.get(index)
+        member, incarnation = self.members.get(index), self.incarnations.get(index, 0)
         if member is None or member.record.instance != request.instance:
-            self.incarnations[index] = max(self.incarnations.get(index, 0), request.previous) + 1
-            self.lost.pop(index, None)
+            incarnation = max(incarnation, request.previous) + 1
         info = PserverInfo(
             index=index,
             address=request.address.rstrip("/"),
-            incarnation=self.incarnations[index],
+            incarnation=incarnation,
             http2=request.http2,
             local=request.local,
         )
         record = PserverRecord(info=info, instance=request.instance, restored=restored)
-        self.members[index] = PserverMember(record, now, here_since=now)
-        return PserverRegistered(index=index, incarnation=info.incarnation, lease_seconds=self.lease_seconds)
+        registry = replace(self, incarnations={**self.incarnations, index: incarnation})
+        answer = PserverRegistered(index=index, incarnation=incarnation, lease_seconds=self.lease_seconds)
+        return registry._with_member(PserverMember.begin(record, now)), answer
+
+    def _with_member(self, member: PserverMember) -> PserverRegistry:
+        index = member.info.index
+        lost = {other: lost_member for other, lost_member in self.lost.items() if other != index}
+        return replace(self, members={**self.members, index: member}, lost=lost)
 
     def _choose_index(self, request: RegisterPserver) -> PserverIndex:
         for index, member in self.members.items():
@@ -116,7 +149,7 @@ class PserverRegistry:
     def _succeeds(self, request: RegisterPserver, member: PserverMember) -> bool:
         return request.index == member.info.index and request.previous == member.info.incarnation
 
-    def heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> None:
+    def heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverRegistry:
         """Renew a lease and store the progress. Raises StalePserver if the sender must register again."""
         member = self.members.get(index) or self.lost.get(index)
         if member is None or member.info.incarnation != message.incarnation:
@@ -124,16 +157,31 @@ class PserverRegistry:
                 f"pserver {index} incarnation {message.incarnation} is not a member; register again",
                 current=member.info.incarnation if member else None,
             )
-        if self.lost.pop(index, None):
-            member.here_since = now
-        self.members[index] = member  # its lease had expired, but its index was not taken
-        member.seen_at = now
-        member.run, member.round = message.run, message.round
-        member.missing, member.waiting_seconds = message.missing, message.waiting_seconds
-        member.checkpoints = {file.round: file for file in message.checkpoints}
-        member.coming_checkpoints = frozenset(message.coming_checkpoints)
-        member.attempt, member.is_stopping = message.attempt, message.is_stopping
-        member.software = message.software
+        # The index of a lost pserver was not taken, so that the pserver returns.
+        present_since = member.present_since if index in self.members else now
+        return self._with_member(replace(member, heartbeat=message, seen_at=now, present_since=present_since))
+
+    def note_progress(self, info: PserverInfo, round_: Round = 0, coming: tuple[Round, ...] = ()) -> PserverRegistry:
+        """Add an applied round and coming checkpoints to the last heartbeat, unless this incarnation is gone."""
+        member = self.members.get(info.index)
+        if member is None or member.info.incarnation != info.incarnation:
+            return self
+        last = member.heartbeat
+        newer = {"round": max(last.round, round_), "coming_checkpoints": (*last.coming_checkpoints, *coming)}
+        return self._with_member(replace(member, heartbeat=last.model_copy(update=newer)))
+
+    def ask_to_stop(self, index: PserverIndex) -> PserverRegistry:
+        """Ask a pserver to stop with the answer to its heartbeat.
+
+        It has stopped once it has confirmed the request, or has reported again: an answer may be lost.
+        """
+        member = self.members[index]
+        has_stopped = member.heartbeat.is_stopping or member.is_asked_to_stop
+        return self._with_member(replace(member, is_asked_to_stop=True, has_stopped=has_stopped))
+
+    def renew_leases(self, now: float) -> PserverRegistry:
+        """Renew the leases of all living pservers."""
+        return replace(self, members={index: replace(member, seen_at=now) for index, member in self.members.items()})
 
     def was_reachable(self, index: PserverIndex, incarnation: Incarnation, since: float, now: float) -> bool:
         """Return whether this incarnation was reachable for a lease, so that a trainer without a connection is cut off.
@@ -142,15 +190,17 @@ class PserverRegistry:
         ended.
         """
         member = self.members.get(index)
-        if member is None or member.info.incarnation != incarnation or member.is_stopping:
+        if member is None or member.info.incarnation != incarnation or member.heartbeat.is_stopping:
             return False
-        since = max(since, member.here_since)
-        is_heard = member.seen_at - since > (now - since) / 2
-        return is_heard and now - since > self.lease_seconds
+        since = max(since, member.present_since)
+        # A pserver whose newest heartbeat is as old as this may be dead, so that its lease decides.
+        has_newer_heartbeat = member.seen_at - since > (now - since) / 2
+        return has_newer_heartbeat and now - since > self.lease_seconds
 
-    def expire(self, now: float) -> list[PserverMember]:
-        """Move pservers with an expired lease to the lost ones, and return them."""
-        lost = [member for member in self.members.values() if now - member.seen_at > self.lease_seconds]
-        for member in lost:
-            self.lost[member.info.index] = self.members.pop(member.info.index)
-        return lost
+    def expire(self, now: float) -> PserverRegistry:
+        """Move pservers with an expired lease to the lost ones."""
+        lost = {index: member for index, member in self.members.items() if now - member.seen_at > self.lease_seconds}
+        if not lost:
+            return self
+        members = {index: member for index, member in self.members.items() if index not in lost}
+        return replace(self, members=members, lost={**self.lost, **lost})

@@ -6,10 +6,10 @@ It does not contain what members report with every heartbeat, except the rounds 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, TypeAdapter, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter, model_validator
 
 from ps_protocol.errors import GradpostError, error_from_problem
 from ps_protocol.fields import Message
@@ -19,10 +19,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest, is_undone, nest_membership
 
-if TYPE_CHECKING:
-    from .cluster import Cluster
-
-EVICTED = "was evicted by an administrator"
+EVICTED = "was evicted by an administrator"  # the end of `why`; files of November 2026 have no `was_evicted`
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -34,16 +31,24 @@ def _replace(value: MessageT, fields: Mapping[str, Any]) -> MessageT:
     return type(value)(**{**dict(value), **fields})
 
 
-class TrainerRecord(Message):
-    """The newest incarnation of one rank."""
+class _Record(Message):
+    """A message whose fields have other names in the file, by their aliases."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+
+class TrainerRecord(_Record):
+    """The newest incarnation of one rank. See losses.py for its states."""
 
     rank: Rank
     incarnation: Incarnation
     instance: str
     metrics_address: str | None
     state: TrainerState = "joined"
-    declared: bool = False  # it has declared the model of the run
+    has_declared: bool = Field(default=False, alias="declared")  # a model, even if it was lost since
+    declaration: DeclareModel | None = None  # the declared model of a trainer that was lost before training began
     why: str = ""  # the reason for which it was lost or failed
+    was_evicted: bool = False  # lost because an administrator evicted it
     is_awaited: bool = False  # the run waits for this rank, whichever process takes it
     is_resumed: bool = False  # awaited since the run was resumed, so that all begin together
     round: Round = 0  # the newest completed round of a trainer that is done
@@ -53,23 +58,27 @@ class TrainerRecord(Message):
         """True if the trainer holds its rank."""
         return self.state in ("joined", "declared")
 
-    @property
-    def was_evicted(self) -> bool:
-        """True if an administrator evicted the trainer."""
-        return self.state == "lost" and self.why.endswith(EVICTED)
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_earlier(cls, trainer: Any) -> Any:
+        match trainer:
+            case {"state": "lost", "why": str(why)} if why.endswith(EVICTED):
+                return {"was_evicted": True, **trainer}
+        return trainer
 
 
 def _read_trainers(trainers: Any) -> Any:
-    """Return trainers by rank, which the file lists."""
-    if isinstance(trainers, Mapping):
-        return trainers
-    return {trainer.rank: trainer for trainer in TypeAdapter(tuple[TrainerRecord, ...]).validate_python(trainers)}
+    """Return trainers by rank, in order of their ranks; the file lists them."""
+    if not isinstance(trainers, Mapping):
+        listed = TypeAdapter(tuple[TrainerRecord, ...]).validate_python(trainers)
+        trainers = {trainer.rank: trainer for trainer in listed}
+    return dict(sorted(trainers.items()))
 
 
 Trainers = Annotated[
     dict[Rank, TrainerRecord],
     BeforeValidator(_read_trainers),
-    PlainSerializer(lambda trainers: [trainer for _, trainer in sorted(trainers.items())]),
+    PlainSerializer(lambda trainers: list(trainers.values())),
 ]
 Failure = Annotated[
     GradpostError,
@@ -83,24 +92,28 @@ Plan = Annotated[
 ]
 
 
-class RunRecord(Message):
-    """The durable state of a run. A transition returns another record; `change` is for those that pservers receive."""
+class RunRecord(_Record):
+    """The durable state of a run. Transitions return another record: `with_change` if pservers must receive it.
+
+    A higher `change_number` makes the reconciler freeze all pservers, and install the newest membership on them.
+    """
 
     name: str
     state: RunState = "gathering"
     num_trainers: int | None  # None until it is fixed
     failure: Failure | None = None
     plan: Plan | None = None
-    declaration: DeclareModel | None = None  # the model of the plan: the declaration of the lowest rank so far
+    declaration: DeclareModel | None = None  # of the lowest rank that has declared
     uploader: Rank = 0  # pushes the initial values: the lowest rank when the plan was made
     attempt: int = 0  # raised by each rollback
     membership: Membership = Membership({})  # the newest decision
-    resume: Round | None = None  # the round that this attempt began with; None: initial values
+    # The round that this attempt began with; None: initial values.
+    base_round: Round | None = Field(default=None, alias="resume")
     began: dict[int, Round | None] = Field(default={})  # the round that each attempt since the first began with
     source: str | None = None  # the run whose checkpoint this one began with
-    has_begun: bool = True  # every pserver has installed it once
+    has_begun: bool = True  # every pserver has installed the run once
     has_trained: bool = True  # a trainer has completed a round, so that initial values cannot replace it
-    number: int = 0  # of the newest change that every pserver must receive
+    change_number: int = Field(default=0, alias="number")  # of the newest change that every pserver must receive
     trainers: Trainers = Field(default={})
 
     @model_validator(mode="before")
@@ -115,6 +128,15 @@ class RunRecord(Message):
         return nest_membership(run)
 
     @property
+    def attempt_id(self) -> tuple[str, int]:
+        """The run and its attempt, as pservers report them."""
+        return self.name, self.attempt
+
+    def find_process(self, instance: str) -> TrainerRecord | None:
+        """Return the trainer of this process if it holds its rank."""
+        return next((t for t in self.trainers.values() if t.instance == instance and t.is_present), None)
+
+    @property
     def members(self) -> dict[Rank, Incarnation]:
         """The incarnations of the trainers that hold their rank."""
         return {t.rank: t.incarnation for t in self.trainers.values() if t.is_present}
@@ -122,13 +144,12 @@ class RunRecord(Message):
     @property
     def awaited(self) -> list[TrainerRecord]:
         """The lost trainers that the run waits for."""
-        return [t for _, t in sorted(self.trainers.items()) if t.is_awaited and not t.is_present]
+        return [t for t in self.trainers.values() if t.is_awaited and not t.is_present]
 
     @property
     def undeclared(self) -> list[TrainerRecord]:
         """The trainers that took an awaited rank and have not declared their model."""
-        here = [t for _, t in sorted(self.trainers.items()) if t.is_awaited and t.state == "joined"]
-        return [] if self.plan is None else here
+        return [t for t in self.trainers.values() if self.plan is not None and t.is_awaited and t.state == "joined"]
 
     @property
     def num_declared(self) -> int:
@@ -139,7 +160,7 @@ class RunRecord(Message):
     def targets(self) -> dict[Rank, Incarnation]:
         """The incarnations to install: of declared trainers, and the last one of each awaited rank."""
         targets = {}
-        for rank, trainer in sorted(self.trainers.items()):
+        for rank, trainer in self.trainers.items():
             if trainer.state == "declared":
                 targets[rank] = trainer.incarnation
             elif trainer.is_awaited and rank in self.membership.members:
@@ -156,29 +177,33 @@ class RunRecord(Message):
         """True if the run is over and all trainers have left."""
         return self.is_over and not self.members
 
+    def find_declaration(self, trainer: TrainerRecord) -> DeclareModel | None:
+        """Return the model that a trainer declared before training began, which others may have replaced since."""
+        return self.declaration if self.plan is None and trainer.state == "declared" else trainer.declaration
+
     def has_undone(self, manifest: Manifest) -> bool:
         """Return whether the run was rolled back behind this checkpoint, which may not be deleted yet."""
         return manifest.run == self.name and is_undone(manifest.round, manifest.attempt, self.began)
 
-    def update(self, **fields: Any) -> RunRecord:
+    def with_fields(self, **fields: Any) -> RunRecord:
         """Return the run with other fields, without a change for the pservers."""
         return _replace(self, fields)
 
-    def change(self, **fields: Any) -> RunRecord:
+    def with_change(self, **fields: Any) -> RunRecord:
         """Return the run with other fields, as a change that every pserver must receive."""
-        return _replace(self, {**fields, "number": self.number + 1})
+        return _replace(self, {**fields, "change_number": self.change_number + 1})
 
     def with_trainers(self, ranks: Iterable[Rank], **fields: Any) -> RunRecord:
         """Return the run with other fields of these trainers, without a change for the pservers."""
         changed = {rank: _replace(self.trainers[rank], fields) for rank in ranks}
-        return self.update(trainers={**self.trainers, **changed})
+        return self.with_fields(trainers={**self.trainers, **changed})
 
     def adopt(self, decision: Decision) -> RunRecord:
         """Return the run with a decision in effect."""
-        fields = {name: getattr(decision, name) for name in ("attempt", "resume", "uploader", "membership")}
+        fields = {name: getattr(decision, name) for name in ("attempt", "base_round", "uploader", "membership")}
         if decision.attempt != self.attempt:
-            fields |= {"source": None, "began": {**self.began, decision.attempt: decision.resume}}
-        return self.update(**fields)
+            fields |= {"source": None, "began": {**self.began, decision.attempt: decision.base_round}}
+        return self.with_fields(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +211,31 @@ class Decision:
     """The attempt of a run, the round that it began with (None: initial values of `uploader`), and its membership."""
 
     attempt: int
-    resume: Round | None
+    base_round: Round | None
     uploader: Rank
     membership: Membership
     reason: str = field(default="", compare=False)
+    controls: Controls | None = None  # the request of an administrator that the decision fulfils
+
+
+def await_trainers(run: RunRecord, *, is_async: bool) -> RunRecord:
+    """Return the run as it waits for all of its trainers, even those that were done."""
+    ranks = [rank for rank in run.trainers if run.num_trainers is None or rank < run.num_trainers]
+    members = dict(run.membership.members)
+    # A trainer that was done is a member again, so that the first trainer to return does not continue alone.
+    # In asynchronous modes its start follows from the pservers' state instead.
+    if not is_async:
+        members = {rank: run.trainers[rank].incarnation for rank in ranks} | members
+    if run.state != "gathering":
+        run = run.with_fields(state="training", source=None)
+    for rank in ranks:
+        fields = {"state": "lost", "why": f"trainer {rank} must be started again", "was_evicted": False, "round": 0}
+        run = run.with_trainers([rank], **fields, is_awaited=True, is_resumed=True)
+    return run.with_fields(
+        failure=None,
+        membership=replace(run.membership, members=members),
+        trainers={rank: run.trainers[rank] for rank in ranks},
+    )
 
 
 class PserverRecord(Message):
@@ -197,7 +243,7 @@ class PserverRecord(Message):
 
     info: PserverInfo
     instance: str
-    restored: Round | None = None  # the round that it had restored when it registered in the current attempt
+    restored: Round | None = None  # the round of the current attempt that the pserver had restored when it registered
 
 
 class Beginning(Message):
@@ -205,7 +251,7 @@ class Beginning(Message):
 
     run: str
     round: Round
-    controls: Controls | None = None  # None: those of the manifest
+    controls: Controls | None = None  # None: the controls of the manifest
 
 
 class ClusterRecord(Message):
@@ -217,33 +263,3 @@ class ClusterRecord(Message):
     pservers: tuple[PserverRecord, ...]
     beginning: Beginning | None = None
     run: RunRecord | None
-
-
-def describe_cluster(cluster: Cluster) -> ClusterRecord:
-    """Return the record of the cluster."""
-    members = {**cluster.registry.lost, **cluster.registry.members}
-    begins = cluster.beginning
-    return ClusterRecord(
-        trainer_incarnations=cluster.trainer_incarnations,
-        pserver_incarnations=cluster.registry.incarnations,
-        run_incarnations=cluster.run_incarnations,
-        pservers=tuple(member.record for _, member in sorted(members.items())),
-        beginning=begins and Beginning(run=begins.run, round=begins.round, controls=begins.controls),
-        run=cluster.run.durable if cluster.run.record.trainers else None,
-    )
-
-
-def restore_incarnations(cluster: Cluster, record: ClusterRecord) -> None:
-    """Restore the counters, so that every later process gets a higher incarnation."""
-    cluster.trainer_incarnations.update(record.trainer_incarnations)
-    cluster.registry.incarnations.update(record.pserver_incarnations)
-
-
-def restore_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
-    """Restore the cluster from its record. All leases begin now, and the last change is made again."""
-    restore_incarnations(cluster, record)
-    cluster.run_incarnations.update(record.run_incarnations)
-    for pserver in record.pservers:
-        cluster.registry.restore(pserver, now)
-    if record.run is not None:
-        cluster.run.restore(record.run, now)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ps_config.versions import installed_versions
 from ps_protocol.fields import Message
 from ps_protocol.messages import ClusterStatus, PserverStatus, Software, TrainerStatus
+from ps_protocol.vocabulary import Round
 
+from .pservers import PserverRegistry
 from .record import TrainerRecord
-from .trainers import TrainerReport
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
-    from .run import Run
+from .run import Run, TrainerReport
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -24,29 +22,37 @@ def copy_fields(kind: type[MessageT], source: object, **changed: Any) -> Message
     return kind(**same, **changed)
 
 
-def list_prospects(cluster: Cluster, now: float) -> list[tuple[str, float]]:
-    """Return each lost member that is awaited, in words, and the seconds until the run fails without it."""
-    if cluster.run.record.state != "training":
+def list_waits(run: Run, registry: PserverRegistry) -> list[str]:
+    """Return the members that the run waits for; none while the run trains and once it is over."""
+    if run.record.is_over:
         return []
-    limit = cluster.run.settings.rejoin_timeout_seconds
-    lost = [m for _, m in sorted(cluster.registry.lost.items())]
-    gone = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in lost]
-    reports = cluster.run.reports
-    gone += [(trainer.why, reports[trainer.rank].gone_at) for trainer in cluster.run.record.awaited]
-    patience = cluster.run.settings.round_timeout_seconds  # after which it counts as lost
-    gone += [
-        (f"trainer {trainer.rank} joined and has not declared its model", reports[trainer.rank].joined_at + patience)
-        for trainer in cluster.run.record.undeclared
-    ]
-    return [(text, max(0.0, limit - (now - since))) for text, since in gone]
+    absent = [f"pserver {index}" for index in range(registry.num_pservers) if index not in registry.members]
+    waits = absent + run.waiting_for
+    if waits or run.record.state == "training":
+        return waits
+    return ["the pservers to install the plan" if registry.num_pservers else "the coordinator's disk"]
 
 
-def describe_notice(cluster: Cluster) -> str:
+def list_prospects(run: Run, registry: PserverRegistry, now: float) -> list[tuple[str, float]]:
+    """Return each lost member that is awaited, in words, and the seconds until the run fails without it."""
+    if run.record.state != "training":
+        return []
+    limit = run.settings.rejoin_timeout_seconds
+    silent = [member for _, member in sorted(registry.lost.items())]
+    prospects = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in silent]
+    prospects += [(trainer.why, run.reports[trainer.rank].gone_at) for trainer in run.record.awaited]
+    for trainer in run.record.undeclared:
+        lost_at = run.reports[trainer.rank].joined_at + run.settings.round_timeout_seconds
+        prospects.append((f"trainer {trainer.rank} joined and has not declared its model", lost_at))
+    return [(text, max(0.0, limit - (now - since))) for text, since in prospects]
+
+
+def describe_notice(run: Run, registry: PserverRegistry) -> str:
     """Return the pause and the lost members in one line, which changes only when these change."""
-    texts = [text for text, _ in list_prospects(cluster, 0.0)]
-    limit = cluster.run.settings.rejoin_timeout_seconds
+    texts = [text for text, _ in list_prospects(run, registry, 0.0)]
+    limit = run.settings.rejoin_timeout_seconds
     lost = f"{'; '.join(texts)}: the run fails unless every lost member returns within {limit:g} s" if texts else ""
-    return "; ".join(filter(None, (describe_pause(cluster.run), lost)))
+    return "; ".join(filter(None, (describe_pause(run), lost)))
 
 
 def describe_pause(run: Run) -> str:
@@ -56,18 +62,23 @@ def describe_pause(run: Run) -> str:
     return "an administrator has paused the run; it continues after POST /v1/controls/resume"
 
 
-def describe_status(cluster: Cluster, now: float) -> ClusterStatus:
+def list_rounds(run: Run, registry: PserverRegistry) -> list[Round]:
+    """Return the round of each pserver; with strategy ring the newest round of the trainers."""
+    if run.settings.consistency.is_ring:
+        return [run.highest_round]
+    return [member.round for member in registry.members.values()]
+
+
+def describe_status(run: Run, registry: PserverRegistry, now: float) -> ClusterStatus:
     """Return the state of the cluster."""
-    run, record = cluster.run, cluster.run.record
-    plan, prospects = record.plan, list_prospects(cluster, now)
-    pservers = [member for _, member in sorted(cluster.registry.members.items())]
+    record, plan, prospects = run.record, run.record.plan, list_prospects(run, registry, now)
     return ClusterStatus(
         run=record.name,
         state=record.state,
         mode=run.settings.mode,
-        num_pservers=cluster.registry.num_pservers,
+        num_pservers=registry.num_pservers,
         num_trainers=run.sizes[0],
-        waiting_for=tuple(cluster.waiting_for),
+        waiting_for=tuple(list_waits(run, registry)),
         prospects=(
             *filter(None, [describe_pause(run)]),
             *(f"{what}; the run fails in {left:.0f} s unless this member returns" for what, left in prospects),
@@ -76,22 +87,20 @@ def describe_status(cluster: Cluster, now: float) -> ClusterStatus:
         plan_digest=plan.digest if plan else None,
         num_parameters=len(plan.parameters) if plan else 0,
         parameter_bytes=plan.num_bytes if plan else 0,
-        round=min(cluster.rounds, default=0),
+        round=min(list_rounds(run, registry), default=0),
         pservers=tuple(
             copy_fields(
                 PserverStatus,
-                member,
+                member.heartbeat,
                 index=member.info.index,
                 address=member.info.address,
                 http2=member.info.http2,
                 incarnation=member.info.incarnation,
                 heartbeat_age_seconds=now - member.seen_at,
             )
-            for member in pservers
+            for member in registry.sorted_members
         ),
-        trainers=tuple(
-            _describe_trainer(trainer, run.reports[rank], now) for rank, trainer in sorted(record.trainers.items())
-        ),
+        trainers=tuple(_describe_trainer(trainer, run.reports[rank], now) for rank, trainer in record.trainers.items()),
         software=Software(**installed_versions()),
     )
 

@@ -50,7 +50,7 @@ from ..shard.history import History
 from ..shard.optimizer_blocks import LoadedState
 from ..shard.shard import Shard
 from ..shard.shard_state import ShardState
-from .update_log import Update, UpdateLog
+from .update_log import LoggedUpdate, UpdateLog
 
 _DIGEST_BYTES = 16
 _NAME = re.compile(r"(\d{12})\.checkpoint")
@@ -159,7 +159,7 @@ class RunStorage:
 
     # ------------------------------------------------------------------ writing
 
-    def append(self, update: Update, gradient: Sequence[Buffer], loaded: LoadedState | None = None) -> None:
+    def append(self, update: LoggedUpdate, gradient: Sequence[Buffer], loaded: LoadedState | None = None) -> None:
         """Log an update with the optimizer state that it loads, if the run has a log. An OSError writes nothing."""
         if not self.has_log:
             return
@@ -352,7 +352,7 @@ class RunStorage:
             restored.shard.published.discard_deltas()
         restored.is_short = self.has_log and newest is None and self._log.is_short
 
-    def _replay_update(self, shard: Shard, history: History, update: Update, data: memoryview) -> None:
+    def _replay_update(self, shard: Shard, history: History, update: LoggedUpdate, data: memoryview) -> None:
         """Apply a logged gradient, and the state logged behind it, with the same bits as the first time."""
         present = tuple(place.name for place in shard.layout.places) if update.present is None else update.present
         loaded = None

@@ -55,7 +55,7 @@ def list_segments(folder: Path) -> list[Segment]:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class LoggedUpdate:
     """One update without its gradient. `present` names the blocks that it steps; None is all of them.
 
     An asynchronous update is one trainer's contribution: `origin` is the trainer's incarnation and step.
@@ -76,7 +76,7 @@ class Update:
         return {field.name: json.dumps(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
-    def from_record(cls, record: Record) -> Update:
+    def from_record(cls, record: Record) -> LoggedUpdate:
         """Return the update in a record."""
         metadata = record.frame.metadata
         values = {field.name: json.loads(metadata.get(field.name, "null")) for field in fields(cls)}
@@ -101,7 +101,7 @@ class UpdateLog:
         self._newest: tuple[Segment, int] | None = None  # and its descriptor
         folder.mkdir(parents=True, exist_ok=True)
 
-    def append(self, update: Update, gradient: Sequence[Buffer]) -> None:
+    def append(self, update: LoggedUpdate, gradient: Sequence[Buffer]) -> None:
         """Write an update; `gradient` are the float32 elements of the present blocks, in the order of the layout.
 
         With durability `fsync` it is on the disk when this returns, with `log` in the kernel's memory, which outlives
@@ -174,7 +174,7 @@ class UpdateLog:
         for item in _read_segment(segment):
             if isinstance(item, Ending):
                 break
-            if Update.from_record(item).round > round_:
+            if LoggedUpdate.from_record(item).round > round_:
                 log.warning("cutting off the end of the log", file=segment.path.name, round=round_)
                 break
             end = item.end
@@ -183,7 +183,7 @@ class UpdateLog:
         os.ftruncate(fd, end)
         os.fsync(fd)
 
-    def read_after(self, round_: Round) -> Iterator[tuple[Update, memoryview]]:
+    def read_after(self, round_: Round) -> Iterator[tuple[LoggedUpdate, memoryview]]:
         """Yield the updates after a round with their gradients, without a gap, up to the end of the log or to damage.
 
         Damage, and a missing file, set `is_short`; a torn tail, which was never acknowledged, does not. A gradient is
@@ -204,7 +204,7 @@ class UpdateLog:
                         log.warning(f"the log is {item.kind}", file=segment.path.name, at=item.at)
                     self.is_short = item.kind == "damaged"
                     break
-                update = Update.from_record(item)
+                update = LoggedUpdate.from_record(item)
                 if update.round == round_ + 1:
                     yield update, item.data
                     round_ += 1

@@ -1,68 +1,57 @@
-"""One run on one pserver: fences, waits, replies and checkpoints, the same in all modes.
+"""One run on one pserver, the same in all modes but for its schedule and its executor: see `schedule.py`.
 
-The run lives on the event loop. Its `Schedule`, a pure state machine, makes the decisions synchronously; its `Executor`
-carries them out: `apply_rounds.py` in the synchronous mode, `apply_queue.py` in the asynchronous ones. Tensor work goes
-to the compute thread. The fence is checked again after every `await`, since the round, the member or the run may have
-ended meanwhile.
+Both parts share a `RunContext` with the run. Tensor work goes to the compute thread. The fence is checked again after
+every `await`, since the round, the member or the run may have ended meanwhile.
+
+a run ends                            through                        which
+with its failure                      `Executor.end`                 ends every wait now
+because the process stops             `Run.stop`                     waits for acknowledged updates, and persists them
+because another run takes its place   `Run.close`                    ends every wait, and frees threads and disk
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import xxhash
 
-from ps_protocol.errors import (
-    BadInput,
-    Conflict,
-    GradpostError,
-    NonFiniteGradient,
-    NotReady,
-    RoundPending,
-    RoundTimeout,
-    StaleRound,
-    StorageFailed,
-    TrainerLost,
-    TryAgain,
-)
+from ps_protocol.errors import BadInput, GradpostError, NonFiniteGradient, NotReady, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import PushAnswer
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
-from ..durable.checkpoint_writer import CheckpointWriter, Destination
+from ..durable.checkpoint_writer import CheckpointWriter
 from ..durable.storage import Restored, RunStorage
 from ..metrics import LoadMeter, PserverMetrics
 from ..shard.bodies import Body
 from ..shard.shard import Shard
-from ..shard.staging import Admission, check_member
-from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, digest_contribution, find_nonfinite
-from .pushes import measure_largest_body, read_buffers, read_initial_blocks, read_push
-from .schedule import Executor, Read, Schedule, Wait, name_trainers
+from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, find_nonfinite
+from .asynchronous.clocks import Clocks
+from .asynchronous.queue_executor import QueueExecutor
+from .context import FAILURES_OF_TRAINERS, RunContext
+from .initial_values import InitialValues
+from .read_pushes import measure_largest_body, read_push
+from .schedule import Executor
+from .staging import StagedContribution
+from .synchronous.rounds import Rounds
+from .synchronous.rounds_executor import RoundsExecutor
 
 log = get_logger()
 
-T = TypeVar("T")
-
-FAILURES_OF_TRAINERS = (TrainerLost, RoundTimeout)  # they end a run, and leave its shards intact
-
 
 class Run:
-    """The state of one run on one pserver. Lives on the event loop; only `compute` touches tensors."""
+    """One run on one pserver, in its mode. Lives on the event loop."""
 
     def __init__(
         self,
-        install: InstallRun,
+        installed: InstallRun,
         index: PserverIndex,
-        make_executor: Callable[[Run, Restored | None], Executor],
         *,
         compute: ComputeExecutor,
         metrics: PserverMetrics,
@@ -70,35 +59,32 @@ class Run:
         restored: Restored | None = None,
     ) -> None:
         """Resume with `restored`, if there is one, else wait for initial values."""
-        self.install = install
+        self.installed = installed
         self.index = index
-        self.compute = compute
-        self.metrics = metrics
         self.storage = storage
-        self.plan = SlicePlan.from_json(install.plan)
-        self.shard = restored.shard if restored else Shard(self.plan, index)
-        self.membership = install.membership
-        self.failure: GradpostError | None = None
-        self.is_readable = False  # all initial values have arrived
-        self.waiting_since: float | None = None  # when the wait for the missing trainers began, by the loop's clock
-        self._buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == index}
-        self.max_body_bytes, self.max_body_tensors = measure_largest_body(self.plan, index, self.shard.layout)
+        self.plan = plan = SlicePlan.from_json(installed.plan)
+        self.schedule = _make_schedule(installed, restored)
+        self.shard = shard = restored.shard if restored else Shard(plan, index)
+        self.writer = writer = CheckpointWriter(storage, installed.checkpoint_rounds, metrics)
+        self.context = RunContext(
+            installed=installed, index=index, plan=plan, schedule=self.schedule, shard=shard, compute=compute,
+            metrics=metrics, storage=storage, writer=writer, membership=installed.membership,
+        )  # fmt: skip
+        self.executor: Executor = (
+            RoundsExecutor(self.context, self.schedule)
+            if isinstance(self.schedule, Rounds)
+            else QueueExecutor(self.context, self.schedule, is_restored=restored is not None)
+        )
+        self.initial_values = InitialValues(self.context, self.executor)
+        self.max_body_bytes, self.max_body_tensors = measure_largest_body(plan, index, shard.layout)
+        self.shard_bytes = plan.shard_bytes(index)
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests
-        self.notice = ""  # of the coordinator, about lost trainers
-        self.writer = CheckpointWriter(storage, install.checkpoint_rounds, metrics)
-        self.identity = {"run": install.run, "attempt": str(install.attempt)}  # in the metadata of each reply
-        self.condition = asyncio.Condition()
         self.meter = LoadMeter(metrics)
-        self._publishing = asyncio.Lock()
-        self.executor = make_executor(self, restored)
-        self.executor.install_members(install.membership)  # last: it may begin an apply
-
-    @property
-    def schedule(self) -> Schedule[StagedBlock]:
-        """The members, their contributions and their progress."""
-        return self.executor.schedule
+        self._compute = compute
+        self._metrics = metrics
+        self.executor.install_members(installed.membership)  # the last statement, since it may begin an apply
 
     @property
     def round(self) -> Round:
@@ -106,41 +92,27 @@ class Run:
         return self.schedule.applied
 
     @property
-    def members(self) -> Mapping[Rank, Incarnation]:
-        """The trainers that take part, and their incarnations."""
-        return self.schedule.members
+    def missing(self) -> Sequence[Rank]:
+        """The ranks that other trainers wait for or, before version 0, the uploader of its values."""
+        return self._longest_wait[0]
 
     @property
-    def missing(self) -> list[Rank]:
-        """The ranks that other trainers wait for or, before version 0, the uploader of its values."""
-        return self.executor.missing if self.is_readable else [self.install.uploader]
+    def waiting_seconds(self) -> float:
+        """The seconds for which requests have been waiting for the missing trainers; 0 while the run is paused."""
+        since = self._longest_wait[1]
+        if since is None or self.schedule.is_paused:
+            return 0.0
+        return asyncio.get_running_loop().time() - since
 
-    # ------------------------------------------------------------------ fences
+    @property
+    def _longest_wait(self) -> tuple[Sequence[Rank], float | None]:
+        if self.context.is_readable:
+            return self.executor.longest_wait
+        return [self.installed.uploader], self.context.wait_clock.since
 
     def check_fence(self, fence: Fence) -> None:
         """Raise an error if the addressee of a request is stale, or the failure that ended the run."""
-        fence.check_addressee(
-            run=self.install.run,
-            attempt=self.install.attempt,
-            plan=self.plan.digest,
-            pserver=self.index,
-            pserver_incarnation=self.install.incarnation,
-        )
-        self.check_failure()
-
-    def check_failure(self) -> None:
-        """Raise the failure that ended the run, if one did."""
-        if self.failure is not None:
-            raise copy.copy(self.failure)  # its traceback would collect the frames, and bodies, of every request
-
-    def check_member(self, fence: Fence) -> None:
-        """Raise Conflict unless the request is from the current incarnation of a member."""
-        check_member(self.members, fence.rank, fence.trainer_incarnation)
-
-    def check_readable(self) -> None:
-        """Raise NotReady before version 0 can be read."""
-        if not self.is_readable:
-            raise NotReady("the initial values are not complete", waiting_for=f"trainer {self.install.uploader}")
+        self.context.check_fence(fence)
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raise BadInput unless this shard has all of these blocks."""
@@ -148,92 +120,20 @@ class Run:
             if name not in self.shard.layout.place:
                 raise BadInput(f"block {name!r} is not on pserver {self.index}", code="unknown_block")
 
-    # ------------------------------------------------------------------ initial values
-
-    def admit_initial(self, fence: Fence) -> Admission:
-        """Check an upload of initial values: round 0, from the elected trainer."""
-        self.check_fence(fence)
-        self.check_member(fence)
-        if fence.round != 0 or fence.rank != self.install.uploader:
-            text = f"the initial values must be uploaded by trainer {self.install.uploader}, as round 0"
-            raise Conflict(text, code="stale_trainer")
-        return "already_applied" if self.shard.is_initialised else "open"
-
-    async def set_initial(self, fence: Fence, body: Body) -> PushAnswer:
-        """Store initial values and buffers; the last one makes the run readable at version 0."""
-        buffers = read_buffers(body, self._buffers)
-        blocks = read_initial_blocks(body, self.shard.layout, skip=self._buffers)
-
-        def store() -> None:
-            if not self.shard.is_initialised:  # a late duplicate must not overwrite later steps
-                for name, block in blocks.items():
-                    self.shard.set_initial(name, block.tensor())
-                for entry in buffers:
-                    self.shard.set_initial_buffer(entry.name, body.view(entry))
-
-        if self.admit_initial(fence) == "already_applied":
-            await self.publish_initial()  # the request that stored the last value may have ended before it did this
-            return PushAnswer(status="already_applied", duplicates=len(body.frame.tensors))
-        self.waiting_since = None  # there is progress
-        await self.compute.run(store)
-        await self.publish_initial()
-        return PushAnswer(status="staged", staged=len(body.frame.tensors), complete=self.shard.is_initialised)
-
-    async def publish_initial(self) -> None:
-        """Make the first version readable once every value has arrived; without blocks, immediately.
-
-        A restored shard begins with the version that was restored.
-        """
-        async with self._publishing:
-            if self.shard.is_initialised and not self.is_readable:
-                await self._publish()
-        await self.notify()  # even without a version, since the time-out of its readers begins again
-
-    async def _publish(self) -> None:
-        self.check_failure()
-        if self.storage is not None and self.shard.version == 0 and 0 not in self.storage.checkpoints:
-            await self._persist_initial(self.storage)
-        self.check_failure()
-        await self.executor.open_reads()
-        self.is_readable = True
-        self.waiting_since = None
-
-    async def _persist_initial(self, storage: RunStorage) -> None:
-        """Write the initial values as checkpoint 0, before a trainer can read them."""
-        try:
-            snapshot = partial(storage.snapshot, self.shard, self.schedule.copy_history(), copies=False)
-            await self.writer.write_and_wait(0, await self.compute.run(snapshot))
-        except OSError as error:
-            await self.fail(self.storage_failed("write checkpoint 0", error))
-
-    def storage_failed(self, what: str, error: OSError) -> StorageFailed:
-        """Return the error for a disk that fails where durability needs it."""
-        return StorageFailed(f"pserver {self.index} cannot {what}: {error}", pserver=self.index)
-
-    def metadata(self, round_: Round) -> dict[str, str]:
-        """Return the metadata of a reply with this version."""
-        return {**self.identity, "round": str(round_)}
-
     # ------------------------------------------------------------------ pushes and pulls
-
-    def admit_push(self, fence: Fence) -> Admission:
-        """Check a push before its body is read, and again before it is staged."""
-        self.check_fence(fence)
-        self.check_readable()  # nothing may be stepped before version 0 can be read
-        return self.schedule.admit(fence.rank, fence.trainer_incarnation, fence.round)
 
     async def push(self, fence: Fence, body: Body) -> PushAnswer:
         """Validate and stage one bucket. A repeated push gets the same answer; an error changes nothing.
 
         In asynchronous modes the push that completes a step is answered once the whole step is queued.
         """
-        push = read_push(body, self.shard.layout, self.plan, is_async=self.install.consistency.is_async)
+        push = read_push(body, self.shard.layout, self.plan, is_async=self.installed.consistency.is_async)
         is_finite = await self._check_finite(fence, push.blocks, len(body.buffer))
-        if self.admit_push(fence) == "already_applied":
+        if self.context.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=push.num_entries, finite=is_finite)
         staged = self.executor.stage(fence, push)
         if push.blocks:
-            self.metrics.staged_blocks.inc(staged.num_new)
+            self._metrics.staged_blocks.inc(staged.num_new)
         self.pushed_bytes += len(body.buffer)
         if staged.is_complete:
             await self.executor.commit(fence)
@@ -246,16 +146,16 @@ class Run:
         Under `allow` blocks are not read. Raises NonFiniteGradient under `reject`, and BadInput for wrong indices.
         """
         if self.plan.wire.push == "topk":
-            await self.compute.run(check_blocks, blocks)
-        if self.install.nonfinite == "allow" or not blocks:
+            await self._compute.run(check_blocks, blocks)
+        if self.installed.nonfinite == "allow" or not blocks:
             return True
         is_quick = num_bytes <= QUICK_BYTES
-        culprit = find_nonfinite(blocks) if is_quick else await self.compute.run(find_nonfinite, blocks)
+        culprit = find_nonfinite(blocks) if is_quick else await self._compute.run(find_nonfinite, blocks)
         if culprit is None:
             return True
-        self.metrics.nonfinite.inc()
+        self._metrics.nonfinite.inc()
         log.warning("NaN or infinity in a gradient", trainer=fence.rank, round=fence.round, block=culprit)
-        if self.install.nonfinite == "reject":
+        if self.installed.nonfinite == "reject":
             raise NonFiniteGradient(
                 f"trainer {fence.rank} pushed NaN or infinity in block {culprit!r} in round {fence.round}; "
                 "nothing of this push was staged"
@@ -269,11 +169,11 @@ class Run:
         """
 
         def encode() -> tuple[Round, list[bytes]]:
-            return self.shard.version, self.shard.encode_state(keys, self.metadata(fence.round), fence.rank)
+            return self.shard.version, self.shard.encode_state(keys, self.context.metadata(fence.round), fence.rank)
 
-        self.check_readable()
-        self.check_member(fence)
-        version, chunks = await self.compute.run(encode)
+        self.context.check_readable()
+        self.context.check_member(fence)
+        version, chunks = await self._compute.run(encode)
         self.check_fence(fence)
         self.schedule.check_state(fence.rank, fence.trainer_incarnation, fence.round, version)
         return chunks
@@ -281,112 +181,39 @@ class Run:
     async def get_buffers(self, fence: Fence) -> Sequence[bytes]:
         """Return a frame of this shard's buffers, which no round changes, for a member."""
         self.check_fence(fence)
-        self.check_member(fence)
-        self.check_readable()
-        return await self.compute.run(lambda: self.shard.encode([], self.metadata(0), with_buffers=True))
-
-    # ------------------------------------------------------------------ waiting
-
-    async def wait_for(self, fence: Fence, wait_seconds: float, find: Callable[[], T | None]) -> T:
-        """Return what `find` returns as soon as it is not None; an error that it raises ends the wait.
-
-        Raises RoundPending after `wait_seconds` (the caller asks again), NotReady before version 0, and RoundTimeout
-        when trainers have been missing for the round time-out.
-        """
-        deadline = asyncio.get_running_loop().time() + wait_seconds
-        async with self.condition:
-            while (found := find()) is None:
-                until = self._note_wait(fence, deadline)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(until):
-                        await self.condition.wait()
-        return found
-
-    def _note_wait(self, fence: Fence, deadline: float) -> float:
-        """Return the time until which a request waits before its next check. Raises the error that ends its wait."""
-        if self.is_readable:
-            wait = self.executor.note_wait(fence)
-        else:
-            self.note_waiting()
-            missing, facts = [self.install.uploader], {"round": self.schedule.open}
-            wait = Wait("version 0", "its values", missing, "upload the initial values", self.waiting_since, facts)
-        limit = self.install.round_timeout_seconds
-        timeout_at = float("inf") if wait.since is None or self.schedule.is_paused else wait.since + limit
-        now = asyncio.get_running_loop().time()
-        if now >= timeout_at:
-            who = name_trainers(wait.missing) or "the coordinator"
-            text = f"{who} did not {wait.owed} within {limit:g} s"
-            raise RoundTimeout(text, missing=list(wait.missing), **wait.facts)
-        if now >= deadline:
-            self.check_readable()
-            notice = f" ({self.notice})" if self.notice else ""
-            text = f"{wait.what} waits for {wait.cause}{notice}"
-            raise RoundPending(text, missing=list(wait.missing), **wait.facts)
-        return min(deadline, timeout_at)
-
-    def note_waiting(self) -> None:
-        """Note that trainers wait for others from now on, unless a wait is noted."""
-        if self.waiting_since is None:
-            self.waiting_since = asyncio.get_running_loop().time()
-
-    @property
-    def waiting_seconds(self) -> float:
-        """The seconds for which requests have been waiting for the missing trainers; 0 while the run is paused."""
-        since = self.executor.waiting_since if self.is_readable else self.waiting_since
-        if since is None or self.schedule.is_paused:
-            return 0.0
-        return asyncio.get_running_loop().time() - since
-
-    async def notify(self) -> None:
-        """Make every waiting request check its condition again."""
-        async with self.condition:
-            self.condition.notify_all()
+        self.context.check_member(fence)
+        self.context.check_readable()
+        return await self._compute.run(lambda: self.shard.encode([], self.context.metadata(0), with_buffers=True))
 
     # ------------------------------------------------------------------ members and the end
 
     async def freeze(self) -> FrozenRounds:
         """Wait for a running update, and from then on count no barrier until members are installed."""
-        self.check_failure()
+        self.context.check_failure()
         await self.executor.hold_updates()
-        return self.schedule.freeze().model_copy(update={"is_readable": self.is_readable})
+        return self.schedule.freeze().model_copy(update={"is_readable": self.context.is_readable})
 
     async def install_members(self, message: InstallMembers) -> None:
         """Replace the set of members by a newer one and notify the waiting requests. Ends a freeze."""
-        self.membership = message.membership
+        self.context.membership = message.membership
         self.executor.install_members(message.membership)
-        await self.notify()
-
-    async def fail(self, failure: GradpostError) -> None:
-        """End every wait with this failure, and log the first one."""
-        if self.failure is None:
-            ranks = failure.facts.get("missing", failure.facts.get("ranks"))
-            facts = {} if ranks is None else {"trainer": ranks}
-            log.error("run failed", reason=failure.detail, round=self.schedule.open, code=failure.code, **facts)
-            self.writer.heartbeat_is_due.set()  # the waiting trainers get the failure now, and may exit soon
-        await self.end(failure)
-
-    async def end(self, reason: GradpostError) -> None:
-        """End every wait with `reason`, and refuse later requests with it. A later reason has no effect."""
-        if self.failure is None:
-            self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
-        self.executor.close(reason)
-        await self.notify()
+        await self.context.notify()
 
     async def stop(self) -> None:
         """End every wait, and persist the content of the shard, before the process ends."""
         if self.storage is not None and self.storage.is_over:
             await self.writer.prune_folder()  # no heartbeat reply may have reported the last complete checkpoint
         has_log = self.storage is not None and self.storage.has_log
-        if self.failure is not None and (has_log or not isinstance(self.failure, FAILURES_OF_TRAINERS)):
-            return  # what is acknowledged is in the log, or the shard is not intact
+        if self.context.failure is not None and (has_log or not isinstance(self.context.failure, FAILURES_OF_TRAINERS)):
+            return  # the acknowledged updates are in the log, or the shard is not intact
         text = f"pserver {self.index} is stopping and may be restarted; send the request again"
-        await self.executor.end_waits(TryAgain(text))
+        await self.executor.end_when_applied(TryAgain(text))
         await self.executor.wait_for_apply()
         await self.writer.wait_for_writes("folder")
         is_persisted = self.storage is None or self.shard.version in self.storage.rounds
-        if not is_persisted and self.is_readable and self.executor.is_idle:
-            with contextlib.suppress(TryAgain):  # it was logged
-                await self.write_checkpoint("folder")
+        if not is_persisted and self.context.is_readable and self.executor.is_idle:
+            with contextlib.suppress(TryAgain):  # the writer has logged the error
+                await self.context.write_checkpoint("folder")
         await self.writer.wait_for_writes()
 
     async def wait_for_writes(self) -> None:
@@ -394,11 +221,11 @@ class Run:
         await self.executor.wait_for_apply()
         await self.writer.wait_for_writes()
 
-    async def finish(self) -> None:
-        """Wait until no work of this ended run remains on a thread or a disk."""
+    async def close(self, reason: GradpostError) -> None:
+        """End the run with `reason`, and wait until no work of it remains on a thread or a disk."""
+        await self.executor.end(reason)
         await self.wait_for_writes()
-        async with self._publishing:  # checkpoint 0 may be about to be written
-            pass
+        await self.initial_values.wait_until_published()
         if self.storage is not None:
             self.storage.close()
 
@@ -406,8 +233,8 @@ class Run:
 
     def require_storage(self) -> RunStorage:
         """Return the storage, if a checkpoint can be made now or soon. Raises NotReady, or the run's failure."""
-        self.check_failure()
-        self.check_readable()
+        self.context.check_failure()
+        self.context.check_readable()
         if self.storage is None:
             raise NotReady(f"pserver {self.index} has no state folder", waiting_for="a state folder")
         return self.storage
@@ -429,15 +256,7 @@ class Run:
             self.writer.request_round(round_)
         elif round_ not in storage.checkpoints and not self.writer.is_writing(round_):
             self.writer.check_room()
-            await self.executor.begin_checkpoint(round_, "place")
-
-    async def write_checkpoint(self, destination: Destination) -> None:
-        """Copy the shard as it is, and begin to write the copy. Raises TryAgain."""
-        await self.writer.copy_and_write(self.shard, self.schedule.copy_history(), destination, self.compute)
-
-    async def read_now(self, read: Read[T], extra: Mapping[str, str] | None = None) -> T:
-        """Return what `read` returns between two updates, on the compute thread; `extra` joins its metadata."""
-        return await self.compute.run(lambda: read({**self.metadata(self.shard.version), **(extra or {})}))
+            await self.executor.begin_checkpoint(round_)
 
     async def digest(self) -> str:
         """Return a digest of all that a request could change: values, optimizer state, barriers, contributions."""
@@ -445,5 +264,28 @@ class Run:
         progress = self.round, self.schedule.describe(), self.executor.num_queued
         staged.update(repr(progress).encode())
         for round_, rank, contribution in self.schedule.staged():
-            digest_contribution(staged, (round_, rank), contribution)
-        return f"{await self.compute.run(self.shard.digest)}-{staged.hexdigest()}"
+            _add_contribution(staged, (round_, rank), contribution)
+        return f"{await self._compute.run(self.shard.digest)}-{staged.hexdigest()}"
+
+
+def _make_schedule(installed: InstallRun, restored: Restored | None) -> Rounds[StagedBlock] | Clocks[StagedBlock]:
+    rules, applied = installed.consistency, restored.round if restored else 0
+    history = restored.history if restored else None
+    if rules.is_async:
+        # The log may have lost its end, even if it looks whole; and no trainer is at an uncommitted step.
+        return Clocks(
+            {}, rules, applied=applied, steps=history.steps if history else None, is_short=history is not None
+        )
+    members, clips = installed.membership.members, installed.max_grad_norm is not None
+    return Rounds(members, rules.max_delay, applied=applied, history=history, clips=clips)
+
+
+def _add_contribution(
+    digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: StagedContribution[StagedBlock]
+) -> None:
+    """Add all staged blocks and slots of a trainer to the digest."""
+    digest.update(repr((identity, contribution.completion)).encode())
+    for name, staged in [*sorted(contribution.blocks.items()), *sorted(contribution.slots.items())]:
+        digest.update(name.encode())
+        for view in staged.bytes() if isinstance(staged, StagedBlock) else [repr(staged).encode()]:
+            digest.update(view)

@@ -1,8 +1,10 @@
 """The two parts of a run that a mode chooses: a schedule decides what counts, and an executor applies it.
 
-                   decides, pure     carries out, on the event loop
-synchronous mode   Rounds            RoundsExecutor
-asynchronous       Clocks            QueueExecutor
+                    decides, pure            carries out, on the event loop           with
+synchronous mode    Rounds, rounds.py        RoundsExecutor, rounds_executor.py       round_work.py
+asynchronous modes  Clocks, clocks.py        QueueExecutor, queue_executor.py         queues, readers, staleness
+
+The folders `synchronous` and `asynchronous` contain these files.
 """
 
 from __future__ import annotations
@@ -17,11 +19,10 @@ from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.requests import Pull
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from ..durable.checkpoint_writer import Destination
 from ..shard.history import History
 from ..shard.reply import Reply
-from ..shard.staging import Admission, Contribution, Payload, Push, Staged
 from ..shard.tensors import StagedBlock
+from .staging import Admission, Payload, Push, Staged, StagedContribution
 
 T = TypeVar("T")
 
@@ -38,8 +39,8 @@ class Schedule(Protocol[Payload]):
     applied: Round  # the newest applied round, or the number of applied contributions
 
     @property
-    def open(self) -> Round:
-        """The round that trainers push for; in asynchronous modes the number of applied contributions."""
+    def reported_round(self) -> Round:
+        """The round in logs and errors: the one to push for, or in asynchronous modes the number of contributions."""
 
     @property
     def is_paused(self) -> bool:
@@ -53,9 +54,9 @@ class Schedule(Protocol[Payload]):
         """
 
     def stage(self, rank: Rank, round_: Round, push: Push[Payload]) -> Staged:
-        """Stage one admitted push: see `Contribution.stage`."""
+        """Stage one admitted push: see `StagedContribution.stage`."""
 
-    def staged(self) -> Iterator[tuple[Round, Rank, Contribution[Payload]]]:
+    def staged(self) -> Iterator[tuple[Round, Rank, StagedContribution[Payload]]]:
         """Yield all staged contributions, in order."""
 
     def check_state(self, rank: Rank, incarnation: Incarnation, round_: Round, version: Round) -> None:
@@ -75,12 +76,12 @@ class Schedule(Protocol[Payload]):
 class Wait:
     """The reason why a request waits. Without `since` the wait has no time-out for now."""
 
-    what: str  # the awaited thing, such as a round
-    cause: str  # that it waits for
+    what: str  # the object of the wait, such as a round
+    cause: str  # the reason why it is not there yet
     missing: Sequence[Rank] = ()  # the trainers among the causes
-    owed: str = ""  # by these trainers, or by the coordinator
+    owed: str = ""  # the action that the missing trainers, or the coordinator, have not done yet
     since: float | None = None  # when the round time-out began, by the loop's clock
-    facts: Mapping[str, Any] = field(default_factory=dict)  # of its errors
+    facts: Mapping[str, Any] = field(default_factory=dict)  # the facts of the errors that end the wait
 
 
 def name_trainers(ranks: Sequence[Rank]) -> str:
@@ -92,16 +93,11 @@ class Executor(Protocol):
     """The part of a run that applies updates, as its schedule decides. Lives on the event loop."""
 
     @property
-    def schedule(self) -> Schedule[StagedBlock]:
-        """The schedule whose decisions this executor carries out."""
+    def longest_wait(self) -> tuple[Sequence[Rank], float | None]:
+        """The ranks that trainers have waited for longest, and the beginning of the wait, once version 0 is readable.
 
-    @property
-    def missing(self) -> list[Rank]:
-        """The ranks that other trainers wait for, once version 0 is readable."""
-
-    @property
-    def waiting_since(self) -> float | None:
-        """When the longest wait for these ranks began, by the loop's clock."""
+        The beginning is a time of the loop's clock, or None without a wait.
+        """
 
     @property
     def num_queued(self) -> int:
@@ -123,9 +119,6 @@ class Executor(Protocol):
     async def get(self, fence: Fence, pull: Pull) -> Reply:
         """Return the parameters of a request's round, waiting up to `pull.wait_seconds` for them."""
 
-    def note_wait(self, fence: Fence) -> Wait:
-        """Note that this request waits, and return the reason."""
-
     async def hold_updates(self) -> None:
         """Wait for the running update. None begins before the caller awaits something, or members are installed."""
 
@@ -141,8 +134,8 @@ class Executor(Protocol):
         In asynchronous modes it is the number of committed contributions; for a run that `is_over`, at least `round_`.
         """
 
-    async def begin_checkpoint(self, round_: Round, destination: Destination) -> None:
-        """Begin a checkpoint of the shard, which is at this round. Raises TryAgain."""
+    async def begin_checkpoint(self, round_: Round) -> None:
+        """Begin a checkpoint of the shard, which is at this round, to the place. Raises TryAgain."""
 
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
         """Read the whole shard right after a round, waiting up to `wait_seconds` for it; None is any whole round.
@@ -154,8 +147,11 @@ class Executor(Protocol):
     async def wait_for_apply(self) -> None:
         """Wait for the running apply."""
 
-    async def end_waits(self, reason: GradpostError) -> None:
+    async def end_when_applied(self, reason: GradpostError) -> None:
         """End the run with `reason` once the shard contains everything that was acknowledged."""
 
-    def close(self, reason: GradpostError) -> None:
-        """End the executor's own waits with `reason`, which has ended the run."""
+    async def end(self, reason: GradpostError, *, is_failure: bool = False) -> None:
+        """End every wait with `reason` now, and refuse later requests with it. A later reason has no effect.
+
+        A failure is logged and reported to the coordinator.
+        """

@@ -77,7 +77,10 @@ class Aggregator:
         return sum(sums) if any(map(math.isnan, sums)) or math.inf in sums else math.fsum(sums)
 
     def scale(self, coefficient: float) -> None:
-        """Multiply the newest gradient by `coefficient`. The averaged buffers behind it stay unchanged."""
+        """Multiply the newest gradient, in the tensor that `aggregate` has returned, by `coefficient`.
+
+        The averaged buffers behind it stay unchanged.
+        """
         self._gradient[: self._layout.num_stepped].mul_(coefficient)
 
     def encode(self, present: Sequence[str] | None) -> list[memoryview]:

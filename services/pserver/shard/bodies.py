@@ -67,17 +67,21 @@ class Body:
     """One received frame: its buffer and the parsed header."""
 
     def __init__(self, pool: BufferPool, num_bytes: int) -> None:
-        self.is_recurring = True  # a body of this size comes in every round
+        self._is_recurring = True  # a body of this size comes in every round
         self._pool = pool
         self._memory = pool.acquire(num_bytes)
         self.buffer = self._memory[:num_bytes]
         self.frame: Frame
 
     def __del__(self) -> None:
-        if self.is_recurring:
+        if self._is_recurring:
             self._pool.release(self._memory)
         else:
             self._pool.free(self._memory)
+
+    def mark_single_use(self) -> None:
+        """Free the buffer after this body, since none of its size comes in the next rounds."""
+        self._is_recurring = False
 
     @property
     def data(self) -> memoryview:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future  # which any thread may complete
+from concurrent.futures import Future  # any thread may complete it
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -107,8 +107,9 @@ class Captures:
 
     def expire_rounds(self, applied: Round) -> None:
         """Refuse captures that arrived too late for their rounds."""
-        for round_ in [round_ for round_ in self._wanted if round_ <= applied]:
-            self._refuse(round_, StaleRound(f"round {round_} is over", current=applied))
+        for round_ in list(self._wanted):
+            if round_ <= applied:
+                self._refuse(round_, StaleRound(f"round {round_} is over", current=applied))
 
     def end(self, reason: Exception) -> None:
         """Refuse all captures, since there are no more rounds."""

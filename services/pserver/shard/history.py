@@ -49,8 +49,9 @@ class History:
             self.scaler = find_scaler(hyper_parameters)
         known: dict[Round, Any]
         for known in (self.participants, self.nonfinite, self.norms) if ranks else ():
-            for old in [old for old in known if old <= round_ - keep]:
-                del known[old]
+            for old in list(known):
+                if old <= round_ - keep:
+                    del known[old]
 
     def outcome(self, round_: Round) -> dict[str, str]:
         """Return the metadata of the reply for this version: skipped rounds, and the GradScaler state."""
@@ -68,8 +69,8 @@ class History:
     def to_json(self) -> str:
         """Return the text that a checkpoint contains."""
         scalers = {} if self.scaler is None else {0: [self.scaler[name] for name in SCALER_NUMBERS]}
-        every = (self.participants, self.nonfinite, self.steps, self.norms, scalers)
-        return json.dumps([list(known.items()) for known in every])
+        known_by_key = (self.participants, self.nonfinite, self.steps, self.norms, scalers)
+        return json.dumps([list(known.items()) for known in known_by_key])
 
     @classmethod
     def from_json(cls, text: str) -> History:

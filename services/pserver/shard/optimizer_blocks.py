@@ -69,7 +69,10 @@ class LoadedState:
 
 def find_loaded(contributions: Sequence[Mapping[str, StagedBlock | StepState]]) -> LoadedState | None:
     """Return the state that a round loads: the state from the lowest rank that loads any."""
-    return next(filter(None, map(LoadedState.from_staged, contributions)), None)
+    for slots in contributions:
+        if slots:
+            return LoadedState.from_staged(slots)
+    return None
 
 
 @dataclass(slots=True)
@@ -113,16 +116,8 @@ class OptimizerBlocks:
             rule = UPDATE_RULES[name]
             options = {**hyper_parameters[group], **self._spec.group_flags[group]}
             pieces = [piece for run in stepped.runs for piece in _cut(*run, rule.max_elements)]
-            operands = Operands(
-                values=[values[begin:end] for begin, end in pieces],
-                gradients=[gradient[begin:end] for begin, end in pieces],
-                slots={
-                    slot_name: [slot[begin:end] for begin, end in pieces]
-                    for slot_name in slots_under(name, options)
-                    for slot in (self._slot(slot_name),)
-                },
-                state=state,
-            )
+            slots = {slot: _view(self._slot(slot), pieces) for slot in slots_under(name, options)}
+            operands = Operands(_view(values, pieces), _view(gradient, pieces), slots, state)
             self.state.steps.update(dict.fromkeys(stepped.names, rule.step(operands, options)))
         if counter is not None:
             self.state.counted.update({(counter, name): self.state.steps[name] for name in present})
@@ -184,6 +179,10 @@ class OptimizerBlocks:
         if name not in self.state.slots:
             self.state.slots[name] = torch.zeros(self._layout.num_elements)
         return self.state.slots[name]
+
+
+def _view(flat: Tensor, pieces: Sequence[tuple[int, int]]) -> list[Tensor]:
+    return [flat[begin:end] for begin, end in pieces]
 
 
 def _cut(begin: int, end: int, size: int | None) -> list[tuple[int, int]]:

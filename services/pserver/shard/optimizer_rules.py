@@ -117,10 +117,10 @@ def _step_mean(on: Operands, options: Options) -> StepState:
 
 
 def _split_betas(options: Options) -> Options:
-    if "betas" not in options:
-        return options
-    beta1, beta2 = options["betas"]
-    return {**{name: value for name, value in options.items() if name != "betas"}, "beta1": beta1, "beta2": beta2}
+    split = dict(options)
+    if "betas" in split:
+        split["beta1"], split["beta2"] = split.pop("betas")
+    return split
 
 
 _ADAM = UpdateRule(_make_step(adam, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", fused=True), max_elements=None)

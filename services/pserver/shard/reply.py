@@ -18,6 +18,7 @@ from ps_protocol.requests import SINCE_KEY
 from ps_protocol.vocabulary import DTYPE_BYTES, Round
 from ps_protocol.wire_types import WireTensor
 
+from ..waits import EndWait, endable_wait
 from .layout import BlockPlace
 from .tensors import view_bytes
 
@@ -30,14 +31,33 @@ EncodedTensor: TypeAlias = tuple[WireTensor, bytes | memoryview]
 NO_DELTAS: Mapping[str, Sequence[EncodedTensor]] = {}
 
 
+class PulledViews:
+    """Blocks of `values`, the shard's flat float32 tensor, as trainers pull them. Float32 blocks are not copied."""
+
+    def __init__(self, values: Tensor, places: Iterable[BlockPlace]) -> None:
+        self._tensors: list[tuple[WireTensor, memoryview]] = []
+        self._converted: list[tuple[Tensor, Tensor]] = []  # memory of blocks in other dtypes, and their values
+        for place in places:
+            pulled = block = values[place.begin : place.end]
+            if place.pulled != "F32":
+                pulled = torch.empty(len(block), dtype=TORCH_DTYPES[place.pulled])
+                self._converted.append((pulled, block))
+            self._tensors.append(((place.name, place.pulled, (len(block),)), view_bytes(pulled)))
+
+    def read(self) -> Sequence[tuple[WireTensor, memoryview]]:
+        """Return the tensors with their bytes, which are valid until the values change."""
+        for pulled, block in self._converted:
+            pulled.copy_(block)
+        return self._tensors
+
+
 class ChunkEncoder:
-    """An encoder of blocks of `values`, the shard's flat float32 tensor, in chunks of about 1 MiB or without a copy."""
+    """An encoder of blocks of `values`, the shard's flat float32 tensor, in chunks of about 1 MiB."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
         self._value_bytes = view_bytes(values)
         self._scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-        self._converted = torch.empty(0, dtype=torch.uint8)  # borrowed blocks of other dtypes
 
     def encode(self, places: Iterable[BlockPlace], *, pulled: bool = False) -> list[bytes]:
         """Return the data of these blocks in the given order, little-endian, without holes.
@@ -57,31 +77,18 @@ class ChunkEncoder:
                     chunks.append(b"".join(pieces))
                     pieces, size = [], 0
                     continue
-                pieces.append(self._encode_piece(dtype, begin, end, self._scratch, size))
+                pieces.append(self._encode_piece(dtype, begin, end, size))
                 size += width * (end - begin)
                 begin = end
         if pieces:
             chunks.append(b"".join(pieces))
         return chunks
 
-    def borrow(self, places: Iterable[BlockPlace]) -> list[memoryview]:
-        """Return the pulled data of each block: views of the values, or of a tensor that the next call overwrites."""
-        places = list(places)
-        num_bytes = sum(DTYPE_BYTES[p.pulled] * p.block.num_elements for p in places if p.pulled != "F32")
-        if len(self._converted) < num_bytes:
-            self._converted = torch.empty(num_bytes, dtype=torch.uint8)
-        pieces = []
-        offset = 0
-        for place in places:
-            pieces.append(self._encode_piece(place.pulled, place.begin, place.end, self._converted, offset))
-            offset += len(pieces[-1]) if place.pulled != "F32" else 0
-        return pieces
-
-    def _encode_piece(self, dtype: str, begin: int, end: int, converted: Tensor, offset: int) -> memoryview:
-        """Return the bytes of the values [begin, end); another dtype than float32 is written to `converted`."""
+    def _encode_piece(self, dtype: str, begin: int, end: int, offset: int) -> memoryview:
+        """Return the bytes of the values [begin, end); another dtype than float32 is written to the scratch memory."""
         if dtype == "F32":
             return self._value_bytes[4 * begin : 4 * end]
-        target = converted[offset : offset + DTYPE_BYTES[dtype] * (end - begin)]
+        target = self._scratch[offset : offset + DTYPE_BYTES[dtype] * (end - begin)]
         target.view(TORCH_DTYPES[dtype]).copy_(self._values[begin:end])
         return view_bytes(target)
 
@@ -153,7 +160,7 @@ class Reply:
     round: Round
     parts: Parts
     blocks: VersionedBlocks | None = None
-    _readers: set[asyncio.Timeout] = field(default_factory=set)
+    _readers: set[EndWait] = field(default_factory=set)
     _is_free: asyncio.Event = field(default_factory=asyncio.Event)
     _is_revoked: bool = False
 
@@ -167,19 +174,14 @@ class Reply:
         overwritten = StaleRound(f"round {self.round} is being overwritten")
         if self._is_revoked:
             raise overwritten
-        reader = asyncio.timeout(None)
-        try:
-            async with reader:
-                self._readers.add(reader)
+        async with endable_wait(overwritten) as end_reader:
+            self._readers.add(end_reader)
+            try:
                 yield
-        except TimeoutError:
-            if not reader.expired():
-                raise
-            raise overwritten from None
-        finally:
-            self._readers.discard(reader)
-            if not self._readers:
-                self._is_free.set()
+            finally:
+                self._readers.discard(end_reader)
+                if not self._readers:
+                    self._is_free.set()
 
     async def revoke(self) -> None:
         """Wait until there are no readers; after a moment the remaining ones are ended."""
@@ -192,6 +194,6 @@ class Reply:
                 async with asyncio.timeout_at(until):
                     await self._is_free.wait()
             except TimeoutError:
-                for reader in self._readers:
-                    reader.reschedule(loop.time())
+                for end_reader in self._readers:
+                    end_reader()
                 until = float("inf")

@@ -29,18 +29,18 @@ from .captures import Probes
 from .layout import ShardLayout
 from .optimizer_blocks import LoadedState, OptimizerBlocks
 from .published import BorrowedTensor, Published
-from .reply import ChunkEncoder
+from .reply import ChunkEncoder, PulledViews
 from .shard_state import ShardState
 from .tensors import view_bytes
 
-MASTER_BYTES = 4  # of an element
+MASTER_BYTES = 4  # size of an element
 
 
 class Shard:
     """The shard. Blocks are float32 masters of parameters. Buffers are stored as they came and never stepped."""
 
     def __init__(self, plan: SlicePlan, pserver: PserverIndex) -> None:
-        assert plan.optimizer is not None  # a run always has one
+        assert plan.optimizer is not None  # the plan of a run always has an optimizer
         self.layout = ShardLayout(plan, pserver)
         self.values = torch.zeros(self.layout.num_elements)  # flat float32; blocks are views of it
         self.version = 0  # applied rounds; in asynchronous modes applied contributions, which the run counts
@@ -92,10 +92,8 @@ class Shard:
         Returns the blocks whose values have changed. After an exception the shard is in an unknown state.
         """
         masters = self.load_slots(loaded) if loaded else []
-        probed = self.probes.copy_before(present, self.block)
-        self._step(gradient, present, hyper_parameters)
         self.version += 1
-        self.probes.finish_probes(probed, self.block, self.version)
+        self._step(gradient, present, hyper_parameters)
         if self.published is not None:
             self.published.publish_round(present, masters)
         return [*present, *masters]
@@ -107,10 +105,7 @@ class Shard:
 
         `counter`: see `OptimizerBlocks.apply`.
         """
-        whole = self.aggregator.load_block(name, gradient)
-        probed = self.probes.copy_before((name,), self.block)
-        self._step(whole, (name,), hyper_parameters, counter)
-        self.probes.finish_probes(probed, self.block, self.version)
+        self._step(self.aggregator.load_block(name, gradient), (name,), hyper_parameters, counter)
 
     def _step(
         self,
@@ -119,9 +114,11 @@ class Shard:
         hyper_parameters: list[HyperParameters],
         counter: Rank | None = None,
     ) -> None:
+        probed = self.probes.copy_before(present, self.block)
         self.optimizer.apply(self.values, gradient, present, hyper_parameters, counter=counter)
         for name in present:
             self.versions[name] += 1
+        self.probes.finish_probes(probed, self.block, self.version)
 
     def load_slots(self, loaded: LoadedState) -> list[str]:
         """Replace optimizer state and masters by what a trainer has loaded. Return the blocks whose values changed."""
@@ -196,14 +193,13 @@ class Shard:
         buffers = [self._buffers[spec.name] for spec in specs]
         return [encode_header(entries, metadata), *encoder.encode(places, pulled=pulled), *buffers]
 
-    def borrow(self) -> list[BorrowedTensor]:
-        """Return all blocks as trainers pull them, in plan order: views of the values, valid until these change."""
-        places = list(self.layout.place.values())
-        tensors = [(p.name, p.pulled, (p.block.num_elements,)) for p in places]
-        return list(zip(tensors, self._pulled_encoder.borrow(places), strict=True))
+    def view_pulled(self) -> PulledViews:
+        """Return views of all blocks as trainers pull them, in plan order."""
+        values = self.values if self.published is None else self.published.values
+        return PulledViews(values, self.layout.place.values())
 
     def borrow_deltas(self) -> dict[str, Sequence[BorrowedTensor]]:
-        """Return the delta of each block to the round before, where there is one; valid as `borrow`."""
+        """Return the delta of each block to the round before, where there is one; valid until the next step."""
         return {} if self.published is None else self.published.borrow_deltas()
 
     def _stored_buffers(self) -> list[BufferSpec]:

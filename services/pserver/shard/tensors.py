@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
-import xxhash
 from torch import Tensor
 
 from ps_protocol.encodings import TORCH_DTYPES, Part, SparsePart, decode_part, is_finite
 from ps_protocol.frames import TensorEntry
-from ps_protocol.vocabulary import Rank, Round
 
 from .bodies import Body
-from .staging import Contribution
 
-QUICK_BYTES = 1 << 16  # of a push that is checked in less time than another thread takes to begin
+QUICK_BYTES = 1 << 16  # a smaller push is checked in less time than another thread takes to begin
 
-_PIECE_BYTES = 1 << 18  # that are compared at once
+_PIECE_BYTES = 1 << 18  # compared at once
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
@@ -26,47 +22,38 @@ def view_bytes(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class StagedBlock:
-    """One block of a received body. While it is referenced, the body's buffer is not reused."""
+    """One block of a received body. While it is referenced, the body's buffer is not reused.
 
-    body: Body
-    entries: tuple[TensorEntry, ...]  # one, or two for a quantised or sparse block
-    num_elements: int
+    `views` are its tensors on the wire, and `part` its elements, which are decoded when a range of them is read. They
+    are valid while this block is referenced.
+    """
+
+    __slots__ = ("_body", "part", "views")
+
+    def __init__(self, body: Body, entries: Sequence[TensorEntry], num_elements: int) -> None:
+        """`entries` are one, or two for a quantised or sparse block."""
+        self._body = body  # whose buffer the views are of
+        self.views: list[Tensor] = []
+        for entry in entries:
+            offset = body.frame.data_begin + entry.begin
+            dtype = TORCH_DTYPES[entry.dtype]
+            self.views.append(torch.frombuffer(body.buffer, dtype=dtype, count=entry.shape[0], offset=offset))
+        self.part: Part = decode_part(self.views, num_elements)
 
     def tensor(self) -> Tensor:
-        """Return the elements, of shape (num_elements,): a view that must not be written, or decoded float32.
-
-        A view is valid while this block is referenced.
-        """
-        return self.part()[:]
-
-    def part(self) -> Part:
-        """Return the elements as a part, which is decoded when a range of it is read."""
-        return decode_part([self._view(entry) for entry in self.entries], self.num_elements)
-
-    def is_finite(self) -> bool:
-        """Return whether the block contains neither NaN nor infinity."""
-        views = (self._view(entry) for entry in self.entries)
-        return all(is_finite(view) for view in views if view.dtype.is_floating_point)
-
-    def _view(self, entry: TensorEntry) -> Tensor:
-        return torch.frombuffer(
-            self.body.buffer,
-            dtype=TORCH_DTYPES[entry.dtype],
-            count=entry.shape[0],
-            offset=self.body.frame.data_begin + entry.begin,
-        )
+        """Return the elements, of shape (num_elements,): a view that must not be written, or decoded float32."""
+        return self.part[:]
 
     def bytes(self) -> list[memoryview]:
-        """Return the pushed bytes of each entry, not copied."""
-        return [self.body.view(entry) for entry in self.entries]
+        """Return the pushed bytes of each tensor, not copied."""
+        return [view_bytes(view) for view in self.views]
 
     def __eq__(self, other: object) -> bool:
         # Compares bytes: a NaN is equal to itself then, and 0 is not -0.
         return (
             isinstance(other, StagedBlock)
-            and len(self.entries) == len(other.entries)
+            and len(self.views) == len(other.views)
             and all(map(_are_equal, self.bytes(), other.bytes()))
         )
 
@@ -79,24 +66,17 @@ def _are_equal(one: memoryview, other: memoryview) -> bool:
     )
 
 
-def digest_contribution(
-    digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: Contribution[StagedBlock]
-) -> None:
-    """Add all staged blocks and slots of a trainer to the digest."""
-    digest.update(repr((identity, contribution.completion)).encode())
-    for name, staged in [*sorted(contribution.blocks.items()), *sorted(contribution.slots.items())]:
-        digest.update(name.encode())
-        for view in staged.bytes() if isinstance(staged, StagedBlock) else [repr(staged).encode()]:
-            digest.update(view)
-
-
 def check_blocks(blocks: Mapping[str, StagedBlock]) -> None:
     """Raise BadInput for sparse blocks with wrong indices."""
     for block in blocks.values():
-        if isinstance(part := block.part(), SparsePart):
-            part.check()
+        if isinstance(block.part, SparsePart):
+            block.part.check()
 
 
 def find_nonfinite(blocks: Mapping[str, StagedBlock]) -> str | None:
     """Return the name of a block that contains NaN or infinity, if there is one."""
-    return next((name for name, block in blocks.items() if not block.is_finite()), None)
+    for name, block in blocks.items():
+        for view in block.views:
+            if view.dtype.is_floating_point and not is_finite(view):
+                return name
+    return None

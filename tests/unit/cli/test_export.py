@@ -14,7 +14,7 @@ from gradpost.output import CommandError
 from ps_protocol.consistency import Consistency
 from ps_protocol.messages import ShardFile
 from services.coordinator.restore import RecordFile
-from services.coordinator.state.record import ClusterRecord, describe_cluster
+from services.coordinator.state.record import ClusterRecord
 from services.pserver.durable.disk import Disk
 from services.pserver.shard.history import History
 from services.pserver.shard.shard_state import concatenate
@@ -31,7 +31,7 @@ PLAN = plan_for(2)
 def write_record(folder: Path, began: dict[int, int | None]) -> None:
     cluster = make_cluster(durability="log")
     begin_training(cluster)
-    record = describe_cluster(cluster)
+    record = cluster.describe()
     assert record.run is not None
     run = record.run.model_copy(update={"plan": PLAN, "attempt": len(began), "began": began})
     RecordFile(folder).write(ClusterRecord(**{**dict(record), "run": run}))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from ps_protocol.consistency import Consistency
@@ -38,7 +39,7 @@ def defaults(num_trainers: int = 2, *, consistency: Consistency | None = None, *
 
 
 def make_run(num_trainers: int = 2) -> Run:
-    return Run("run1", defaults(num_trainers), {})
+    return Run.begin("run1", defaults(num_trainers), {})
 
 
 def make_cluster(
@@ -97,8 +98,16 @@ def join_all(cluster: Cluster, now: float = 0.0, suffix: str = "") -> list[Train
         cluster.join_trainer(joining(f"{suffix}{i}", rank=i), now) for i in range(cluster.run.settings.num_trainers)
     ]
     for answer in joined:
-        cluster.run.declare(answer.rank, model(answer.incarnation, answer.run))
+        cluster.declare_model(answer.rank, model(answer.incarnation, answer.run))
     return joined
+
+
+def change_record(cluster: Cluster, **fields: Any) -> None:
+    cluster.run = replace(cluster.run, record=cluster.run.record.with_fields(**fields))
+
+
+def list_checkpoints(cluster: Cluster, rounds: Sequence[int]) -> None:
+    cluster.run = cluster.run.list_checkpoints(cluster.run.record.attempt, rounds)
 
 
 def train(cluster: Cluster, now: float = 0.0) -> None:
@@ -106,8 +115,8 @@ def train(cluster: Cluster, now: float = 0.0) -> None:
     for index in range(cluster.registry.num_pservers):
         cluster.register_pserver(registration(str(index), index=index), now)
     join_all(cluster, now)
-    assert cluster.start_run_if_complete()
-    cluster.run.begin_training(now)
-    cluster.finish_change(cluster.run.record.number)
+    assert cluster.start_run_if_complete(now)
+    cluster.run = cluster.run.begin_training(now)
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     for index in range(cluster.registry.num_pservers):
         cluster.pserver_heartbeat(index, beat(run=cluster.run.record.name), now)

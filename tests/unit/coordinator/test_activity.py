@@ -26,7 +26,18 @@ from services.coordinator.events import MAX_EVENTS, Events
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.record import Decision
 
-from .support import LEASE, alive, beat, joining, leaving, make_cluster, registration, train
+from .support import (
+    LEASE,
+    alive,
+    beat,
+    change_record,
+    joining,
+    leaving,
+    list_checkpoints,
+    make_cluster,
+    registration,
+    train,
+)
 
 
 def load(**changes: Any) -> PserverLoad:
@@ -74,7 +85,7 @@ def test_samples_of_other_incarnations_runs_and_attempts_are_dropped() -> None:
     assert list(log.trainers[1]) == [(400.0, 3)]
     log.record_pserver(cluster, 1, beat(run="another", load=load()), 401.0)
     assert log.pservers[1][-1].at == MAX_SAMPLES + 9
-    cluster.run.record = cluster.run.record.update(attempt=1)
+    change_record(cluster, attempt=1)
     log.record_pserver(cluster, 0, beat(run="run1", attempt=1, load=load()), 402.0)
     assert (len(log.samples), len(log.pservers), len(log.trainers)) == (1, 1, 0)
 
@@ -158,7 +169,7 @@ def test_changes_of_the_cluster_become_events():
     cluster.leave_trainer(1, leaving("failed", reason="no data"), 1.0)
     cluster.pserver_heartbeat(0, beat(run="run1"), LEASE)
     cluster.expire(LEASE + 1)
-    cluster.run.complete_checkpoints.insert(0, 40)
+    list_checkpoints(cluster, [40])
     events.detect_changes(cluster)
     assert texts(events, seen)[:2] == [
         "pserver 1 at http://1:1 is silent",
@@ -166,8 +177,10 @@ def test_changes_of_the_cluster_become_events():
     ]
     assert texts(events, seen)[2:] == ["trainer 1 failed: no data", "checkpoint of round 40 is complete"]
     seen = events.newest_id
-    cluster.run.apply_decision(Decision(1, 40, 0, cluster.run.record.membership, "pserver 0 holds nothing of the run"))
-    cluster.run.fail(TrainerLost("trainer 1 did not come back", ranks=[1]), 99.0)
+    cluster.run = cluster.run.apply_decision(
+        Decision(1, 40, 0, cluster.run.record.membership, "pserver 0 holds nothing of the run")
+    )
+    cluster.run = cluster.run.fail(TrainerLost("trainer 1 did not come back", ranks=[1]), 99.0)
     events.detect_changes(cluster)
     assert texts(events, seen) == [
         "run run1 is failed: trainer 1 did not come back",

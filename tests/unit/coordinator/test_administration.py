@@ -18,7 +18,7 @@ from services.coordinator.metrics import measure_cluster
 
 from ...raising import raises_code
 from .coordinating import FakePservers, eventually, heartbeat, leave, training
-from .support import beat, leaving, registration
+from .support import beat, change_record, leaving, list_checkpoints, registration
 
 
 def outcomes(coordinator: Coordinator) -> list[str]:
@@ -28,31 +28,35 @@ def outcomes(coordinator: Coordinator) -> list[str]:
 async def test_a_rollback_behind_the_rounds_of_a_trainer_that_is_done_is_refused() -> None:
     """The trainer would not train them again, so that the run would fail."""
     async with training() as coordinator:
-        run = coordinator.cluster.run
+        cluster = coordinator.cluster
         heartbeat(coordinator, 1, 4)
         leave(coordinator, 1, round=4)
-        coordinator.cluster.run.complete_checkpoints[:] = [2]
+        list_checkpoints(coordinator.cluster, [2])
         with pytest.raises(Conflict, match="trainer 1"):
             await Administration(coordinator).roll_back("me", RollBack(round=2))
-        assert (run.record.state, run.rollback_to, outcomes(coordinator)) == ("training", None, ["requested", "failed"])
+        assert (cluster.run.record.state, cluster.run.requests.rollback_to, outcomes(coordinator)) == (
+            "training",
+            None,
+            ["requested", "failed"],
+        )
 
 
 async def test_a_rollback_is_refused_if_its_checkpoint_is_deleted_during_another_change() -> None:
     pservers = FakePservers()
     async with training(pservers) as coordinator:
-        coordinator.cluster.run.complete_checkpoints[:] = [2]
+        list_checkpoints(coordinator.cluster, [2])
         administrator = Administration(coordinator)
         may_go_on = pservers.hold("0")
         pausing = asyncio.create_task(administrator.pause("me"))
         await asyncio.sleep(0)
         rolling_back = asyncio.create_task(administrator.roll_back("me", RollBack(round=2)))
         await eventually(lambda: coordinator.cluster.run.is_changing)
-        coordinator.cluster.run.complete_checkpoints[:] = [4]
+        list_checkpoints(coordinator.cluster, [4])
         may_go_on.set()
         await pausing
         with pytest.raises(NotFound, match="complete rounds: 4"):
             await rolling_back
-        assert coordinator.cluster.run.rollback_to is None
+        assert coordinator.cluster.run.requests.rollback_to is None
 
 
 async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,23 +68,32 @@ async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeyp
             await Administration(coordinator).pause("me")
         assert outcomes(coordinator) == ["requested"]
         may_go_on.set()
-        run = coordinator.cluster.run
-        await eventually(lambda: bool(run.record.membership.controls) and run.installed_number == run.record.number)
-        assert run.record.membership.newest_controls.is_paused
+        cluster = coordinator.cluster
+        await eventually(
+            lambda: (
+                bool(cluster.run.record.membership.controls)
+                and cluster.run.installed.number == cluster.run.record.change_number
+            )
+        )
+        assert cluster.run.record.membership.newest_controls.is_paused
         await eventually(lambda: len(coordinator.audit.entries()) == 2)
         last = coordinator.audit.entries()[-1]
-        assert (last.number, last.outcome, last.round) == (1, "done", run.record.membership.newest_controls.since)
+        assert (last.number, last.outcome, last.round) == (
+            1,
+            "done",
+            cluster.run.record.membership.newest_controls.since,
+        )
 
 
 async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on() -> None:
     """A pserver has lost the end of its log, so that the change becomes a rollback."""
     pservers = FakePservers()
     async with training(pservers) as coordinator:
-        administrator, run = Administration(coordinator), coordinator.cluster.run
+        administrator, cluster = Administration(coordinator), coordinator.cluster
         await administrator.set_rate("me", SetRate(rate=0.5))
         pservers.short.add("0")
         done = await administrator.pause("me")
-        assert (run.record.attempt, run.wanted) == (1, None)
+        assert (cluster.run.record.attempt, cluster.run.requests.controls) == (1, None)
         assert (done.round, done.controls.is_paused, done.controls.rates) == (5, True, {0: 0.5})
         for taken in pservers.taken.values():
             controls = taken[-1].membership.controls
@@ -90,13 +103,17 @@ async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on()
 async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() -> None:
     pservers = FakePservers()
     async with training(pservers) as coordinator:
-        administrator, run = Administration(coordinator), coordinator.cluster.run
-        coordinator.cluster.run.complete_checkpoints[:] = [3]
+        administrator, cluster = Administration(coordinator), coordinator.cluster
+        list_checkpoints(coordinator.cluster, [3])
         pservers.ranges = [[0, 2]]
         with pytest.raises(Conflict, match="not every pserver can restore round 3"):
             await administrator.roll_back("me", RollBack(round=3))
         assert outcomes(coordinator) == ["requested", "failed"]
-        assert (run.record.state, run.record.attempt, run.rollback_to) == ("training", 0, None)
+        assert (cluster.run.record.state, cluster.run.record.attempt, cluster.run.requests.rollback_to) == (
+            "training",
+            0,
+            None,
+        )
         pservers.ranges = [[3, 3], [0, 2]]
         assert (await administrator.roll_back("me", RollBack(round=3))).round == 4
 
@@ -113,7 +130,7 @@ async def test_a_rollback_that_becomes_impossible_meanwhile_is_refused(does_a_tr
     async with training(pservers) as coordinator:
         cluster = coordinator.cluster
         heartbeat(coordinator, 1, 4)
-        cluster.run.complete_checkpoints[:] = [2]
+        list_checkpoints(cluster, [2])
         if does_a_trainer_leave:
             message = leaving("done", run=cluster.run.record.name, round=4, attempt=0)
             pservers.on_freeze = lambda: cluster.leave_trainer(1, message, coordinator.now())
@@ -129,15 +146,18 @@ async def test_a_rollback_that_becomes_impossible_meanwhile_is_refused(does_a_tr
 async def test_a_trainer_that_leaves_with_rounds_of_the_attempt_before_a_rollback_ends_the_run(attempt: int | None):
     """The trainer learns of the rollback with its next step only, and there is none."""
     async with training() as coordinator:
-        run = coordinator.cluster.run
-        coordinator.cluster.run.complete_checkpoints[:] = [2]
+        cluster = coordinator.cluster
+        list_checkpoints(coordinator.cluster, [2])
         await Administration(coordinator).roll_back("me", RollBack(round=2))
         leave(coordinator, 1, round=4, attempt=attempt)
         if attempt == 0:
-            assert run.record.failure.code == "pserver_lost"
-            assert "rounds 3 to 4 are lost and cannot be repeated, because trainer 1 left" in run.record.failure.detail
+            assert cluster.run.record.failure.code == "pserver_lost"
+            assert (
+                "rounds 3 to 4 are lost and cannot be repeated, because trainer 1 left"
+                in cluster.run.record.failure.detail
+            )
         else:  # the trainer has trained them again, or the request does not name the attempt
-            assert run.record.failure is None
+            assert cluster.run.record.failure is None
 
 
 async def test_a_paused_run_is_resumed_while_a_checkpoint_is_being_made() -> None:
@@ -148,7 +168,7 @@ async def test_a_paused_run_is_resumed_while_a_checkpoint_is_being_made() -> Non
         await eventually(lambda: coordinator.audit.entries()[-1].action == "checkpoint")
         async with asyncio.timeout(10):
             await administrator.resume("me")
-        coordinator.cluster.run.complete_checkpoints[:] = [4]
+        list_checkpoints(coordinator.cluster, [4])
         await eventually(made.done)
         assert (await made).round == 4
         done = [(entry.number, entry.action) for entry in coordinator.audit.entries() if entry.outcome == "done"]
@@ -162,9 +182,12 @@ async def test_an_evicted_trainer_is_not_counted_as_lost_and_the_last_one_stays(
         await Administration(coordinator).evict("me", 1)
         with raises_code("cannot_evict"):
             await Administration(coordinator).evict("me", 0)
-        run = coordinator.cluster.run
-        assert (run.record.trainers[1].state, registry.get_sample_value("gradpost_trainers_gone")) == ("lost", 0)
-        run.record = run.record.with_trainers([1], why="no heartbeat for 30 s")
+        cluster = coordinator.cluster
+        assert (cluster.run.record.trainers[1].state, registry.get_sample_value("gradpost_trainers_gone")) == (
+            "lost",
+            0,
+        )
+        cluster.run = replace(cluster.run, record=cluster.run.record.with_trainers([1], was_evicted=False))
         assert registry.get_sample_value("gradpost_trainers_gone") == 1
 
 
@@ -182,10 +205,10 @@ async def test_a_pserver_that_lost_rounds_causes_a_rollback_though_no_trainer_re
             httpx.Response(200, content=b"?"),
         ]
         coordinator.cluster.register_pserver(registration("0", index=0), coordinator.now())
-        coordinator.cluster.run.record = coordinator.cluster.run.record.change()
+        coordinator.cluster.run = coordinator.cluster.run.with_change()
         coordinator.changed()
         await eventually(lambda: coordinator.cluster.run.record.attempt == 1)
-        assert coordinator.cluster.run.record.resume == 4
+        assert coordinator.cluster.run.record.base_round == 4
 
 
 @pytest.mark.parametrize(
@@ -201,14 +224,14 @@ async def test_rounds_that_a_lost_trainer_had_pulled_are_remembered(reported, ro
     """The pservers have round 4 alone: the log of one was cut off, and the trainer that had round 5 has died."""
     pservers = FakePservers()
     async with training(pservers) as coordinator:
-        run = coordinator.cluster.run
-        coordinator.cluster.pserver_heartbeat(0, beat(run=run.record.name, round_=reported), coordinator.now())
+        cluster = coordinator.cluster
+        cluster.pserver_heartbeat(0, beat(run=cluster.run.record.name, round_=reported), coordinator.now())
         heartbeat(coordinator, 0, round_, attempt=attempt)
         leave(coordinator, 0, "failed")
         await eventually(lambda: all(len(taken) == 2 for taken in pservers.taken.values()))
-        assert run.record.attempt == is_rolled_back
+        assert cluster.run.record.attempt == is_rolled_back
         if is_rolled_back:
-            assert (run.record.resume, run.pulled) == (4, 0)
+            assert (cluster.run.record.base_round, cluster.run.newest_received) == (4, 0)
 
 
 @pytest.mark.parametrize("has_trained", [True, False])
@@ -216,23 +239,25 @@ async def test_a_run_begins_again_with_initial_values_only_before_its_first_roun
     """All pservers have lost their disks: a trainer could send trained values only."""
     pservers = FakePservers()
     async with training(pservers) as coordinator:
-        run = coordinator.cluster.run
+        cluster = coordinator.cluster
         heartbeat(coordinator, 0, 5 * has_trained)
         pservers.empty |= {"0", "1"}
         pservers.ranges = []
-        run.record = run.record.change()
+        cluster.run = cluster.run.with_change()
         coordinator.changed()
-        await eventually(lambda: run.record.is_over or run.record.attempt == 1)
-        assert (run.record.failure is not None and run.record.failure.code == "pserver_lost") == has_trained
+        await eventually(lambda: cluster.run.record.is_over or cluster.run.record.attempt == 1)
+        assert (
+            cluster.run.record.failure is not None and cluster.run.record.failure.code == "pserver_lost"
+        ) == has_trained
 
 
 async def test_the_round_in_which_a_trainer_starts_does_not_count_as_pulled() -> None:
     async with training() as coordinator:
-        run = coordinator.cluster.run
-        run.record = run.record.update(membership=replace(run.record.membership, starts={0: 7}))
+        cluster = coordinator.cluster
+        change_record(cluster, membership=replace(cluster.run.record.membership, starts={0: 7}))
         for round_, pulled in ((6, 0), (7, 7)):
             heartbeat(coordinator, 0, round_)
-            assert run.pulled == pulled
+            assert cluster.run.newest_received == pulled
 
 
 @pytest.mark.parametrize(
@@ -249,25 +274,24 @@ async def test_a_trainer_causes_a_rollback_only_if_a_pserver_came_back_with_fewe
     restored, received, named, reported, is_rolled_back
 ) -> None:
     async with training() as coordinator:
-        cluster, run = coordinator.cluster, coordinator.cluster.run
+        cluster = coordinator.cluster
         if restored is not None:
             rounds = FrozenRounds(applied=restored)
-            held = HeldRun(
-                run=run.record.name, attempt=0, plan=run.record.plan.digest, rounds=rounds, restorable=((0, 4),)
-            )
+            record = cluster.run.record
+            held = HeldRun(run=record.name, attempt=0, plan=record.plan.digest, rounds=rounds, restorable=((0, 4),))
             request = registration("new", address="http://0:1/", index=0, previous=1, held=held)
             cluster.register_pserver(request, coordinator.now())
             coordinator.changed()
-            await eventually(lambda: not run.is_changing)
+            await eventually(lambda: not cluster.run.is_changing)
         if reported is not None:
             incarnation = cluster.registry.members[0].info.incarnation
-            cluster.pserver_heartbeat(0, beat(incarnation, run.record.name, reported), coordinator.now())
+            cluster.pserver_heartbeat(0, beat(incarnation, cluster.run.record.name, reported), coordinator.now())
         for _ in range(2):  # the second heartbeat changes nothing more
             heartbeat(coordinator, 0, received, ahead_of={0: named})
-        assert run.is_changing == is_rolled_back
+        assert cluster.run.is_changing == is_rolled_back
         coordinator.changed()
-        await eventually(lambda: not run.is_changing)
-        assert run.record.attempt == is_rolled_back
+        await eventually(lambda: not cluster.run.is_changing)
+        assert cluster.run.record.attempt == is_rolled_back
         if is_rolled_back:
             [event] = [event for event in coordinator.events.after(0) if event.kind == "rollback"]
             assert "pserver 0 came back with round 4, and trainer 0 has received round 5" in event.text

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from services.runtime.failpoints import arm_failpoints
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
 from .coordinating import FakePservers, answering, leave, training
-from .support import beat, make_cluster, shard_file, train
+from .support import alive, beat, change_record, list_checkpoints, make_cluster, shard_file, train
 
 
 class Writers(FakePservers):
@@ -42,11 +43,13 @@ class Writers(FakePservers):
         super().__init__()
         self.named: list[int] = []  # rounds that pserver 0 was asked for
         self.rounds = [0, 0]
+        self.on_request: Callable[[], None] = lambda: None
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path != WANT_CHECKPOINT:
             return await super().__call__(request)
         index, message = int(request.url.host), WantCheckpoint.model_validate_json(request.content)
+        self.on_request()
         if index == 0:
             self.named.append(message.round)
         if message.round < self.rounds[index]:
@@ -73,7 +76,7 @@ async def scheduling(rounds: Sequence[int] = (0, 0), **settings: Any) -> AsyncIt
     """Yield a run in these rounds with an interval of 5, a checkpoint of round 0, and a clock that stands at 1."""
     cluster = make_cluster(**{"durability": "log", "on_trainer_loss": "wait", "checkpoint_rounds": 5, **settings})
     train(cluster)
-    cluster.run.complete_checkpoints[:], cluster.run.listed_attempt = [0], 0
+    list_checkpoints(cluster, [0])
     writers = Writers()
     writers.rounds = list(rounds)
     writers.report(cluster)
@@ -95,7 +98,7 @@ async def test_the_next_checkpoint_is_requested_when_the_one_before_is_complete(
             writers.report(cluster, written=written, coming=[5])
             await schedule.advance()
             assert writers.named == [5]
-        cluster.run.complete_checkpoints[:] = [5, 0]
+        list_checkpoints(cluster, [5, 0])
         await schedule.advance()
         assert writers.named == [5, 15]
 
@@ -108,6 +111,14 @@ async def test_a_pserver_that_cannot_write_makes_all_try_a_later_round(monkeypat
         writers.report(cluster, written=[[0, 5], [0]])
         await schedule.advance()
         assert (writers.named, schedule.num_failures) == ([5, 10], 1)
+
+
+async def test_no_heartbeat_is_lost_that_arrives_while_a_checkpoint_is_requested():
+    async with scheduling() as (cluster, writers, schedule):
+        writers.on_request = lambda: writers.report(cluster, coming=[3])
+        writers.rounds = [2, 2]
+        await schedule.advance()
+        assert [(m.round, m.coming_checkpoints) for m in cluster.registry.members.values()] == 2 * [(2, {3, 5})]
 
 
 async def test_a_later_round_is_requested_if_a_pserver_is_past_the_requested_one():
@@ -144,7 +155,7 @@ async def test_a_requested_checkpoint_is_made_once():
             assert writers.named == [6, 8]
         writers.rounds = [9, 9]
         writers.report(cluster, written=[[0, 8], [0, 8]])
-        cluster.run.complete_checkpoints.append(8)
+        list_checkpoints(cluster, [8, 0])
         await schedule.advance()
         assert writers.named == [6, 8, 10]  # the next scheduled one
 
@@ -152,16 +163,18 @@ async def test_a_requested_checkpoint_is_made_once():
 async def test_a_requested_checkpoint_is_not_made_in_the_next_attempt():
     async with scheduling([7, 7]) as (cluster, writers, schedule):
         schedule.request()
-        cluster.run.record, cluster.run.listed_attempt = cluster.run.record.update(attempt=1), 1
+        change_record(cluster, attempt=1)
+        list_checkpoints(cluster, [0])
         for member in cluster.registry.members.values():
-            member.attempt = 1
+            heartbeat = member.heartbeat.model_copy(update={"attempt": 1})
+            cluster.registry = cluster.registry.heartbeat(member.info.index, heartbeat, 1.0)
         await schedule.advance()
         assert writers.named == [10]
 
 
 async def test_a_checkpoint_needs_every_pserver():
     async with training() as coordinator:
-        coordinator.cluster.registry.members.clear()
+        coordinator.cluster.registry = replace(coordinator.cluster.registry, members={})
         with pytest.raises(NotReady, match="requires every pserver"):
             await Administration(coordinator).make_checkpoint("me")
 
@@ -192,9 +205,7 @@ async def test_a_requested_checkpoint_that_fails_repeatedly_is_given_up(monkeypa
 async def test_a_paused_asynchronous_run_with_unequal_pservers_has_no_checkpoint():
     writers = Writers()
     async with training(writers, durability="none", on_trainer_loss="fail", mode="async") as coordinator:
-        coordinator.cluster.run.record = coordinator.cluster.run.record.update(
-            membership=Membership({}, controls=(Controls(is_paused=True),))
-        )
+        change_record(coordinator.cluster, membership=Membership({}, controls=(Controls(is_paused=True),)))
         writers.rounds = [94, 93]
         writers.report(coordinator.cluster, written=[[], []])
         with pytest.raises(TryAgain, match=r"is paused while its pservers have applied \[93, 94\] contributions"):
@@ -241,13 +252,12 @@ async def complete(manifests: Manifests, cluster: Cluster, *rounds: int) -> None
 
 def restart(cluster: Cluster) -> None:
     """Forget what a restarted coordinator does not know."""
-    cluster.run.complete_checkpoints.clear()
-    cluster.run.listed_attempt = None
+    cluster.run = replace(cluster.run, complete_checkpoints=(), listed_attempt=None)
 
 
 def roll_back(cluster: Cluster, round_: int) -> None:
     run = cluster.run
-    run.apply_decision(Decision(run.record.attempt + 1, round_, 0, run.record.membership))
+    cluster.run = run.apply_decision(Decision(run.record.attempt + 1, round_, 0, run.record.membership))
 
 
 def found(place: CheckpointStorage) -> list[int]:
@@ -268,10 +278,10 @@ async def test_a_checkpoint_is_complete_when_all_pservers_have_written_their_sha
     report(cluster, 0, 0, 4)
     report(cluster, 1, 0)
     await manifests.update()
-    assert found(place) == cluster.run.complete_checkpoints == [0]
+    assert found(place) == list(cluster.run.complete_checkpoints) == [0]
     report(cluster, 1, 4)
     await manifests.update()
-    assert found(place) == cluster.run.complete_checkpoints == [4, 0]
+    assert found(place) == list(cluster.run.complete_checkpoints) == [4, 0]
     manifest = read_manifest(place, "run1", 4)
     assert [file.pserver for file in manifest.shards] == [0, 1]
 
@@ -282,10 +292,10 @@ async def test_a_checkpoint_is_not_completed_after_a_pserver_has_written_a_later
     report(cluster, 0, 4, 8, 12)
     report(cluster, 1, 4, 8)
     await manifests.update()
-    assert found(place) == cluster.run.complete_checkpoints == [4]
+    assert found(place) == list(cluster.run.complete_checkpoints) == [4]
     report(cluster, 1, 4, 8, 12)
     await manifests.update()
-    assert found(place) == cluster.run.complete_checkpoints == [12, 4]
+    assert found(place) == list(cluster.run.complete_checkpoints) == [12, 4]
 
 
 async def test_pservers_receive_no_list_of_checkpoints_while_one_is_being_completed(
@@ -305,15 +315,27 @@ async def test_pservers_receive_no_list_of_checkpoints_while_one_is_being_comple
     assert report(cluster, 0, 4, 8).complete == (4,)
 
 
+async def test_no_message_is_lost_that_arrives_while_a_manifest_is_written(cluster, place, manifests, monkeypatch):
+    real = checkpoints_module.write_manifest
+
+    def write(*arguments) -> None:
+        cluster.trainer_heartbeat(0, alive(round_=5), 2.0)
+        real(*arguments)
+
+    monkeypatch.setattr(checkpoints_module, "write_manifest", write)
+    await complete(manifests, cluster, 4)
+    assert (cluster.run.reports[0].round, cluster.run.complete_checkpoints) == (5, (4,))
+
+
 async def test_older_checkpoints_are_deleted_unless_a_change_is_under_way(cluster, place, manifests):
     """Until the last pserver has been changed, the run may be rolling back to an older one."""
     await complete(manifests, cluster, 0, 4)
-    cluster.run.record = cluster.run.record.change()
+    cluster.run = cluster.run.with_change()
     await complete(manifests, cluster, 8)
-    assert found(place) == cluster.run.complete_checkpoints == [8, 4, 0]
-    cluster.finish_change(cluster.run.record.number)
+    assert found(place) == list(cluster.run.complete_checkpoints) == [8, 4, 0]
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     await complete(manifests, cluster, 12)
-    assert found(place) == cluster.run.complete_checkpoints == [12, 8]
+    assert found(place) == list(cluster.run.complete_checkpoints) == [12, 8]
     assert place.list("run1") == ["000000000008", "000000000012"]
 
 
@@ -327,12 +349,12 @@ async def test_checkpoints_are_completed_though_a_place_refuses_to_delete(
         place, "delete", lambda name: delete(name) if deletes_manifests and name.endswith(".json") else refuse(name)
     )
     await complete(manifests, cluster, 4, 8, 12)
-    assert cluster.run.complete_checkpoints == [12, 8]
+    assert list(cluster.run.complete_checkpoints) == [12, 8]
     assert found(place) == ([12, 8] if deletes_manifests else [12, 8, 4])
 
 
 async def test_a_checkpoint_is_not_completed_from_shards_of_several_attempts(cluster, place, manifests):
-    cluster.run.record = cluster.run.record.update(attempt=1)
+    change_record(cluster, attempt=1)
     report(cluster, 0, 4, attempt=1)
     report(cluster, 1, 4, attempt=0)
     await manifests.update()
@@ -347,9 +369,9 @@ async def test_a_manifest_that_cannot_be_written_is_tried_again(cluster, place, 
         assert not await manifests.update()
     finally:
         arm_failpoints("")
-    assert cluster.run.complete_checkpoints == []
+    assert cluster.run.complete_checkpoints == ()
     assert await manifests.update()
-    assert found(place) == cluster.run.complete_checkpoints == [4]
+    assert found(place) == list(cluster.run.complete_checkpoints) == [4]
 
 
 async def test_a_restarted_coordinator_finds_complete_and_undamaged_checkpoints(cluster, place, tmp_path):
@@ -358,7 +380,7 @@ async def test_a_restarted_coordinator_finds_complete_and_undamaged_checkpoints(
     damage(tmp_path / round_folder("run1", 4) / MANIFEST)
     restart(cluster)
     await Manifests(cluster, place, max_complete=3).update()
-    assert cluster.run.complete_checkpoints == [8, 0]
+    assert list(cluster.run.complete_checkpoints) == [8, 0]
     damage(tmp_path / round_folder("run1", 8) / MANIFEST)
     assert [manifest.round for manifest in all_checkpoints(place)] == [0]
 
@@ -388,11 +410,11 @@ async def test_checkpoints_of_rounds_that_a_rollback_has_undone_are_deleted(clus
     newest = len(attempts)
     report_all(cluster, 4, attempt=newest)  # the pservers have deleted their shards of rounds 8 and 12
     await manifests.update()
-    assert found(place) == cluster.run.complete_checkpoints == [4]
+    assert found(place) == list(cluster.run.complete_checkpoints) == [4]
     report_all(cluster, 4, 8, attempt=newest)
     await manifests.update()
     assert [(m.attempt, m.round) for m in all_checkpoints(place)] == [(newest, 8), (0, 4)]
-    assert cluster.run.complete_checkpoints == [8, 4]
+    assert list(cluster.run.complete_checkpoints) == [8, 4]
 
 
 async def test_a_manifest_that_is_written_during_a_rollback_of_its_round_is_deleted(
@@ -408,10 +430,10 @@ async def test_a_manifest_that_is_written_during_a_rollback_of_its_round_is_dele
     with monkeypatch.context() as patch:
         patch.setattr(place, "write", write_slowly)
         await manifests.update()
-    assert cluster.run.complete_checkpoints == []
+    assert cluster.run.complete_checkpoints == ()
     report_all(cluster, attempt=1)
     await manifests.update()
-    assert found(place) == cluster.run.complete_checkpoints == []
+    assert found(place) == list(cluster.run.complete_checkpoints) == []
 
 
 async def test_the_newest_run_counts_by_date_and_the_newest_checkpoint_of_a_run_by_round(cluster, place, manifests):

@@ -9,6 +9,7 @@ from ps_protocol.membership import FrozenRounds, HeldRun
 from ps_protocol.plan import SlicePlan
 from services.coordinator.reconcile import make_installation, make_members_message
 from services.coordinator.state.cluster import Cluster
+from services.coordinator.state.losses import expire_trainers, leave_run, renew_lease
 from services.coordinator.state.pservers import PserverRegistry
 
 from ...raising import raises_code
@@ -30,28 +31,30 @@ def make_training(**changes) -> Cluster:
 
 def test_pservers_get_the_free_indices_in_order_or_the_one_they_want():
     registry = make_registry()
-    answers = [registry.register(registration(name), 0) for name in "ab"]
-    assert [(a.index, a.incarnation, a.lease_seconds) for a in answers] == [(0, 1, LEASE), (1, 1, LEASE)]
+    for index, name in enumerate("ab"):
+        registry, answer = registry.register(registration(name), 0)
+        assert (answer.index, answer.incarnation, answer.lease_seconds) == (index, 1, LEASE)
     assert registry.is_complete
     assert registry.members[0].info.address == "http://a:1"  # without the slash
     registry = make_registry()
-    assert [registry.register(registration(*one[:1], **one[1]), 0).index for one in (("a", {"index": 1}), ("b", {}))]
-    assert registry.members[1].info.address == "http://a:1"
+    registry, _ = registry.register(registration("a", index=1), 0)
+    registry, _ = registry.register(registration("b"), 0)
+    assert [registry.members[index].info.address for index in (0, 1)] == ["http://b:1", "http://a:1"]
 
 
 def test_a_repeated_registration_gets_the_same_answer_and_renews_the_lease():
     registry = make_registry()
-    first = registry.register(registration("a"), 0)
-    assert registry.register(registration("a"), 8) == first
-    assert registry.register(registration("a", index=1), 8) == first  # it has an index already
-    assert registry.expire(12) == []
-    registry.expire(20)
-    assert registry.register(registration("a"), 20).incarnation == 2
+    registry, first = registry.register(registration("a"), 0)
+    for request in (registration("a"), registration("a", index=1)):  # it has an index already
+        registry, answer = registry.register(request, 8)
+        assert answer == first
+    assert registry.expire(12) == registry
+    assert registry.expire(20).register(registration("a"), 20)[1].incarnation == 2
 
 
 def test_a_pserver_too_many_is_refused():
     registry = make_registry(1)
-    registry.register(registration("a"), 0)
+    registry, _ = registry.register(registration("a"), 0)
     with raises_code("index_taken", match="all 1 pservers are registered"):
         registry.register(registration("b"), 0)
     with raises_code("world_mismatch", match="pserver index 1 must be less"):
@@ -61,17 +64,17 @@ def test_a_pserver_too_many_is_refused():
 
 def test_a_second_pserver_with_the_same_index_waits_for_the_lease_of_the_first():
     registry = make_registry()
-    registry.register(registration("a", index=0), 0)
+    registry, _ = registry.register(registration("a", index=0), 0)
     with raises_code("index_taken", match="http://a:1") as caught:
         registry.register(registration("b", index=0), 9)
     assert caught.value.may_be_retried
-    registry.heartbeat(0, beat(), 9)
+    registry = registry.heartbeat(0, beat(), 9)
     with raises_code("index_taken"):
         registry.register(registration("b", index=0), 15)  # while it is renewed
-    assert registry.expire(9 + LEASE) == []
-    [lost] = registry.expire(9.001 + LEASE)
-    assert (lost.record.instance, registry.is_complete) == ("pserver a", False)
-    answer = registry.register(registration("b", index=0), 19.5)
+    assert registry.expire(9 + LEASE) == registry
+    registry = registry.expire(9.001 + LEASE)
+    assert (registry.lost[0].record.instance, registry.members) == ("pserver a", {})
+    registry, answer = registry.register(registration("b", index=0), 19.5)
     assert (answer.index, answer.incarnation) == (0, 2)
 
 
@@ -79,37 +82,36 @@ def test_a_heartbeat_of_an_unknown_pserver_or_an_earlier_incarnation_is_refused(
     registry = make_registry()
     with pytest.raises(StalePserver, match="register again"):
         registry.heartbeat(0, beat(), 0)
-    registry.register(registration("a", index=0), 0)
-    registry.expire(20)
-    registry.register(registration("b", index=0), 20)
+    registry, _ = registry.register(registration("a", index=0), 0)
+    registry = registry.expire(20)
+    registry, _ = registry.register(registration("b", index=0), 20)
     with pytest.raises(StalePserver) as caught:
         registry.heartbeat(0, beat(incarnation=1), 25)  # SIGCONT after its lease
     assert caught.value.facts == {"current": 2}
-    assert registry.expire(30.5) != []  # nothing was renewed
-    registry.register(registration("b", index=0), 31)
-    registry.heartbeat(0, beat(3, run="run1", round_=7, missing=(1,), waiting_seconds=2.5), 33)
-    member = registry.members[0]
-    assert (member.run, member.round, member.missing, member.waiting_seconds) == ("run1", 7, (1,), 2.5)
-    assert member.seen_at == 33
+    assert registry.expire(30.5).members == {}  # nothing was renewed
+    registry = registry.expire(30.5)
+    registry, _ = registry.register(registration("b", index=0), 31)
+    registry = registry.heartbeat(0, beat(3, run="run1", round_=7, missing=(1,), waiting_seconds=2.5), 33)
+    assert (registry.members[0].heartbeat.round, registry.members[0].seen_at) == (7, 33)
 
 
 def test_a_pserver_is_reachable_for_the_coordinator_if_it_sent_a_heartbeat_a_lease_after():
     registry = make_registry()
-    registry.register(registration("a"), 0)
-    registry.heartbeat(0, beat(), 12)
+    registry, _ = registry.register(registration("a"), 0)
+    registry = registry.heartbeat(0, beat(), 12)
     assert registry.was_reachable(0, 1, since=4.9, now=15)
     assert not registry.was_reachable(0, 1, since=5.1, now=15)  # for less than a lease
     assert not registry.was_reachable(0, 2, since=4.9, now=15)  # another incarnation
     assert not registry.was_reachable(1, 1, since=4.9, now=15)
     registry = make_registry()  # one that has just registered, stops, or has died
-    registry.register(registration("a"), 6)
-    registry.heartbeat(0, beat(), 14)
+    registry, _ = registry.register(registration("a"), 6)
+    registry = registry.heartbeat(0, beat(), 14)
     assert not registry.was_reachable(0, 1, since=0, now=15)
-    registry.heartbeat(0, beat(), 20)
+    registry = registry.heartbeat(0, beat(), 20)
     assert registry.was_reachable(0, 1, since=9, now=20)
-    registry.heartbeat(0, beat(is_stopping=True), 20)
+    registry = registry.heartbeat(0, beat(is_stopping=True), 20)
     assert not registry.was_reachable(0, 1, since=9, now=20)
-    registry.heartbeat(0, beat(), 20)
+    registry = registry.heartbeat(0, beat(), 20)
     assert not registry.was_reachable(0, 1, since=19.5, now=29.9)  # its lease ends at 30, and will not be renewed
 
 
@@ -119,7 +121,7 @@ def test_the_unix_socket_of_a_pserver_is_that_of_its_newest_incarnation():
     for previous, local in enumerate([*names, None]):
         changes = {"local": local} if local else {}
         changes |= {"previous": previous} if previous else {}
-        registry.register(registration("abc"[previous], index=0, **changes), previous)
+        registry, _ = registry.register(registration("abc"[previous], index=0, **changes), previous)
         assert registry.members[0].info.local == local
 
 
@@ -129,7 +131,7 @@ def test_the_unix_socket_of_a_pserver_is_that_of_its_newest_incarnation():
 @pytest.mark.parametrize("trainers_first", [False, True])
 def test_a_run_starts_once_in_any_order(trainers_first):
     cluster = make_cluster()
-    assert not cluster.start_run_if_complete()
+    assert not cluster.start_run_if_complete(0)
     if trainers_first:
         join_all(cluster)
     for index in (0, 1):
@@ -137,11 +139,11 @@ def test_a_run_starts_once_in_any_order(trainers_first):
     if not trainers_first:
         join_all(cluster)
     assert cluster.plan_ready(0, 1) is None
-    assert cluster.start_run_if_complete()
-    assert not cluster.start_run_if_complete()
+    assert cluster.start_run_if_complete(0)
+    assert not cluster.start_run_if_complete(0)
     assert cluster.plan_ready(0, 1) is None  # until every pserver has it
-    cluster.run.begin_training(0)
-    cluster.finish_change()
+    cluster.run = cluster.run.begin_training(0)
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     ready = cluster.plan_ready(0, 1)
     assert [p.index for p in ready.pservers] == [0, 1]
     assert (ready.run, ready.attempt, ready.uploader) == ("run1", 0, 0)
@@ -153,7 +155,7 @@ def test_a_cluster_names_what_it_waits_for():
     cluster.register_pserver(registration("p", index=1), 0)
     cluster.join_trainer(joining("a", 1), 0)
     assert cluster.waiting_for == ["pserver 0", "trainer 0", "trainer 1 to declare its model"]
-    cluster.run.declare(1, model())
+    cluster.declare_model(1, model())
     assert cluster.waiting_for == ["pserver 0", "trainer 0"]
     cluster.expire(LEASE + 1)  # pserver 1 is lost, which does not end the run before its start
     assert (cluster.run.record.failure, cluster.waiting_for[:2]) == (None, ["pserver 0", "pserver 1"])
@@ -161,33 +163,33 @@ def test_a_cluster_names_what_it_waits_for():
     cluster.register_pserver(registration("q"), 20)
     for name in "ab":
         rank = cluster.join_trainer(joining(name), 20).rank
-        cluster.run.declare(rank, model(cluster.run.record.trainers[rank].incarnation))
+        cluster.declare_model(rank, model(cluster.run.record.trainers[rank].incarnation))
     assert cluster.waiting_for == ["the pservers to install the plan"]
-    assert cluster.start_run_if_complete()
+    assert cluster.start_run_if_complete(0)
     assert cluster.waiting_for == ["the pservers to install the plan"]
-    cluster.run.begin_training(20)
-    cluster.finish_change()
+    cluster.run = cluster.run.begin_training(20)
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     assert cluster.waiting_for == []
 
 
 def test_a_trainer_must_declare_a_model_within_the_round_timeout_of_the_last_join():
     cluster = make_cluster()
     cluster.join_trainer(joining("a"), 0)
-    cluster.run.declare(0, model())
-    cluster.run.expire(1000, lease_seconds=9000)
-    cluster.run.expire(2000, lease_seconds=9000)
+    cluster.declare_model(0, model())
+    cluster.run = expire_trainers(cluster.run, 1000, lease_seconds=9000)
+    cluster.run = expire_trainers(cluster.run, 2000, lease_seconds=9000)
     assert cluster.run.record.failure is None  # trainer 1 has not joined; the order of starts does not matter
     cluster.join_trainer(joining("b"), 2000)
     for now in (2000, 2030, 2059):
-        cluster.run.expire(now, lease_seconds=9000)
+        cluster.run = expire_trainers(cluster.run, now, lease_seconds=9000)
     assert cluster.run.record.failure is None
-    cluster.run.leave(1, leaving(), 2059)
-    cluster.run.expire(2059, lease_seconds=9000)
+    cluster.run = leave_run(cluster.run, 1, leaving(), 2059)
+    cluster.run = expire_trainers(cluster.run, 2059, lease_seconds=9000)
     cluster.join_trainer(joining("c"), 2060)  # which begins another time-out
     for now in (2060, 2119):
-        cluster.run.expire(now, lease_seconds=9000)
+        cluster.run = expire_trainers(cluster.run, now, lease_seconds=9000)
     assert cluster.run.record.failure is None
-    cluster.run.expire(2121, lease_seconds=9000)
+    cluster.run = expire_trainers(cluster.run, 2121, lease_seconds=9000)
     assert isinstance(cluster.run.record.failure, RoundTimeout)
     assert cluster.run.record.failure.facts["missing"] == [1]
     assert "trainer 1 joined, but did not declare a model" in cluster.run.record.failure.detail
@@ -202,7 +204,7 @@ def test_all_pservers_and_trainers_receive_the_same_plan_and_members():
     assert (first.incarnation, first.uploader, first.number) == (1, 0, 7)
     ready = cluster.plan_ready(1, 1)
     assert ready.plan == first.plan
-    cluster.run.leave(0, leaving(), 0)
+    cluster.run = leave_run(cluster.run, 0, leaving(), 0)
     assert make_installation(cluster, 1, 8, None).uploader == first.uploader
 
 
@@ -221,18 +223,18 @@ def test_another_version_of_the_protocol_is_refused():
 def test_a_silent_pserver_ends_the_run_and_is_named():
     cluster = make_training()
     for rank in (0, 1):
-        cluster.run.heartbeat(rank, alive(), 9)
+        cluster.run = renew_lease(cluster.run, rank, alive(), 9)
     cluster.pserver_heartbeat(0, beat(), 9)
     cluster.expire(11)
     assert cluster.run.record.failure.code == "pserver_lost"
     assert str(cluster.run.record.failure) == "pserver 1 at http://1:1 was lost: no heartbeat for 11.0 s (lease 10 s)"
-    message = make_members_message(cluster.run, cluster.run.record.number)
-    assert (message.failure["code"], message.number) == ("pserver_lost", cluster.run.record.number)
+    message = make_members_message(cluster.run, cluster.run.record.change_number)
+    assert (message.failure["code"], message.number) == ("pserver_lost", cluster.run.record.change_number)
 
 
 def test_a_pserver_that_registers_again_during_a_run_has_lost_its_shard():
     cluster = make_training()
-    cluster.registry.expire(100)  # the cluster has not noticed the loss
+    cluster.registry = cluster.registry.expire(100)  # the cluster has not noticed the loss
     cluster.register_pserver(registration("new", index=1), 100)
     assert cluster.run.record.failure.code == "pserver_lost"
     assert "pserver 1 was restarted" in str(cluster.run.record.failure)
@@ -276,12 +278,19 @@ def test_no_trainer_is_late_while_it_cannot_reach_a_pserver_or_a_pserver_does_no
     assert isinstance(cluster.run.record.failure, RoundTimeout)
 
 
-@pytest.mark.parametrize(("reason", "now"), [("RoundTimeout: …", 72.5), ("RoundTimeout: …", 71.9), ("gave up", 72.5)])
-def test_a_trainer_that_leaves_after_a_round_timeout_did_not_cause_it(reason, now):
+@pytest.mark.parametrize(
+    ("end", "now"),
+    [
+        ({"code": "round_timeout"}, 71.9),
+        ({"reason": "RoundTimeout: …"}, 71.9),  # an earlier version
+        ({"reason": "gave up", "code": None}, 72.5),
+    ],
+)
+def test_a_trainer_that_leaves_after_a_round_timeout_did_not_cause_it(end, now):
     """The pserver reports the time-out to the waiting trainer before its next heartbeat to the coordinator."""
     cluster = make_training()
     cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(1,), waiting_seconds=58), 70)
-    cluster.leave_trainer(0, leaving("failed", reason=reason), now)
+    cluster.leave_trainer(0, leaving("failed", **end), now)
     assert isinstance(cluster.run.record.failure, RoundTimeout)
     assert cluster.run.record.failure.facts == {"missing": [1]}
 
@@ -297,7 +306,7 @@ def test_a_trainer_that_leaves_after_a_round_timeout_did_not_cause_it(reason, no
 )
 def test_a_trainer_that_fails_without_a_round_timeout_ends_the_run(heartbeat):
     cluster = make_training()
-    cluster.registry.heartbeat(0, heartbeat, 10)
+    cluster.registry = cluster.registry.heartbeat(0, heartbeat, 10)
     cluster.leave_trainer(0, leaving("failed", reason="ValueError: no data"), 11)
     assert str(cluster.run.record.failure) == "trainer 0 failed: ValueError: no data"
 
@@ -310,7 +319,7 @@ def test_a_trainer_that_joins_waits_until_a_restarted_pserver_holds_the_run():
     )  # fmt: skip
     answer = cluster.register_pserver(registration("new1", index=1, previous=1, held=held), 1.0)
     assert cluster.plan_ready(0, 1) is None
-    cluster.run_incarnations[1] = answer.incarnation
+    cluster.run = cluster.run.note_holders({1: answer.incarnation})
     ready = cluster.plan_ready(0, 1)
     assert [info.incarnation for info in ready.pservers] == [1, 2]
 
@@ -339,7 +348,7 @@ def test_the_next_run_begins_when_all_trainers_have_left_or_expired(does_leave: 
     if does_leave:
         cluster.leave_trainer(1, leaving("failed"), 3)
     else:
-        cluster.run.expire(LEASE + 1, LEASE)
+        cluster.run = expire_trainers(cluster.run, LEASE + 1, LEASE)
     answer = cluster.join_trainer(joining("new"), LEASE + 1)
     assert (answer.run, answer.rank, answer.incarnation) == ("run2", 0, 2)
     assert (cluster.run.record.state, cluster.run.record.failure) == ("gathering", None)
@@ -356,9 +365,9 @@ def test_successive_runs_on_the_same_pservers():
         assert not cluster.pserver_heartbeat(0, beat(), 2).stop
         assert not cluster.may_exit
         join_all(cluster, 2, suffix=run)
-        assert cluster.start_run_if_complete()
+        assert cluster.start_run_if_complete(0)
         assert make_installation(cluster, 0, 1, None).incarnation == 1
-        cluster.finish_change()
+        cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
 
 
 # ---------------------------------------------------------------- exit when done
@@ -370,7 +379,7 @@ def test_with_exit_when_done_every_pserver_stops_and_then_the_coordinator():
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 1).stop
     cluster.leave_trainer(1, leaving(), 2)
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 2).stop  # the summary is not made yet
-    cluster.run.is_recorded = True
+    cluster.run = cluster.run.note_saved_result()
     assert not cluster.may_exit
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 2)
     assert (reply.stop, reply.exit_code) == (True, 0)
@@ -386,12 +395,12 @@ def test_with_exit_when_done_every_pserver_stops_and_then_the_coordinator():
 def test_with_exit_when_done_the_coordinator_does_not_wait_for_a_lost_pserver():
     cluster = make_training(exit_when_done=True)
     for rank in (0, 1):
-        cluster.run.heartbeat(rank, alive(), 11)
+        cluster.run = renew_lease(cluster.run, rank, alive(), 11)
     cluster.pserver_heartbeat(0, beat(run="run1"), 11)
     cluster.expire(12)
     for rank in (0, 1):
         cluster.leave_trainer(rank, leaving("failed"), 12)
-    cluster.run.is_recorded = True
+    cluster.run = cluster.run.note_saved_result()
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 12)
     assert (reply.stop, reply.exit_code) == (True, 1)
     cluster.pserver_heartbeat(0, beat(run="run1"), 13)

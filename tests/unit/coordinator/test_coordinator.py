@@ -7,6 +7,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from ps_protocol.errors import BadModel, NotReady, StalePserver, StaleRound, StorageFailed, TrainerLost, TryAgain
 from ps_protocol.fields import Message
-from ps_protocol.membership import InstallMembers, InstallRun
+from ps_protocol.membership import Controls, InstallMembers, InstallRun
 from ps_protocol.messages import PserverState
 from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, LEAVE, REGISTER_PSERVER
 from services.coordinator.app import make_coordinator_app
@@ -27,7 +28,7 @@ from services.coordinator.state.run import Run
 from services.runtime.metrics import ServiceMetrics
 
 from ...raising import raises_code
-from .coordinating import FakePservers, begin, coordinating, eventually, leave, training
+from .coordinating import FakePservers, begin, coordinating, eventually, heartbeat, leave, training
 from .support import alive, beat, joining, leaving, model, registration
 
 # ---------------------------------------------------------------- changes of pservers
@@ -110,14 +111,14 @@ async def test_a_pserver_that_cannot_install_the_run_ends_it(refusal: Exception,
 async def test_a_failure_reaches_every_pserver_and_every_waiting_trainer():
     pservers = FakePservers()
     async with training(pservers, on_trainer_loss="fail") as coordinator:
-        run = coordinator.cluster.run
+        cluster = coordinator.cluster
         leave(coordinator, 1, "failed", reason="no data")
         await eventually(lambda: all(len(taken) == 2 for taken in pservers.taken.values()))
         for taken in pservers.taken.values():
             assert isinstance(taken[1], InstallMembers)
             assert taken[1].failure["detail"] == "trainer 1 failed: no data"
         errors = await asyncio.gather(
-            *(coordinator.wait_for_plan(0, run.record.name, 1, 5) for _ in range(2)), return_exceptions=True
+            *(coordinator.wait_for_plan(0, cluster.run.record.name, 1, 5) for _ in range(2)), return_exceptions=True
         )
         assert [type(e) for e in errors] == [TrainerLost, TrainerLost]
         assert errors[0] is not errors[1]
@@ -186,13 +187,13 @@ async def test_all_trainers_receive_the_same_duration_of_a_round(tmp_path: Path,
             facts = {"index": 0, "transports": (), "shard_bytes": 0, "pushed_bytes": 0, "pulled_bytes": 0}
             return [PserverState.model_construct(run=coordinator.cluster.run.record.name, round=round_, **facts)]
 
-        monkeypatch.setattr(coordinator, "read_states", answer)
-        monkeypatch.setattr(coordinator, "now", lambda: now)
-        summary = await coordinator.summary()
+        monkeypatch.setattr(coordinator.result, "_read_states", answer)
+        monkeypatch.setattr(coordinator.result, "_now", lambda: now)
+        summary = await coordinator.result.summary()
         return summary.rounds, summary.seconds
 
     assert await summarize(0, 5.0) == (0, 0.0)
-    coordinator.cluster.run.started_at = 10.0
+    coordinator.cluster.run = replace(coordinator.cluster.run, started_at=10.0)
     assert await summarize(0, 11.0) == (0, 1.0)  # not negative: the round is the same as before the start
     assert [await summarize(*case) for case in ((7, 12.0), (7, 13.0), (8, 14.0))] == [(7, 2.0), (7, 2.0), (8, 4.0)]
 
@@ -224,11 +225,11 @@ async def test_the_last_checkpoint_contains_pushes_that_are_applied_after_the_tr
         if round_ < 95:
             raise StaleRound("later contributions than 90 have been committed", current=95)
 
-    monkeypatch.setattr("services.coordinator.coordinator.want_checkpoint", want)
+    monkeypatch.setattr("services.coordinator.result.want_checkpoint", want)
     async with training() as coordinator:
         run = coordinator.cluster.run.record.name
-        assert await coordinator._write_result(run, 90) == 95
-        assert await coordinator._write_result(run, 95) is None
+        assert await coordinator.result._request_checkpoint(run, 90) == 95
+        assert await coordinator.result._request_checkpoint(run, 95) is None
         assert requested == [90, 90, 95, 95]
 
 
@@ -242,7 +243,7 @@ async def test_a_place_that_hangs_delays_neither_a_change_of_members_nor_the_end
             may_go_on.wait(20)
             return []
 
-        coordinator.cluster.run.listed_attempt = None
+        coordinator.cluster.run = replace(coordinator.cluster.run, listed_attempt=None)
         monkeypatch.setattr(coordinator.place, "list", hang)
         coordinator.changed()
         await eventually(is_listing.is_set)
@@ -256,13 +257,13 @@ async def test_the_result_of_a_run_is_recorded_once(monkeypatch):
     """Otherwise a coordinator that waits for the next run would never be idle."""
     async with training(lease_seconds=0.4, durability="none", on_trainer_loss="fail") as coordinator:
         cluster, recorded, checks = coordinator.cluster, [], []
-        keep = coordinator._finish_run
+        keep = coordinator.result.save
 
         async def keep_and_note(run: Run) -> None:
             await keep(run)
             recorded.append(run)
 
-        monkeypatch.setattr(coordinator, "_finish_run", keep_and_note)
+        monkeypatch.setattr(coordinator.result, "save", keep_and_note)
         for rank in (0, 1):
             leave(coordinator, rank)
         await eventually(lambda: bool(recorded))
@@ -328,7 +329,54 @@ async def test_no_trainer_learns_of_a_rollback_before_the_disk_has_it():
         await eventually(lambda: cluster.run.record.attempt == 1)
         reply = cluster.trainer_heartbeat(0, message, coordinator.now())
         assert (reply.attempt, reply.resume) == (1, 4)
-        assert (file.newest.attempt, file.newest.resume) == (1, 4)
+        assert (file.newest.attempt, file.newest.base_round) == (1, 4)
+
+
+@pytest.mark.parametrize("wait", ["freeze", "disk", "installation"])
+async def test_no_message_is_lost_that_arrives_while_a_change_waits(wait: str) -> None:
+    pservers = FakePservers()
+    async with training(pservers, num_trainers=3) as coordinator:
+        cluster, controls = coordinator.cluster, Controls(is_paused=True)
+
+        def receive() -> None:
+            heartbeat(coordinator, 0, 7)
+            cluster.run = cluster.run.request_controls(controls)
+            leave(coordinator, 2, round=7)
+
+        async def receive_once(_: object) -> None:
+            if 2 in cluster.run.record.members:
+                receive()
+
+        if wait == "freeze":
+            pservers.on_freeze = receive
+        elif wait == "installation":
+            pservers.answer["0"] = receive_once
+        file = SlowFile(coordinator, lambda run: wait == "disk" and 1 not in run.membership.members)
+        leave(coordinator, 1)
+        if wait == "disk":
+            assert await asyncio.to_thread(file.is_writing.wait, 10)
+            receive()
+            file.may_write.set()
+        await eventually(lambda: cluster.run.record.membership.members == {0: 1} and not cluster.run.is_changing)
+        run = cluster.run
+        assert (run.reports[0].round, run.newest_received, run.record.trainers[2].round) == (7, 7, 7)
+        assert (run.record.membership.newest_controls.is_paused, run.requests.controls) == (True, None)
+
+
+async def test_a_decision_is_dropped_if_another_run_begins_while_it_is_written() -> None:
+    async with training(durability="none", on_trainer_loss="continue") as coordinator:
+        cluster, old = coordinator.cluster, coordinator.cluster.run
+        file = SlowFile(coordinator, lambda run: run.membership.members == {0: 1})
+        leave(coordinator, 1, "failed")
+        assert await asyncio.to_thread(file.is_writing.wait, 10)
+        leave(coordinator, 0)
+        cluster.join_trainer(joining("next", 0), coordinator.now())
+        begun = cluster.run
+        file.may_write.set()
+        await coordinator.persist()  # after the decision
+        await eventually(lambda: not coordinator._wake.is_set())
+        assert not cluster.is_current(old)
+        assert cluster.run.record == begun.record
 
 
 async def test_no_request_is_acknowledged_before_the_disk_has_its_change(monkeypatch):
@@ -363,9 +411,9 @@ async def test_no_request_is_acknowledged_before_the_disk_has_its_change(monkeyp
             for index in (0, 1):
                 await post(REGISTER_PSERVER, registration(str(index), index=index))
             run = (await post(JOIN_TRAINER, joining("a", 0)))["run"]
-            assert not trainer_on_disk().declared
+            assert not trainer_on_disk().has_declared
             await post(DECLARE_MODEL.format(rank=0), model(run=run))
-            assert trainer_on_disk().declared
+            assert trainer_on_disk().has_declared
             await coordinator.wait_until(lambda: coordinator.cluster.run.record.state == "training", 5)
             await post(LEAVE.format(rank=0), leaving(run=run))
             assert trainer_on_disk().state == "done"

@@ -1,4 +1,4 @@
-"""A run that takes as many trainers as join until its last call."""
+"""The beginning of a run, which takes as many trainers as join until its last call."""
 
 from __future__ import annotations
 
@@ -10,54 +10,65 @@ from hypothesis import strategies as st
 
 from ps_protocol.errors import GradpostError, NotReady
 from services.coordinator.state.cluster import Cluster
-from services.coordinator.state.record import describe_cluster, restore_cluster
+from services.coordinator.state.joining import declare_model, join_run
+from services.coordinator.state.losses import expire_trainers, leave_run, renew_lease
 from services.coordinator.state.run import Run
-from services.coordinator.state.trainers import join_run
 
 from ...raising import raises_code
-from .support import LEASE, defaults, joining, make_cluster
+from .support import LEASE, alive, defaults, joining, leaving, make_cluster, make_run, model
 
 CALL = 5.0
 
 
 def elastic() -> Run:
-    return Run("run1", defaults(2, max_trainers=4, last_call_seconds=CALL), {})
+    return Run.begin("run1", defaults(2, max_trainers=4, last_call_seconds=CALL), {})
 
 
 def test_a_run_waits_for_its_minimum_of_trainers_indefinitely():
     run = elastic()
     for now in range(100):
-        join_run(run, joining("a"), now)
-        run.expire(now, LEASE)
+        run = join_run(run, joining("a"), now)
+        run = expire_trainers(run, now, LEASE)
     assert (run.record.num_trainers, run.missing_ranks) == (None, [0, 1])
 
 
 def test_a_run_with_its_maximum_of_trainers_begins_at_once():
     run = elastic()
     for name in "abcd":
-        join_run(run, joining(name), 0)
+        run = join_run(run, joining(name), 0)
     assert run.record.num_trainers == 4
 
 
 def test_ranks_close_up_before_the_start_when_a_trainer_has_died():
     run = elastic()
     for name in "abc":
-        join_run(run, joining(name), 0)
+        run = join_run(run, joining(name), 0)
     for name in "bc":
-        join_run(run, joining(name), LEASE)
-    run.expire(LEASE + 1, LEASE)
+        run = join_run(run, joining(name), LEASE)
+    run = expire_trainers(run, LEASE + 1, LEASE)
     assert {rank: t.instance for rank, t in run.record.trainers.items()} == {0: "trainer b", 1: "trainer c"}
     assert run.record.members == {0: 2, 1: 2}  # other incarnations than the ones that had these ranks before
 
 
 def test_a_trainer_that_names_a_world_size_determines_it():
     run = elastic()
-    join_run(run, joining("a"), 0)
-    assert join_run(run, joining("b", 2, world_size=3), 0).rank == 2
+    run = join_run(run, joining("a"), 0)
+    run = join_run(run, joining("b", 2, world_size=3), 0)
+    assert run.record.members == {0: 1, 2: 1}
     assert (run.record.num_trainers, run.missing_ranks) == (3, [0, 1, 2])
     for size in (1, 5):
         with raises_code("world_mismatch", match="WORLD_SIZE of the trainer does not match"):
             join_run(elastic(), joining("c", world_size=size), 0)
+
+
+def test_a_trainer_that_is_refused_determines_nothing():
+    cluster = elastic_cluster()
+    with contextlib.suppress(NotReady):
+        cluster.join_trainer(joining("a", 0), 0)
+    before = cluster.run
+    with raises_code("rank_taken"):
+        cluster.join_trainer(joining("b", 0, world_size=3), 1)
+    assert cluster.run == before
 
 
 arrivals = st.tuples(
@@ -73,10 +84,10 @@ def test_ranks_fit_the_size_of_the_run_in_any_order_of_arrival(steps):
     run, now = elastic(), 0.0
     for name, rank, size, pause in steps:
         now += pause
-        run.expire(now, LEASE)
+        run = expire_trainers(run, now, LEASE)
         before = dict(run.record.trainers) if run.record.num_trainers is not None else {}
         with contextlib.suppress(GradpostError):
-            join_run(run, joining(name, rank, world_size=size), now)
+            run = join_run(run, joining(name, rank, world_size=size), now)
         assert all(rank == trainer.rank for rank, trainer in run.record.trainers.items())
         assert all(run.record.trainers[rank] == trainer for rank, trainer in before.items() if trainer.is_present)
         if run.record.num_trainers is not None:
@@ -106,7 +117,7 @@ def test_a_restarted_coordinator_keeps_the_size_of_the_run():
     before, after = elastic_cluster(), elastic_cluster()
     for name in "abc":
         before.join_trainer(joining(name, world_size=3), 0.0)
-    restore_cluster(after, describe_cluster(before), 100.0)
+    after.restore(before.describe(), 100.0)
     assert (after.run.record.num_trainers, sorted(after.run.record.trainers)) == (3, [0, 1, 2])
 
 
@@ -115,8 +126,26 @@ def test_a_restarted_coordinator_begins_the_last_call_again():
     for name in "ab":
         with contextlib.suppress(NotReady):
             before.join_trainer(joining(name), 0.0)
-    restore_cluster(after, describe_cluster(before), 100.0)
+    after.restore(before.describe(), 100.0)
     after.expire(100.0 + CALL - 0.1)
     assert after.run.record.num_trainers is None
     after.expire(100.0 + CALL)
     assert after.run.record.num_trainers == 2
+
+
+@pytest.mark.parametrize("restart_after", ["", "declaration", "loss", "other declaration"])
+def test_a_trainer_that_returns_before_the_start_declares_its_model_again(restart_after: str):
+    def restart_if(run: Run, event: str) -> Run:
+        return make_run().restore(run.record, LEASE) if event == restart_after else run
+
+    run = join_run(join_run(make_run(), joining("a"), 0), joining("b"), 0)
+    run = restart_if(declare_model(run, 0, model()), "declaration")
+    run = renew_lease(renew_lease(run, 0, alive(), 0), 1, alive(), LEASE)
+    run = restart_if(expire_trainers(run, LEASE + 1, LEASE), "loss")
+    run = restart_if(declare_model(run, 1, model(min_block_size=100)), "other declaration")
+    with raises_code("model_mismatch", match="trainer 0 and trainer 1 disagree on min_block_size"):
+        renew_lease(run, 0, alive(), LEASE + 2)
+    assert run.missing_ranks == [0]
+    assert declare_model(run, 0, model(min_block_size=100)).missing_ranks == []
+    alone = renew_lease(leave_run(run, 1, leaving(), LEASE + 2), 0, alive(), LEASE + 3)
+    assert (alone.record.declaration, alone.missing_ranks) == (model(), [1])

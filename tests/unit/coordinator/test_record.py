@@ -16,22 +16,31 @@ from services.coordinator import restore as restore_module
 from services.coordinator.reconcile import make_installation
 from services.coordinator.restore import FILE, RecordFile
 from services.coordinator.state.cluster import Cluster
+from services.coordinator.state.joining import declare_model, join_run
+from services.coordinator.state.losses import expire_trainers, renew_lease
 from services.coordinator.state.record import (
     Beginning,
     ClusterRecord,
     Decision,
-    describe_cluster,
-    restore_cluster,
-    restore_incarnations,
 )
-from services.coordinator.state.resumption import resume_run
-from services.coordinator.state.trainers import join_run
 from services.runtime import storage
 from services.runtime.checkpoints import Manifest
 from services.runtime.storage import DamagedFile
 
 from ..earlier_files import rewrite_sealed
-from .support import LEASE, alive, beat, join_all, joining, leaving, make_cluster, model, registration, train
+from .support import (
+    LEASE,
+    alive,
+    beat,
+    change_record,
+    join_all,
+    joining,
+    leaving,
+    make_cluster,
+    model,
+    registration,
+    train,
+)
 
 RESTART = 100.0
 NO_LEASE = RESTART + LEASE  # all leases from before the restart have expired
@@ -50,15 +59,14 @@ def make_training(num_trainers: int = 2, **changes: Any) -> Cluster:
 def rolled_back() -> Cluster:
     """Return a cluster in its second attempt, which waits for one of two trainers."""
     cluster = make_training()
-    run = cluster.run
-    run.record = run.record.update(attempt=1, resume=7)
-    run.record = run.record.update(membership=Membership({0: 1, 1: 1}, {1: 9}, {9: (0,), 10: (0, 1)}, {9: (0,)}))
+    membership = Membership({0: 1, 1: 1}, {1: 9}, {9: (0,), 10: (0, 1)}, {9: (0,)})
+    change_record(cluster, attempt=1, base_round=7, membership=membership)
     cluster.leave_trainer(1, leaving("failed", reason="no data"), 1.0)
     return cluster
 
 
 def write_and_read(cluster: Cluster, folder: Path) -> ClusterRecord:
-    RecordFile(folder).write(describe_cluster(cluster))
+    RecordFile(folder).write(cluster.describe())
     record = RecordFile(folder).read()
     assert record is not None
     return record
@@ -66,15 +74,15 @@ def write_and_read(cluster: Cluster, folder: Path) -> ClusterRecord:
 
 def restarted(before: Cluster, folder: Path) -> Cluster:
     after = make(before.run.settings.num_trainers)
-    restore_cluster(after, write_and_read(before, folder), RESTART)
+    after.restore(write_and_read(before, folder), RESTART)
     return after
 
 
 def resumed(before: Cluster, folder: Path, beginning: Manifest | None = None, **changes: Any) -> Cluster:
     after = make(before.run.settings.num_trainers, **changes)
     record = write_and_read(before, folder)
-    restore_incarnations(after, record)
-    resume_run(after, record, RESTART, beginning=beginning)
+    after.restore_incarnations(record)
+    after.resume(record, RESTART, beginning=beginning)
     return after
 
 
@@ -101,19 +109,22 @@ def awaited(cluster: Cluster) -> list[int]:
 
 def test_a_restarted_coordinator_has_the_recorded_state(tmp_path):
     before = rolled_back()
-    member = before.registry.members[0]
-    member.record = member.record.model_copy(update={"restored": 8})
+    record = before.registry.members[0].record.model_copy(update={"restored": 8})
+    before.registry = before.registry.restore(record, 0.0)
     after = restarted(before, tmp_path)
     run, old = after.run, before.run.record
-    assert (run.record.name, run.record.state, run.record.attempt, run.record.resume) == (old.name, "training", 1, 7)
-    assert run.record.number == old.number + 1  # the last change is made once more
+    assert (run.record.name, run.record.state, run.record.attempt, run.record.base_round) == (
+        old.name,
+        "training",
+        1,
+        7,
+    )
+    assert run.record.change_number == old.change_number + 1  # the last change is made once more
     assert run.record.membership == old.membership
     assert run.record.plan.digest == old.plan.digest
     assert awaited(after) == [1]
     assert after.pserver_infos == before.pserver_infos
-    assert describe_cluster(after).model_copy(update={"run": None}) == describe_cluster(before).model_copy(
-        update={"run": None}
-    )
+    assert after.describe().model_copy(update={"run": None}) == before.describe().model_copy(update={"run": None})
 
 
 def test_the_rounds_of_a_trainer_that_was_done_are_recorded(tmp_path):
@@ -133,17 +144,16 @@ def test_it_is_recorded_that_trainers_have_completed_a_round(tmp_path):
 
 def test_the_round_to_which_every_attempt_went_back_is_recorded(tmp_path):
     before = make_training()
-    before.run.apply_decision(Decision(1, None, 0, Membership({})))
-    before.run.apply_decision(Decision(2, 7, 0, Membership({})))
-    before.run.pending = Decision(3, 5, 0, Membership({}))
+    before.run = before.run.apply_decision(Decision(1, None, 0, Membership({})))
+    before.run = before.run.apply_decision(Decision(2, 7, 0, Membership({})))
+    before.run = before.run.propose(Decision(3, 5, 0, Membership({})))
     assert make_installation(restarted(before, tmp_path), 0, 9, 5).began == {1: None, 2: 7, 3: 5}
 
 
 def test_an_earlier_record_tells_the_round_of_the_newest_attempt_alone(tmp_path):
-    record = write_and_read(rolled_back(), tmp_path)
-    after = make()
-    restore_cluster(after, record.model_copy(update={"run": record.run.model_copy(update={"began": {}})}), RESTART)
-    assert after.run.record.began == {1: 7}
+    write_and_read(rolled_back(), tmp_path)
+    rewrite_sealed(tmp_path / FILE, lambda content: content["run"].pop("began"))
+    assert RecordFile(tmp_path).read().run.began == {1: 7}
 
 
 def test_every_lease_is_renewed_once(tmp_path):
@@ -174,7 +184,7 @@ def test_later_incarnations_get_higher_numbers(tmp_path):
 
 def test_a_failed_run_stays_failed(tmp_path):
     before = rolled_back()
-    before.run.fail(TrainerLost("trainer 1 failed: no data", ranks=[1]), 2.0)
+    before.run = before.run.fail(TrainerLost("trainer 1 failed: no data", ranks=[1]), 2.0)
     after = restarted(before, tmp_path)
     assert after.run.record.is_over
     assert isinstance(after.run.record.failure, TrainerLost)
@@ -196,13 +206,13 @@ def test_before_the_start_trainers_keep_their_places(tmp_path):
     before = make()
     for name, rank in (("a", 0), ("b", 1), ("b", 1)):
         before.join_trainer(joining(name, rank), 0.0)
-    before.run.declare(1, model())
+    before.declare_model(1, model())
     after = restarted(before, tmp_path)
     run = after.run
     assert (run.record.name, run.record.state, run.record.plan, run.started_at) == ("run1", "gathering", None, None)
     assert {rank: trainer.state for rank, trainer in run.record.trainers.items()} == {0: "joined", 1: "declared"}
-    run.declare(0, model())
-    run.declare(1, model())  # a retry, whose first response was lost
+    after.declare_model(0, model())
+    after.declare_model(1, model())  # a retry, whose first response was lost
     for index in (0, 1):
         after.register_pserver(registration(str(index), index=index), RESTART + 1)
     assert after.start_run_if_complete(RESTART + 1)
@@ -212,10 +222,10 @@ def test_every_incarnation_of_a_trainer_may_repeat_its_declaration(tmp_path):
     before = make_training()
     before.leave_trainer(1, leaving("failed"), 1.0)
     before.join_trainer(joining("another process", 1), 2.0)
-    before.run.declare(1, model(2))
+    before.declare_model(1, model(2))
     after = restarted(before, tmp_path)
-    after.run.declare(1, model(2))
-    after.run.declare(0, model(1))
+    after.declare_model(1, model(2))
+    after.declare_model(0, model(1))
 
 
 # ---------------------------------------------------------------- a resumption
@@ -223,7 +233,7 @@ def test_every_incarnation_of_a_trainer_may_repeat_its_declaration(tmp_path):
 
 def test_a_failed_run_is_resumed(tmp_path):
     before = rolled_back()
-    before.run.fail(TrainerLost("trainer 1 failed: no data", ranks=[1]), 2.0)
+    before.run = before.run.fail(TrainerLost("trainer 1 failed: no data", ranks=[1]), 2.0)
     after = resumed(before, tmp_path)
     assert (after.run.record.state, after.run.record.failure, after.run.record.attempt) == ("training", None, 1)
     assert after.waiting_for == ["trainer 0", "trainer 1"]
@@ -236,17 +246,17 @@ def test_a_run_that_had_not_begun_is_resumed_with_its_checkpoint(tmp_path):
     join_all(before)
     for index in (0, 1):
         before.register_pserver(registration(str(index), index=index), 0.0)
-    assert before.start_run_if_complete()
-    before.run.record = before.run.record.update(resume=20, source="run0")
+    assert before.start_run_if_complete(0)
+    change_record(before, base_round=20, source="run0")
     after = resumed(before, tmp_path)
-    assert (after.run.record.state, after.run.record.resume, after.run.record.source) == ("gathering", 20, "run0")
-    install = make_installation(after, 0, 9, after.run.record.resume)
+    assert (after.run.record.state, after.run.record.base_round, after.run.record.source) == ("gathering", 20, "run0")
+    install = make_installation(after, 0, 9, after.run.record.base_round)
     assert (install.restore, install.source) == (20, "run0")
 
 
 def test_a_run_that_had_begun_is_resumed_with_the_state_of_its_pservers(tmp_path):
     before = rolled_back()
-    before.run.record = before.run.record.update(source="run0")
+    change_record(before, source="run0")
     assert resumed(before, tmp_path).run.record.source is None
 
 
@@ -327,7 +337,7 @@ def test_after_a_failed_run_that_pservers_still_hold_the_next_run_begins_with_it
     assert after.run.record.state == "failed"
     assert after.join_trainer(joining("new", 0), RESTART + 2).run != "run1"
     assert after.beginning == manifest
-    assert describe_cluster(after).beginning == Beginning(run="run1", round=20, controls=Controls())
+    assert after.describe().beginning == Beginning(run="run1", round=20, controls=Controls())
 
 
 def test_new_processes_resume_a_run_that_was_over(tmp_path):
@@ -354,7 +364,7 @@ def test_a_trainer_that_is_silent_before_it_takes_part_in_a_resumed_run_ends_not
     cluster.expire(NO_LEASE + 1 + LEASE)
     assert (cluster.run.record.is_over, awaited(cluster)) == (False, [0, 1, 2])
     cluster.trainer_heartbeat(0, alive(joined.incarnation), NO_LEASE + 2 + LEASE)
-    cluster.run.declare(0, model(joined.incarnation))
+    cluster.declare_model(0, model(joined.incarnation))
     assert awaited(cluster) == [1, 2]
     cluster.expire(NO_LEASE + 3 + 3 * LEASE)
     assert isinstance(cluster.run.record.failure, TrainerLost)
@@ -362,11 +372,11 @@ def test_a_trainer_that_is_silent_before_it_takes_part_in_a_resumed_run_ends_not
 
 def test_a_resumed_run_that_continues_without_lost_trainers_begins_after_the_rejoin_timeout(tmp_path):
     run = resumed_with_one_done(tmp_path, on_trainer_loss="continue", rejoin_timeout_seconds=30.0).run
-    join_run(run, joining("new", 0), RESTART + 1)
-    run.declare(0, model(2))
+    run = join_run(run, joining("new", 0), RESTART + 1)
+    run = declare_model(run, 0, model(2))
     assert [trainer.rank for trainer in run.record.awaited] == [1, 2]
-    run.heartbeat(0, alive(2), RESTART + 31)
-    run.expire(RESTART + 31, LEASE)
+    run = renew_lease(run, 0, alive(2), RESTART + 31)
+    run = expire_trainers(run, RESTART + 31, LEASE)
     assert (run.record.awaited, run.record.is_over) == ([], False)
 
 
@@ -377,25 +387,25 @@ def test_a_record_is_made_and_written_only_if_something_has_changed(tmp_path, mo
     """The plan of a large model is megabytes of JSON, and every heartbeat may have changed something."""
     cluster, file = rolled_back(), RecordFile(tmp_path)
     assert file.read() is None
-    file.write(describe_cluster(cluster))
+    file.write(cluster.describe())
     (tmp_path / FILE).unlink()
     with monkeypatch.context() as patch:
         patch.delattr(SlicePlan, "to_json")
         patch.delattr(restore_module, "seal")
-        file.write(describe_cluster(cluster))
+        file.write(cluster.describe())
     assert not (tmp_path / FILE).exists()
-    cluster.run.record = cluster.run.record.change()
-    file.write(describe_cluster(cluster))
+    cluster.run = cluster.run.with_change()
+    file.write(cluster.describe())
     written = RecordFile(tmp_path).read()
-    assert written.run.number == cluster.run.record.number
+    assert written.run.change_number == cluster.run.record.change_number
 
 
 def test_a_record_whose_writing_failed_is_written_over(tmp_path, monkeypatch):
     """It may be there, though the disk reported an error."""
     file, cluster = RecordFile(tmp_path), rolled_back()
-    before = describe_cluster(cluster)
+    before = cluster.describe()
     file.write(before)
-    cluster.run.record = cluster.run.record.update(attempt=cluster.run.record.attempt + 1)
+    change_record(cluster, attempt=cluster.run.record.attempt + 1)
 
     def fail(folder: Path) -> None:
         raise OSError(f"{folder} is broken")
@@ -403,7 +413,7 @@ def test_a_record_whose_writing_failed_is_written_over(tmp_path, monkeypatch):
     with monkeypatch.context() as disk:
         disk.setattr(storage, "sync_folder", fail)
         with pytest.raises(OSError, match="is broken"):
-            file.write(describe_cluster(cluster))
+            file.write(cluster.describe())
     recorded = RecordFile(tmp_path).read()
     file.write(before)
     assert recorded != RecordFile(tmp_path).read() == ClusterRecord.model_validate_json(before.model_dump_json())
@@ -424,9 +434,7 @@ def test_a_damaged_record_is_refused(tmp_path, accident):
 def test_a_record_of_an_earlier_version_is_read_unless_it_sets_values(tmp_path):
     cluster, path = rolled_back(), tmp_path / FILE
     controls = Controls(since=3, rates={0: 0.5}, frozen=("w",))
-    cluster.run.record = cluster.run.record.update(
-        membership=replace(cluster.run.record.membership, controls=(controls,))
-    )
+    change_record(cluster, membership=replace(cluster.run.record.membership, controls=(controls,)))
     record = write_and_read(cluster, tmp_path)
     rewrite_sealed(path, lambda content: content["run"]["membership"]["controls"][0].update(replaced={}))
     assert RecordFile(tmp_path).read() == record

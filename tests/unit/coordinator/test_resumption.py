@@ -19,7 +19,7 @@ from services.runtime.checkpoints import Manifest, write_manifest
 from services.runtime.storage import open_checkpoint_storage
 
 from .coordinating import begin
-from .support import joining, leaving, registration
+from .support import change_record, joining, leaving, registration
 
 
 async def restored(folder: Path, **settings: Any) -> Coordinator:
@@ -36,7 +36,7 @@ async def planned(folder: Path, **settings: Any) -> Run:
     """Return a run whose plan was made and recorded."""
     coordinator = await restored(folder, **settings)
     begin(coordinator)
-    assert coordinator.cluster.start_run_if_complete()
+    assert coordinator.cluster.start_run_if_complete(0)
     await coordinator.persist()
     return coordinator.cluster.run
 
@@ -70,7 +70,7 @@ async def test_a_run_with_another_plan_begins_with_a_checkpoint(tmp_path, change
 async def test_a_run_with_another_plan_and_no_checkpoint_is_an_error(tmp_path):
     run = await planned(tmp_path)
     coordinator = await restored(tmp_path)
-    coordinator.cluster.run.record = coordinator.cluster.run.record.update(has_trained=True)
+    change_record(coordinator.cluster, has_trained=True)
     await coordinator.persist()
     with pytest.raises(StorageFailed, match=f"run {run.record.name} has no checkpoint"):
         await restored(tmp_path, resume=True, num_pservers=3)
@@ -81,7 +81,7 @@ async def test_a_checkpoint_that_was_undone_and_not_deleted_is_not_used(tmp_path
     coordinator = await restored(tmp_path)
     for round_ in (4, 7):
         write_checkpoint(tmp_path, run, round_)
-    coordinator.cluster.run.record = coordinator.cluster.run.record.update(attempt=1, resume=5)
+    change_record(coordinator.cluster, attempt=1, base_round=5)
     await coordinator.persist()
     assert beginning_of(await restored(tmp_path, resume=True, num_pservers=3)) == (run.record.name, 4)
 
@@ -92,9 +92,9 @@ async def test_a_resumption_that_failed_before_training_begins_with_the_same_che
     for name, round_ in (("run0", 7), ("another experiment", 9)):
         write_checkpoint(tmp_path, run, round_, run=name)
     coordinator = await restored(tmp_path)
-    run = coordinator.cluster.run
-    run.record = run.record.update(resume=7, source="run0")
-    run.fail(TrainerLost("interrupted by Ctrl-C", ranks=[0]), 1.0)
+    cluster = coordinator.cluster
+    change_record(cluster, base_round=7, source="run0")
+    cluster.run = cluster.run.fail(TrainerLost("interrupted by Ctrl-C", ranks=[0]), 1.0)
     await coordinator.persist()
     for _ in range(2):
         assert beginning_of(await restored(tmp_path, resume=True)) == ("run0", 7)
@@ -110,19 +110,19 @@ async def test_a_resumed_run_waits_for_trainers_that_were_done_too(tmp_path, gon
     """
     await planned(tmp_path, mode=mode)
     coordinator = await restored(tmp_path, mode=mode)
-    run = coordinator.cluster.run
-    run.record = run.record.update(has_begun=True, has_trained=True)
+    cluster = coordinator.cluster
+    change_record(cluster, has_begun=True, has_trained=True)
+    record = cluster.run.record
     for rank in gone:
-        run.leave(
-            rank, leaving("done", run=run.record.name, incarnation=run.record.trainers[rank].incarnation, round=9), 1.0
-        )
-    members = {rank: t.incarnation for rank, t in run.record.trainers.items() if rank not in gone}
-    run.record = run.record.update(membership=Membership(members))
+        message = leaving("done", run=record.name, incarnation=record.trainers[rank].incarnation, round=9)
+        cluster.leave_trainer(rank, message, 1.0)
+    members = {rank: t.incarnation for rank, t in cluster.run.record.trainers.items() if rank not in gone}
+    change_record(cluster, membership=Membership(members))
     await coordinator.persist()
-    run = (await restored(tmp_path, resume=True, mode=mode)).cluster.run
+    record = (await restored(tmp_path, resume=True, mode=mode)).cluster.run.record
     counted = (0, 1) if mode == "sync" else [rank for rank in (0, 1) if rank not in gone]
-    assert run.record.targets == {rank: run.record.trainers[rank].incarnation for rank in counted}
-    assert [trainer.rank for trainer in run.record.awaited] == [0, 1]
+    assert record.targets == {rank: record.trainers[rank].incarnation for rank in counted}
+    assert [trainer.rank for trainer in record.awaited] == [0, 1]
 
 
 async def test_controls_stay_set_on_other_pservers(tmp_path):
@@ -132,13 +132,13 @@ async def test_controls_stay_set_on_other_pservers(tmp_path):
     at_checkpoint = Controls(since=3, frozen=("w",))
     write_checkpoint(tmp_path, run, 7, controls=at_checkpoint)
     controls = at_checkpoint, Controls(since=9, rates={0: 0.5}, is_paused=True)
-    coordinator.cluster.run.record = coordinator.cluster.run.record.update(membership=Membership({}, controls=controls))
+    change_record(coordinator.cluster, membership=Membership({}, controls=controls))
     await coordinator.persist()
     for resume in (True, False, True):
         coordinator = await restored(tmp_path, resume=resume, num_pservers=3)
     begin(coordinator)
     coordinator.cluster.register_pserver(registration("2", index=2), coordinator.now())
-    assert coordinator.cluster.start_run_if_complete()
+    assert coordinator.cluster.start_run_if_complete(0)
     installed = make_installation(coordinator.cluster, 0, 1, 7).membership.controls
     assert installed == (Controls(rates={0: 0.5}, is_paused=True),)
     (tmp_path / "coordinator.json").unlink()  # the checkpoint alone has the controls of its round

@@ -11,7 +11,6 @@ from ps_protocol.errors import BadModel, RoundTimeout, TrainerLost
 from services.coordinator.activity import ActivityLog
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
-from services.coordinator.state.record import describe_cluster, restore_cluster
 
 from ...raising import raises_code
 from .support import LEASE, alive, joining, leaving, make_cluster, model, registration
@@ -27,15 +26,15 @@ def ring(num_trainers: int = 2) -> Cluster:
 
 def declare(cluster: Cluster, rank: int, **changes: Any) -> None:
     joined = cluster.join_trainer(joining(str(rank), rank=rank), 0.0)
-    cluster.run.declare(rank, model(joined.incarnation, joined.run, **changes))
+    cluster.declare_model(rank, model(joined.incarnation, joined.run, **changes))
 
 
 def begin(cluster: Cluster, now: float = 0.0) -> None:
     for rank in range(cluster.run.settings.num_trainers):
         declare(cluster, rank, rendezvous="10.0.0.5:4711" if rank == 0 else None, optimizer="Muon")
     assert cluster.start_run_if_complete(now)
-    cluster.run.begin_training(now)
-    cluster.finish_change(cluster.run.record.number)
+    cluster.run = cluster.run.begin_training(now)
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
 
 
 def waits(
@@ -106,13 +105,13 @@ def test_declarations_without_effect_in_a_ring_are_refused(changes: dict[str, An
 def test_a_restarted_coordinator_keeps_the_ring() -> None:
     cluster = ring()
     begin(cluster)
-    record = describe_cluster(cluster)
+    record = cluster.describe()
     again = ring()
-    restore_cluster(again, type(record).model_validate_json(record.model_dump_json()), 1.0)
+    again.restore(type(record).model_validate_json(record.model_dump_json()), 1.0)
     assert again.run.record.state == "training"
     waits(again, 1, 0.0)
-    again.run.declare(1, model(1, optimizer="Muon"))  # a retry, whose first response was lost
-    again.finish_change(again.run.record.number)
+    again.declare_model(1, model(1, optimizer="Muon"))  # a retry, whose first response was lost
+    again.run = again.run.finish_change(again.run.record.change_number)
     ready = again.plan_ready(1, 1)
     assert ready.rendezvous == "10.0.0.5:4711"
 

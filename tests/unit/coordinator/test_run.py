@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,15 @@ import pytest
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, Ended, ModelMismatch, StaleRun, TrainerLost
 from ps_protocol.vocabulary import LossPolicy
+from services.coordinator.state.joining import declare_model, join_run, start_run
+from services.coordinator.state.losses import (
+    expire_trainers,
+    leave_run,
+    lose_stuck_trainers,
+    renew_lease,
+    return_stuck_trainers,
+)
 from services.coordinator.state.run import Run
-from services.coordinator.state.trainers import join_run
 
 from ...raising import raises_code
 from .support import LEASE, SGD_FLAGS, alive, defaults, joining, leaving, make_run, model
@@ -20,22 +28,27 @@ from .support import LEASE, SGD_FLAGS, alive, defaults, joining, leaving, make_r
 def joined(num_trainers: int = 2) -> Run:
     run = make_run(num_trainers)
     for rank in range(num_trainers):
-        join_run(run, joining(str(rank), rank), 0)
+        run = join_run(run, joining(str(rank), rank), 0)
     return run
 
 
 def training(num_trainers: int = 2, **changes: Any) -> Run:
     run = joined(num_trainers)
     for rank in range(num_trainers):
-        run.declare(rank, model())
-    run.start(2)
-    run.begin_training(0)
-    run.settings = run.settings.model_copy(update=changes)
-    return run
+        run = declare_model(run, rank, model())
+    run = start_run(run, {0: 1, 1: 1}, None, 0)
+    run = run.begin_training(0)
+    return replace(run, settings=run.settings.model_copy(update=changes))
 
 
 def awaited(run: Run) -> list[int]:
     return [trainer.rank for trainer in run.record.awaited]
+
+
+def test_the_text_of_a_run_says_what_it_waits_for():
+    assert repr(leave_run(training(on_trainer_loss="wait"), 1, leaving("failed"), 1)) == (
+        "<Run run1 [training, attempt 0, change 5 | waiting for: trainer 1]>"
+    )
 
 
 # ---------------------------------------------------------------- joining
@@ -43,7 +56,9 @@ def awaited(run: Run) -> list[int]:
 
 def test_trainers_get_the_lowest_free_rank_or_the_one_they_want():
     run = make_run(3)
-    assert [join_run(run, joining(*one), 0).rank for one in (("a",), ("b", 2), ("c",))] == [0, 2, 1]
+    for one in (("a",), ("b", 2), ("c",)):
+        run = join_run(run, joining(*one), 0)
+    assert {trainer.instance[-1]: rank for rank, trainer in run.record.trainers.items()} == {"a": 0, "b": 2, "c": 1}
     with raises_code("rank_taken", match="all 3 ranks"):
         join_run(run, joining("d"), 0)
 
@@ -51,23 +66,23 @@ def test_trainers_get_the_lowest_free_rank_or_the_one_they_want():
 def test_a_repeated_join_gets_the_same_rank():
     run = make_run()
     first = join_run(run, joining("a"), 0)
-    number = run.record.number
-    assert join_run(run, joining("a"), 5) is first
-    assert (run.reports[0].seen_at, run.record.number) == (5, number)
+    run = join_run(first, joining("a"), 5)
+    assert (run.reports[0].seen_at, run.record) == (5, first.record)
 
 
 def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
     run = make_run()
-    join_run(run, joining("a", 0), 0)
+    run = join_run(run, joining("a", 0), 0)
     with raises_code("rank_taken", match="rank 0") as caught:
         join_run(run, joining("b", 0), 5)
     assert caught.value.may_be_retried
     assert run.record.members == {0: 1}
-    run.expire(LEASE + 1, LEASE)
+    run = expire_trainers(run, LEASE + 1, LEASE)
     assert (run.record.state, run.record.failure, run.record.members) == ("gathering", None, {})
-    assert join_run(run, joining("b", 0), LEASE + 1).incarnation == 2
+    run = join_run(run, joining("b", 0), LEASE + 1)
+    assert run.record.members == {0: 2}
     with raises_code("stale_trainer"):
-        run.heartbeat(0, alive(incarnation=1), LEASE + 2)  # SIGCONT after its lease
+        renew_lease(run, 0, alive(incarnation=1), LEASE + 2)  # SIGCONT after its lease
 
 
 @pytest.mark.parametrize(
@@ -82,7 +97,6 @@ def test_a_trainer_that_does_not_fit_the_cluster_is_refused(request_, error):
     run = make_run()
     with raises_code(error):
         join_run(run, request_, 0)
-    assert (run.record.trainers, run.record.number) == ({}, 0)
     join_run(run, joining(world_size=2, rank=1, expects={"mode": "sync"}), 0)
 
 
@@ -91,10 +105,10 @@ def test_a_trainer_that_does_not_fit_the_cluster_is_refused(request_, error):
 
 def test_a_run_is_declared_when_all_trainers_have_declared_the_same():
     run = joined()
-    run.declare(1, model())
-    run.declare(1, model())
+    run = declare_model(run, 1, model())
+    run = declare_model(run, 1, model())
     assert (run.missing_ranks, run.record.num_declared) == ([0], 1)
-    run.declare(0, model())
+    run = declare_model(run, 0, model())
     assert (run.missing_ranks, run.record.num_declared) == ([], 2)
 
 
@@ -113,20 +127,20 @@ def test_a_run_is_declared_when_all_trainers_have_declared_the_same():
 )  # fmt: skip
 def test_a_different_declaration_is_refused_with_the_difference(changes: dict[str, Any]):
     run = joined()
-    run.declare(0, model())
+    run = declare_model(run, 0, model())
     with pytest.raises(ModelMismatch, match="trainer 1 and trainer 0") as caught:
-        run.declare(1, model(**changes))
+        declare_model(run, 1, model(**changes))
     assert caught.value.facts["expected"] != caught.value.facts["actual"]
     assert run.missing_ranks == [1]
-    run.leave(0, leaving(), 0)
-    run.declare(1, model(**changes))  # a trainer that has left is not compared
+    run = leave_run(run, 0, leaving(), 0)
+    run = declare_model(run, 1, model(**changes))  # a trainer that has left is not compared
 
 
 def test_a_run_of_an_earlier_version_that_kept_its_buffers_is_not_continued():
     run = joined()
-    run.declare(0, model(buffers=(("mean", (10,), "F32"),)))
+    run = declare_model(run, 0, model(buffers=(("mean", (10,), "F32"),)))
     with raises_code("model_mismatch", match=r"stores the buffer 'mean' .* checkpoint export"):
-        run.declare(1, model(buffers=(), parameters=(("w", (10, 1000), "F32", 0), ("mean", (10,), "F32", 0))))
+        declare_model(run, 1, model(buffers=(), parameters=(("w", (10, 1000), "F32", 0), ("mean", (10,), "F32", 0))))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +155,7 @@ def test_a_run_of_an_earlier_version_that_kept_its_buffers_is_not_continued():
 def test_a_model_that_cannot_be_planned_is_refused_at_once(changes, error):
     run = joined()
     with raises_code(error):
-        run.declare(0, model(**changes))
+        declare_model(run, 0, model(**changes))
     assert run.missing_ranks == [0, 1]
 
 
@@ -157,57 +171,54 @@ def test_a_model_that_cannot_be_planned_is_refused_at_once(changes, error):
 def test_deltas_are_refused_where_trainers_do_not_have_the_round_before(
     rules: dict[str, Any], changes: dict[str, Any], why: str
 ) -> None:
-    run = Run("run1", defaults(1, consistency=Consistency(**rules)), {})
-    join_run(run, joining(), 0)
+    run = Run.begin("run1", defaults(1, consistency=Consistency(**rules)), {})
+    run = join_run(run, joining(), 0)
     with pytest.raises(BadModel, match=why):
-        run.declare(0, model(**changes))
+        declare_model(run, 0, model(**changes))
     assert run.missing_ranks == [0]
-    run.declare(0, model(**{**changes, "pull_type": "bfloat16"}))
+    run = declare_model(run, 0, model(**{**changes, "pull_type": "bfloat16"}))
 
 
 def test_a_declaration_may_change_until_the_plan_is_made():
     run = joined(1)
-    run.declare(0, model(min_block_size=100))
-    run.declare(0, model())
-    run.start(2)
-    run.declare(0, model())  # a retry
+    run = declare_model(run, 0, model(min_block_size=100))
+    run = declare_model(run, 0, model())
+    run = start_run(run, {0: 1, 1: 1}, None, 0)
+    run = declare_model(run, 0, model())  # a retry
     with pytest.raises(ModelMismatch, match="trainer 0"):
-        run.declare(0, model(min_block_size=100))
+        declare_model(run, 0, model(min_block_size=100))
     assert run.record.declaration == model()
 
 
 @pytest.mark.parametrize(
     "act",
     [
-        lambda target, **changes: target.declare(0, model(**changes)),
-        lambda target, **changes: target.heartbeat(0, alive(**changes), 1),
-        lambda target, **changes: target.leave(0, leaving(**changes), 1),
+        lambda target, **changes: declare_model(target, 0, model(**changes)),
+        lambda target, **changes: renew_lease(target, 0, alive(**changes), 1),
+        lambda target, **changes: leave_run(target, 0, leaving(**changes), 1),
     ],
 )
-def test_messages_of_another_run_or_incarnation_are_refused(act: Callable[..., None]):
+def test_messages_of_another_run_or_incarnation_are_refused(act: Callable[..., Run]):
     run = joined()
     with pytest.raises(StaleRun):
         act(run, run="run0")
     with raises_code("stale_trainer"):
         act(run, incarnation=2)
     with raises_code("stale_trainer"):
-        run.heartbeat(5, alive(), 1)
+        renew_lease(run, 5, alive(), 1)
     assert run.record.members == {0: 1, 1: 1}
 
 
 def test_the_plan_follows_the_declaration():
     run = joined()
     for rank in (0, 1):
-        run.declare(rank, model(min_block_size=2500, slice_parameters=True))
-    plan = run.start(2)
+        run = declare_model(run, rank, model(min_block_size=2500, slice_parameters=True))
+    run = start_run(run, {0: 1, 1: 1}, None, 0)
+    plan = run.record.plan
     assert [block.name for block in plan.blocks] == ["w.block0", "w.block1", "b.block0"]
-    assert (run.record.plan, run.record.uploader, run.record.state) == (
-        plan,
-        0,
-        "gathering",
-    )  # until the pservers have it
-    run.begin_training(3.0)
-    run.begin_training(4.0)
+    assert (run.record.uploader, run.record.state) == (0, "gathering")  # until the pservers have it
+    run = run.begin_training(3.0)
+    run = run.begin_training(4.0)
     assert (run.record.state, run.started_at) == ("training", 3.0)
 
 
@@ -219,24 +230,24 @@ def test_a_silent_trainer_is_back_before_the_start_if_its_place_is_still_free(ha
     """Its interpreter may have been busy with imports for longer than the lease."""
     run = joined()
     if has_declared:
-        run.declare(0, model())
-    run.heartbeat(1, alive(), 8)
-    run.expire(LEASE + 1, LEASE)
-    number = run.record.number
-    run.heartbeat(0, alive(), 12)
+        run = declare_model(run, 0, model())
+    run = renew_lease(run, 1, alive(), 8)
+    run = expire_trainers(run, LEASE + 1, LEASE)
+    number = run.record.change_number
+    run = renew_lease(run, 0, alive(), 12)
     assert (run.record.members, run.record.num_declared) == ({0: 1, 1: 1}, int(has_declared))
-    assert run.record.number > number
+    assert run.record.change_number > number
     for rank in (0, 1):
-        run.declare(rank, model())
+        run = declare_model(run, rank, model())
     assert run.record.num_declared == 2
 
 
 def test_a_trainer_that_leaves_before_the_start_frees_its_rank():
     run = joined()
-    run.declare(0, model())
-    run.leave(0, leaving("failed"), 1)
+    run = declare_model(run, 0, model())
+    run = leave_run(run, 0, leaving("failed"), 1)
     assert (run.record.state, run.record.members) == ("gathering", {1: 1})
-    assert join_run(run, joining("c"), 2).rank == 0
+    assert join_run(run, joining("c"), 2).record.members == {0: 2, 1: 1}
 
 
 # ---------------------------------------------------------------- leases and leaving during training
@@ -244,26 +255,26 @@ def test_a_trainer_that_leaves_before_the_start_frees_its_rank():
 
 def test_a_silent_trainer_ends_the_run_and_is_named():
     run = training()
-    run.heartbeat(1, alive(round_=3, loss=0.5), 8)
-    number = run.record.number
-    run.expire(LEASE, LEASE)
+    run = renew_lease(run, 1, alive(round_=3, loss=0.5), 8)
+    number = run.record.change_number
+    run = expire_trainers(run, LEASE, LEASE)
     assert run.record.failure is None
-    run.expire(LEASE + 1.5, LEASE)
+    run = expire_trainers(run, LEASE + 1.5, LEASE)
     assert (run.record.state, run.ended_at, run.record.members) == ("failed", LEASE + 1.5, {1: 1})
     assert isinstance(run.record.failure, TrainerLost)
     assert str(run.record.failure) == "trainer 0 was lost: no heartbeat for 11.5 s (lease 10 s)"
     assert run.record.failure.facts == {"ranks": [0]}
-    assert run.record.number > number
+    assert run.record.change_number > number
     assert (run.reports[1].round, run.reports[1].heartbeat.results) == (3, {"loss": 0.5})
 
 
 def test_a_lost_trainer_stays_lost_when_its_run_has_failed():
     run = training()
-    run.heartbeat(1, alive(), 11)
-    run.expire(11, LEASE)
-    run.heartbeat(0, alive(), 12)  # SIGCONT: its heartbeat is answered with the failure
+    run = renew_lease(run, 1, alive(), 11)
+    run = expire_trainers(run, 11, LEASE)
+    run = renew_lease(run, 0, alive(), 12)  # SIGCONT: its heartbeat is answered with the failure
     assert run.record.trainers[0].state == "lost"
-    run.leave(0, leaving(), 13)
+    run = leave_run(run, 0, leaving(), 13)
     assert run.record.trainers[0].state == "lost"
     assert 0 not in run.record.members
 
@@ -271,38 +282,38 @@ def test_a_lost_trainer_stays_lost_when_its_run_has_failed():
 def test_a_lost_trainer_that_leaves_as_done_is_done():
     """Leaving is its last request: the heartbeats have ended before."""
     run = training(on_trainer_loss="wait")
-    run.leave(1, leaving("failed"), 1)
-    run.expire(LEASE + 2, LEASE)
+    run = leave_run(run, 1, leaving("failed"), 1)
+    run = expire_trainers(run, LEASE + 2, LEASE)
     assert awaited(run) == [0, 1]
-    run.leave(0, leaving(), LEASE + 3)
+    run = leave_run(run, 0, leaving(), LEASE + 3)
     assert (awaited(run), run.record.trainers[0].state) == ([1], "done")
-    run.leave(1, leaving(), LEASE + 3)
+    run = leave_run(run, 1, leaving(), LEASE + 3)
     assert run.record.state == "finished"
 
 
 def test_a_trainer_that_is_done_is_not_waited_for():
     run = training(3)
-    number = run.record.number
-    run.leave(0, leaving(round=5), 1)
+    number = run.record.change_number
+    run = leave_run(run, 0, leaving(round=5), 1)
     assert (run.record.state, run.record.members, run.record.uploader) == ("training", {1: 1, 2: 1}, 0)
-    assert run.record.number > number
-    number = run.record.number
-    run.leave(0, leaving(round=5), 2)  # a retry
-    assert run.record.number == number
+    assert run.record.change_number > number
+    number = run.record.change_number
+    run = leave_run(run, 0, leaving(round=5), 2)  # a retry
+    assert run.record.change_number == number
     for rank in (1, 2):
-        run.heartbeat(rank, alive(), 9)
-    run.expire(15, LEASE)  # the lease of trainer 0 does not matter
+        run = renew_lease(run, rank, alive(), 9)
+    run = expire_trainers(run, 15, LEASE)  # the lease of trainer 0 does not matter
     assert run.record.state == "training"
     for rank in (1, 2):
-        run.leave(rank, leaving(round=5), 16)
+        run = leave_run(run, rank, leaving(round=5), 16)
     assert (run.record.state, run.ended_at, run.record.is_deserted) == ("finished", 16, True)
 
 
 def test_a_trainer_that_fails_ends_the_run_with_its_reason():
     run = training()
-    run.leave(1, leaving("failed", reason="ValueError: no data"), 4)
+    run = leave_run(run, 1, leaving("failed", reason="ValueError: no data"), 4)
     assert (run.record.state, run.record.is_deserted) == ("failed", False)
-    run.leave(0, leaving("failed", reason="TrainerLost: trainer 1 failed"), 5)
+    run = leave_run(run, 0, leaving("failed", reason="TrainerLost: trainer 1 failed"), 5)
     assert str(run.record.failure) == "trainer 1 failed: ValueError: no data"  # the first failure
     assert (run.record.is_deserted, run.ended_at) == (True, 4)
 
@@ -310,8 +321,8 @@ def test_a_trainer_that_fails_ends_the_run_with_its_reason():
 @pytest.mark.parametrize(("policy", "is_awaited"), [("fail", False), ("wait", True), ("continue", False)])
 def test_a_trainer_that_was_done_is_lost_if_its_process_fails_then(policy: LossPolicy, is_awaited: bool):
     run = training(on_trainer_loss=policy)
-    run.leave(0, leaving(), 1)
-    run.leave(0, leaving("failed", reason="its process failed with exit code 3"), 2)
+    run = leave_run(run, 0, leaving(), 1)
+    run = leave_run(run, 0, leaving("failed", reason="its process failed with exit code 3"), 2)
     assert (run.record.trainers[0].state, run.record.trainers[0].is_awaited) == ("failed", is_awaited)
     assert run.record.trainers[0].why == "trainer 0 failed: its process failed with exit code 3"
     assert (run.record.failure is not None) == (policy == "fail")
@@ -319,11 +330,11 @@ def test_a_trainer_that_was_done_is_lost_if_its_process_fails_then(policy: LossP
 
 def test_a_finished_run_stays_finished():
     run = training(1)
-    run.leave(0, leaving(), 1)
-    number = run.record.number
-    run.leave(0, leaving("failed"), 2)
-    run.fail(Ended("it exited", code="pserver_lost"), 2)
-    assert (run.record.state, run.record.trainers[0].state, run.record.failure, run.record.number) == (
+    run = leave_run(run, 0, leaving(), 1)
+    number = run.record.change_number
+    run = leave_run(run, 0, leaving("failed"), 2)
+    run = run.fail(Ended("it exited", code="pserver_lost"), 2)
+    assert (run.record.state, run.record.trainers[0].state, run.record.failure, run.record.change_number) == (
         "finished",
         "done",
         None,
@@ -337,51 +348,50 @@ def test_a_finished_run_stays_finished():
 def with_another_incarnation() -> Run:
     """Return a run whose trainer 1 was lost during training, joined again, and has not declared yet."""
     run = training(on_trainer_loss="wait")
-    run.leave(1, leaving("failed"), 1)
-    join_run(run, joining("another process", 1), 2)
-    return run
+    run = leave_run(run, 1, leaving("failed"), 1)
+    return join_run(run, joining("another process", 1), 2)
 
 
 @pytest.mark.parametrize("has_declared", [False, True])
 def test_another_incarnation_takes_over_though_it_was_silent_for_a_while(has_declared: bool):
     run = with_another_incarnation()
     if has_declared:
-        run.declare(1, model(2))
-    run.heartbeat(0, alive(), 2 + LEASE)
-    run.expire(3 + LEASE, LEASE)
-    number = run.record.number
-    run.heartbeat(1, alive(2), 4 + LEASE)
+        run = declare_model(run, 1, model(2))
+    run = renew_lease(run, 0, alive(), 2 + LEASE)
+    run = expire_trainers(run, 3 + LEASE, LEASE)
+    number = run.record.change_number
+    run = renew_lease(run, 1, alive(2), 4 + LEASE)
     if not has_declared:
         assert run.record.targets == {0: 1, 1: 1}  # the others do not go on without it
-        run.declare(1, model(2))
+        run = declare_model(run, 1, model(2))
     assert run.record.targets == {0: 1, 1: 2}
     assert run.record.trainers[1].is_awaited  # it contributes to the open round
-    assert run.record.number > number
+    assert run.record.change_number > number
 
 
 def test_another_incarnation_that_was_silent_is_back_though_the_run_continued_without_it():
     run = training(on_trainer_loss="continue")
-    run.leave(1, leaving("failed"), 1)
+    run = leave_run(run, 1, leaving("failed"), 1)
     assert run.record.awaited == []
-    join_run(run, joining("another process", 1), 2)
-    run.heartbeat(0, alive(), 2 + LEASE)
-    run.expire(3 + LEASE, LEASE)
+    run = join_run(run, joining("another process", 1), 2)
+    run = renew_lease(run, 0, alive(), 2 + LEASE)
+    run = expire_trainers(run, 3 + LEASE, LEASE)
     assert run.record.members == {0: 1}
-    run.heartbeat(1, alive(2), 4 + LEASE)
-    run.declare(1, model(2))
+    run = renew_lease(run, 1, alive(2), 4 + LEASE)
+    run = declare_model(run, 1, model(2))
     assert run.record.targets == {0: 1, 1: 2}
 
 
 def test_another_incarnation_that_declares_late_is_lost_and_may_still_take_over():
     run = with_another_incarnation()
     limit = run.settings.round_timeout_seconds
-    run.expire(3, 10 * limit)
-    run.expire(4 + limit, 10 * limit)
+    run = expire_trainers(run, 3, 10 * limit)
+    run = expire_trainers(run, 4 + limit, 10 * limit)
     assert not run.record.is_over
     assert "did not declare a model within the round time-out" in run.record.awaited[0].why
-    run.heartbeat(1, alive(2), 5 + limit)
+    run = renew_lease(run, 1, alive(2), 5 + limit)
     assert run.record.awaited  # its heartbeats never stopped
-    run.declare(1, model(2))
+    run = declare_model(run, 1, model(2))
     assert (run.record.awaited, run.record.targets) == ([], {0: 1, 1: 2})
 
 
@@ -390,17 +400,17 @@ def test_another_incarnation_that_never_declares_is_given_up(policy: LossPolicy)
     """The pservers do not count on it, and trainers that are done are not missing: nothing else waits for it."""
     run = training(3, on_trainer_loss=policy, min_trainers=2)
     round_timeout, rejoin_timeout = run.settings.round_timeout_seconds, run.settings.rejoin_timeout_seconds
-    run.leave(2, leaving(), 1)
-    run.leave(1, leaving("failed"), 1)
-    join_run(run, joining("another process", 1), 2)
+    run = leave_run(run, 2, leaving(), 1)
+    run = leave_run(run, 1, leaving("failed"), 1)
+    run = join_run(run, joining("another process", 1), 2)
     assert [t.rank for t in run.record.undeclared] == [1]
-    run.expire(2 + round_timeout, 1000)
+    run = expire_trainers(run, 2 + round_timeout, 1000)
     assert run.record.trainers[1].is_present
-    run.expire(3 + round_timeout, 1000)
+    run = expire_trainers(run, 3 + round_timeout, 1000)
     assert "did not declare a model" in run.record.awaited[0].why
-    run.revive_stuck(set())
+    run = return_stuck_trainers(run, set())
     assert run.record.awaited
-    run.expire(4 + round_timeout + rejoin_timeout, 1000)
+    run = expire_trainers(run, 4 + round_timeout + rejoin_timeout, 1000)
     assert isinstance(run.record.failure, TrainerLost)
 
 
@@ -409,11 +419,11 @@ def test_another_incarnation_is_not_stuck_in_the_round_of_its_predecessor():
     run = with_another_incarnation()
     for declare in (False, True):
         if declare:
-            run.declare(1, model(2))
-        run.mark_stuck([1], TrainerLost("trainer 1 did not come", ranks=[1]), 3)
+            run = declare_model(run, 1, model(2))
+        run = lose_stuck_trainers(run, [1], TrainerLost("trainer 1 did not come", ranks=[1]), 3)
         assert run.record.members == {0: 1, 1: 2}
     assert run.record.targets == {0: 1, 1: 2}
-    run.leave(1, leaving(incarnation=2), 5)
+    run = leave_run(run, 1, leaving(incarnation=2), 5)
     assert run.record.awaited == []
 
 
@@ -421,14 +431,14 @@ def test_another_incarnation_is_not_stuck_in_the_round_of_its_predecessor():
 def test_a_run_that_continues_waits_until_it_has_its_minimum_of_trainers(min_trainers: int, still_awaited: list[int]):
     run = training(on_trainer_loss="continue", min_trainers=min_trainers)
     for rank in (0, 1):
-        run.leave(rank, leaving("failed"), 1 + rank)
+        run = leave_run(run, rank, leaving("failed"), 1 + rank)
     assert awaited(run) == ([1] if min_trainers == 1 else [0, 1])
-    join_run(run, joining("another process", 0), 3)
+    run = join_run(run, joining("another process", 0), 3)
     assert awaited(run) == [1]  # the new process may be busy with imports, or fail in them
-    number = run.record.number
-    run.declare(0, model(2))
-    assert (awaited(run), run.record.number > number) == (still_awaited, True)
+    number = run.record.change_number
+    run = declare_model(run, 0, model(2))
+    assert (awaited(run), run.record.change_number > number) == (still_awaited, True)
     if not still_awaited:
         assert run.record.targets == {0: 2}
-        run.expire(1000, LEASE * 1000)
+        run = expire_trainers(run, 1000, LEASE * 1000)
         assert run.record.failure is None

@@ -28,7 +28,7 @@ from services.runtime.large_replies import MAX_AT_ONCE, PART_BYTES
 from services.runtime.metrics import ServiceMetrics
 
 from .coordinating import AsgiClient, eventually, training
-from .support import beat, registration
+from .support import beat, change_record, registration
 
 NUM_PARTS = 50
 NUM_ELEMENTS = NUM_PARTS * PART_BYTES // 2 + 1  # of bfloat16, in parts that begin in the middle of an element
@@ -106,7 +106,7 @@ async def serving(pservers: Pservers) -> AsyncIterator[Coordinator]:
         coordinator = Coordinator(CoordinatorSettings(num_pservers=number), http)
         for index in range(number):
             coordinator.cluster.register_pserver(registration(str(index), index=index), coordinator.now())
-        coordinator.cluster.run.record = coordinator.cluster.run.record.update(plan=pservers.plan)
+        change_record(coordinator.cluster, plan=pservers.plan)
         yield coordinator
 
 
@@ -189,7 +189,7 @@ async def test_a_parameter_without_elements_has_the_round_that_all_pservers_have
     """No pserver has a block of it: a client that waits for a newer version would ask again without a pause."""
     async with training() as coordinator:
         cluster = coordinator.cluster
-        cluster.run.record = cluster.run.record.update(plan=make_plan([ParameterSpec("none", (0, 7))], 2))
+        change_record(cluster, plan=make_plan([ParameterSpec("none", (0, 7))], 2))
         for index, round_ in ((0, 9), (1, 8)):
             cluster.pserver_heartbeat(index, beat(run=cluster.run.record.name, round_=round_), coordinator.now())
         assert not await wait_for_newer(coordinator, "none", 8, 0.01)

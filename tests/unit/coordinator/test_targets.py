@@ -16,6 +16,7 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.metrics import describe_targets, is_own_address
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
+from services.coordinator.state.losses import leave_run, renew_lease
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import KnownHosts, guard
 
@@ -28,10 +29,10 @@ def cluster_of(pservers: list[str], trainers: list[str | None]) -> Cluster:
         cluster.register_pserver(registration(f"pserver {index}", index=index, address=address), 0)
     for rank, metrics_address in enumerate(trainers):
         answer = cluster.join_trainer(joining(f"trainer {rank}", rank=rank, metrics_address=metrics_address), 0)
-        cluster.run.declare(rank, model(answer.incarnation, answer.run))
-    assert cluster.start_run_if_complete()
-    cluster.run.begin_training(0)
-    cluster.finish_change()
+        cluster.declare_model(rank, model(answer.incarnation, answer.run))
+    assert cluster.start_run_if_complete(0)
+    cluster.run = cluster.run.begin_training(0)
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     return cluster
 
 
@@ -107,11 +108,11 @@ async def test_the_metrics_of_a_trainer_with_another_host_are_not_listed(tmp_pat
 def test_a_member_that_is_gone_is_no_target():
     cluster = cluster_of(["http://a:1", "http://b:1"], ["http://c:1", "http://d:1", "http://e:1"])
     assert addresses(cluster) == ["a:1", "b:1", "c:1", "d:1", "e:1"]
-    cluster.run.leave(0, leaving(), 1)
+    cluster.run = leave_run(cluster.run, 0, leaving(), 1)
     assert addresses(cluster) == ["a:1", "b:1", "d:1", "e:1"]
 
     for now in (LEASE, LEASE + 2):  # pserver 1 and trainer 2 are silent
         cluster.pserver_heartbeat(0, beat(), now)
-        cluster.run.heartbeat(1, alive(), now)
+        cluster.run = renew_lease(cluster.run, 1, alive(), now)
     cluster.expire(LEASE + 2)
     assert addresses(cluster) == ["a:1", "d:1"]

@@ -184,7 +184,7 @@ class Bench:
             metadata[COMPUTED_ON_KEY] = str(round_ - 1 if computed_on is None else computed_on)
         body = encode(blocks, metadata)
         answer = await self.call(
-            "send", fence or self.fence(rank, round_), body, upload=upload(body) if upload else None
+            "push", fence or self.fence(rank, round_), body, upload=upload(body) if upload else None
         )
         return json.loads(answer)
 
@@ -210,7 +210,7 @@ class Bench:
         if norm is not None:
             headers[NORM_HEADER] = norm.to_header()
         body = json.dumps(list(names)).encode() if names else b""
-        return await self.call("get", self.fence(rank, round_, **changes), body, headers=headers)
+        return await self.call("pull", self.fence(rank, round_, **changes), body, headers=headers)
 
     async def norm(
         self, rank: int, round_: int, wait_seconds: float = 10, *, with_barrier: bool = True, **changes: Any
@@ -330,9 +330,9 @@ async def bench(
         yield bench
         await asyncio.sleep(0)
         if message.consistency.is_async:
-            await bench.run.end(StaleRun("the test is over"))  # its workers live as long as the run
+            await bench.run.executor.end(StaleRun("the test is over"))  # its workers live as long as the run
         if disk is not None and disk.folder is not None:
-            await bench.run.finish()
+            await bench.run.close(StaleRun("the test is over"))
             disk.folder.close()
         for _ in range(1000):  # an apply may still run
             if not compute.num_jobs:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ContributionMissing, FutureRound, GradpostError, StorageFailed, TrainerLost, TryAgain
-from services.pserver.run import apply_queue
-from services.pserver.run.queues import Pauses
+from services.pserver.run.asynchronous import queue_executor
+from services.pserver.run.asynchronous.queues import Pauses
 from services.runtime.failpoints import arm_failpoints
 
 from ...raising import raises_code
@@ -238,7 +238,7 @@ async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_pa
             await asyncio.sleep(0.05)
             assert not change.done()
         await asyncio.gather(push, change)
-        assert pserver.run.members == {1: 1}
+        assert pserver.run.schedule.members == {1: 1}
         assert pserver.run.schedule.open_steps == {0: 3, 1: 2}
         await until(lambda: pserver.run.round == 3)
 
@@ -270,7 +270,7 @@ async def test_once_the_run_is_over_every_pserver_writes_the_same_number(tmp_pat
 
 
 async def test_a_contribution_without_any_block_waits_for_a_slow_disk_like_all_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(apply_queue, "HOLD_SECONDS", 0.05)
+    monkeypatch.setattr(queue_executor, "HOLD_SECONDS", 0.05)
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
         with SlowLog().of(pserver) as log:
@@ -367,7 +367,7 @@ async def play(folder: Path, script: list[str]) -> None:
                     moments.append(asyncio.create_task(pserver.freeze(number)))
                 elif action == "members":
                     number += 1
-                    moments.append(asyncio.create_task(pserver.change_members(number, dict(run.members))))
+                    moments.append(asyncio.create_task(pserver.change_members(number, dict(run.schedule.members))))
                 elif action == "model":
                     looks.append(asyncio.create_task(run.executor.read_after_round(None, dict, 0)))
                 elif action == "cancel" and looks:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
-from services.pserver.run import apply_queue, queues
+from services.pserver.run.asynchronous import queue_executor, queues
 
 from ...raising import raises_code
 from .oracle import make_options
@@ -138,7 +138,7 @@ async def test_a_push_that_waits_for_several_queues_is_not_overtaken_in_one() ->
 
 
 async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply_queue, "HOLD_SECONDS", 0.05)
+    monkeypatch.setattr(queue_executor, "HOLD_SECONDS", 0.05)
     async with asynchronous(max_queued=1) as pserver:
         with busy(pserver):
             await pserver.push(0, 1, ones(1.0))
@@ -315,14 +315,14 @@ async def test_a_get_behind_an_update_that_fails_raises_apply_failed() -> None:
 
 
 async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, apply = asyncio.Event(), apply_queue.QueueExecutor._apply
+    go_on, apply = asyncio.Event(), queue_executor.QueueExecutor._apply
 
     async def apply_late(executor: Any, name: str, update: Any) -> None:
         if name == NAMES[1]:
             await go_on.wait()
         await apply(executor, name, update)
 
-    monkeypatch.setattr(apply_queue.QueueExecutor, "_apply", apply_late)
+    monkeypatch.setattr(queue_executor.QueueExecutor, "_apply", apply_late)
     async with asynchronous(read_consistency="shard", max_queued=1) as pserver:
         await pserver.push(0, 1, ones())
         with monkeypatch.context() as patch:
@@ -425,4 +425,4 @@ async def test_the_next_run_ends_the_workers_of_this_one() -> None:
         await asyncio.sleep(0)
         assert workers
         assert all(worker.done() for worker in workers)
-        assert isinstance(first.failure, StaleRun)
+        assert isinstance(first.context.failure, StaleRun)

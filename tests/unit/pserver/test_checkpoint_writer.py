@@ -91,7 +91,7 @@ async def test_a_repeated_request_writes_once_and_another_one_is_retried(tmp_pat
 
 async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(tmp_path: Path, monkeypatch):
     async with bench(state_dir=tmp_path, **LOGGED) as b:
-        has_decided, may_go_on = hold(monkeypatch, b.run.executor, "_snapshot_if_due", after=True)
+        has_decided, may_go_on = hold(monkeypatch, b.run.executor, "_step", after=True)
         playing = asyncio.create_task(b.play_round(1))
         assert await asyncio.to_thread(has_decided.wait, 10)
         wanted = want(b, 1)
@@ -105,7 +105,7 @@ async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(
 async def test_one_that_is_wanted_while_another_is_about_to_be_written_is_refused(tmp_path: Path, monkeypatch):
     async with bench(state_dir=tmp_path, **LOGGED) as b:
         await want(b, 1)
-        has_decided, may_go_on = hold(monkeypatch, b.run.executor, "_snapshot_if_due", after=True)
+        has_decided, may_go_on = hold(monkeypatch, b.run.executor, "_step", after=True)
         playing = asyncio.create_task(b.play_round(1))
         assert await asyncio.to_thread(has_decided.wait, 10)
         with pytest.raises(TryAgain, match="the checkpoint of round 1 is being written"):
@@ -277,7 +277,7 @@ async def test_initial_values_are_not_written_after_their_attempt_was_given_up(t
             update={"attempt": 1, "number": 2, "uploader": 1, "membership": Membership({1: 1})}
         )
         installing = asyncio.create_task(b.pserver.install_run(other))
-        await until(lambda: old.failure is not None)
+        await until(lambda: old.context.failure is not None)
         may_go_on.set()
         await installing
         with pytest.raises(StaleRun):

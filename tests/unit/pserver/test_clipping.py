@@ -111,7 +111,7 @@ async def test_requests_with_a_norm_that_do_not_fit_are_refused_and_count_nothin
         with raises_code("stale_trainer"):
             await b.norm(0, 1, trainer_incarnation=2)
         for text in ("", "digest", "digest nan -1.0", "digest 2.0 1.0"):
-            request = b.call("get", b.fence(0, 1), headers={NORM_HEADER: text, "gradpost-barrier": "batch"})
+            request = b.call("pull", b.fence(0, 1), headers={NORM_HEADER: text, "gradpost-barrier": "batch"})
             await unchanged(b, "bad_header", request)
         for kind in ("fetch", "both"):
             request = b.call("norm", b.fence(0, 1), headers={"gradpost-barrier": kind})
@@ -197,7 +197,7 @@ async def test_a_parameter_that_is_frozen_meanwhile_makes_another_norm_on_all_ps
 
 async def test_frozen_parameters_are_not_part_of_the_norm() -> None:
     async with bench(1, **NEVER) as b:
-        b.run.membership = Membership({0: 1}, controls=(Controls(since=1, frozen=("p1", "p3")),))
+        b.run.context.membership = Membership({0: 1}, controls=(Controls(since=1, frozen=("p1", "p3")),))
         answer = await measure(b, ranks=(0,))
         stepped = {name: gradient for name, gradient in gradients_of(0, 1).items() if name in ("p0", "p2")}
         assert answer.sum_of_squares == pytest.approx(squares_of(stepped))

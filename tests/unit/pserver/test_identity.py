@@ -39,9 +39,9 @@ async def test_a_run_that_comes_before_the_identity_is_on_the_disk_waits_for_it_
         assert not installing.done()
         may_go_on.set()
         await asyncio.gather(registering, installing)
-        assert b.run.install.run == "run2"
+        assert b.run.installed.run == "run2"
         assert disk.folder is not None
-        assert disk.folder.identity.run == b.run.install
+        assert disk.folder.identity.run == b.run.installed
 
 
 async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path, monkeypatch):
@@ -122,9 +122,9 @@ async def test_a_freeze_of_another_attempt_ends_the_changes_before_it(tmp_path: 
             await b.pserver.freeze(Freeze(run=b.install.run, attempt=1, number=3))
         with pytest.raises(Conflict, match="is over"):
             await b.pserver.install_run(late)
-        assert b.run.install.attempt == 0
+        assert b.run.installed.attempt == 0
         await b.pserver.install_run(late.model_copy(update={"number": 3}))
-        assert b.run.install.attempt == 1
+        assert b.run.installed.attempt == 1
 
 
 async def test_a_pserver_that_has_not_read_its_folder_answers_try_again(tmp_path: Path) -> None:

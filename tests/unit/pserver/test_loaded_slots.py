@@ -14,7 +14,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.optimizers import FRESH, MASTER, StepState, read_states, slot_key, write_states
 from ps_protocol.requests import COMPUTED_ON_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, SLOT_NAMES_KEY, STATES_KEY
 from ps_protocol.wire_types import UNCHANGED, WireTypes
-from services.pserver.durable.update_log import Update
+from services.pserver.durable.update_log import LoggedUpdate
 from services.pserver.shard.shard import Shard
 
 from .oracle import make_options
@@ -32,14 +32,14 @@ def momentum(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 async def push_slots(b: Bench, rank: int = 0, round_: int = 1, **changes: Any) -> dict[str, Any]:
     given = {"tensors": momentum(BUFFERS), "states": write_states(STATES), **changes}
     body = encode(given["tensors"], {STATES_KEY: given["states"]}).replace(b'"F32"', given.get("dtype", b'"F32"'))
-    answer: dict[str, Any] = json.loads(await b.call("send", b.fence(rank, round_), body))
+    answer: dict[str, Any] = json.loads(await b.call("push", b.fence(rank, round_), body))
     return answer
 
 
 async def push_rest(b: Bench, rank: int = 0, round_: int = 1, num_slots: object = NUM_SLOTS) -> dict[str, Any]:
     metadata = {**b.completion(), NUM_SLOTS_KEY: str(num_slots), COMPUTED_ON_KEY: str(round_ - 1)}
     body = encode(b.contribution(rank, round_), metadata)
-    answer: dict[str, Any] = json.loads(await b.call("send", b.fence(rank, round_), body))
+    answer: dict[str, Any] = json.loads(await b.call("push", b.fence(rank, round_), body))
     return answer
 
 
@@ -196,7 +196,7 @@ async def test_a_step_starts_from_the_masters_that_came_with_it(tmp_path, case):
         start, _ = decode(await b.get(0, 0))
         await push_slots(b, tensors=masters, states="{}")
         metadata = {**b.completion(), NUM_SLOTS_KEY: "1", COMPUTED_ON_KEY: "0", NUM_BLOCKS_KEY: "0"}
-        await b.call("send", b.fence(0, 1), encode({}, metadata))  # without any gradient
+        await b.call("push", b.fence(0, 1), encode({}, metadata))  # without any gradient
         if case != "async":
             await b.barrier(0, 1)
         pulled, _ = decode(await b.get(0, 1, **({} if case == "async" else {"have": 0})))
@@ -238,16 +238,16 @@ async def test_trainers_count_their_own_steps_from_those_that_were_loaded_last()
 
 
 async def test_a_log_of_an_earlier_version_is_replayed_as_it_was_counted(tmp_path, monkeypatch):
-    describe, apply_block = Update.to_metadata, Shard.apply_block
+    describe, apply_block = LoggedUpdate.to_metadata, Shard.apply_block
 
-    def describe_without(update: Update) -> dict[str, str]:
+    def describe_without(update: LoggedUpdate) -> dict[str, str]:
         return {key: value for key, value in describe(update).items() if key != "counter"}
 
     def apply_for_all(shard: Shard, name: str, gradient: Tensor, numbers: Any, *, counter: int) -> None:
         apply_block(shard, name, gradient, numbers, counter=None)
 
     with monkeypatch.context() as earlier:
-        earlier.setattr(Update, "to_metadata", describe_without)
+        earlier.setattr(LoggedUpdate, "to_metadata", describe_without)
         earlier.setattr(Shard, "apply_block", apply_for_all)
         async with bench(**ADAM, state_dir=tmp_path, durability="log") as b:
             await take_steps(b, (0, 1), (1, 1))

@@ -79,7 +79,7 @@ class Trainer:
 
     async def pull(self, shard: Shard, changed: dict[str, int]) -> None:
         versioned = VersionedBlocks(
-            shard.borrow(), changed, {"round": str(shard.version)}, shard.version - 1, shard.borrow_deltas()
+            shard.view_pulled().read(), changed, {"round": str(shard.version)}, shard.version - 1, shard.borrow_deltas()
         )
         await self.receive(b"".join(versioned.parts(self.round)))
         self.round = shard.version

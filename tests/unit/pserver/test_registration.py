@@ -91,7 +91,7 @@ async def test_the_coordinator_is_notified_of_a_failure_at_once(
         await asyncio.wait_for(said.wait(), 10)
         said.clear()
         await one.install_next_run()
-        await one.run.fail(StorageFailed("the disk is full"))
+        await one.run.executor.end(StorageFailed("the disk is full"), is_failure=True)
         await asyncio.wait_for(said.wait(), 10)
         assert failures == [None, StorageFailed("the disk is full").to_problem()]
         stop.set()

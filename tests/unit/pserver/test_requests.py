@@ -22,12 +22,12 @@ from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver import limits as module
 from services.pserver.limits import Copies, InFlight, WaitingPulls
-from services.pserver.run.pushes import read_blocks
+from services.pserver.run.read_pushes import read_blocks
+from services.pserver.run.staging import Push, StagedContribution
 from services.pserver.shard import reply as reply_module
 from services.pserver.shard.bodies import Body, BufferPool
 from services.pserver.shard.layout import ShardLayout
 from services.pserver.shard.reply import Reply
-from services.pserver.shard.staging import Contribution, Push
 from services.pserver.shard.tensors import StagedBlock, check_blocks
 
 from ...raising import raises_code
@@ -122,7 +122,7 @@ def receive_block(values: Tensor) -> StagedBlock:
 
 def test_a_push_that_comes_again_is_compared_by_its_bits() -> None:
     def push_again(first: Tensor, second: Tensor) -> int:
-        contribution: Contribution[StagedBlock] = Contribution()
+        contribution: StagedContribution[StagedBlock] = StagedContribution()
         contribution.stage(0, 1, Push({"w": receive_block(first)}))
         return contribution.stage(0, 1, Push({"w": receive_block(second)})).num_new
 

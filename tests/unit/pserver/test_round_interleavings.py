@@ -13,8 +13,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from ps_protocol.errors import GradpostError
 from ps_protocol.membership import Membership
 from ps_protocol.requests import Completion
-from services.pserver.run.rounds import Apply, Measure, Rounds
-from services.pserver.shard.staging import Push as StagedPush
+from services.pserver.run.staging import Push as StagedPush
+from services.pserver.run.synchronous.rounds import Apply, Measure, Rounds
 
 from ...soaking import examples
 
@@ -146,7 +146,7 @@ contents = st.tuples(
 
 def snapshot(rounds: Rounds[str]) -> Any:
     """Everything that it holds, copied."""
-    contributions = {rank: (dict(c.blocks), repr(c.completion)) for rank, c in rounds.contributions.items()}
+    contributions = {rank: (dict(c.blocks), repr(c.completion)) for _, rank, c in rounds.staged()}
     sets = set(rounds.batch_barriers), set(rounds.fetch_barriers)
     return dict(rounds.members), rounds.applied, rounds.measuring, rounds.applying, contributions, sets
 
@@ -256,7 +256,7 @@ class Interleavings(RuleBasedStateMachine):
         assert (rounds.applying is not None) == model.is_applying
         assert rounds.batch_barriers == model.batch
         assert rounds.fetch_barriers == model.fetched
-        assert {r: c.blocks for r, c in rounds.contributions.items()} == {r: s.blocks for r, s in model.staged.items()}
+        assert {r: c.blocks for _, r, c in rounds.staged()} == {r: s.blocks for r, s in model.staged.items()}
         assert rounds.missing == sorted(set(model.members) - model.batch)
         assert f"Round {rounds.open} [" in repr(rounds)
 

@@ -23,8 +23,8 @@ from ps_protocol.requests import BARRIER_HEADER, HYPER_PARAMETERS_KEY, MAX_WAIT_
 from ps_protocol.routes import MEMBERS
 from services.pserver.app import make_pserver_app
 from services.pserver.durable.records import Record
-from services.pserver.durable.update_log import Update
-from services.pserver.run.pulls import divide_rates
+from services.pserver.durable.update_log import LoggedUpdate
+from services.pserver.run.asynchronous.staleness import divide_rates
 from services.pserver.shard.history import History
 from services.runtime.metrics import ServiceMetrics
 
@@ -236,12 +236,12 @@ async def test_other_bytes_under_one_identity_are_a_conflict():
         assert answer == {"status": "staged", "staged": 0, "duplicates": 1, "complete": True, "finite": True}
 
 
-@pytest.mark.parametrize(("endpoint", "num_pieces"), [("send", 1), ("send", 4), ("initial", 4)])
+@pytest.mark.parametrize(("endpoint", "num_pieces"), [("push", 1), ("push", 4), ("initial", 4)])
 async def test_a_client_that_goes_away_in_its_body_changes_nothing_and_returns_the_buffer(endpoint, num_pieces):
-    async with bench(initial=endpoint == "send") as b:
+    async with bench(initial=endpoint == "push") as b:
         body = encode(b.contribution(0, 1), b.completion())
         upload = Upload(body[: len(body) // 2], num_pieces=num_pieces, ends=False)
-        round_ = 1 if endpoint == "send" else 0
+        round_ = 1 if endpoint == "push" else 0
         await unchanged(b, "malformed_frame", b.call(endpoint, b.fence(0, round_), body, upload=upload))
         assert await b.settle_used_bytes(0) == 0
 
@@ -260,7 +260,7 @@ async def test_a_client_that_is_cancelled_in_its_body_changes_nothing_and_return
         assert await b.settle_used_bytes(0) == 0
 
 
-@pytest.mark.parametrize("endpoint", ["get", "barrier"])
+@pytest.mark.parametrize("endpoint", ["pull", "barrier"])
 async def test_a_client_that_goes_away_before_its_request_is_complete_has_sent_no_barrier(endpoint):
     async with bench() as b:
         await b.push(0, 1)
@@ -284,7 +284,7 @@ async def test_a_refused_request_counts_no_barrier():
         for wait_seconds in (-1, float("nan"), MAX_WAIT_SECONDS + 1):
             await unchanged(b, "bad_header", b.get(0, 1, wait_seconds=wait_seconds, with_barrier=True))
         headers = {"gradpost-barrier": "fetch", WAIT_HEADER: "0"}
-        await unchanged(b, "bad_header", b.call("get", b.fence(0, 1), headers=headers))
+        await unchanged(b, "bad_header", b.call("pull", b.fence(0, 1), headers=headers))
 
 
 async def test_a_non_finite_gradient_is_refused_under_reject_and_staged_under_allow():
@@ -314,7 +314,7 @@ async def test_metadata_that_does_not_fit_is_refused(code, key, texts):
     async with bench() as b:
         for text in texts:
             body = encode({}, {**b.completion(), key: text})
-            await unchanged(b, code, b.call("send", b.fence(0, 1), body))
+            await unchanged(b, code, b.call("push", b.fence(0, 1), body))
 
 
 async def test_controls_may_name_as_many_parameters_as_a_plan():
@@ -328,14 +328,14 @@ async def test_controls_may_name_as_many_parameters_as_a_plan():
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             answer = await http.put(MEMBERS, content=message.model_dump_json(), headers=JSON)
-        assert (answer.status_code, b.run.membership.controls) == (204, controls)
+        assert (answer.status_code, b.run.context.membership.controls) == (204, controls)
 
 
 async def push_with_scaler(b: Bench, rank: int, round_: int, scaler: HyperParameters | None) -> None:
     metadata = b.completion()
     if scaler is not None:
         metadata[HYPER_PARAMETERS_KEY] = json.dumps([*json.loads(metadata[HYPER_PARAMETERS_KEY]), scaler])
-    await b.call("send", b.fence(rank, round_), encode(b.contribution(rank, round_), metadata))
+    await b.call("push", b.fence(rank, round_), encode(b.contribution(rank, round_), metadata))
 
 
 async def play_scaled(
@@ -434,6 +434,9 @@ def test_the_state_outlives_a_round_without_trainers_and_changes_of_the_rate() -
 def test_logs_and_checkpoints_of_earlier_versions_have_the_state() -> None:
     old = "[[[7, [0]]], [], [], [], [[6, [5, 8.0, 2]], [7, [6, 1024.0, 6]]]]"
     assert History.from_json(old).scaler == scaler_state(6)
-    metadata = {**Update(7, (0,), [{"lr": 0.1}], None).to_metadata(), "grad_scaler": json.dumps(scaler_state(6))}
+    metadata = {**LoggedUpdate(7, (0,), [{"lr": 0.1}], None).to_metadata(), "grad_scaler": json.dumps(scaler_state(6))}
     frame = parse_frame(encode({}, metadata))
-    assert Update.from_record(Record(0, 0, frame, memoryview(b""))).hyper_parameters == [{"lr": 0.1}, scaler_state(6)]
+    assert LoggedUpdate.from_record(Record(0, 0, frame, memoryview(b""))).hyper_parameters == [
+        {"lr": 0.1},
+        scaler_state(6),
+    ]

@@ -123,7 +123,7 @@ async def test_a_failure_installed_by_the_coordinator_wakes_all_waiters():
         assert len(set(map(id, errors))) == 3  # one shared exception would keep the frames of all requests
         for request in (b.push(1, 1), b.barrier(1, 1), b.get(1, 0), b.call("initial", b.fence(0, 0), encode({}))):
             await unchanged(b, "trainer_lost", request)
-        assert b.run.failure.__traceback__ is None  # it would keep the requests' memory
+        assert b.run.context.failure.__traceback__ is None  # it would keep the requests' memory
         await b.change_members(3, {}, failure=TrainerLost("trainer 0 was lost").to_problem())
         with pytest.raises(TrainerLost, match="trainer 2"):  # the first failure stands
             await b.get(0, 1)
@@ -135,7 +135,7 @@ async def test_an_older_number_of_members_changes_nothing():
         await b.change_members(4, {0: 1, 1: 1, 2: 1})
         await b.change_members(5, {}, failure=TrainerLost("late").to_problem())
         assert b.run.schedule.members == {0: 1, 1: 1}
-        assert b.run.failure is None
+        assert b.run.context.failure is None
 
 
 @pytest.mark.parametrize("code", ["stale_trainer", "stale_run"])
@@ -155,10 +155,10 @@ async def test_a_late_installation_of_a_replaced_run_does_not_bring_it_back():
         await b.install_next_run()
         with pytest.raises(StaleRun):
             await b.pserver.install_run(b.install)
-        assert b.run.install.run == "run2"
+        assert b.run.installed.run == "run2"
         with pytest.raises(StalePserver):
             await b.install_next_run("run3", incarnation=9)
-        assert b.run.install.run == "run2"
+        assert b.run.installed.run == "run2"
 
 
 async def test_the_same_installation_again_changes_nothing_but_brings_newer_members():

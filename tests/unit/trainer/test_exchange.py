@@ -23,7 +23,7 @@ from ps_http2.client import BODY_EXTENSION
 from ps_protocol.errors import Unreachable
 from services.runtime import server as server_module
 from services.runtime.app import add_raw_route
-from trainer_client.client.membership import Membership
+from trainer_client.client.coordinator_client import CoordinatorClient
 from trainer_client.client.settings import read_settings
 from trainer_client.transport.exchange import CHUNK_BYTES, Exchange, Http1Transport, make_bulk_client
 
@@ -262,9 +262,9 @@ async def test_a_coordinator_with_an_untrusted_certificate_is_given_up_at_once(
         make_control_client(TlsFiles(other.ca), None) as control,
         asyncio.timeout(30),
     ):
-        membership = Membership(read_settings(coordinator=service.address, retry_seconds=600), control)
+        client = CoordinatorClient(read_settings(coordinator=service.address, retry_seconds=600), control)
         with pytest.raises(Unreachable, match=r"is not trusted .*unable to get local issuer.* set GRADPOST_TLS_CA"):
-            await membership.join(None)
+            await client.join(None)
 
 
 async def test_a_request_that_is_cancelled_during_the_handshake_closes_its_connection(tmp_path: Path) -> None:

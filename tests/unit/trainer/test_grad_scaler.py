@@ -57,8 +57,8 @@ class Remote:
     ) -> None:
         self.scaling, self.progress = self, StepProgress(begun=begun)
         self.client = SimpleNamespace(
-            nonfinite="skip_round",
-            outcomes=Outcomes(skipped, pushed),
+            run=SimpleNamespace(nonfinite="skip_round"),
+            results=SimpleNamespace(outcomes=Outcomes(skipped, pushed)),
             settings=SimpleNamespace(overlap=False),
             joined=SimpleNamespace(consistency=SimpleNamespace(max_delay=max_delay)),
         )
@@ -74,7 +74,7 @@ class Remote:
         """Return the scale after the next round, with which the lowest rank pushed another state."""
         scaler.scale(torch.ones(()))
         self.progress.begun += 1
-        self.client.outcomes = Outcomes(skipped, pushed_state(0, 3.0, 0))
+        self.client.results.outcomes = Outcomes(skipped, pushed_state(0, 3.0, 0))
         scaler.update(new_scale)
         return scaler.get_scale()
 
@@ -99,9 +99,9 @@ def test_a_rollback_restores_the_state_of_its_round() -> None:
     scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
     assert remote.end_round(scaler, 1) == 2.0
     remote.progress.num_rollbacks, remote.progress.begun = 1, 40
-    remote.client.outcomes = Outcomes((40,), pushed_state(39, 64.0, 1))
+    remote.client.results.outcomes = Outcomes((40,), pushed_state(39, 64.0, 1))
     assert scaler.get_scale() == 32.0
-    remote.progress.num_rollbacks, remote.progress.begun, remote.client.outcomes = 2, 0, Outcomes()
+    remote.progress.num_rollbacks, remote.progress.begun, remote.client.results.outcomes = 2, 0, Outcomes()
     assert scaler.get_scale() == 4.0
 
 

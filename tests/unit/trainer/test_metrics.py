@@ -16,7 +16,7 @@ from ps_config.certificates import CertificateError, TlsFiles, client_context
 from ps_protocol.errors import Unreachable
 from trainer_client import ParameterClient
 from trainer_client.client import metrics as trainer_metrics
-from trainer_client.client.membership import make_log
+from trainer_client.client.coordinator_client import make_log
 from trainer_client.client.metrics import MetricsServer, TrafficMeter
 
 from ..protocol.test_certificates import Authority

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,15 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ps_protocol.errors import BadModel
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import BadModel, GradpostError
 from ps_protocol.frames import Frame, FrameLimits, parse_frame
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.requests import NUM_BLOCKS_KEY, Completion
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import WireTypes
-from trainer_client.client.buckets import Payload, make_buckets
+from trainer_client.client.buckets import FrameParts, PushBuckets, make_buckets
 from trainer_client.client.error_feedback import ErrorFeedback
-from trainer_client.engines.outgoing import Outgoing, nothing_to_wait_for
+from trainer_client.client.pserver_group import DeclaredRun
+from trainer_client.engines.outgoing import Outgoing
+from trainer_client.engines.pipeline import Pipeline
 from trainer_client.session.io_thread import IoThread
 from trainer_client.transport.tensors import Flattening
 
@@ -86,7 +92,7 @@ def test_a_header_with_many_tensors_stays_within_the_limits_of_a_frame() -> None
 
 def test_a_bucket_holds_about_its_bytes_and_each_pserver_has_one() -> None:
     [buckets] = make_buckets(plan_of({f"w{i}": 1000 for i in range(20)}), bucket_bytes=10_000)
-    assert [len(bucket.slots) for bucket in buckets] == [2] * 10
+    assert [len(bucket.entries) for bucket in buckets] == [2] * 10
     assert [len(shard) for shard in make_buckets(plan_of({"w": 3}, 3), bucket_bytes=1)] == [1, 1, 1]
 
 
@@ -101,8 +107,8 @@ def test_a_frame_holds_the_filled_values_and_its_metadata(borrow: bool) -> None:
             body = b"".join(bucket.frame(metadata))
             frame = parse_frame(body)
             assert frame.metadata == metadata
-            for slot, data in zip(bucket.slots, read(frame, body).values(), strict=True):
-                assert torch.equal(data, flat[slot.block.parameter][slot.block.begin : slot.block.end])
+            for entry, data in zip(bucket.entries, read(frame, body).values(), strict=True):
+                assert torch.equal(data, flat[entry.block.parameter][entry.block.begin : entry.block.end])
 
 
 def test_only_borrowed_gradients_are_sent_from_their_own_memory() -> None:
@@ -131,12 +137,12 @@ PLAN = plan_of(SIZES, NUM_PSERVERS, min_block_size=100)
 
 
 class Recorder:
-    """A client that records the pushed frames of each pserver."""
+    """A group of pservers that records the pushed frames of each."""
 
     def __init__(self) -> None:
         self.pushed: list[list[tuple[Frame, bytes]]] = [[] for _ in range(NUM_PSERVERS)]
 
-    async def push(self, step: int, pserver: int, frame: Payload) -> bool:
+    async def push(self, step: int, pserver: int, frame: FrameParts) -> bool:
         body = b"".join(frame)
         self.pushed[pserver].append((parse_frame(body), body))
         return True
@@ -156,16 +162,15 @@ def test_each_block_is_pushed_once_and_the_last_frame_has_their_number(io: IoThr
     bucket_bytes = data.draw(st.sampled_from([1, 300, 1000, 1 << 20]), label="bucket_bytes")
     shards = make_buckets(PLAN, bucket_bytes=bucket_bytes, feedback=ErrorFeedback())
     gradients = {name: torch.rand(SIZES[name]) for name in present}
-    client = Recorder()
-    outgoing = Outgoing(client, io, 1, shards, nothing_to_wait_for(), borrow=True)  # type: ignore[arg-type]
+    pservers = Recorder()
+    outgoing = Outgoing(pservers, io, 1, PushBuckets(shards), None, borrow=True)  # type: ignore[arg-type]
     for name in present[:num_early]:
-        holding = [bucket for shard in shards for bucket in shard if name in bucket.parameters]
-        outgoing.add(name, gradients[name], holding)
+        outgoing.add(name, gradients[name])
     outgoing.complete(gradients, Completion(0, [{"lr": 0.5}]))
     io.run(asyncio.wait_for(outgoing.join(), timeout=10))
 
     pushed_blocks: Counter[str] = Counter()
-    for shard, pushed in zip(PLAN.shards, client.pushed, strict=True):
+    for shard, pushed in zip(PLAN.shards, pservers.pushed, strict=True):
         frames = [frame for frame, _ in pushed]
         [num_blocks] = [frame.metadata[NUM_BLOCKS_KEY] for frame in frames if NUM_BLOCKS_KEY in frame.metadata]
         assert int(num_blocks) == sum(len(frame.tensors) for frame in frames)
@@ -177,3 +182,67 @@ def test_each_block_is_pushed_once_and_the_last_frame_has_their_number(io: IoThr
                 block = blocks[name]
                 assert torch.equal(values, gradients[block.parameter][block.begin : block.end])
     assert pushed_blocks == {block.name: 1 for block in PLAN.blocks if block.parameter in gradients}
+
+
+class FrameQueue:
+    """A group of pservers that hands on the frames as they are read from memory."""
+
+    def __init__(self) -> None:
+        self.feedback = ErrorFeedback()
+        self.frames = SimpleQueue[FrameParts]()
+
+    def begin_pushes(self, round_: int) -> None:
+        """Do nothing."""
+
+    async def push(self, step: int, pserver: int, frame: FrameParts) -> bool:
+        self.frames.put(frame)
+        return True
+
+
+SIZE = 50_000
+
+
+def make_pipeline(io: IoThread, pservers: FrameQueue, max_delay: int = 0) -> Pipeline:
+    client: Any = SimpleNamespace(
+        pservers=pservers, run=DeclaredRun(plan_of({"first": SIZE, "last": SIZE})),
+        joined=SimpleNamespace(consistency=Consistency(max_delay=max_delay)),
+        settings=SimpleNamespace(chosen_bucket_bytes=1),
+    )  # fmt: skip
+    return Pipeline(client, io, {name: torch.zeros(SIZE) for name in ("first", "last")}, overlap_pulls=True)
+
+
+def test_steps_on_their_way_have_memory_of_their_own(io: IoThread) -> None:
+    pipeline = make_pipeline(io, FrameQueue(), max_delay=1)
+    first, second, third = map(pipeline._memory_of, (1, 2, 3))
+    assert first is third
+    assert first.buckets is not second.buckets
+    assert first.pulled["last"].data_ptr() != second.pulled["last"].data_ptr()
+
+
+def test_a_request_of_discarded_gradients_may_still_read_its_memory(io: IoThread) -> None:
+    pservers = FrameQueue()
+    pipeline = make_pipeline(io, pservers)
+    pipeline.add(1, "last", torch.ones(SIZE))
+    _, data = pservers.frames.get(timeout=10)
+    pipeline.discard_gradients()
+    pipeline.add(1, "last", torch.full((SIZE,), 2.0))
+    pservers.frames.get(timeout=10)
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.ones(SIZE))
+
+
+def test_nothing_is_pushed_after_a_step_that_failed(io: IoThread) -> None:
+    async def fail(*_: object) -> bool:
+        raise GradpostError("it was refused")
+
+    pservers, gradients = Recorder(), {"third": torch.rand(SIZES["third"])}
+    previous = None
+    for step, problem in ((1, "it was refused"), (2, "the step before it failed"), (3, "the step before it failed")):
+        refusing: Any = SimpleNamespace(push=fail) if step == 1 else pservers
+        outgoing = Outgoing(
+            refusing, io, step, PushBuckets(make_buckets(PLAN, bucket_bytes=300)), previous, borrow=True
+        )
+        outgoing.complete(gradients, Completion(0, []))
+        with pytest.raises(GradpostError, match=problem):
+            io.run(asyncio.wait_for(outgoing.join(), timeout=10))
+        previous = outgoing.pushes_done
+    assert pservers.pushed == [[]] * NUM_PSERVERS

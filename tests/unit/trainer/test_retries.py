@@ -91,7 +91,8 @@ async def test_a_restarted_pserver_has_as_long_as_the_coordinator_answers(
 
 async def test_the_time_of_a_pending_round_does_not_count_against_the_deadline() -> None:
     """A pserver may stop after a minute of waiting for a lost trainer."""
-    answers = [*[refuse(RoundPending("trainer 1 is missing"))] * 4, refuse(TryAgain("this pserver stops")), DONE]
+    stops = refuse(TryAgain("this pserver stops"))
+    answers = [stops, *[refuse(RoundPending("trainer 1 is missing"))] * 4, stops, DONE]
 
     async def answer(request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(0.1)
@@ -334,14 +335,14 @@ def test_the_pause_without_an_answer_is_random_up_to_a_limit_that_doubles(attemp
 def test_patience_counts_from_the_first_failure_after_a_reset() -> None:
     now = 100.0
     patience = Patience(2.0, lambda: now)
-    assert not patience.is_exhausted()
+    assert not patience.note_failure()
     now = 101.9
-    assert not patience.is_exhausted()
+    assert not patience.note_failure()
     now = 102.0
-    assert patience.is_exhausted()
+    assert patience.note_failure()
     patience.reset()
-    assert not patience.is_exhausted()
+    assert not patience.note_failure()
     now = 103.0
     patience.start()  # it has started already
     now = 104.0
-    assert patience.is_exhausted()
+    assert patience.note_failure()

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from ps_config.certificates import CertificateError
+from ps_protocol.errors import RoundTimeout
 from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
 from trainer_client import ParameterClient
 from trainer_client.client.metrics import TrainerMetrics
 from trainer_client.client.settings import read_settings
 from trainer_client.session import session as session_module
 from trainer_client.session.io_thread import IoThread
+from trainer_client.session.script_end import outcome_of
 from trainer_client.session.session import Session
 
 # ---------------------------------------------------------------- settings
@@ -109,7 +111,7 @@ def test_a_result_that_the_coordinator_would_refuse_is_refused_at_once(session: 
     """A refused heartbeat would end training."""
     results: dict[str, float] = {}
     session.client = SimpleNamespace(
-        metrics=TrainerMetrics(), membership=SimpleNamespace(report_results=results.update)
+        metrics=TrainerMetrics(), coordinator=SimpleNamespace(report_results=results.update)
     )
     for name in ("", "x" * (MAX_RESULT_NAME + 1), "loss\n", "\x1b[2A"):
         with pytest.raises(ValueError, match="the name of a result must have 1 to 200 printable characters"):
@@ -131,9 +133,22 @@ class SlowCoordinator:
     async def finish(self) -> None:
         pass
 
-    async def leave(self, outcome: str, reason: str) -> None:
+    async def leave(self, outcome: str, reason: str, code: str | None) -> None:
         await asyncio.sleep(0.3)
         self.was_left = True
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(RoundTimeout("trainer 1 is late"), "round_timeout"), (SystemExit(3), None), (None, None)]
+)
+def test_a_trainer_leaves_with_the_code_of_its_error(
+    error: BaseException | None, code: str | None, session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(session, "_leave", lambda *end: sent.append(end))
+    session.client = SlowCoordinator()
+    session.close(*outcome_of(error))
+    assert [end[2] for end in sent] == [code]
 
 
 @pytest.mark.parametrize("outcome", ["done", "failed"])

@@ -15,6 +15,7 @@ from ps_protocol.optimizers import FRESH, RULES, StepState, read_states, split_k
 from ps_protocol.plan import make_plan
 from ps_protocol.requests import STATES_KEY
 from ps_protocol.vocabulary import ParameterSpec
+from trainer_client.client.pserver_group import DeclaredRun
 from trainer_client.engines.state_transfer import Loading, make_state_frames
 from trainer_client.engines.torch_state import ParameterState, read_state, write_state
 from trainer_client.optimizer.wrapped_optimizer import describe_optimizer
@@ -111,7 +112,7 @@ class Log(list[str]):
 def loading(*, rank: int = 0, has_stepped: bool = True, is_async: bool = False) -> tuple[Loading, Log]:
     log = Log()
     client = SimpleNamespace(
-        uploader=0, plan=PLAN, log=log, settings=SimpleNamespace(chosen_bucket_bytes=1000),
+        uploader=0, run=DeclaredRun(PLAN), log=log, settings=SimpleNamespace(chosen_bucket_bytes=1000),
         joined=SimpleNamespace(rank=rank, consistency=SimpleNamespace(is_async=is_async)),
     )  # fmt: skip
     one = Loading(client, {})  # type: ignore[arg-type]
@@ -130,7 +131,7 @@ def test_loaded_state_is_pushed_with_the_next_step_until_that_is_pulled() -> Non
     one.note_rollback(5)
     assert one.frames_for(6) is frames
     one.note_pulled(6)
-    assert one.slots is None
+    assert one.states is None
     assert one.frames_for(7) is None
     assert log == []
 
@@ -145,7 +146,7 @@ def test_a_rollback_may_discard_loaded_state_with_a_warning(has_landed: bool, ve
     if has_landed:
         one.note_pulled(6)
     one.note_rollback(version)
-    assert (one.slots is None, len(log)) == (True, int(is_lost))
+    assert (one.states is None, len(log)) == (True, int(is_lost))
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -18,9 +18,8 @@ from gradpost.up import choose_port, make_environment, resolve_command
 from gradpost.up.ending import STOP_GRACE_SECONDS, blame, end_by_script, end_by_signal
 from ps_config.environment import SETTINGS_FILE_VARIABLE
 from services.coordinator.restore import RecordFile
-from services.coordinator.state.record import describe_cluster
 
-from ..coordinator.support import make_cluster, train
+from ..coordinator.support import change_record, make_cluster, train
 
 
 @pytest.mark.parametrize("name", ["python", "python3"])
@@ -122,8 +121,8 @@ def test_the_trainer_that_the_cluster_names_is_the_cause(
 def begin_run(folder: Path, *, has_begun: bool = True) -> None:
     cluster = make_cluster()
     train(cluster)
-    cluster.run.record = cluster.run.record.update(has_begun=has_begun)
-    RecordFile(folder).write(describe_cluster(cluster))
+    change_record(cluster, has_begun=has_begun)
+    RecordFile(folder).write(cluster.describe())
 
 
 def test_folders_of_scripts_that_failed_at_once_replace_no_others(

@@ -14,7 +14,7 @@ from ps_protocol.messages import ShardFile
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.vocabulary import Durability, ParameterSpec
 from services.pserver.durable.storage import Restored, RunStorage
-from services.pserver.durable.update_log import Update, list_segments
+from services.pserver.durable.update_log import LoggedUpdate, list_segments
 from services.pserver.shard.history import History
 from services.pserver.shard.shard import Shard
 from services.runtime.checkpoints import Manifest, write_manifest
@@ -72,7 +72,7 @@ def step(shard: Shard, round_: int, storage: RunStorage | None = None) -> None:
     numbers = make_numbers(SPEC, GROUPS)
     if storage is not None:
         logged = None if len(present) == len(shard.layout.places) else present
-        storage.append(Update(round_, (0,), numbers, logged), shard.aggregator.encode(logged))
+        storage.append(LoggedUpdate(round_, (0,), numbers, logged), shard.aggregator.encode(logged))
     shard.apply(gradient, present, numbers)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from services.pserver.durable import update_log
 from services.pserver.durable.storage import RunStorage
-from services.pserver.durable.update_log import Update, UpdateLog
+from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
 from services.pserver.shard.history import History
 from services.runtime import storage as storage_module
 from services.runtime.failpoints import arm_failpoints
@@ -107,11 +107,13 @@ def test_the_newest_restorable_round_is_restored_and_known_to_be_short(tmp_path,
 
 
 def test_a_log_of_an_earlier_version_ends_where_it_sets_values(tmp_path, monkeypatch):
-    describe = Update.to_metadata
+    describe = LoggedUpdate.to_metadata
     replaced = {9: ["a.block0"]}
     with monkeypatch.context() as earlier:
         earlier.setattr(
-            Update, "to_metadata", lambda self: {**describe(self), "replaced": json.dumps(replaced.get(self.round, []))}
+            LoggedUpdate,
+            "to_metadata",
+            lambda self: {**describe(self), "replaced": json.dumps(replaced.get(self.round, []))},
         )
         train(tmp_path, 11)
     storage = reopen(tmp_path)
@@ -278,7 +280,7 @@ def test_a_log_is_read_to_its_end_while_a_checkpoint_begins_another_file(tmp_pat
 
     def append(first: int, last: int) -> None:
         for round_ in range(first, last + 1):
-            log.append(Update(round_, (0,), [], None), [gradient])
+            log.append(LoggedUpdate(round_, (0,), [], None), [gradient])
 
     log.begin_segment(0)
     append(1, 8)

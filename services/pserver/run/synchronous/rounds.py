@@ -13,8 +13,9 @@ staged block is an opaque payload that can be compared with another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias
 
 from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound, TryAgain
@@ -23,8 +24,8 @@ from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from ..shard.history import History
-from ..shard.staging import Admission, Contribution, Payload, Push, Staged, admit, check_member
+from ...shard.history import History
+from ..staging import Admission, Payload, Push, Staged, StagedContribution, admit, check_member
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,13 @@ class Apply(Generic[Payload]):
 
     round: Round
     ranks: tuple[Rank, ...]
-    contributions: tuple[Contribution[Payload], ...]
-    nonfinite: tuple[Rank, ...] = ()  # their gradients: then the round steps nothing, on every pserver
+    contributions: tuple[StagedContribution[Payload], ...]
+    nonfinite: tuple[Rank, ...] = ()  # if any rank has NaN or infinity, the round steps nothing on every pserver
 
     @property
     def identity(self) -> tuple[Round, tuple[tuple[Rank, Incarnation], ...], tuple[Rank, ...]]:
         """The round, the contributing incarnations, and the ranks with NaN or infinity: the same on every pserver."""
-        pairs = ((rank, one.incarnation) for rank, one in zip(self.ranks, self.contributions, strict=True))
+        pairs = ((rank, staged.incarnation) for rank, staged in zip(self.ranks, self.contributions, strict=True))
         return self.round, tuple(pairs), self.nonfinite
 
     @property
@@ -59,6 +60,16 @@ class Measure(Generic[Payload]):
 
 
 Order: TypeAlias = Apply[Payload] | Measure[Payload]
+
+
+@dataclass(slots=True)
+class OpenRound(Generic[Payload]):
+    """The state of one round that is not applied yet."""
+
+    contributions: dict[Rank, StagedContribution[Payload]] = field(default_factory=dict)  # staged by each rank
+    batch_barriers: set[Rank] = field(default_factory=set)
+    nonfinite: set[Rank] = field(default_factory=set)  # ranks with NaN or infinity in their gradients
+    decided: frozenset[Rank] | None = None  # the ranks of the round, once the coordinator has decided on them
 
 
 class Rounds(Generic[Payload]):
@@ -81,18 +92,15 @@ class Rounds(Generic[Payload]):
         self.members = dict(members)
         self.max_delay = max_delay
         self.applied = applied
-        self.history = history or History()  # of the newest k + 1 applied rounds
-        self.measuring: Apply[Payload] | None = None  # waits for the global norm
+        self.history = history or History()  # the history of the newest k + 1 applied rounds
+        self.measuring: Apply[Payload] | None = None  # the round that waits for its global norm
         self.applying: Apply[Payload] | None = None
         self.clips = clips
         self.is_frozen = False
-        self.paused_from: Round | None = None  # from this round on none is applied until the run is resumed
+        self.paused_from: Round | None = None  # no round from this one on is applied while the run is paused
         self._starts: dict[Rank, Round] = {}  # the first rounds of members that joined after round 1
-        self._sets: dict[Round, frozenset[Rank]] = {}  # the ranks of open rounds that the coordinator decided on
         self._held: dict[tuple[Rank, Round], tuple[Incarnation, bool]] = {}  # batch barriers that arrived while frozen
-        self._staged: dict[Round, dict[Rank, Contribution[Payload]]] = {}
-        self._batch_barriers: dict[Round, set[Rank]] = {}
-        self._nonfinite: dict[Round, set[Rank]] = {}  # ranks with NaN or infinity, by open round
+        self._rounds: defaultdict[Round, OpenRound[Payload]] = defaultdict(OpenRound)
         self._fetched: dict[Rank, Round] = {}  # the newest version that each member is known to have read
 
     @property
@@ -101,14 +109,14 @@ class Rounds(Generic[Payload]):
         return self.applied + 1
 
     @property
-    def contributions(self) -> dict[Rank, Contribution[Payload]]:
-        """The contributions staged for the open round."""
-        return self._staged.get(self.open, {})
+    def reported_round(self) -> Round:
+        """The open round, in logs and errors."""
+        return self.open
 
     @property
     def batch_barriers(self) -> set[Rank]:
         """The ranks whose batch barrier of the open round has arrived."""
-        return self._batch_barriers.get(self.open, set())
+        return self._rounds[self.open].batch_barriers
 
     @property
     def fetch_barriers(self) -> set[Rank]:
@@ -123,7 +131,7 @@ class Rounds(Generic[Payload]):
 
     def required(self, round_: Round) -> frozenset[Rank]:
         """Return the ranks whose contributions an open round needs: a decided set, or all started members."""
-        if (decided := self._sets.get(round_)) is not None:
+        if (decided := self._rounds[round_].decided) is not None:
             return decided
         return frozenset(rank for rank in self.members if self._starts.get(rank, 1) <= round_)
 
@@ -151,10 +159,10 @@ class Rounds(Generic[Payload]):
         """Return the history of the newest rounds."""
         return self.history.copy()
 
-    def staged(self) -> Iterator[tuple[Round, Rank, Contribution[Payload]]]:
+    def staged(self) -> Iterator[tuple[Round, Rank, StagedContribution[Payload]]]:
         """Yield all staged contributions, in order."""
-        for round_, contributions in sorted(self._staged.items()):
-            for rank, contribution in sorted(contributions.items()):
+        for round_, open_round in sorted(self._rounds.items()):
+            for rank, contribution in sorted(open_round.contributions.items()):
                 yield round_, rank, contribution
 
     def admit(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Admission:
@@ -183,21 +191,21 @@ class Rounds(Generic[Payload]):
             raise TryAgain(f"round {round_} is not applied on this pserver yet", current=version)
 
     def stage(self, rank: Rank, round_: Round, push: Push[Payload]) -> Staged:
-        """Stage one admitted push: see `Contribution.stage`.
+        """Stage one admitted push: see `StagedContribution.stage`.
 
         A gradient proves the fetch of the version that it was computed on.
         """
-        known = self._staged.get(round_, {}).get(rank)
-        contribution = known or Contribution(incarnation=self.members.get(rank, 0))
+        contributions = self._rounds[round_].contributions
+        contribution = contributions.get(rank) or StagedContribution(incarnation=self.members.get(rank, 0))
         staged = contribution.stage(rank, round_, push)
-        self._staged.setdefault(round_, {})[rank] = contribution
+        contributions[rank] = contribution
         if not push.slots:
             self._has_fetched(rank, round_ - 1 - self.max_delay)
         return staged
 
     def is_complete(self, rank: Rank, round_: Round) -> bool:
         """Return whether a trainer's whole contribution of an open round is staged."""
-        contribution = self._staged.get(round_, {}).get(rank)
+        contribution = self._rounds[round_].contributions.get(rank)
         return contribution is not None and contribution.is_complete
 
     def _has_fetched(self, rank: Rank, version: Round) -> None:
@@ -210,7 +218,7 @@ class Rounds(Generic[Payload]):
         if self.admit(rank, incarnation, round_) == "already_applied":
             return None
         if not self.is_complete(rank, round_):
-            staged = self._staged.get(round_, {}).get(rank, Contribution())
+            staged = self._rounds[round_].contributions.get(rank, StagedContribution())
             raise ContributionMissing(
                 f"trainer {rank} has not pushed its whole contribution of round {round_} to this pserver",
                 expected=staged.completion.num_blocks if staged.completion else "an unknown number of blocks",
@@ -223,9 +231,10 @@ class Rounds(Generic[Payload]):
         return self._start_apply()
 
     def _count(self, rank: Rank, round_: Round, *, is_finite: bool) -> None:
-        if not is_finite and rank not in self._batch_barriers.get(round_, ()):
-            self._nonfinite.setdefault(round_, set()).add(rank)
-        self._batch_barriers.setdefault(round_, set()).add(rank)
+        open_round = self._rounds[round_]
+        if not is_finite and rank not in open_round.batch_barriers:
+            open_round.nonfinite.add(rank)
+        open_round.batch_barriers.add(rank)
         self._has_fetched(rank, round_ - 1 - self.max_delay)
 
     def count_fetch_barrier(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Order[Payload] | None:
@@ -242,17 +251,18 @@ class Rounds(Generic[Payload]):
         assert self.applying is None
         self.is_frozen = True
         self.measuring = None  # the members may change
-        complete: dict[Round, list[Rank]] = {}
-        for round_, rank, contribution in self.staged():
-            if contribution.is_complete:
-                complete.setdefault(round_, []).append(rank)
         return FrozenRounds(
             applied=self.applied,
             participants=self.history.participants,
-            complete={round_: tuple(ranks) for round_, ranks in complete.items()},
-            counted=_as_tuples(self._batch_barriers),
-            verdicts={**self.history.nonfinite, **_as_tuples(self._nonfinite)},
+            complete=self._find_ranks(lambda each: (r for r, c in each.contributions.items() if c.is_complete)),
+            counted=self._find_ranks(lambda each: each.batch_barriers),
+            verdicts={**self.history.nonfinite, **self._find_ranks(lambda each: each.nonfinite)},
         )
+
+    def _find_ranks(self, find: Callable[[OpenRound[Payload]], Iterable[Rank]]) -> dict[Round, tuple[Rank, ...]]:
+        """Return the ranks that `find` returns for each open round, without rounds that have none."""
+        found = ((round_, tuple(sorted(find(open_round)))) for round_, open_round in sorted(self._rounds.items()))
+        return {round_: ranks for round_, ranks in found if ranks}
 
     def install_members(self, membership: Membership) -> Order[Payload] | None:
         """Install a set of members and end the freeze. Returns the order that follows.
@@ -261,15 +271,19 @@ class Rounds(Generic[Payload]):
         """
         before, members = self.members, membership.members
         self.members, self._starts = dict(members), membership.starts
-        self._sets = {round_: frozenset(ranks) for round_, ranks in membership.sets.items() if round_ > self.applied}
+        for open_round in self._rounds.values():
+            open_round.decided = None
+        for round_, ranks in membership.sets.items():
+            if round_ > self.applied:
+                self._rounds[round_].decided = frozenset(ranks)
         controls = membership.newest_controls
         self.paused_from = controls.since if controls.is_paused else None
         self.is_frozen, self.measuring = False, None
         for round_, ranks in membership.verdicts.items():
             if round_ > self.applied:
-                self._nonfinite.setdefault(round_, set()).update(ranks)
-        staged = {rank for ranks in (*self._staged.values(), *self._batch_barriers.values()) for rank in ranks}
-        for rank in before.keys() | staged:  # the latter may have left long ago, with a part in a round
+                self._rounds[round_].nonfinite.update(ranks)
+        staged = {rank for each in self._rounds.values() for rank in (*each.contributions, *each.batch_barriers)}
+        for rank in before.keys() | staged:  # a trainer that left long ago may have a contribution in a round
             if rank not in before or members.get(rank) != before[rank]:
                 self._remove(rank)
         held, self._held = self._held, {}
@@ -282,14 +296,14 @@ class Rounds(Generic[Payload]):
         """Remove an incarnation of this rank. A newer one contributes from its start on."""
         self._fetched.pop(rank, None)
         start = self._starts.get(rank, 1) if rank in self.members else None
-        for round_ in {*self._staged, *self._batch_barriers, *self._sets}:
-            stays = rank in self._sets.get(round_, ()) and (start is None or round_ < start)
+        for round_, open_round in self._rounds.items():
+            stays = rank in (open_round.decided or ()) and (start is None or round_ < start)
             if stays and self.is_complete(rank, round_):
-                self._batch_barriers.setdefault(round_, set()).add(rank)
+                open_round.batch_barriers.add(rank)
             elif not stays:
-                self._staged.get(round_, {}).pop(rank, None)
-                self._batch_barriers.get(round_, set()).discard(rank)
-                self._nonfinite.get(round_, set()).discard(rank)
+                open_round.contributions.pop(rank, None)
+                open_round.batch_barriers.discard(rank)
+                open_round.nonfinite.discard(rank)
 
     def accept_norm(self) -> Apply[Payload]:
         """Return the order to apply the measured round, whose global norm has arrived."""
@@ -307,8 +321,7 @@ class Rounds(Generic[Payload]):
         self.applied = self.applying.round
         self.history = self.history_after(self.applying, norm)
         self.applying = None
-        for rounds in (self._staged, self._batch_barriers, self._nonfinite, self._sets):
-            rounds.pop(self.applied, None)
+        self._rounds.pop(self.applied, None)
         return self._start_apply()
 
     def history_after(self, apply: Apply[Payload], norm: ShardNorm | None) -> History:
@@ -322,22 +335,18 @@ class Rounds(Generic[Payload]):
     def _start_apply(self) -> Order[Payload] | None:
         if self.applying or self.measuring or self.is_frozen or self.is_paused or self.missing:
             return None
-        ranks = tuple(sorted(self.required(self.open)))
-        if not ranks and self.open not in self._sets:
+        open_round, ranks = self._rounds[self.open], tuple(sorted(self.required(self.open)))
+        if not ranks and open_round.decided is None:
             return None  # there are no members; an empty set that was decided is applied
         # The remaining trainers have read the version that a round's gradients were computed on.
         needed = self.open - 1 - self.max_delay
         remaining = [rank for rank in ranks if rank in self.members and self._starts.get(rank, 1) <= self.open]
         if any(self._fetched.get(rank, -1) < needed for rank in remaining):
             return None
-        contributions = tuple(self.contributions[rank] for rank in ranks)
-        apply = Apply(self.open, ranks, contributions, tuple(sorted(self._nonfinite.get(self.open, ()))))
+        contributions = tuple(open_round.contributions[rank] for rank in ranks)
+        apply = Apply(self.open, ranks, contributions, tuple(sorted(open_round.nonfinite)))
         if self.clips and ranks:
             self.measuring = apply
             return Measure(apply)
         self.applying = apply
         return apply
-
-
-def _as_tuples(sets: Mapping[Round, set[Rank]]) -> dict[Round, tuple[Rank, ...]]:
-    return {round_: tuple(sorted(ranks)) for round_, ranks in sorted(sets.items()) if ranks}

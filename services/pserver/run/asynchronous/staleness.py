@@ -18,7 +18,7 @@ from ps_protocol.vocabulary import Rank, Round
 class PulledState:
     """The state of the shard that a trainer pulled."""
 
-    versions: Mapping[str, int]  # updates of each block
+    versions: Mapping[str, int]  # the number of updates of each block
     values: Tensor | None = None  # flat float32 copy of the shard, where it is needed (DC-ASGD)
 
 
@@ -43,9 +43,9 @@ class Pulls:
         """Record the pull after `step`, in place of an earlier one after that step."""
         pulls = self._pulls.setdefault(rank, {})
         pulls[step] = pull
-        oldest = oldest_start(step + 1, self._max_delay)  # that the next step may have been computed on
-        for old in [known for known in pulls if known < oldest]:
-            del pulls[old]
+        oldest = oldest_start(step + 1, self._max_delay)  # the oldest pull that the next step may be computed on
+        for old_step in [known for known in pulls if known < oldest]:
+            del pulls[old_step]
 
     def find_pull(self, rank: Rank, step: Round) -> PulledState:
         """Return the trainer's pull after `step`. Raises StaleRound if there is none."""

@@ -19,8 +19,8 @@ from ps_protocol.errors import Conflict, ContributionMissing, FutureRound
 from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from ..shard.history import History
-from ..shard.staging import Admission, Contribution, Payload, Push, Staged, admit, check_member
+from ...shard.history import History
+from ..staging import Admission, Payload, Push, Staged, StagedContribution, admit, check_member
 
 
 @dataclass(slots=True)
@@ -28,12 +28,12 @@ class TrainerSteps(Generic[Payload]):
     """The progress of one trainer on this pserver."""
 
     incarnation: Incarnation
-    open: Round = 1  # the step that pushes are for
+    open_step: Round = 1  # the step that the trainer pushes next
     clock: Round = 0  # every block of every step up to this one is applied
     is_restored: bool = False  # this pserver was restarted and has lost the staged contributions
-    may_skip_steps: bool = False  # perhaps with acknowledged steps, until one is committed
-    staged: Contribution[Payload] = field(default_factory=Contribution)  # of the open step
-    unapplied: dict[Round, int] = field(default_factory=dict)  # blocks that each committed step still waits for
+    may_skip_steps: bool = False  # until a step is committed, acknowledged steps may be missing here
+    staged: StagedContribution[Payload] = field(default_factory=StagedContribution)  # the contribution of the open step
+    unapplied: dict[Round, int] = field(default_factory=dict)  # the number of unapplied blocks of each committed step
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Committed(Generic[Payload]):
 
     rank: Rank
     step: Round
-    contribution: Contribution[Payload]
-    steps: TrainerSteps[Payload]  # of the incarnation that pushed it
-    number: int  # of contributions committed on this pserver, with this one
+    contribution: StagedContribution[Payload]
+    steps: TrainerSteps[Payload]  # the steps of the incarnation that pushed it
+    number: int  # the number of committed contributions on this pserver, including this one
 
 
 class Clocks(Generic[Payload]):
@@ -66,7 +66,7 @@ class Clocks(Generic[Payload]):
         self.members = dict(members)
         self.applied = applied
         self.num_committed = applied  # contributions that are applied or queued
-        self.is_paused = False  # by an administrator
+        self.is_paused = False  # True if an administrator has paused the run
         self._rules = consistency
         self._is_restored, self._is_short = steps is not None, is_short
         self._steps: dict[Rank, TrainerSteps[Payload]] = {
@@ -75,7 +75,7 @@ class Clocks(Generic[Payload]):
         for rank, (incarnation, step) in (steps or {}).items():
             self.members[rank] = incarnation
             self._steps[rank] = TrainerSteps(
-                incarnation, open=step + 1, clock=step, is_restored=True, may_skip_steps=is_short
+                incarnation, open_step=step + 1, clock=step, is_restored=True, may_skip_steps=is_short
             )
 
     def __repr__(self) -> str:
@@ -83,7 +83,7 @@ class Clocks(Generic[Payload]):
         return f"<Clocks [{self.applied} contributions applied | {clocks}]>"
 
     @property
-    def open(self) -> Round:
+    def reported_round(self) -> Round:
         """The number of applied contributions; each trainer has an open step of its own."""
         return self.applied
 
@@ -95,31 +95,34 @@ class Clocks(Generic[Payload]):
     @property
     def open_steps(self) -> dict[Rank, Round]:
         """The next step of each rank, including ranks that are not members."""
-        return {rank: steps.open for rank, steps in sorted(self._steps.items())}
+        return {rank: steps.open_step for rank, steps in sorted(self._steps.items())}
 
     def copy_history(self) -> History:
         """Return the incarnation and the newest committed step of each rank."""
-        return History(steps={rank: (steps.incarnation, steps.open - 1) for rank, steps in sorted(self._steps.items())})
+        return History(
+            steps={rank: (steps.incarnation, steps.open_step - 1) for rank, steps in sorted(self._steps.items())}
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return the clocks of all members: see `Schedule.describe`."""
         return {"clocks": self.clocks}
 
-    def contribution(self, rank: Rank) -> Contribution[Payload]:
+    def contribution(self, rank: Rank) -> StagedContribution[Payload]:
         """Return the staged contribution of a member's open step."""
         return self._steps[rank].staged
 
-    def staged(self) -> Iterator[tuple[Round, Rank, Contribution[Payload]]]:
+    def staged(self) -> Iterator[tuple[Round, Rank, StagedContribution[Payload]]]:
         """Yield the staged contributions of all members, in order."""
         for rank in sorted(self.members):
-            yield self._steps[rank].open, rank, self._steps[rank].staged
+            yield self._steps[rank].open_step, rank, self._steps[rank].staged
 
     def admit(self, rank: Rank, incarnation: Incarnation, step: Round) -> Admission:
         """Return whether a push's step is open or already committed: see `Schedule.admit`."""
         check_member(self.members, rank, incarnation)
         steps = self._steps[rank]
-        may_skip_steps = steps.may_skip_steps and not steps.staged.is_complete  # else it is about to be committed
-        return admit(step, steps.open, max(step, steps.open) if may_skip_steps else steps.open)
+        # A complete contribution is about to be committed.
+        may_skip_steps = steps.may_skip_steps and not steps.staged.is_complete
+        return admit(step, steps.open_step, max(step, steps.open_step) if may_skip_steps else steps.open_step)
 
     def check_state(self, rank: Rank, incarnation: Incarnation, round_: Round, version: Round) -> None:
         """Raise Conflict unless the trainer is a member. There is no common round, so every version is accepted."""
@@ -141,11 +144,11 @@ class Clocks(Generic[Payload]):
             )  # fmt: skip
 
     def stage(self, rank: Rank, step: Round, push: Push[Payload]) -> Staged:
-        """Stage one admitted push: see `Contribution.stage`. Steps that were lost in a restart are skipped."""
+        """Stage one admitted push: see `StagedContribution.stage`. Steps that were lost in a restart are skipped."""
         steps = self._steps[rank]
-        num_lost = step - steps.open
+        num_lost = step - steps.open_step
         if num_lost:
-            steps.open, steps.clock, steps.staged = step, step - 1, Contribution()
+            steps.open_step, steps.clock, steps.staged = step, step - 1, StagedContribution()
         return steps.staged.stage(rank, step, push)._replace(num_lost=num_lost)
 
     def commit(self, rank: Rank) -> Committed[Payload]:
@@ -153,10 +156,10 @@ class Clocks(Generic[Payload]):
         steps = self._steps[rank]
         assert steps.staged.is_complete
         self.num_committed += 1
-        committed = Committed(rank, steps.open, steps.staged, steps, self.num_committed)
-        steps.open += 1
+        committed = Committed(rank, steps.open_step, steps.staged, steps, self.num_committed)
+        steps.open_step += 1
         steps.may_skip_steps = False  # from now on the trainer's steps come one after another
-        steps.staged = Contribution()
+        steps.staged = StagedContribution()
         steps.unapplied[committed.step] = len(committed.contribution.blocks)
         self._advance(steps)
         return committed
@@ -181,10 +184,10 @@ class Clocks(Generic[Payload]):
         Raises FutureRound if the step has not been pushed, ContributionMissing if this pserver has lost it.
         """
         steps = self._steps[rank]
-        if step >= steps.open:
+        if step >= steps.open_step:
             if steps.is_restored:
                 raise ContributionMissing(f"this pserver was restarted and has lost step {step} of trainer {rank}")
-            raise FutureRound(f"trainer {rank} has not pushed step {step}", current=steps.open)
+            raise FutureRound(f"trainer {rank} has not pushed step {step}", current=steps.open_step)
         missing = set()
         if self._rules.wait_for_apply and steps.clock < step:
             missing.add(rank)
@@ -202,16 +205,16 @@ class Clocks(Generic[Payload]):
         members = membership.members
         for rank, incarnation in self.members.items():
             if members.get(rank) != incarnation:
-                self._steps[rank].staged = Contribution()
+                self._steps[rank].staged = StagedContribution()
         for rank, incarnation in members.items():
             if self.members.get(rank) != incarnation:
                 start = membership.starts.get(rank)
                 known = self._steps.get(rank)
-                if start is None or known is None or known.open < start:
+                if start is None or known is None or known.open_step < start:
                     start = start or 1
                     known = TrainerSteps(
                         incarnation,
-                        open=start,
+                        open_step=start,
                         clock=start - 1,
                         is_restored=self._is_restored,
                         may_skip_steps=self._is_short,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import weakref
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -22,16 +21,15 @@ from ps_protocol.requests import Barrier, BarrierAnswer, NormAnswer, Pull
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.logs import get_logger
 
-from ..durable.checkpoint_writer import Destination, Write
-from ..durable.storage import Restored
-from ..shard.history import History
-from ..shard.reply import Reply
-from ..shard.staging import Push, Staged
-from ..shard.tensors import StagedBlock
+from ...durable.checkpoint_writer import Destination, Write
+from ...shard.history import History
+from ...shard.reply import Reply
+from ...shard.tensors import StagedBlock
+from ..context import RunContext
+from ..schedule import Read, Wait, name_trainers
+from ..staging import Push, Staged
 from .round_work import Measured, RoundWork
 from .rounds import Apply, Measure, Order, Rounds
-from .run import Run
-from .schedule import Read, Wait, name_trainers
 
 log = get_logger()
 
@@ -43,36 +41,25 @@ LOG_RETRY_SECONDS = 0.5  # between tries to write to a full disk
 class RoundsExecutor:
     """The executor of the orders of `Rounds`. The reply of the applied round is encoded once, for all trainers."""
 
-    def __init__(self, run: Run, restored: Restored | None) -> None:
-        install = run.install
-        self.schedule: Rounds[StagedBlock] = Rounds(
-            install.membership.members,
-            install.consistency.max_delay,
-            applied=restored.round if restored else 0,
-            history=restored.history if restored else None,
-            clips=install.max_grad_norm is not None,
-        )
-        self._run: Run = weakref.proxy(run)  # which owns this; a cycle would keep its shard in memory
-        self._condition = run.condition
-        self._compute = run.compute
-        self._metrics = run.metrics
+    def __init__(self, context: RunContext, schedule: Rounds[StagedBlock]) -> None:
+        self.schedule = schedule
+        self._context = context
+        self._condition = context.condition
+        self._compute = context.compute
+        self._metrics = context.metrics
+        self._wait_clock = context.wait_clock
         # With `max_delay` a member may still read a version when its push of a later round arrives.
-        self._work = RoundWork(run.shard, run.storage, run.identity, borrows=not self.schedule.max_delay)
-        self._reply: Reply | None = None  # of the applied round, once it may be read
-        self._measured: Measured | None = None  # waits for its global norm, or is being applied
+        self._work = RoundWork(context.shard, context.storage, context.identity, borrows=not schedule.max_delay)
+        self._reply: Reply | None = None  # the reply of the applied round, once the round may be read
+        self._measured: Measured | None = None  # the round that waits for its global norm, or is being applied
         self._apply_task: asyncio.Task[None] | None = None
         self._has_warned_about_disagreement = False
-        self._disk_trouble = ""  # why the log of the open round is not written yet
+        self._disk_trouble = ""  # the reason why the log of the open round is not written yet
 
     @property
-    def missing(self) -> list[Rank]:
-        """The ranks missing at the open batch barrier."""
-        return self.schedule.missing
-
-    @property
-    def waiting_since(self) -> float | None:
-        """When the first trainer began to wait for the open round, by the loop's clock."""
-        return self._run.waiting_since
+    def longest_wait(self) -> tuple[Sequence[Rank], float | None]:
+        """The ranks missing at the open batch barrier, and when the first trainer began to wait for the open round."""
+        return self.schedule.missing, self._wait_clock.since
 
     @property
     def num_queued(self) -> int:
@@ -96,20 +83,20 @@ class RoundsExecutor:
     def count_barrier(self, fence: Fence, barrier: Barrier) -> BarrierAnswer:
         """Count a barrier, and with a batch barrier the trainer's verdict on its gradient. Never waits.
 
-        Starts the apply that the barrier completes.
+        The fence has been checked. Starts the apply that the barrier completes.
         """
-        self._run.check_fence(fence)
         rank, incarnation = fence.rank, fence.trainer_incarnation
         if barrier.kind == "batch":
-            is_finite = barrier.is_finite or self._run.install.nonfinite != "skip_round"  # other policies ignore it
+            ignores_verdicts = self._context.installed.nonfinite != "skip_round"
+            is_finite = barrier.is_finite or ignores_verdicts
             order = self.schedule.count_batch_barrier(rank, incarnation, fence.round, is_finite=is_finite)
             if self.schedule.batch_barriers:
-                self._run.note_waiting()
+                self._wait_clock.start()
         else:
             order = self.schedule.count_fetch_barrier(rank, incarnation, fence.round)
         self._start(order)
         missing = tuple(self.schedule.missing)
-        return BarrierAnswer(round=self.schedule.open, missing=missing, notice=self._run.notice)
+        return BarrierAnswer(round=self.schedule.open, missing=missing, notice=self._context.notice)
 
     # ------------------------------------------------------------------ members
 
@@ -118,7 +105,7 @@ class RoundsExecutor:
         async with self._condition:
             self.schedule.is_frozen = True
             while self.schedule.applying is not None:
-                self._run.check_failure()
+                self._context.check_failure()
                 await self._condition.wait()
 
     async def wait_until_changeable(self) -> None:
@@ -129,15 +116,15 @@ class RoundsExecutor:
         was_paused = self.schedule.is_paused
         self._start(self.schedule.install_members(membership))
         if was_paused or not self.schedule.batch_barriers:
-            self._run.waiting_since = None  # the waiting trainers have left, or waited for an administrator
+            self._wait_clock.stop()  # the waiting trainers have left, or waited for an administrator
 
     # ------------------------------------------------------------------ apply
 
     def _start(self, order: Order[StagedBlock] | None) -> None:
         if order is None:
             return
-        if self._run.waiting_since is not None:
-            self._metrics.barrier_wait.observe(asyncio.get_running_loop().time() - self._run.waiting_since)
+        if self._wait_clock.since is not None:
+            self._metrics.barrier_wait.observe(asyncio.get_running_loop().time() - self._wait_clock.since)
         self._begin(self._measure(order.apply) if isinstance(order, Measure) else self._apply(order))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -150,20 +137,20 @@ class RoundsExecutor:
         try:
             yield
         except GradpostError as error:
-            await self._run.fail(error)
+            await self.end(error, is_failure=True)
         except Exception as error:
             log.exception("apply failed", round=round_)
-            text = f"the optimizer of pserver {self._run.index} failed in round {round_}: {error}"
-            await self._run.fail(Ended(text, code="apply_failed"))
+            text = f"the optimizer of pserver {self._context.index} failed in round {round_}: {error}"
+            await self.end(Ended(text, code="apply_failed"), is_failure=True)
 
     async def _measure(self, apply: Apply[StagedBlock]) -> None:
         async with self._fail_on_error(apply.round):
-            controls = self._run.membership.controls_at(apply.round)
+            controls = self._context.membership.controls_at(apply.round)
             measured = await self._compute.run(self._work.measure, apply, controls)
             async with self._condition:
                 if self.schedule.measuring is apply:  # else the members have changed meanwhile
                     self._measured = measured
-                    self._run.waiting_since = None
+                    self._wait_clock.stop()
                     self._condition.notify_all()
 
     def _find_measured(self, apply: Apply[StagedBlock] | None) -> Measured | None:
@@ -175,7 +162,7 @@ class RoundsExecutor:
             with self._metrics.apply_seconds.time():
                 await self._revoke_reply()
                 if coefficient != 1:
-                    await self._compute.run(self._run.shard.aggregator.scale, coefficient)
+                    await self._compute.run(self._work.clip, coefficient)
                 reply = await self._step_when_logged(apply)
             await self._finish_round(apply, reply)
 
@@ -192,37 +179,37 @@ class RoundsExecutor:
 
     async def _step_when_logged(self, apply: Apply[StagedBlock]) -> Reply:
         """Step as soon as the disk accepts the update. A full disk fails the run in the end."""
-        loop, run = asyncio.get_running_loop(), self._run
-        deadline = loop.time() + run.install.round_timeout_seconds
+        loop, context = asyncio.get_running_loop(), self._context
+        deadline = loop.time() + context.installed.round_timeout_seconds
         while True:
             try:
                 reply, checkpoint = await self._compute.run(self._step, apply)
             except OSError as error:
                 self._metrics.log_failures.inc()
-                if loop.time() >= deadline or run.failure is not None:
-                    raise run.storage_failed(f"log round {apply.round}", error) from error
+                if loop.time() >= deadline or context.failure is not None:
+                    raise context.storage_failed(f"log round {apply.round}", error) from error
                 log.error("the log cannot be written; the round waits", round=apply.round, error=str(error))
-                self._disk_trouble = f"the disk of pserver {run.index}: {error}"
+                self._disk_trouble = f"the disk of pserver {context.index}: {error}"
                 await asyncio.sleep(LOG_RETRY_SECONDS)
             else:
                 self._disk_trouble = ""
                 if checkpoint is not None:
-                    run.writer.begin_write(apply.round, *checkpoint)
+                    context.writer.begin_write(apply.round, *checkpoint)
                 return reply
 
     def _step(self, apply: Apply[StagedBlock]) -> tuple[Reply, tuple[Destination, Write] | None]:
         """Step on the compute thread. Returns the reply, and the writer of a checkpoint if one is due."""
         measured = self._find_measured(apply)
         history = self.schedule.history_after(apply, measured.norm if measured else None)
-        controls = self._run.membership.controls_at(apply.round)
+        controls = self._context.membership.controls_at(apply.round)
         reply = self._work.step(apply, controls, measured, history.outcome(apply.round))
         return reply, self._snapshot_if_due(apply, history)
 
     def _snapshot_if_due(self, apply: Apply[StagedBlock], history: History) -> tuple[Destination, Write] | None:
-        storage, destination = self._run.storage, self._run.writer.choose_destination(apply.round)
+        storage, destination = self._context.storage, self._context.writer.choose_destination(apply.round)
         if storage is None or destination is None:
             return None
-        return destination, storage.snapshot(self._run.shard, history, is_own=destination == "folder")
+        return destination, storage.snapshot(self._context.shard, history, is_own=destination == "folder")
 
     async def _finish_round(self, apply: Apply[StagedBlock], reply: Reply) -> None:
         async with self._condition:
@@ -230,9 +217,9 @@ class RoundsExecutor:
             following = self.schedule.finish_apply(measured.norm if measured else None)
             self._work.captures.expire_rounds(apply.round)
             self._reply = reply
-            self._run.waiting_since = None
+            self._wait_clock.stop()
             if self.schedule.batch_barriers:
-                self._run.note_waiting()
+                self._wait_clock.start()
             self._start(following)
             self._condition.notify_all()
         self._metrics.rounds.inc()
@@ -253,25 +240,25 @@ class RoundsExecutor:
 
     async def wait_for_apply(self) -> None:
         """Wait until no round is being applied."""
-        while self._apply_task is not None and not self._apply_task.done():  # one may have begun the next
+        while self._apply_task is not None and not self._apply_task.done():  # an apply may begin the next one
             await asyncio.wait([self._apply_task])
 
     # ------------------------------------------------------------------ pulls
 
     async def open_reads(self) -> None:
         """Serve the shard's version, which is complete."""
-        version = self._run.shard.version
+        version = self._context.shard.version
         self._reply = await self._compute.run(self._work.encode, version, self.schedule.history.outcome(version))
 
     async def get(self, fence: Fence, pull: Pull) -> Reply:
         """Return version `pull.round`, or with `max_delay` a newer one.
 
-        Raises the errors of `Run.wait_for`, and StaleRound when the version has been overwritten.
+        Raises the errors of `RunContext.wait_for`, and StaleRound when the version has been overwritten.
         """
-        reply = await self._run.wait_for(fence, pull.wait_seconds, lambda: self._find_reply(fence))
+        reply = await self._context.wait_for(pull.wait_seconds, lambda: self._find_reply(fence))
         if pull.names:
             version, chunks = await self._compute.run(self._encode_blocks, pull.names)
-            self._run.check_fence(fence)
+            self._context.check_fence(fence)
             if not self._serves(version, fence):
                 raise StaleRound(f"round {fence.round} has been overwritten", current=version)
             reply = Reply(version, chunks)
@@ -279,20 +266,20 @@ class RoundsExecutor:
 
     def _encode_blocks(self, names: Sequence[str]) -> tuple[Round, Sequence[bytes]]:
         # The compute thread runs one job at a time, so the version belongs to the values.
-        version = self._run.shard.version
-        return version, self._run.shard.encode(names, metadata=self._run.metadata(version), pulled=True)
+        version = self._context.shard.version
+        return version, self._context.shard.encode(names, metadata=self._context.metadata(version), pulled=True)
 
     def _admit_get(self, fence: Fence) -> None:
-        self._run.check_fence(fence)
+        self._context.check_fence(fence)
         self.schedule.admit_get(fence.rank, fence.trainer_incarnation, fence.round)
 
-    def _find_reply(self, fence: Fence) -> Reply | None:
+    def _find_reply(self, fence: Fence) -> Reply | Wait:
         self._admit_get(fence)
-        if self._reply is None or self._serves(self._reply.round, fence):
+        if self._reply is not None and self._serves(self._reply.round, fence):
             return self._reply
-        if self._reply.round > fence.round:
+        if self._reply is not None and self._reply.round > fence.round:
             raise StaleRound(f"round {fence.round} has been overwritten", current=self._reply.round)
-        return None
+        return self._wait_for_open_round(fence)
 
     def _serves(self, version: Round, fence: Fence) -> bool:
         """Return whether this version may be the answer: with `max_delay` newer versions may be."""
@@ -304,9 +291,9 @@ class RoundsExecutor:
         The global norm, `pull.norm`, lets the round be stepped, and the answer waits until that round is over. The
         answer for a round that is over is the norm that was sent then, if one was. Raises the same errors as `get`.
         """
-        return await self._run.wait_for(fence, pull.wait_seconds, lambda: self._find_norm(fence, pull.norm))
+        return await self._context.wait_for(pull.wait_seconds, lambda: self._find_norm(fence, pull.norm))
 
-    def _find_norm(self, fence: Fence, agreed: AgreedNorm | None) -> NormAnswer | None:
+    def _find_norm(self, fence: Fence, agreed: AgreedNorm | None) -> NormAnswer | Wait:
         self._admit_get(fence)
         rounds = self.schedule
         if fence.round <= rounds.applied:
@@ -314,26 +301,28 @@ class RoundsExecutor:
             return NormAnswer() if norm is None else NormAnswer(**norm._asdict())
         measured = self._find_measured(rounds.measuring) or self._find_measured(rounds.applying)
         if measured is None or measured.apply.round != fence.round:
-            return None  # it is not complete, or a change of members has dropped it
+            return self._wait_for_open_round(fence)  # the round is incomplete, or a change of members has dropped it
         if agreed is None:
             return NormAnswer(**measured.norm._asdict())
         self._accept_norm(agreed, measured)
-        return None
+        return self._wait_for_open_round(fence)
 
     def _accept_norm(self, agreed: AgreedNorm, measured: Measured) -> None:
         """Step the round with the first norm that matches. Raises NormChanged for the norm of another gradient."""
-        assert self._run.install.max_grad_norm is not None
+        assert self._context.installed.max_grad_norm is not None
         if not agreed.own.is_same(measured.norm):
             round_ = measured.apply.round
             raise NormChanged(f"the gradient of round {round_} changed after its norm was requested", round=round_)
         if self.schedule.measuring is not None:
-            coefficient = clip_coefficient(agreed.norm, self._run.install.max_grad_norm)
+            coefficient = clip_coefficient(agreed.norm, self._context.installed.max_grad_norm)
             self._begin(self._apply(self.schedule.accept_norm(), coefficient))
 
-    def note_wait(self, fence: Fence) -> Wait:
-        """Note that a request waits for the open round, and return the reason."""
-        self._run.note_waiting()
-        rounds, since = self.schedule, self._run.waiting_since
+    def _wait_for_open_round(self, fence: Fence) -> Wait:
+        """Return the reason why a request waits for the open round. Starts the clock of the wait, unless it runs."""
+        if not self._context.is_readable:
+            return self._context.wait_for_values()
+        self._wait_clock.start()
+        rounds, since = self.schedule, self._wait_clock.since
         missing: Sequence[Rank] = rounds.missing
         cause = name_trainers(missing) or self._disk_trouble or "its apply"
         owed = f"reach the batch barrier of round {rounds.open}"
@@ -355,36 +344,38 @@ class RoundsExecutor:
     async def wait_for_newest(self, round_: Round, *, is_over: bool) -> Round:
         """Return the newest round that is applied or being applied; if it is this one, wait until it is applied."""
         if self.schedule.applying is not None and round_ == self.schedule.open and self._apply_task is not None:
-            await asyncio.wait([self._apply_task])  # it may have decided already that no checkpoint is due
+            await asyncio.wait([self._apply_task])  # the apply may have decided already that no checkpoint is due
         return self.schedule.applied if self.schedule.applying is None else self.schedule.open
 
-    async def begin_checkpoint(self, round_: Round, destination: Destination) -> None:
+    async def begin_checkpoint(self, round_: Round) -> None:
         """Begin a checkpoint of the shard. Raises TryAgain."""
-        await self._run.write_checkpoint(destination)
+        await self._context.write_checkpoint("place")
 
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
         """Read the shard right after a round, or as it is: see `Executor.read_after_round`."""
-        run, rounds = self._run, self.schedule
-        if round_ is None or (round_ == rounds.applied and rounds.applying is None):  # then no update comes between
-            return await run.read_now(read)
+        context, rounds = self._context, self.schedule
+        if round_ is None or (round_ == rounds.applied and rounds.applying is None):  # no update comes between
+            return await context.read_now(read)
         if round_ <= rounds.applied:
             raise StaleRound(f"round {round_} is over", current=rounds.applied)
-        run.check_failure()
-        metadata = run.metadata(round_)
+        context.check_failure()
+        metadata = context.metadata(round_)
         try:
             return await self._work.captures.wait_for_round(
                 round_, lambda: read(metadata), wait_seconds, rounds.applied
             )
         except TimeoutError:
-            text = f"round {round_} waits for {name_trainers(run.missing) or 'its apply'}"
-            raise RoundPending(text, missing=run.missing, round=rounds.open) from None
+            missing = rounds.missing
+            text = f"round {round_} waits for {name_trainers(missing) or 'its apply'}"
+            raise RoundPending(text, missing=missing, round=rounds.open) from None
 
     # ------------------------------------------------------------------ the end
 
-    async def end_waits(self, reason: GradpostError) -> None:
-        """End the run immediately. A running apply continues."""
-        await self._run.end(reason)
+    async def end_when_applied(self, reason: GradpostError) -> None:
+        """End the run now: see `Executor.end_when_applied`. A running apply continues."""
+        await self.end(reason)
 
-    def close(self, reason: GradpostError) -> None:
-        """End the waits for captures."""
+    async def end(self, reason: GradpostError, *, is_failure: bool = False) -> None:
+        """End every wait, also for captures: see `Executor.end`."""
         self._work.captures.end(reason)
+        await self._context.end_waits(reason, is_failure=is_failure)

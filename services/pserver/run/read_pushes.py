@@ -6,15 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import TensorEntry
-from ps_protocol.optimizers import (
-    MASTER,
-    SLOTS,
-    OptimizerSpec,
-    StepState,
-    read_states,
-    slot_key,
-    split_key,
-)
+from ps_protocol.optimizers import MASTER, SLOTS, OptimizerSpec, StepState, read_states, slot_key, split_key
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import COMPUTED_ON_KEY, STATES_KEY, Completion
 from ps_protocol.vocabulary import BufferSpec, PserverIndex
@@ -23,16 +15,16 @@ from ps_protocol.wire_types import WireTensor
 from ..shard.bodies import Body
 from ..shard.layout import ShardLayout
 from ..shard.shard import MASTER_BYTES
-from ..shard.staging import Push
 from ..shard.tensors import StagedBlock
+from .staging import Push
 
 
 def read_push(body: Body, layout: ShardLayout, plan: SlicePlan, *, is_async: bool) -> Push[StagedBlock]:
     """Return a pushed body without a copy, checked against the plan. Raises BadInput."""
     metadata = body.frame.metadata
-    assert plan.optimizer is not None  # a run always has one
+    assert plan.optimizer is not None  # the plan of a run always has an optimizer
     if STATES_KEY in metadata:
-        body.is_recurring = False
+        body.mark_single_use()
         return Push({}, slots=_read_slots(body, layout, plan.optimizer))
     completion = Completion.from_metadata(metadata, plan.optimizer)
     if is_async and completion is not None and completion.computed_on is None:
@@ -105,7 +97,7 @@ def _read_block(
             text = f"block {name!r} has another shape"
             raise BadInput(text, code="wrong_shape", expected=list(shape), actual=list(entry.shape))
         found.append(entry)
-    return StagedBlock(body, tuple(found), num_elements)
+    return StagedBlock(body, found, num_elements)
 
 
 def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntry]:
@@ -125,7 +117,7 @@ def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntr
 
 def measure_largest_body(plan: SlicePlan, index: PserverIndex, layout: ShardLayout) -> tuple[int, int]:
     """Return the bytes and the number of tensors that a request about this shard contains at most."""
-    assert plan.optimizer is not None  # a run always has one
+    assert plan.optimizer is not None  # the plan of a run always has an optimizer
     blocks = plan.shards[index]
     buffers = [spec for spec in plan.buffers if spec.pserver == index]
     num_kinds = len(SLOTS[plan.optimizer.name]) + 1  # slots and masters

@@ -1,4 +1,4 @@
-"""The membership of a trainer without a cluster (`strategy="local"`): there is no coordinator, and no other trainer."""
+"""The coordinator of a trainer without a cluster (`strategy="local"`): this process answers itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ps_protocol.messages import DeclareModel, PlanReady, RunSummary, TrainerJoi
 from ps_protocol.plan import make_ring_plan
 from ps_protocol.vocabulary import ParameterSpec
 
-from .membership import Membership, make_log
+from .coordinator_client import CoordinatorClient, make_log
 
 RUN = "local"
 # Between the processes of a host, which are one trainer.
@@ -18,8 +18,8 @@ LEASE_SECONDS = 10.0
 ROUND_TIMEOUT_SECONDS = 600.0
 
 
-class LocalMembership(Membership):
-    """The only place in a run that exists in this process alone."""
+class LocalCoordinator(CoordinatorClient):
+    """The answers of a coordinator to the only trainer of a run, without requests."""
 
     async def join(self, metrics_address: str | None) -> TrainerJoined:
         """Return rank 0 of a run with the mode that the script expects. Raises Conflict for several trainers."""

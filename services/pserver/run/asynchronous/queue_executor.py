@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NoReturn, TypeVar
@@ -28,25 +27,24 @@ from ps_protocol.vocabulary import Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
-from ..durable.checkpoint_writer import Destination
-from ..durable.storage import Restored
-from ..durable.update_log import Update as LoggedUpdate
-from ..shard.optimizer_blocks import LoadedState
-from ..shard.reply import Reply
-from ..shard.staging import Contribution, Push, Staged
-from ..shard.tensors import StagedBlock, view_bytes
+from ...durable.checkpoint_writer import Destination
+from ...durable.update_log import LoggedUpdate
+from ...shard.optimizer_blocks import LoadedState
+from ...shard.reply import Reply
+from ...shard.tensors import StagedBlock, view_bytes
+from ..context import FAILURES_OF_TRAINERS, RunContext
+from ..schedule import Read, Wait, name_trainers
+from ..staging import Push, Staged, StagedContribution
 from .clocks import Clocks
-from .pulls import PulledState, Pulls, compensate_gradient, divide_rates
-from .queues import BlockQueue, HeldPushes, Pauses, Update
-from .reading import Reader, make_reader
-from .run import FAILURES_OF_TRAINERS, Run
-from .schedule import Read, Wait, name_trainers
+from .queues import BlockQueue, BlockUpdate, HeldPushes, Pauses
+from .readers import Reader, make_reader
+from .staleness import PulledState, Pulls, compensate_gradient, divide_rates
 
 log = get_logger()
 
 T = TypeVar("T")
 
-HOLD_SECONDS = 10.0  # a push that has waited for room for so long has to be sent again
+HOLD_SECONDS = 10.0  # a push that has waited this long for room must be sent again
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +58,25 @@ class _Pulling:
 def _computed_on(completion: Completion | None) -> Round:
     """Return the step after which the parameters of a complete contribution were pulled."""
     assert completion is not None
-    assert completion.computed_on is not None  # `read_push` refuses others
+    assert completion.computed_on is not None  # `read_push` refuses completions without it
     return completion.computed_on
 
 
 class QueueExecutor:
     """The executor of contributions that `Clocks` commits. The round of a request is its trainer's step."""
 
-    def __init__(self, run: Run, restored: Restored | None) -> None:
-        self._rules = rules = run.install.consistency
-        self.schedule: Clocks[StagedBlock] = Clocks(
-            {},
-            rules,
-            applied=restored.round if restored else 0,
-            steps=restored.history.steps if restored else None,
-            # Its log may have lost its end, even if it looks whole; and no trainer is at an uncommitted step.
-            is_short=restored is not None,
-        )
-        self._run: Run = weakref.proxy(run)  # which owns this; a cycle would keep its shard in memory
-        self._shard = run.shard
-        self._condition = run.condition
-        self._compute = run.compute
-        self._metrics = run.metrics
-        self._pulls = Pulls(rules.max_delay, self._make_restored_pull() if restored else None)
-        self.queues: dict[str, BlockQueue] = {}  # none before version 0
+    def __init__(self, context: RunContext, schedule: Clocks[StagedBlock], *, is_restored: bool) -> None:
+        self.schedule = schedule
+        self._rules = rules = context.installed.consistency
+        self._context = context
+        self._shard = context.shard
+        self._condition = context.condition
+        self._compute = context.compute
+        self._metrics = context.metrics
+        self._pulls = Pulls(rules.max_delay, self._make_restored_pull() if is_restored else None)
+        self.queues: dict[str, BlockQueue] = {}  # empty before version 0
         self._held = HeldPushes(self.queues)
-        self._pauses = Pauses(run.condition, self._held)
+        self._pauses = Pauses(context.condition, self._held)
         self._log_fails_since: float | None = None
         self._reader: Reader | None = None
         self._pulling: dict[Rank, _Pulling] = {}
@@ -96,24 +87,14 @@ class QueueExecutor:
         return PulledState(dict(self._shard.versions), values)
 
     @property
-    def missing(self) -> list[Rank]:
-        """The ranks that the longest waiting pull waits for."""
-        _, others = min(self._open_waits(), default=(0.0, ()))
-        return list(others)
+    def longest_wait(self) -> tuple[Sequence[Rank], float | None]:
+        """The ranks that the longest waiting pull waits for, and when it began to wait.
 
-    @property
-    def waiting_since(self) -> float | None:
-        """When the longest waiting pull began to wait for others, by the loop's clock."""
-        return min((since for since, _ in self._open_waits()), default=None)
-
-    def _open_waits(self) -> Iterator[tuple[float, Sequence[Rank]]]:
-        """Yield the beginning and the missing ranks of each pull that the clocks still hold back.
-
-        A trainer whose pull was answered with RoundPending may never come back, so the clocks decide.
+        A trainer whose pull was answered with RoundPending may never come back, so the clocks decide which pulls wait.
         """
-        for rank, pulling in self._pulling.items():
-            if others := self._find_others(rank, pulling.step):
-                yield pulling.since, others
+        found = ((pulling.since, self._find_others(rank, pulling.step)) for rank, pulling in self._pulling.items())
+        since, others = min(((since, others) for since, others in found if others), default=(None, []))
+        return others, since
 
     def _find_others(self, rank: Rank, step: Round) -> list[Rank]:
         return [other for other in self.schedule.find_missing(rank, step) if other != rank]
@@ -158,11 +139,11 @@ class QueueExecutor:
         async with self._condition:
             try:
                 with self._held.hold(blocks):
-                    while self._run.admit_push(fence) == "open":  # else a repeated push has queued it meanwhile
+                    while self._context.admit_push(fence) == "open":  # a repeated push may have committed it
                         self._check_blocks_run(blocks)
                         if self._pauses.may_commit and self._held.is_ready(blocks):
                             self._pauses.note_commit()
-                            has_log = self._run.storage is not None and self._run.storage.has_log
+                            has_log = self._context.storage is not None and self._context.storage.has_log
                             if has_log or self.schedule.contribution(fence.rank).slots:
                                 logging = self._pauses.begin_pause(self._log_and_commit(fence.rank))
                             else:
@@ -174,16 +155,16 @@ class QueueExecutor:
                             async with asyncio.timeout_at(begin + HOLD_SECONDS):
                                 await self._condition.wait()
             finally:
-                self._condition.notify_all()  # pushes that waited behind; and an empty contribution advances a clock
+                self._condition.notify_all()  # later pushes may go on; an empty contribution advances a clock
         self._metrics.held_seconds.observe(loop.time() - begin)
         if logging is not None:
-            await asyncio.shield(logging)  # it belongs to the run: this client may disconnect
+            await asyncio.shield(logging)  # the task belongs to the run: this client may disconnect
 
     def _make_hold_error(self, blocks: Iterable[str]) -> GradpostError:
         if self.schedule.is_paused:
             return RoundPending("the run is paused by an administrator; send the push again")
         full = self._held.find_full_queues(blocks)
-        what = f"the queue of block {full[0]!r} is full" if full else f"pserver {self._run.index} is busy"
+        what = f"the queue of block {full[0]!r} is full" if full else f"pserver {self._context.index} is busy"
         return TryAgain(f"{what}; send the push again", code="queue_full", blocks=full[:10])
 
     def _check_blocks_run(self, names: Iterable[str]) -> None:
@@ -199,16 +180,16 @@ class QueueExecutor:
             if self._is_frozen(name):
                 self.schedule.count_applied_block(committed)
             else:
-                self.queues[name].put_update(Update(committed, block, pull, hyper_parameters))
-        self._shard.version = self.schedule.applied  # if all of its blocks are frozen
-        if (destination := self._run.writer.choose_destination(committed.number)) is not None:
+                self.queues[name].put_update(BlockUpdate(committed, block, pull, hyper_parameters))
+        self._shard.version = self.schedule.applied  # needed here if all blocks of the contribution are frozen
+        if (destination := self._context.writer.choose_destination(committed.number)) is not None:
             self._pauses.begin_pause(self._drain_and_snapshot(committed.number, destination))
 
-    def _get_hyper_parameters(self, contribution: Contribution[StagedBlock]) -> list[HyperParameters]:
-        return self._run.membership.newest_controls.override_rates(contribution.hyper_parameters)
+    def _get_hyper_parameters(self, contribution: StagedContribution[StagedBlock]) -> list[HyperParameters]:
+        return self._context.membership.newest_controls.override_rates(contribution.hyper_parameters)
 
     def _is_frozen(self, name: str) -> bool:
-        return self._shard.layout.place[name].block.parameter in self._run.membership.newest_controls.frozen
+        return self._shard.layout.place[name].block.parameter in self._context.membership.newest_controls.frozen
 
     # ------------------------------------------------------------------ log and checkpoints
 
@@ -230,33 +211,33 @@ class QueueExecutor:
         self._log_fails_since = None
         if loaded:
             await self._drain()
-            self._run.check_failure()
+            self._context.check_failure()
             await self._compute.run(self._shard.load_slots, loaded)
         self._commit(rank)
 
     def _append(self, update: LoggedUpdate, blocks: Sequence[StagedBlock], loaded: LoadedState | None) -> None:
-        if self._run.storage is not None:
-            self._run.storage.append(update, [view_bytes(block.tensor().float()) for block in blocks], loaded)
+        if self._context.storage is not None:
+            self._context.storage.append(update, [view_bytes(block.tensor().float()) for block in blocks], loaded)
 
     async def _handle_failed_append(self, what: str, error: OSError) -> NoReturn:
         """Make the trainers send the push again, until the round time-out for a full disk has passed."""
-        failure = self._run.storage_failed(what, error)
+        failure = self._context.storage_failed(what, error)
         now = asyncio.get_running_loop().time()
         self._metrics.log_failures.inc()
         log.error("the log cannot be written; the push has to be sent again", error=failure.detail)
         self._log_fails_since = self._log_fails_since or now
-        if now - self._log_fails_since >= self._run.install.round_timeout_seconds:
-            await self._run.fail(failure)
+        if now - self._log_fails_since >= self._context.installed.round_timeout_seconds:
+            await self.end(failure, is_failure=True)
             raise copy.copy(failure)
         raise TryAgain(f"{failure.detail}; send the push again")
 
     async def _drain_and_snapshot(self, number: Round, destination: Destination) -> None:
         await self._drain()
-        if self._run.failure is not None or not self.is_idle:
+        if self._context.failure is not None or not self.is_idle:
             return
         self.schedule.set_committed(number)
         self._shard.version = number
-        await self._run.write_checkpoint(destination)
+        await self._context.write_checkpoint(destination)
 
     async def _drain(self) -> None:
         """Wait until all committed contributions are applied, or a block has stopped."""
@@ -272,9 +253,9 @@ class QueueExecutor:
         await self._pauses.wait_for_turn()
         return max(self.schedule.num_committed, round_ if is_over else 0)
 
-    async def begin_checkpoint(self, round_: Round, destination: Destination) -> None:
+    async def begin_checkpoint(self, round_: Round) -> None:
         """Begin a checkpoint of the committed contributions, to be stored under this number."""
-        self._pauses.begin_pause(self._drain_and_snapshot(round_, destination))
+        self._pauses.begin_pause(self._drain_and_snapshot(round_, "place"))
 
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
         """Read the shard between two contributions: see `Executor.read_after_round`. Pushes wait meanwhile."""
@@ -282,10 +263,10 @@ class QueueExecutor:
 
         async def drain_and_read() -> None:
             await self._drain()
-            self._run.check_failure()
+            self._context.check_failure()
             self._check_blocks_run(self.queues)
             extra = {APPLIED_KEY: str(self.schedule.applied), HISTORY_KEY: self.schedule.copy_history().to_json()}
-            found.append(await self._run.read_now(read, extra))
+            found.append(await self._context.read_now(read, extra))
 
         await self._pauses.wait_for_turn_and_pause(drain_and_read)
         return found[0]
@@ -293,13 +274,13 @@ class QueueExecutor:
     async def wait_for_apply(self) -> None:
         """Wait until no contribution is being committed and the compute thread is done with the earlier ones."""
         await self._pauses.wait_for_turn()
-        await self._compute.run(lambda: None)  # jobs run in order
+        await self._compute.run(lambda: None)  # the compute thread runs its jobs in order
 
     # ------------------------------------------------------------------ apply
 
     async def open_reads(self) -> None:
         """Begin the queues and the reader of the shard's version, which is complete."""
-        rules, notify = self._rules, self._run.notify
+        rules, notify = self._rules, self._context.notify
         for name in self._shard.layout.place:
             self.queues[name] = BlockQueue(name, max_queued=rules.max_queued, apply=self._apply, changed=notify)
         keeps_values = rules.compensation == "dc"
@@ -307,7 +288,7 @@ class QueueExecutor:
             rules.read_consistency, self._shard, self._compute, self.queues, keep_values=keeps_values
         )
 
-    async def _apply(self, name: str, update: Update) -> None:
+    async def _apply(self, name: str, update: BlockUpdate) -> None:
         begin = perf_counter()
         await self._compute.run(self._step, name, update)
         self._metrics.apply_seconds.observe(perf_counter() - begin)
@@ -317,7 +298,7 @@ class QueueExecutor:
         self._metrics.rounds.inc(self.schedule.applied - before)
         self._metrics.updates.inc()
 
-    def _step(self, name: str, update: Update) -> None:
+    def _step(self, name: str, update: BlockUpdate) -> None:
         """Step one block, on the compute thread."""
         rules = self._rules
         staleness = self._shard.versions[name] - update.pull.versions[name]
@@ -340,33 +321,32 @@ class QueueExecutor:
     async def get(self, fence: Fence, pull: Pull) -> Reply:
         """Return the newest parameters, once the clocks allow it to a trainer that has pushed step `fence.round`.
 
-        Raises the errors of `Run.wait_for`.
+        Raises the errors of `RunContext.wait_for`.
         """
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        await self._run.wait_for(fence, pull.wait_seconds, lambda: self._may_read(fence) or None)
+        reader: Reader = await self._context.wait_for(pull.wait_seconds, lambda: self._find_reader(fence))
         self._metrics.barrier_wait.observe(loop.time() - begin)
-        assert self._reader is not None  # version 0 exists
-        metadata = {**self._run.metadata(fence.round), APPLIED_KEY: str(self.schedule.applied)}
-        reading = await self._reader.read(pull.names or None, metadata)
-        self._run.check_fence(fence)
-        self._run.check_member(fence)
+        metadata = {**self._context.metadata(fence.round), APPLIED_KEY: str(self.schedule.applied)}
+        reading = await reader.read(pull.names or None, metadata)
+        self._context.check_fence(fence)
+        self._context.check_member(fence)
         self._pulls.record_pull(fence.rank, fence.round, reading.pull)
         return Reply(fence.round, reading.chunks)
 
-    def _may_read(self, fence: Fence) -> bool:
-        self._run.check_fence(fence)
-        self._run.check_member(fence)
-        if not self._run.is_readable:
-            return False
+    def _find_reader(self, fence: Fence) -> Reader | Wait:
+        self._context.check_fence(fence)
+        self._context.check_member(fence)
+        if not self._context.is_readable or self._reader is None:
+            return self._context.wait_for_values()
         if self.schedule.find_missing(fence.rank, fence.round):
             self._check_blocks_run(self.queues)
-            return False
+            return self._wait_for_clocks(fence)
         self._pulling.pop(fence.rank, None)
-        return True
+        return self._reader
 
-    def note_wait(self, fence: Fence) -> Wait:
-        """Note that a trainer's pull waits for clocks, and return the reason."""
+    def _wait_for_clocks(self, fence: Fence) -> Wait:
+        """Return the reason why a trainer's pull waits for clocks. Starts the clock of the wait, unless it runs."""
         rank, step = fence.rank, fence.round
         others = self._find_others(rank, step)
         pulling = self._pulling.pop(rank, None)
@@ -403,22 +383,23 @@ class QueueExecutor:
         self.schedule.install_members(membership)
         self._held.is_paused = self.schedule.is_paused
         if was_paused:
-            self._pulling.clear()  # their round time-outs begin again
-            self._run.waiting_since = None
+            self._pulling.clear()  # the round time-outs of these pulls begin again
+            self._context.wait_clock.stop()
 
-    async def end_waits(self, reason: GradpostError) -> None:
+    async def end_when_applied(self, reason: GradpostError) -> None:
         """End the run once all committed contributions are applied, so that the last checkpoint contains them."""
 
         async def drain_and_end() -> None:
             await self._drain()
-            await self._run.end(reason)
+            await self.end(reason)
 
         await self._pauses.wait_for_turn_and_pause(drain_and_end)
 
-    def close(self, reason: GradpostError) -> None:
-        """End the reader, and drop the queued updates unless a trainer's failure ends the run: see `Run.stop`."""
+    async def end(self, reason: GradpostError, *, is_failure: bool = False) -> None:
+        """End every wait, and the queues unless `Run.stop` may still persist their updates: see `Executor.end`."""
         if not isinstance(reason, FAILURES_OF_TRAINERS):
             for queue in self.queues.values():
                 queue.close()
         if self._reader is not None:
             self._reader.close(reason)
+        await self._context.end_waits(reason, is_failure=is_failure)

@@ -1,4 +1,4 @@
-"""A trainer's membership with a coordinator that is silent, slow, stopping, or hidden behind a gateway."""
+"""A trainer's client of a coordinator that is silent, slow, stopping, or hidden behind a gateway."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ps_config.environment import PREFIX
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, GradpostError, NotReady, StaleRun, TrainerLost, TryAgain, Unreachable
 from ps_protocol.messages import Leave, TrainerHeartbeat, TrainerHeartbeatReply, TrainerJoined
-from trainer_client.client import membership as membership_module
-from trainer_client.client.membership import Membership
+from trainer_client.client import coordinator_client
+from trainer_client.client.coordinator_client import CoordinatorClient
 from trainer_client.client.settings import read_settings
 
 from ...raising import raises_code
@@ -64,20 +64,22 @@ class FakeCoordinator:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_module, "RETRY_SECONDS", 0.005)
+    monkeypatch.setattr(coordinator_client, "RETRY_SECONDS", 0.005)
     for name in [*os.environ]:
         if name.startswith(PREFIX) or name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)
 
 
 @asynccontextmanager
-async def member(coordinator: FakeCoordinator, *, joins: bool = True, **settings: Any) -> AsyncIterator[Membership]:
+async def member(
+    coordinator: FakeCoordinator, *, joins: bool = True, **settings: Any
+) -> AsyncIterator[CoordinatorClient]:
     async with httpx.AsyncClient(transport=httpx.MockTransport(coordinator)) as http:
-        membership = Membership(read_settings(**{"retry_seconds": 0.2} | settings), http)
+        client = CoordinatorClient(read_settings(**{"retry_seconds": 0.2} | settings), http)
         if joins:
-            await membership.join(None)
-        yield membership
-        await membership.leave("done")
+            await client.join(None)
+        yield client
+        await client.leave("done")
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -110,8 +112,8 @@ class Work:
 async def test_joining_is_repeated_until_the_coordinator_has_a_place():
     refusals = [httpx.ConnectError("refused"), NotReady("run 0 is under way"), TryAgain("the service stops")]
     coordinator = FakeCoordinator(trainers=[*refusals, JOINED])
-    async with member(coordinator) as membership:
-        assert membership.joined == JOINED
+    async with member(coordinator) as client:
+        assert client.joined == JOINED
     assert len(set(coordinator.bodies("trainers"))) == 1  # the same instance, so that it gets one place
 
 
@@ -151,10 +153,10 @@ async def test_the_page_of_a_gateway_is_a_transport_error_that_shows_its_first_l
 )
 async def test_a_coordinator_that_cannot_be_reached_is_given_up_with_a_hint(answer: Any, message: str):
     coordinator = FakeCoordinator(trainers=[answer])
-    async with member(coordinator, joins=False) as membership:
+    async with member(coordinator, joins=False) as client:
         begun = asyncio.get_running_loop().time()
         with pytest.raises(Unreachable, match=rf"http://127\.0\.0\.1:7070.*{message}"):
-            await membership.join(None)
+            await client.join(None)
         assert 0.2 <= asyncio.get_running_loop().time() - begun < 2
     assert coordinator.num_requests("trainers") > 2
 
@@ -162,17 +164,17 @@ async def test_a_coordinator_that_cannot_be_reached_is_given_up_with_a_hint(answ
 @pytest.mark.parametrize(("code", "is_repeated"), [("rank_taken", True), ("world_mismatch", False)])
 async def test_only_a_conflict_that_may_pass_is_tried_again(code: str, is_repeated: bool):
     coordinator = FakeCoordinator(trainers=[Conflict("no place", code=code)])
-    async with member(coordinator, joins=False, retry_seconds=2) as membership:
+    async with member(coordinator, joins=False, retry_seconds=2) as client:
         with raises_code(code):
-            await membership.join(None)
+            await client.join(None)
     assert (coordinator.num_requests("trainers") > 1) == is_repeated
 
 
 async def test_waiting_for_an_earlier_run_has_no_end():
     coordinator = FakeCoordinator(trainers=[NotReady("run 0 is under way")])
-    async with member(coordinator, joins=False) as membership:
+    async with member(coordinator, joins=False) as client:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(membership.join(None), 0.5)
+            await asyncio.wait_for(client.join(None), 0.5)
 
 
 # ---------------------------------------------------------------- heartbeats
@@ -181,21 +183,21 @@ async def test_waiting_for_an_earlier_run_has_no_end():
 async def test_a_failure_in_a_heartbeat_ends_every_wait():
     failure = TrainerLost("trainer 0 was lost", ranks=[0])
     failed = TrainerHeartbeatReply(state="failed", failure=failure.to_problem())
-    async with member(FakeCoordinator(heartbeat=[TRAINING, TRAINING, failed])) as membership:
-        waits = [asyncio.create_task(membership.guard(wait_for_ever())) for _ in range(3)]
+    async with member(FakeCoordinator(heartbeat=[TRAINING, TRAINING, failed])) as client:
+        waits = [asyncio.create_task(client.guard(wait_for_ever())) for _ in range(3)]
         errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 3)
         assert [(type(e), str(e)) for e in errors] == [(TrainerLost, "trainer 0 was lost")] * 3
         assert len(set(map(id, errors))) == 3
         work = Work()
         with pytest.raises(TrainerLost):  # and every later one, after its work has ended
-            await membership.guard(work.run())
+            await client.guard(work.run())
         assert work.has_ended
 
 
 async def test_a_coordinator_of_another_run_ends_every_wait():
-    async with member(FakeCoordinator(heartbeat=[StaleRun("the message is for another run")])) as membership:
+    async with member(FakeCoordinator(heartbeat=[StaleRun("the message is for another run")])) as client:
         with pytest.raises(StaleRun):
-            await asyncio.wait_for(membership.guard(wait_for_ever()), 3)
+            await asyncio.wait_for(client.guard(wait_for_ever()), 3)
 
 
 async def test_training_goes_on_without_the_coordinator():
@@ -208,17 +210,17 @@ async def test_training_goes_on_without_the_coordinator():
         *PAGES,
     ]
     coordinator = FakeCoordinator(heartbeat=[*errors, TRAINING])
-    async with member(coordinator) as membership:
+    async with member(coordinator) as client:
         await eventually(lambda: coordinator.num_requests("heartbeat") > len(errors) + 1)
-        assert membership.failure is None
-        assert await membership.guard(asyncio.sleep(0, "went on")) == "went on"
+        assert client.failure is None
+        assert await client.guard(asyncio.sleep(0, "went on")) == "went on"
 
 
 async def test_an_outage_is_logged_once_even_beside_another_message(capsys):
     coordinator = FakeCoordinator(heartbeat=[httpx.ConnectError("refused")])
     coordinator.answers["summary"] = [NotReady("run 0 is under way")]
-    async with member(coordinator) as membership:
-        waiting = asyncio.create_task(membership.summary())
+    async with member(coordinator) as client:
+        waiting = asyncio.create_task(client.summary())
         await eventually(lambda: min(map(coordinator.num_requests, ("heartbeat", "summary"))) > 4)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -232,8 +234,8 @@ async def test_an_outage_is_logged_once_even_beside_another_message(capsys):
 
 async def test_cancelling_guard_ends_the_work():
     work = Work()
-    async with member(FakeCoordinator()) as membership:
-        waiting = asyncio.create_task(membership.guard(work.run()))
+    async with member(FakeCoordinator()) as client:
+        waiting = asyncio.create_task(client.guard(work.run()))
         await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -247,17 +249,17 @@ async def test_cancelling_guard_ends_the_work():
 @pytest.mark.parametrize(("outcome", "expected"), [("done", "done"), ("failed", "failed"), ("whatever", "failed")])
 async def test_leaving_sends_the_last_progress_and_results_first_and_counts_once(outcome: str, expected: str):
     coordinator = FakeCoordinator()
-    async with member(coordinator) as membership:
-        membership.round = 4
-        membership.results["accuracy"] = 0.98
-        await membership.leave(outcome, "x" * 5000)
+    async with member(coordinator) as client:
+        client.round = 4
+        client.results["accuracy"] = 0.98
+        await client.leave(outcome, "x" * 5000)
         (first, beat), (second, leave) = coordinator.requests[-2:]
         assert (first, second) == ("heartbeat", "leave")
         newest = TrainerHeartbeat.model_validate_json(beat)
         assert (newest.round, newest.results, newest.incarnation) == (4, {"accuracy": 0.98}, 1)
         message = Leave.model_validate_json(leave)
         assert (message.outcome, len(message.reason)) == (expected, 2000)
-        await membership.leave("done")
+        await client.leave("done")
         assert coordinator.num_requests("leave") == 1
 
 
@@ -271,8 +273,8 @@ async def test_leaving_raises_no_error(answer: Any):
 async def test_only_a_trainer_that_is_done_repeats_its_leave_until_it_is_answered(outcome: str, num_requests: int):
     """The others would wait for it, and its loss may end their run."""
     coordinator = FakeCoordinator(leave=[httpx.ConnectError("refused"), TryAgain("the disk is full"), None])
-    async with member(coordinator) as membership:
-        await membership.leave(outcome)
+    async with member(coordinator) as client:
+        await client.leave(outcome)
     assert coordinator.num_requests("leave") == num_requests
 
 

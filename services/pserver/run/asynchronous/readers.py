@@ -12,10 +12,10 @@ from ps_protocol.consistency import ReadConsistency
 from ps_protocol.errors import GradpostError
 from services.runtime.compute import ComputeExecutor
 
-from ..shard.reply import ChunkEncoder
-from ..shard.shard import Shard
-from .pulls import PulledState
+from ...shard.reply import ChunkEncoder
+from ...shard.shard import Shard
 from .queues import BlockQueue, Snapshot
+from .staleness import PulledState
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class SnapshotReader:
 
     async def _make_snapshot(self) -> Snapshot:
         async with self._one_at_a_time:
-            self._next = None  # for later reads this one may be too old
+            self._next = None  # later reads need a newer snapshot than this one
             failures = [self._closed, *(queue.failure for queue in self._queues.values())]
             if (failure := next(filter(None, failures), None)) is not None:
                 raise copy.copy(failure)

@@ -1,4 +1,4 @@
-"""Contributions while they are staged, and which messages of trainers and of the coordinator count now. Pure.
+"""Contributions while they are staged, and which messages of trainers count now. Pure.
 
 A staged block is an opaque payload.
 """
@@ -22,7 +22,7 @@ class Push(Generic[Payload]):
     """One push: blocks of a gradient, or optimizer state."""
 
     blocks: Mapping[str, Payload]
-    completion: Completion | None = None  # of the last push of a contribution
+    completion: Completion | None = None  # present in the last push of a contribution
     slots: Mapping[str, Payload | StepState] = field(default_factory=dict)  # optimizer state that a trainer has loaded
 
     @property
@@ -36,16 +36,16 @@ class Staged(NamedTuple):
 
     num_new: int  # blocks and slots that were not staged yet
     is_complete: bool
-    num_lost: int = 0  # steps before it that an earlier incarnation of the pserver has lost
+    num_lost: int = 0  # steps before this one that an earlier incarnation of the pserver has lost
 
 
 @dataclass(slots=True)
-class Contribution(Generic[Payload]):
+class StagedContribution(Generic[Payload]):
     """The staged part of one trainer's gradient; complete once all announced blocks and slots are staged."""
 
     blocks: dict[str, Payload] = field(default_factory=dict)
-    incarnation: Incarnation = 0  # of the trainer
-    completion: Completion | None = None  # once it has arrived
+    incarnation: Incarnation = 0  # the incarnation of the trainer
+    completion: Completion | None = None  # present once the last push has arrived
     slots: dict[str, Payload | StepState] = field(default_factory=dict)
 
     @property
@@ -68,14 +68,14 @@ class Contribution(Generic[Payload]):
         A ContributionConflict (other bytes or hyperparameters for the same block or round, or more blocks or slots
         than announced) stages nothing.
         """
-        where = f"trainer {rank} pushed", f"in round {round_}"
-        blocks = _find_new(self.blocks, push.blocks, "other bytes for block", *where)
-        slots = _find_new(self.slots, push.slots, "something else for", *where)
-        announced = [one for one in (self.completion, push.completion) if one is not None]
-        _check_total("blocks", len(self.blocks) + len(blocks), [one.num_blocks for one in announced], *where)
-        _check_total("slots", len(self.slots) + len(slots), [one.num_slots for one in announced], *where)
+        blocks = _find_new(self.blocks, push.blocks, "other bytes for block", rank, round_)
+        slots = _find_new(self.slots, push.slots, "something else for", rank, round_)
+        announced = [each for each in (self.completion, push.completion) if each is not None]
+        num_blocks, num_slots = len(self.blocks) + len(blocks), len(self.slots) + len(slots)
+        _check_total("blocks", num_blocks, [each.num_blocks for each in announced], rank, round_)
+        _check_total("slots", num_slots, [each.num_slots for each in announced], rank, round_)
         if announced and announced[0].hyper_parameters != announced[-1].hyper_parameters:
-            raise ContributionConflict(f"{where[0]} two sets of hyperparameters {where[1]}")
+            raise ContributionConflict(f"trainer {rank} pushed two sets of hyperparameters in round {round_}")
         self.blocks.update(blocks)
         self.slots.update(slots)
         self.completion = self.completion or push.completion
@@ -83,21 +83,21 @@ class Contribution(Generic[Payload]):
 
 
 def _find_new(
-    known: Mapping[str, Payload], pushed: Mapping[str, Payload], what: str, who: str, when: str
+    known: Mapping[str, Payload], pushed: Mapping[str, Payload], what: str, rank: Rank, round_: Round
 ) -> dict[str, Payload]:
     new = {}
     for name, payload in pushed.items():
         if name not in known:
             new[name] = payload
         elif payload != known[name]:
-            raise ContributionConflict(f"{who} {what} {name!r} {when}")
+            raise ContributionConflict(f"trainer {rank} pushed {what} {name!r} in round {round_}")
     return new
 
 
-def _check_total(noun: str, staged: int, announced: Sequence[int], who: str, when: str) -> None:
+def _check_total(noun: str, staged: int, announced: Sequence[int], rank: Rank, round_: Round) -> None:
     if announced and (staged > announced[-1] or announced[0] != announced[-1]):
         raise ContributionConflict(
-            f"{who} more {noun} {when} than it announced, or announced two numbers",
+            f"trainer {rank} pushed more {noun} in round {round_} than it announced, or announced two numbers",
             expected=announced[0],
             actual=max(announced[-1], staged),
         )
@@ -120,42 +120,3 @@ def admit(round_: Round, first_open: Round, last_open: Round) -> Admission:
     if round_ > last_open:
         raise FutureRound(f"round {round_} is not open yet", current=last_open)
     return "open" if round_ >= first_open else "already_applied"
-
-
-class MembershipChanges:
-    """The newest change of a run's members on this pserver. Messages of earlier changes may arrive at any time.
-
-    freeze n ──► begun = n ──► the coordinator decides on all answers ──► install n ──► ended = n
-
-    The numbers increase, also from attempt to attempt.
-    """
-
-    def __init__(self, run: str = "") -> None:
-        self.run = run
-        self.begun = 0
-        self.ended = 0
-
-    def begin_change(self, number: int) -> None:
-        """Note a freeze. Raises Conflict if that change is over, or a later one has begun.
-
-        From now on the installation of an earlier change, which was given up for this one, has no effect.
-        """
-        self.check_change(number)
-        self.begun = number
-
-    def check_change(self, number: int) -> None:
-        """Raise Conflict unless this change may be installed."""
-        if not self.is_current(number):
-            raise Conflict("the change of members is over", current=max(self.begun, self.ended), actual=number)
-
-    def is_current(self, number: int) -> bool:
-        """Return whether this change may be installed.
-
-        A late installation of an abandoned change must not unfreeze this pserver after a later freeze: the other
-        pservers would stay frozen.
-        """
-        return number >= self.begun and number > self.ended
-
-    def end_change(self, number: int) -> None:
-        """Note that this change is installed."""
-        self.begun = self.ended = number

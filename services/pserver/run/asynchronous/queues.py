@@ -21,16 +21,16 @@ from ps_protocol.optimizers import HyperParameters
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
-from ..shard.shard import Shard
-from ..shard.tensors import StagedBlock
+from ...shard.shard import Shard
+from ...shard.tensors import StagedBlock
 from .clocks import Committed
-from .pulls import PulledState
+from .staleness import PulledState
 
 log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class BlockUpdate:
     """One trainer's gradient for this block, the pull that it was computed on, and the hyperparameters of its step."""
 
     committed: Committed[StagedBlock]
@@ -39,7 +39,7 @@ class Update:
     hyper_parameters: list[HyperParameters]
 
 
-Apply: TypeAlias = Callable[[str, Update], Awaitable[None]]
+ApplyUpdate: TypeAlias = Callable[[str, BlockUpdate], Awaitable[None]]
 Changed: TypeAlias = Callable[[], Awaitable[None]]
 
 
@@ -83,18 +83,11 @@ class BlockQueue:
     after every update.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        max_queued: int,
-        apply: Apply,
-        changed: Changed,
-    ) -> None:
+    def __init__(self, name: str, *, max_queued: int, apply: ApplyUpdate, changed: Changed) -> None:
         self.name = name
         self.failure: GradpostError | None = None
-        self.num_updates = 0  # queued or being applied
-        self._queue: asyncio.Queue[Update | Snapshot] = asyncio.Queue()
+        self.num_updates = 0  # updates that are queued or being applied
+        self._queue: asyncio.Queue[BlockUpdate | Snapshot] = asyncio.Queue()
         self._max_queued = max_queued
         # The task alone refers to `apply`, which refers to the run, until it ends.
         work = self._work(apply, changed)
@@ -114,7 +107,7 @@ class BlockQueue:
         """True if the queued updates will be applied."""
         return self.failure is None and self._task is not None
 
-    def put_update(self, update: Update) -> None:
+    def put_update(self, update: BlockUpdate) -> None:
         """Queue an update, for which there is room."""
         self.num_updates += 1
         self._queue.put_nowait(update)
@@ -129,10 +122,10 @@ class BlockQueue:
             self._task.cancel()
             self._task = None  # a cancelled task keeps its frames, and these refer to this queue
 
-    async def _work(self, apply: Apply, changed: Changed) -> None:
+    async def _work(self, apply: ApplyUpdate, changed: Changed) -> None:
         while self.failure is None:
             item = await self._queue.get()
-            if isinstance(item, Update):
+            if isinstance(item, BlockUpdate):
                 await self._apply_update(item, apply)
                 await changed()
             else:
@@ -145,7 +138,7 @@ class BlockQueue:
             log.exception("reading a block failed", block=self.name)
             snapshot.fail(Ended(f"block {self.name!r} could not be read: {error}", code="apply_failed"))
 
-    async def _apply_update(self, update: Update, apply: Apply) -> None:
+    async def _apply_update(self, update: BlockUpdate, apply: ApplyUpdate) -> None:
         try:
             await apply(self.name, update)
         except Exception as error:
@@ -159,7 +152,7 @@ class BlockQueue:
     def _drop_all(self, failure: GradpostError) -> None:
         while not self._queue.empty():
             item = self._queue.get_nowait()
-            if isinstance(item, Update):
+            if isinstance(item, BlockUpdate):
                 self.num_updates -= 1
             else:
                 item.fail(failure)
@@ -169,7 +162,7 @@ class HeldPushes:
     """The blocks of each complete push that waits for room in its queues, the longest waiting first."""
 
     def __init__(self, queues: Mapping[str, BlockQueue]) -> None:
-        self.is_paused = False  # by an administrator
+        self.is_paused = False  # True if an administrator has paused the run
         self._queues = queues
         self._held: list[KeysView[str]] = []
 
@@ -213,9 +206,9 @@ class Pauses:
         """`condition` is notified whenever `may_commit` or `held.has_ready()` may have changed."""
         self._condition = condition
         self._held = held
-        self._task: asyncio.Task[None] | None = None  # of the running pause
+        self._task: asyncio.Task[None] | None = None  # the task of the running pause
         self._num_waiting = 0
-        self._owes_turn = False  # to held pushes
+        self._owes_turn = False  # True if a ready held push goes before the next pause
 
     @property
     def may_commit(self) -> bool:

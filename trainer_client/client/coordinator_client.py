@@ -1,4 +1,4 @@
-"""A trainer's membership: joining the run, declaring the model, heartbeats, leaving."""
+"""A trainer's requests to the coordinator: join the run, declare the model, heartbeats, leave."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from ps_protocol.printable import escape_event
-from ps_protocol.retry import Patience, RetryPolicy, choose_pause, heartbeat_period, request_with_retry
+from ps_protocol.retry import Patience, choose_pause, heartbeat_period
 from ps_protocol.routes import (
     DECLARE_MODEL,
     JOIN_TRAINER,
@@ -44,7 +44,7 @@ from ps_protocol.routes import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
 from .metrics import LinkMeter
-from .news import News, Waits
+from .news import Attempt, News, Waits
 from .settings import TrainerSettings
 
 T = TypeVar("T")
@@ -53,14 +53,15 @@ RETRY_SECONDS = 0.1
 PLAN_WAIT_SECONDS = 5.0
 
 
-class Membership:
-    """One trainer's place in one run. All methods run on the I/O loop."""
+class CoordinatorClient:
+    """One trainer's place in one run, held by heartbeats. All methods run on the I/O loop."""
 
     def __init__(self, settings: TrainerSettings, http: httpx.AsyncClient) -> None:
         self.joined: TrainerJoined
         self.round: Round = 0  # the newest round that was pulled from every pserver
+        self._counted_round: Round = 0  # the newest round that pservers may count this trainer in
         self.results: dict[str, float] = {}
-        self.failure: GradpostError | None = None  # that ended the run
+        self.failure: GradpostError | None = None  # the error that ended the run
         self.news = News()
         self.links: Mapping[PserverIndex, LinkMeter] = {}
         self._waits = Waits()
@@ -69,8 +70,8 @@ class Membership:
         self._coordinator = settings.coordinator.rstrip("/")
         self._heartbeats: asyncio.Task[None] | None = None
         self.log = make_log()
-        self._waiting_since: float | None = None  # in a ring, by the loop; None: it computes
-        self._is_done = False  # in a ring: no batches are left
+        self._waiting_since: float | None = None  # in a ring, by the loop's clock; None: the trainer computes
+        self.is_done = False  # in a ring: no batches are left, and the trainer joins the others' rounds
         self._logged: dict[str, str] = {}  # the last line about each topic
 
     # ------------------------------------------------------------------ joining
@@ -94,25 +95,30 @@ class Membership:
         return self.joined
 
     def adopt_place(self, joined: TrainerJoined, process: int) -> None:
-        """Adopt the leader's place in the run, without heartbeats. Called by the follower processes of a host."""
+        """Adopt the leader's place in the run, without heartbeats. Follower processes of a host do not `join`."""
         self.joined = joined
         self.log = make_log(run=joined.run, trainer=joined.rank, process=process)
 
     def adopt_round(self, round_: Round) -> None:
-        """Report this round as the newest with the heartbeats, also after a rollback to it."""
+        """Report this round as the newest with the heartbeats, also after a rollback to it. No round is under way."""
         self.round = round_
+        self.note_complete()
 
     def note_pulled(self, round_: Round) -> None:
         """Note a round that was pulled from every pserver, and may not be the newest one."""
         self.round = max(self.round, round_)
 
+    def note_may_be_counted(self, round_: Round) -> None:
+        """Note that pservers may count this trainer in a round: until it is pulled, leaving is a failure."""
+        self._counted_round = round_
+
+    def note_complete(self) -> None:
+        """Note that the trainer may leave, because no round needs it any more."""
+        self._counted_round = 0
+
     def report_results(self, results: Mapping[str, float]) -> None:
         """Report the newest numbers of the script with the heartbeats."""
         self.results.update(results)
-
-    def report_links(self, links: Mapping[PserverIndex, LinkMeter]) -> None:
-        """Report the measured links to the pservers with the heartbeats."""
-        self.links = links
 
     @contextlib.contextmanager
     def reporting_wait(self) -> Iterator[None]:
@@ -123,10 +129,6 @@ class Membership:
         finally:
             self._waiting_since = None
 
-    def report_done(self) -> None:
-        """Report with the heartbeats that a trainer of a ring has no batches left, and joins the others' rounds."""
-        self._is_done = True
-
     async def declare(self, message: DeclareModel) -> PlanReady:
         """Declare the model, and wait until all trainers have and the pservers have the plan."""
         await self._request_with_retry("POST", DECLARE_MODEL.format(rank=self.joined.rank), message)
@@ -136,10 +138,20 @@ class Membership:
             "incarnation": self.joined.incarnation,
             "wait_seconds": PLAN_WAIT_SECONDS,
         }
-        return PlanReady.from_answer(await self._request_with_retry("GET", PLAN, params=query))
+        ready = PlanReady.from_answer(await self._request_with_retry("GET", PLAN, params=query))
+        base_round = ready.start - 1
+        self.adopt_round(base_round)
+        attempt = Attempt(ready.attempt, base_round, None if base_round else ready.uploader)
+        self.news.attempt = self.news.newest_attempt = attempt
+        return ready
 
-    async def leave(self, outcome: str, reason: str = "") -> None:
-        """Report the end of this trainer, for up to `retry_seconds`; after a failure once, since the lease ends."""
+    async def leave(self, outcome: str, reason: str = "", code: str | None = None) -> None:
+        """Report the end of this trainer, for up to `retry_seconds`; after a failure once, since the lease ends.
+
+        Leaving in the middle of a round counts as failed, because only some pservers may have counted this trainer.
+        """
+        if outcome == "done" and self._counted_round > self.round:
+            outcome, reason, code = "failed", f"it left in the middle of round {self._counted_round}", None
         if self._heartbeats is not None:
             self._heartbeats.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -152,13 +164,14 @@ class Membership:
                 incarnation=self.joined.incarnation,
                 outcome="done" if outcome == "done" else "failed",
                 round=self.round,
-                attempt=self.news.attempt,
+                attempt=self.news.attempt.number,
                 reason=reason[:2000],
+                code=code,
             )
             if outcome != "done":
                 await self._try_post(LEAVE, message)
                 return
-            # Who is done and does not say so is waited for, and its loss may end the run of the others.
+            # The others wait for a trainer that does not report its end, and its loss may end their run.
             try:
                 await self._request_with_retry("POST", LEAVE.format(rank=self.joined.rank), message)
             except Unreachable as error:
@@ -179,14 +192,14 @@ class Membership:
             run=self.joined.run,
             incarnation=self.joined.incarnation,
             round=self.round,
-            attempt=self.news.attempt,
+            attempt=self.news.attempt.number,
             results=dict(self.results),
             unreachable=self.news.unreachable(now),
             ahead_of=dict(self.news.ahead_of),
             software=Software(**installed_versions()),
             links={index: meter.describe() for index, meter in self.links.items()},
             waiting_seconds=0.0 if self._waiting_since is None else now - self._waiting_since,
-            is_done=self._is_done,
+            is_done=self.is_done,
         )
 
     async def _send_heartbeats(self) -> None:
@@ -203,7 +216,7 @@ class Membership:
                 self._log_once("heartbeats", text)
                 continue
             except GradpostError as error:
-                if error.status >= 500 or error.may_be_retried:  # it stops, or stumbled: no word on this run
+                if error.status >= 500 or error.may_be_retried:  # the answer says nothing about the run
                     text = f"the coordinator at {self._coordinator} refused a heartbeat: {error}"
                     self._log_once("heartbeats", text)
                     continue
@@ -258,25 +271,21 @@ class Membership:
         silence, refusals = Patience(self._settings.retry_seconds), Patience(self._settings.retry_seconds / 4)
         silence.start()
         refusals.start()
-
-        async def pause(error: Exception) -> None:
-            if not isinstance(error, GradpostError):
-                self._log_silence(error, path, is_final=silence.is_exhausted())
+        while True:
+            try:
+                return await self._request(method, path, message, params)
+            except httpx.TransportError as error:
+                self._log_silence(error, path, is_final=silence.note_failure())
                 await asyncio.sleep(RETRY_SECONDS)
-                return
-            silence.reset()
-            silence.start()
-            if not error.may_be_retried:
-                raise error
-            if error.status == 503:  # other processes are on their way
-                refusals.reset()
-            if refusals.is_exhausted():
-                raise error
-            self._log_once("waiting", f"waiting: {error.detail}")
-            await asyncio.sleep(choose_pause(error, RETRY_SECONDS))
-
-        policy = RetryPolicy((httpx.TransportError, GradpostError), pause)
-        return await request_with_retry(lambda: self._request(method, path, message, params), policy)
+            except GradpostError as error:
+                silence.reset()
+                silence.start()
+                if error.status == 503:  # other processes are on their way
+                    refusals.reset()
+                if not error.may_be_retried or refusals.note_failure():
+                    raise
+                self._log_once("waiting", f"waiting: {error.detail}")
+                await asyncio.sleep(choose_pause(error, RETRY_SECONDS))
 
     def _log_silence(self, error: Exception, path: str, *, is_final: bool) -> None:
         """Log an error without an answer. Raises Unreachable if it is final, or a certificate that is not trusted."""

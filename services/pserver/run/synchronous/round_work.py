@@ -6,7 +6,7 @@ otherwise:  step, which aggregates
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -15,16 +15,15 @@ from torch import Tensor
 from ps_protocol.membership import Controls
 from ps_protocol.norms import ShardNorm
 from ps_protocol.vocabulary import Round
-from ps_protocol.wire_types import WireTensor
 from services.runtime.failpoints import reach_failpoint
 
-from ..durable.storage import RunStorage
-from ..durable.update_log import Update
-from ..shard.captures import Captures
-from ..shard.optimizer_blocks import find_loaded
-from ..shard.reply import Reply, VersionedBlocks
-from ..shard.shard import Shard
-from ..shard.tensors import StagedBlock
+from ...durable.storage import RunStorage
+from ...durable.update_log import LoggedUpdate
+from ...shard.captures import Captures
+from ...shard.optimizer_blocks import find_loaded
+from ...shard.reply import EncodedTensor, Reply, VersionedBlocks
+from ...shard.shard import Shard
+from ...shard.tensors import StagedBlock
 from .rounds import Apply
 
 
@@ -32,7 +31,8 @@ from .rounds import Apply
 class Measured:
     """A complete round, aggregated, that is stepped once the trainers send its global norm.
 
-    `gradient` is the shard's, flat float32, and is valid until the next aggregation; `present` are the blocks in it.
+    `gradient` is the aggregator's flat float32 tensor: `RoundWork.clip` scales it, and the next aggregation overwrites
+    it. `present` are the blocks in it.
     """
 
     apply: Apply[StagedBlock]
@@ -51,6 +51,7 @@ class RoundWork:
         self._storage = storage
         self._identity = identity
         self._borrows = borrows
+        self._pulled = shard.view_pulled()
         self._changed = dict.fromkeys(shard.layout.place, shard.version)  # the round in which each block changed last
 
     def measure(self, apply: Apply[StagedBlock], controls: Controls) -> Measured:
@@ -58,6 +59,10 @@ class RoundWork:
         gradient, present = self._aggregate(apply, controls)
         norm = ShardNorm(_name_contributions(apply, controls), self._shard.aggregator.sum_of_squares(present))
         return Measured(apply, gradient, present, norm)
+
+    def clip(self, coefficient: float) -> None:
+        """Multiply the newest aggregated gradient, to which `Measured.gradient` refers, by this coefficient."""
+        self._shard.aggregator.scale(coefficient)
 
     def step(
         self, apply: Apply[StagedBlock], controls: Controls, measured: Measured | None, outcome: Mapping[str, str]
@@ -68,10 +73,10 @@ class RoundWork:
         """
         gradient, present = (measured.gradient, measured.present) if measured else self._aggregate(apply, controls)
         hyper_parameters = controls.override_rates(apply.hyper_parameters)
-        loaded = find_loaded([one.slots for one in apply.contributions])
+        loaded = find_loaded([contribution.slots for contribution in apply.contributions])
         if self._storage is not None:
             logged = None if len(present) == len(self._shard.layout.places) else present
-            update = Update(
+            update = LoggedUpdate(
                 apply.round, apply.ranks, hyper_parameters, logged, apply.nonfinite,
                 norm=measured.norm if measured else None,
             )  # fmt: skip
@@ -86,7 +91,7 @@ class RoundWork:
     def _aggregate(self, apply: Apply[StagedBlock], controls: Controls) -> tuple[Tensor, tuple[str, ...]]:
         """Return the gradient, and the blocks that are stepped with it: none of frozen parameters."""
         contributions = () if apply.nonfinite else apply.contributions
-        parts = [{name: block.part() for name, block in one.blocks.items()} for one in contributions]
+        parts = [{name: block.part for name, block in staged.blocks.items()} for staged in contributions]
         gradient, present = self._shard.aggregator.aggregate(parts)
         if frozen := frozenset(controls.frozen):
             place = self._shard.layout.place
@@ -95,7 +100,7 @@ class RoundWork:
 
     def encode(self, round_: Round, outcome: Mapping[str, str]) -> Reply:
         """Return the shard's version as the reply for all trainers; `outcome` is added to its metadata."""
-        blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self._shard.borrow()]
+        blocks: Sequence[EncodedTensor] = self._pulled.read()
         if not self._borrows:
             blocks = [(tensor, bytes(data)) for tensor, data in blocks]
         metadata = {**self._identity, "round": str(round_), **outcome}

@@ -1,0 +1,51 @@
+"""The coordinator's requests to pservers."""
+
+from __future__ import annotations
+
+import httpx
+
+from ps_config.control_client import raise_for_problem
+from ps_protocol.fields import Message
+from ps_protocol.membership import WantCheckpoint
+from ps_protocol.messages import PserverState
+from ps_protocol.routes import STATE, WANT_CHECKPOINT
+from ps_protocol.vocabulary import Round
+
+from .state.pservers import PserverMember
+
+TIMEOUT_SECONDS = 5.0
+RESULT_SECONDS = 60.0  # for the checkpoint of a finished run
+
+
+async def call_pserver(
+    http: httpx.AsyncClient,
+    member: PserverMember,
+    method: str,
+    route: str,
+    message: Message | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> bytes:
+    """Return the body of an answer. Raises the GradpostError that it contains, or httpx.TransportError."""
+    response = await http.request(
+        method, member.info.address + route, timeout=timeout, headers={"content-type": "application/json"},
+        content=None if message is None else message.model_dump_json(),
+    )  # fmt: skip
+    raise_for_problem(response)
+    return response.content
+
+
+async def want_checkpoint(
+    http: httpx.AsyncClient, member: PserverMember, run: str, round_: Round, *, is_over: bool = False
+) -> None:
+    """Request a pserver's shard of a checkpoint after a round. Raises StaleRound if the pserver has passed it.
+
+    If the run is over, the shard is written when this returns.
+    """
+    message = WantCheckpoint(run=run, round=round_, is_over=is_over)
+    timeout = RESULT_SECONDS if is_over else TIMEOUT_SECONDS
+    await call_pserver(http, member, "PUT", WANT_CHECKPOINT, message, timeout)
+
+
+async def read_state(http: httpx.AsyncClient, member: PserverMember) -> PserverState:
+    """Return the state of a pserver. Raises the errors of `call_pserver`, and ValueError for a proxy's page."""
+    return PserverState.from_answer(await call_pserver(http, member, "GET", STATE))

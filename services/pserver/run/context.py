@@ -1,0 +1,185 @@
+"""The part of a run that `Run` and its executor share: the shard, the waits of requests, and their end.
+
+`Run` owns its executor, and both use one `RunContext`, which refers to neither of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ps_protocol.errors import GradpostError, NotReady, RoundPending, RoundTimeout, StorageFailed, TrainerLost
+from ps_protocol.fence import Fence
+from ps_protocol.membership import InstallRun, Membership
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import PserverIndex, Round
+from services.runtime.compute import ComputeExecutor
+from services.runtime.logs import get_logger
+
+from ..durable.checkpoint_writer import CheckpointWriter, Destination
+from ..durable.storage import RunStorage
+from ..metrics import PserverMetrics
+from ..shard.shard import Shard
+from ..shard.tensors import StagedBlock
+from .schedule import Read, Schedule, Wait, name_trainers
+from .staging import Admission, check_member
+
+log = get_logger()
+
+T = TypeVar("T")
+
+FAILURES_OF_TRAINERS = (TrainerLost, RoundTimeout)  # failures that end a run and leave its shards intact
+
+
+@dataclass(slots=True)
+class WaitClock:
+    """The time for which requests have been waiting for the initial values, or for the open synchronous round."""
+
+    since: float | None = None  # a time of the loop's clock
+
+    def start(self) -> None:
+        """Start the clock, unless it runs."""
+        if self.since is None:
+            self.since = asyncio.get_running_loop().time()
+
+    def stop(self) -> None:
+        """Stop the clock, since there is progress."""
+        self.since = None
+
+
+@dataclass(eq=False)
+class RunContext:
+    """The shared part of one run. Lives on the event loop; only `compute` touches tensors."""
+
+    installed: InstallRun
+    index: PserverIndex
+    plan: SlicePlan
+    schedule: Schedule[StagedBlock]
+    shard: Shard
+    compute: ComputeExecutor
+    metrics: PserverMetrics
+    storage: RunStorage | None
+    writer: CheckpointWriter
+    membership: Membership
+    failure: GradpostError | None = None  # the reason that has ended the run
+    is_readable: bool = False  # True once all initial values have arrived
+    notice: str = ""  # the notice of the coordinator about lost trainers
+    condition: asyncio.Condition = field(default_factory=asyncio.Condition)
+    wait_clock: WaitClock = field(default_factory=WaitClock)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The run and the attempt, in the metadata of each reply."""
+        return {"run": self.installed.run, "attempt": str(self.installed.attempt)}
+
+    def metadata(self, round_: Round) -> dict[str, str]:
+        """Return the metadata of a reply with this version."""
+        return {**self.identity, "round": str(round_)}
+
+    def storage_failed(self, what: str, error: OSError) -> StorageFailed:
+        """Return the error for a disk that fails where durability needs it."""
+        return StorageFailed(f"pserver {self.index} cannot {what}: {error}", pserver=self.index)
+
+    # ------------------------------------------------------------------ checks
+
+    def check_fence(self, fence: Fence) -> None:
+        """Raise an error if the addressee of a request is stale, or the failure that ended the run."""
+        fence.check_addressee(
+            run=self.installed.run,
+            attempt=self.installed.attempt,
+            plan=self.plan.digest,
+            pserver=self.index,
+            pserver_incarnation=self.installed.incarnation,
+        )
+        self.check_failure()
+
+    def check_failure(self) -> None:
+        """Raise the failure that ended the run, if one did."""
+        if self.failure is not None:
+            raise copy.copy(self.failure)  # its traceback would collect the frames, and bodies, of every request
+
+    def check_member(self, fence: Fence) -> None:
+        """Raise Conflict unless the request is from the current incarnation of a member."""
+        check_member(self.schedule.members, fence.rank, fence.trainer_incarnation)
+
+    def check_readable(self) -> None:
+        """Raise NotReady before version 0 can be read."""
+        if not self.is_readable:
+            raise NotReady("the initial values are not complete", waiting_for=f"trainer {self.installed.uploader}")
+
+    def admit_push(self, fence: Fence) -> Admission:
+        """Check a push before its body is read, and again before it is staged."""
+        self.check_fence(fence)
+        self.check_readable()  # nothing may be stepped before version 0 can be read
+        return self.schedule.admit(fence.rank, fence.trainer_incarnation, fence.round)
+
+    # ------------------------------------------------------------------ waiting
+
+    async def wait_for(self, wait_seconds: float, find: Callable[[], T | Wait]) -> T:
+        """Return what `find` returns as soon as it is not a wait; an error that it raises ends the wait.
+
+        Raises RoundPending after `wait_seconds` (the caller asks again), NotReady before version 0, and RoundTimeout
+        when trainers have been missing for the round time-out.
+        """
+        deadline = asyncio.get_running_loop().time() + wait_seconds
+        async with self.condition:
+            while isinstance(found := find(), Wait):
+                next_check = self._find_next_check(found, deadline)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(next_check):
+                        await self.condition.wait()
+        return found
+
+    def wait_for_values(self) -> Wait:
+        """Return the reason why a request waits for version 0. Starts the clock of the wait, unless it runs."""
+        self.wait_clock.start()
+        missing, facts = [self.installed.uploader], {"round": self.schedule.reported_round}
+        return Wait("version 0", "its values", missing, "upload the initial values", self.wait_clock.since, facts)
+
+    def _find_next_check(self, wait: Wait, deadline: float) -> float:
+        """Return the time until which a request waits before its next check. Raises the error that ends its wait."""
+        limit = self.installed.round_timeout_seconds
+        timeout_at = float("inf") if wait.since is None or self.schedule.is_paused else wait.since + limit
+        now = asyncio.get_running_loop().time()
+        if now >= timeout_at:
+            who = name_trainers(wait.missing) or "the coordinator"
+            text = f"{who} did not {wait.owed} within {limit:g} s"
+            raise RoundTimeout(text, missing=list(wait.missing), **wait.facts)
+        if now >= deadline:
+            self.check_readable()
+            notice = f" ({self.notice})" if self.notice else ""
+            text = f"{wait.what} waits for {wait.cause}{notice}"
+            raise RoundPending(text, missing=list(wait.missing), **wait.facts)
+        return min(deadline, timeout_at)
+
+    async def notify(self) -> None:
+        """Make every waiting request check its condition again."""
+        async with self.condition:
+            self.condition.notify_all()
+
+    async def end_waits(self, reason: GradpostError, *, is_failure: bool) -> None:
+        """End every wait with `reason`, and refuse later requests with it. A later reason has no effect."""
+        if self.failure is None:
+            if is_failure:
+                ranks = reason.facts.get("missing", reason.facts.get("ranks"))
+                facts = {} if ranks is None else {"trainer": ranks}
+                log.error(
+                    "run failed", reason=reason.detail, round=self.schedule.reported_round, code=reason.code, **facts
+                )
+                self.writer.heartbeat_is_due.set()  # the waiting trainers get the failure now, and may exit soon
+            self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
+        await self.notify()
+
+    # ------------------------------------------------------------------ reads of the shard
+
+    async def read_now(self, read: Read[T], extra: Mapping[str, str] | None = None) -> T:
+        """Return what `read` returns between two updates, on the compute thread; `extra` joins its metadata."""
+        return await self.compute.run(lambda: read({**self.metadata(self.shard.version), **(extra or {})}))
+
+    async def write_checkpoint(self, destination: Destination) -> None:
+        """Copy the shard as it is, and begin to write the copy. Raises TryAgain."""
+        await self.writer.copy_and_write(self.shard, self.schedule.copy_history(), destination, self.compute)

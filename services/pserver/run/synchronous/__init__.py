@@ -1,0 +1,1 @@
+"""The synchronous mode: rounds, their executor and its tensor work."""

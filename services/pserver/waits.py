@@ -1,0 +1,29 @@
+"""Waits that another task can end with an error."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+from ps_protocol.errors import GradpostError
+
+EndWait: TypeAlias = Callable[[], None]
+
+
+@asynccontextmanager
+async def endable_wait(error: GradpostError) -> AsyncIterator[EndWait]:
+    """Run a block that may wait. Another task may call the yielded function, which raises `error` in the block.
+
+    The block has a time-out without a deadline, which the function sets to now.
+    """
+    timeout = asyncio.timeout(None)
+    try:
+        async with timeout:
+            yield lambda: timeout.reschedule(asyncio.get_running_loop().time())
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise copy.copy(error) from None  # `error` is a local variable of a frame in its traceback, a cycle otherwise

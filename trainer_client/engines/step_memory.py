@@ -1,0 +1,56 @@
+"""Memory of the steps on their way. With `max_delay` = k there are k + 1 sets, and step t uses set t mod (k + 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ps_protocol.encodings import TORCH_DTYPES
+
+from ..client.buckets import PushBuckets, make_buckets
+from ..client.run_client import RunClient
+from ..transport.destinations import make_destinations, make_shard_destinations
+from ..transport.device_copies import host_memory
+from ..transport.tensors import writable_bytes
+
+
+class StepMemory:
+    """One set: the memory that the gradients of a step leave from, and the memory that its parameters arrive in.
+
+    Parameters arrive in their own memory if that has the form on the wire and the script computes nothing meanwhile.
+    With `max_delay` they arrive in separate memory. So they do if pulls are deltas, because a delta is added to pulled
+    values, which the script must not have changed.
+    """
+
+    def __init__(self, client: RunClient, parameters: Mapping[str, Tensor]) -> None:
+        plan = client.run.plan
+        self._client = client
+        self._parameters = parameters
+        self._dtypes = {name: TORCH_DTYPES[plan.pulled(name)] for name in parameters}
+        self._is_apart = client.joined.consistency.max_delay > 0 or plan.wire.pulls_deltas
+        self.pulled: dict[str, Tensor] = {}  # host tensors by parameter name, in the dtype on the wire
+        if self._is_apart:
+            self.pulled = {name: host_memory(parameter, self._dtypes[name]) for name, parameter in parameters.items()}
+        self.follow_parameters()
+        self.discard_pushes()
+
+    def follow_parameters(self) -> None:
+        """Use the memory that the parameters have now, unless this set is separate."""
+        if not self._is_apart:
+            self.pulled = make_destinations(self._parameters, self._dtypes)
+        memory = {name: writable_bytes(tensor) for name, tensor in self.pulled.items() if tensor.numel()}
+        self.destinations = make_shard_destinations(self._client.run.plan, memory, keeps_values=True)  # by pserver
+
+    def forget_base(self) -> None:
+        """Pull all blocks the next time, because the received values may have changed."""
+        for destination in self.destinations:
+            destination.base = None
+
+    def discard_pushes(self) -> None:
+        """Replace the memory that gradients leave from, because a cancelled request may still read it."""
+        feedback, settings = self._client.pservers.feedback, self._client.settings
+        self.gradients: dict[str, Tensor] = {}  # host copies of gradients on a device, by parameter name, (numel,)
+        self.buckets = PushBuckets(
+            make_buckets(self._client.run.plan, bucket_bytes=settings.chosen_bucket_bytes, feedback=feedback)
+        )
