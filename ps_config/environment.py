@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -43,7 +44,15 @@ class SettingsError(ValueError):
 
 
 def check_base_url(url: str) -> str:
-    """Return the base URL of a service without a slash at its end. Raises ValueError for any other text."""
+    """Return the base URL of a service without a slash at its end; `host:port` is one over HTTP.
+
+    Raises ValueError for any other text.
+
+    >>> check_base_url("https://10.0.0.5:7070/"), check_base_url("localhost:7070")
+    ('https://10.0.0.5:7070', 'http://localhost:7070')
+    """
+    if re.fullmatch(r"[\w.-]+:\d{1,5}", url):
+        url = f"http://{url}"
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"expected a base URL such as http://10.0.0.5:7070, got {url!r}")
     return url.rstrip("/")

@@ -79,7 +79,8 @@ class CoordinatorClient:
     async def join(self, metrics_address: str | None) -> TrainerJoined:
         """Join the run, retrying until the coordinator answers and a run can be joined.
 
-        A rank that is held by a living trainer is tried for a quarter of `retry_seconds`, then `rank_taken` is raised.
+        A coordinator that does not answer is tried for `join_seconds`, and a rank that a living trainer holds for a
+        quarter of `retry_seconds`.
         """
         request = JoinTrainer(
             protocol=PROTOCOL_VERSION,
@@ -89,7 +90,8 @@ class CoordinatorClient:
             expects=self._settings.expectations,
             metrics_address=metrics_address,
         )
-        self.joined = TrainerJoined.from_answer(await self._request_with_retry("POST", JOIN_TRAINER, request))
+        answer = await self._request_with_retry("POST", JOIN_TRAINER, request, patience=self._settings.join_seconds)
+        self.joined = TrainerJoined.from_answer(answer)
         self.log = make_log(run=self.joined.run, trainer=self.joined.rank)
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
         return self.joined
@@ -261,21 +263,28 @@ class CoordinatorClient:
     # ------------------------------------------------------------------ requests
 
     async def _request_with_retry(
-        self, method: str, path: str, message: Message | None = None, params: dict[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        message: Message | None = None,
+        params: dict[str, Any] | None = None,
+        *,
+        patience: float | None = None,
     ) -> bytes:
         """Repeat a request until the coordinator answers it, and log what the trainer waits for.
 
-        An unreachable coordinator is tried for `retry_seconds`, a taken rank for a quarter of that. An answer that the
-        cluster waits for other processes is repeated without a limit.
+        An unreachable coordinator is tried for `patience` seconds (none: `retry_seconds`), a taken rank for a quarter
+        of `retry_seconds`. An answer that the cluster waits for other processes is repeated without a limit.
         """
-        silence, refusals = Patience(self._settings.retry_seconds), Patience(self._settings.retry_seconds / 4)
+        seconds = self._settings.retry_seconds
+        silence, refusals = Patience(patience or seconds), Patience(seconds / 4)
         silence.start()
         refusals.start()
         while True:
             try:
                 return await self._request(method, path, message, params)
             except httpx.TransportError as error:
-                self._log_silence(error, path, is_final=silence.note_failure())
+                self._log_silence(error, path, patience or seconds, is_final=silence.note_failure())
                 await asyncio.sleep(RETRY_SECONDS)
             except GradpostError as error:
                 silence.reset()
@@ -287,7 +296,7 @@ class CoordinatorClient:
                 self._log_once("waiting", f"waiting: {error.detail}")
                 await asyncio.sleep(choose_pause(error, RETRY_SECONDS))
 
-    def _log_silence(self, error: Exception, path: str, *, is_final: bool) -> None:
+    def _log_silence(self, error: Exception, path: str, seconds: float, *, is_final: bool) -> None:
         """Log an error without an answer. Raises Unreachable if it is final, or a certificate that is not trusted."""
         cause = f"{type(error).__name__}: {error}".removesuffix(": ")
         if path == JOIN_TRAINER and _is_certificate_refused(error):  # waiting longer changes nothing
@@ -298,9 +307,9 @@ class CoordinatorClient:
         self._log_once("waiting", f"waiting for the coordinator at {self._coordinator} ({cause})")
         if is_final:
             raise Unreachable(
-                f"the coordinator at {self._coordinator} did not answer for {self._settings.retry_seconds:g} s "
-                f"({cause}); is it running, and is GRADPOST_COORDINATOR its address?"
-                f"{hint_at_tls(self._coordinator, error)}"
+                f"the coordinator at {self._coordinator} did not answer for {seconds:g} s ({cause}). Check its address "
+                "in GRADPOST_COORDINATOR, and whether it runs; a cluster on this machine starts with: gradpost up -- "
+                f"python train.py{hint_at_tls(self._coordinator, error)}"
             ) from error
 
     def _log_once(self, topic: str, line: str) -> None:

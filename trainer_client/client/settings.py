@@ -16,6 +16,7 @@ from ps_protocol.wire_types import PullType, PushType
 
 _OF_THE_PLAN = "none: the coordinator's setting"
 BUCKET_BYTES = 32 * 1024 * 1024
+JOIN_SECONDS = 10.0
 EARLY_BUCKET_BYTES = 4 * 1024 * 1024  # the last one leaves after backward, so nothing hides it
 
 
@@ -126,7 +127,10 @@ class TrainerSettings(Settings):
         "that and run as the same user",
     )
     retry_seconds: float = Field(
-        default=60.0, gt=0, description="how long requests to a service that does not answer are repeated"
+        default=60.0,
+        gt=0,
+        description="how long requests to a service that does not answer are repeated; unless it is set, a trainer "
+        f"that joins gives up after {JOIN_SECONDS:g} s",
     )
     metrics_host: str = Field(
         default="127.0.0.1",
@@ -144,6 +148,17 @@ class TrainerSettings(Settings):
     def chosen_bucket_bytes(self) -> int:
         """The value of `bucket_bytes`, or its default."""
         return self.bucket_bytes or (EARLY_BUCKET_BYTES if self.overlap else BUCKET_BYTES)
+
+    @property
+    def join_seconds(self) -> float:
+        """The time for which a trainer that joins waits for a coordinator that does not answer."""
+        return self.retry_seconds if "retry_seconds" in self.model_fields_set else JOIN_SECONDS
+
+    @property
+    def trains_alone(self) -> bool:
+        """True if no setting asks for a cluster: the trainer is then the only one, and trains without services."""
+        is_alone = self.rank in (None, 0) and self.world_size in (None, 1)
+        return is_alone and self.strategy is None and "coordinator" not in self.model_fields_set
 
     @property
     def outer_is_set(self) -> bool:

@@ -16,7 +16,7 @@ from ..engines.engine import StepEngine, StepGradients
 from ..engines.host import HostFollower, HostLeader
 from ..engines.local import LocalEngine
 from ..engines.local_steps import LocalSteps, check_outer
-from ..engines.model_tensors import TrainedModel, check_alike, describe_model
+from ..engines.model_tensors import TrainedModel, check_alike, describe_model, log_names
 from ..engines.pserver import PserverEngine
 from ..engines.ring import RingEngine
 from ..engines.ring_group import Group
@@ -184,6 +184,7 @@ def _start_trainer(session: Session, work: DividedWork, device: torch.device) ->
         return StartedEngine(ring, None)
     if work.is_stepped_here:
         return StartedEngine(LocalEngine(session, model, work.optimizer, work.local), None)
+    log_names(client.log, model)
     engine = PserverEngine(session, model, work.local)
     if work.initial_state:
         engine.load_optimizer_state(work.initial_state)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Round
 
-from ..engines.model_tensors import find_tensors, log_names
+from ..engines.model_tensors import find_tensors
 from ..session.session import Session, use_session
 from .choice import check_combination, divide_work, make_state, start_engine
 from .grad_scaler import StepScaling
@@ -72,7 +72,6 @@ class RemoteOptimizer(WrappingOptimizer):
         # 2. Decide what steps where. Nothing is sent, and an error leaves the script's optimizer as it was.
         check_combination(self._session, tensors, has_outer=outer is not None)
         self._work = divide_work(self._session, optimizer, outer, tensors)
-        log_names(client.log, tensors)
         # 3. Declare the model, and pull the initial values. Blocks for all trainers and pservers.
         started = start_engine(self._session, self._work)
         self._engine = started.engine

@@ -20,6 +20,10 @@ from .rendezvous import HostPlace, find_place
 from .script_end import outcome_of, watch_end
 
 CLOSE_SECONDS = 15.0
+ALONE = (
+    "gradpost: GRADPOST_COORDINATOR is not set, so this process trains alone. To train on a cluster: gradpost up -- "
+    "python train.py"
+)
 
 _current: Session | None = None
 
@@ -176,7 +180,11 @@ async def _make_client(arguments: dict[str, Any]) -> tuple[RunClient, HostPlace 
     """Make the client on its loop. A trainer with an explicit rank or world size is a single process."""
     is_told = arguments.get("rank") is not None or arguments.get("world_size") is not None
     place = None if is_told else find_place(os.environ)
-    if place is None or not read_settings(**arguments).one_trainer_per_host:
+    settings = read_settings(**arguments)
+    if place is None or not settings.one_trainer_per_host:
+        if settings.trains_alone:
+            print(ALONE, file=sys.stderr)
+            arguments = {**arguments, "strategy": "local"}
         return RunClient(**arguments), None
     return RunClient(**{**arguments, "rank": place.trainer, "world_size": place.num_trainers}), place
 
@@ -194,8 +202,9 @@ def connect(
     """Join the run and return the session; the same open session if called again without arguments.
 
     Call it first, to know rank and world size before the data is loaded. An argument that is None comes from the
-    settings: `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are those of `RemoteOptimizer`. Blocks
-    until the coordinator has a place; raises Unreachable if it does not answer, Conflict if there is none.
+    settings: `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are those of `RemoteOptimizer`. Without
+    all of them this process trains alone, as with `strategy="local"`. Blocks until the coordinator has a place; raises
+    Unreachable if it does not answer, Conflict if there is none.
     """
     global _current
     given = {"coordinator": coordinator, "rank": rank, "world_size": world_size, **arguments}

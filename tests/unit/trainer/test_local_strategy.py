@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import nn
 
 import gradpost
 from ps_protocol.errors import Conflict
+from trainer_client.session.session import ALONE
 
 STEPS = 6
 
@@ -103,11 +106,11 @@ def test_several_trainers_need_a_cluster() -> None:
         gradpost.connect(strategy="local", world_size=2)
 
 
-HOST_SCRIPT = """
+SCRIPT = """
 import torch, gradpost
 torch.set_num_threads(1)
 weight = torch.nn.Parameter(torch.zeros(2))
-optimizer = gradpost.RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), strategy="local")
+optimizer = gradpost.RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
 for _ in range(3):
     weight.grad = torch.full((2,), 1.0 + 2 * optimizer.session.rank)
     optimizer.step()
@@ -115,10 +118,32 @@ print(f"{optimizer.session.world_size} {weight.tolist()};", flush=True)
 """
 
 
+def run_script(folder: Path, launcher: tuple[str, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, *launcher, str(script)]
+    environ = {**{name: value for name, value in os.environ.items() if not name.startswith("GRADPOST_")}, **environ}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
+
+
+def test_a_script_without_a_coordinator_trains_alone_and_says_so(tmp_path: Path) -> None:
+    done = run_script(tmp_path)
+    assert (done.returncode, done.stdout) == (0, "1 [-3.0, -3.0];\n")
+    assert done.stderr == ALONE + "\n"
+
+
+def test_a_script_with_a_coordinator_never_trains_alone(tmp_path: Path) -> None:
+    with socket.socket() as nobody:  # bound and not listening
+        nobody.bind(("127.0.0.1", 0))
+        address = f"localhost:{nobody.getsockname()[1]}"
+        done = run_script(tmp_path, GRADPOST_COORDINATOR=address, GRADPOST_RETRY_SECONDS="0.2")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"the coordinator at http://{address} did not answer for 0.2 s (ConnectError" in done.stderr
+    assert "gradpost up -- python train.py" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.extended
 def test_the_processes_of_a_host_train_together(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HOST_SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    done = run_script(tmp_path, launcher, GRADPOST_STRATEGY="local")
     assert done.stdout.count("2 [-6.0, -6.0];") == 2  # three steps with the mean of 1 and 3
