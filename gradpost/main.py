@@ -169,9 +169,9 @@ def up(
 ) -> None:
     """Run a training script on a local cluster: one coordinator, M pservers and N trainers, all on loopback.
 
-    Each trainer runs COMMAND with its own RANK. Other settings come from GRADPOST_* variables. The exit code is that
-    of the first script that fails, 128 + n if signal n ended it, or 0. With --on-trainer-loss continue it is 0 if the
-    remaining trainers finish the run.
+    Each trainer runs COMMAND with its own RANK. A single trainer reads this terminal, so that breakpoint() works.
+    Other settings come from GRADPOST_* variables. The exit code is that of the first script that fails, 128 + n if
+    signal n ended it, or 0. With --on-trainer-loss continue it is 0 if the remaining trainers finish the run.
     """
     from .up import run_up
     from .up.local_run import UpOptions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 from ps_protocol.errors import GradpostError
 from ps_protocol.messages import ClusterStatus, RunSummary
 from trainer_client.testing import Child, LocalCluster
+from trainer_client.testing.processes import Inherited
 
 from ..output import EXIT_FAILED, count
 from ..state_folder import write_address
@@ -77,6 +79,10 @@ class LocalRun:
             environ=environ,
             **settings,
         )
+        # A single script has the terminal for itself: a debugger reads from it, and a progress bar draws on it.
+        self._inherited: Inherited = ["stdin"] if num_trainers == 1 else []
+        if num_trainers == 1 and self._screen.is_terminal and sys.stdin.isatty():
+            self._inherited = ["stdin", "output"]
         self._restarts_left: defaultdict[str, int] = defaultdict(lambda: options.max_restarts)  # by the child's name
         self._tolerates_losses = tolerates_losses
         self._ending: Ending | None = None
@@ -97,7 +103,7 @@ class LocalRun:
         try:
             if self._start():
                 with contextlib.ExitStack() as shown:
-                    if self._screen.is_terminal:
+                    if self._screen.is_terminal and "output" not in self._inherited:
                         progress = shown.enter_context(Progress(self._cluster.view))
                         shown.enter_context(self._screen.live(progress.render))
                     self._watch()
@@ -150,7 +156,7 @@ class LocalRun:
 
     def _start_script(self, rank: int) -> None:
         local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self._cluster.num_trainers)}  # as torchrun
-        self._cluster.start_trainer(rank, self._command, local)
+        self._cluster.start_trainer(rank, self._command, local, self._inherited)
 
     # ------------------------------------------------------------------ while it runs
 

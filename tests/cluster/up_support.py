@@ -67,7 +67,13 @@ class RunningUp:
     """
 
     def __init__(
-        self, *arguments: object, folder: Path, stdout: int = subprocess.PIPE, cold: bool = False, **environ: str
+        self,
+        *arguments: object,
+        folder: Path,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int = subprocess.PIPE,
+        cold: bool = False,
+        **environ: str,
     ) -> None:
         self.mark = uuid.uuid4().hex
         is_cold = cold or sys.platform != "linux"
@@ -77,7 +83,7 @@ class RunningUp:
             [sys.executable, *program, "up", *map(str, arguments)],
             cwd=folder,
             env={**clean_environment(), "PYTHONPATH": str(ROOT), MARK: self.mark, **threads, **environ},
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=stdout,
             stderr=subprocess.PIPE if stdout == subprocess.PIPE else stdout,
             text=True,

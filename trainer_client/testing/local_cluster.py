@@ -23,7 +23,7 @@ from ps_protocol.vocabulary import Rank
 
 from ..client.inspection import ClusterView
 from .guardian import Guardian
-from .processes import Child, OnLine
+from .processes import Child, Inherited, OnLine
 
 START_SECONDS = 60.0  # importing takes a second or two, and much longer on a busy machine
 # Settings of the services that their trainers need as well.
@@ -196,8 +196,13 @@ class LocalCluster:
             env["GRADPOST_COORDINATOR"] = self.address
         return env | {name: self._settings[name] for name in _SHARED if name in self._settings}
 
-    def start_trainer(self, rank: Rank, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
-        """Start the trainer with this rank, again if it has ended. The first starts are in the order of ranks."""
+    def start_trainer(
+        self, rank: Rank, command: Sequence[str], env: Mapping[str, str] | None = None, inherits: Inherited = ()
+    ) -> Child:
+        """Start the trainer with this rank, again if it has ended. The first starts are in the order of ranks.
+
+        It shares the streams of this process that it `inherits`.
+        """
         own = {"RANK": str(rank), "WORLD_SIZE": str(self.num_trainers), **(env or {})}
         child = Child(
             f"trainer {rank}",
@@ -205,6 +210,7 @@ class LocalCluster:
             env=find_our_packages({**self.environment(), **own}, first=False),
             on_line=self._line,
             guardian=self._guardian,
+            inherits=inherits,
         )
         if rank < len(self.trainers):
             self.trainers[rank] = child

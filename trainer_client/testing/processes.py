@@ -6,11 +6,13 @@ import contextlib
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from signal import SIGKILL, SIGTERM, Signals
+from typing import Literal
 
 from .guardian import Guardian
 
+Inherited = Collection[Literal["stdin", "output"]]  # the streams of this process that a child shares
 OnLine = Callable[[str, str], None]  # (name of the child, one line of its output without the newline)
 
 LINGER_SECONDS = 0.5  # for output of other processes of the group, once the child itself has ended
@@ -23,7 +25,8 @@ class Child:
     """A process in a session and process group of its own. The rest of its group is killed when it has ended.
 
     A thread passes the lines of stdout and stderr to `on_line`. Of a line that was overwritten with carriage returns
-    (a progress bar) it passes only the visible part. A `guardian` ends the group if this process is killed.
+    (a progress bar) it passes only the visible part. Instead, the process may inherit stdin, and stdout and stderr. A
+    `guardian` ends the group if this process is killed.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Child:
         on_line: OnLine,
         pass_fds: Sequence[int] = (),
         guardian: Guardian | None = None,
+        inherits: Inherited = (),
     ) -> None:
         self.name = name
         self._on_line = on_line
@@ -45,9 +49,9 @@ class Child:
         self._process = start_process(
             command,
             env={**env, "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdin=None if "stdin" in inherits else subprocess.DEVNULL,
+            stdout=None if "output" in inherits else subprocess.PIPE,
+            stderr=None if "output" in inherits else subprocess.STDOUT,
             start_new_session=True,
             pass_fds=pass_fds,
         )
@@ -125,7 +129,8 @@ class Child:
         self._ended.set()
 
     def _pump_lines(self) -> None:
-        assert self._process.stdout is not None
+        if self._process.stdout is None:  # inherited
+            return
         rest = b""
         with self._process.stdout as output:
             while chunk := output.read1(MAX_LINE_BYTES):  # type: ignore[attr-defined]
