@@ -17,10 +17,11 @@ from pydantic import AliasChoices, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
+import gradpost
 from gradpost.output import EXIT_CODES
 from ps_config.environment import PREFIX
 from ps_config.settings import Settings
-from ps_protocol import membership, messages, requests
+from ps_protocol import errors, membership, messages, requests
 from ps_protocol.errors import ERRORS
 from ps_protocol.fields import Message
 from ps_protocol.membership import Membership
@@ -247,8 +248,38 @@ def _choices(annotation: Any) -> list[str]:
     return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
+# ---------------------------------------------------------------- docs/api.md
+
+
+def renew_api(text: str) -> str:
+    """Return the page with the signatures and docstrings of all public names, but for the errors."""
+    order = ("connect", "RemoteOptimizer", "Session", "GradScaler", "ParameterClient")
+    assert {*order, *errors.__all__} == {*gradpost.__all__}
+    shown = [_describe_name(name, getattr(gradpost, name)) for name in order]
+    return text.replace(section(text, "Reference"), "\n\n" + "\n".join(shown))
+
+
+def _describe_name(name: str, value: Any) -> str:
+    """Return the section of a class or function, with those of the public methods that the class itself defines."""
+    text = _describe_callable("###", f"gradpost.{name}", value)
+    for method, member in vars(value).items() if inspect.isclass(value) else ():
+        if not method.startswith("_") and inspect.getdoc(member):
+            text += "\n" + _describe_callable("####", f"{name}.{method}", member)
+    return text
+
+
+def _describe_callable(level: str, name: str, value: Any) -> str:
+    doc = inspect.getdoc(value) or ""
+    if isinstance(value, property):
+        return f"{level} {name}\n\nproperty: `{value.fget.__annotations__['return']}`\n\n```\n{doc}\n```\n"
+    parameters = [p for p in inspect.signature(value).parameters.values() if p.name != "self"]
+    signature = ", ".join(str(p).replace("'", "") for p in parameters)
+    return f"{level} {name}\n\n```\n{name}({signature})\n\n{doc}\n```\n"
+
+
 # Each function returns the text of its document with the generated parts renewed.
 GENERATED: dict[str, Callable[[str], str]] = {
+    "api.md": renew_api,
     "cli.md": renew_cli,
     "metrics.md": renew_metrics,
     "protocol-reference.md": renew_protocol,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ..transport.destinations import make_shard_destinations
 from ..transport.tensors import flatten_checked, writable_bytes
 from .buckets import describe_push, make_buckets
 from .run_client import RunClient
+from .settings import TrainerArguments
 
 
 class ParameterClient(RunClient):
@@ -34,7 +35,7 @@ class ParameterClient(RunClient):
     Every method raises the error that ended the run (`TrainerLost`, `RoundTimeout`, …) instead of waiting forever.
     """
 
-    def __init__(self, coordinator: str | None = None, **arguments: Any) -> None:
+    def __init__(self, coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> None:
         """Read the settings: `arguments` are fields of `TrainerSettings`; for None, `GRADPOST_*` is read."""
         super().__init__(coordinator, **arguments)
         self._is_finite = True  # the gradient that was sent last

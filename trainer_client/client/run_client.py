@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from structlog.typing import FilteringBoundLogger
 
@@ -26,7 +26,7 @@ from .pserver_client import PserverClient
 from .pserver_connection import PserverConnection
 from .pserver_group import DeclaredRun, PserverGroup
 from .round_results import Outcomes, RoundResults
-from .settings import TrainerSettings, read_settings
+from .settings import TrainerArguments, TrainerSettings, read_settings
 
 # Settings that a trainer declares with its model, so that they may still be chosen after it has joined.
 _OF_THE_MODEL = DeclareModel.model_fields.keys() & TrainerSettings.model_fields.keys()
@@ -44,7 +44,7 @@ class RunClient:
     Waits end with the error that ended the run (`TrainerLost`, `RoundTimeout`, …).
     """
 
-    def __init__(self, coordinator: str | None = None, **arguments: Any) -> None:
+    def __init__(self, coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> None:
         """Read the settings: `arguments` are fields of `TrainerSettings`; for None, `GRADPOST_*` is read."""
         self.settings: TrainerSettings = read_settings(coordinator=coordinator, **arguments)
         self.metrics = TrainerMetrics()
@@ -95,7 +95,7 @@ class RunClient:
         """True if this trainer pushes the values that its attempt of the run begins with."""
         return self.coordinator.news.attempt.uploader == self.joined.rank
 
-    def configure(self, **arguments: Any) -> None:
+    def configure(self, **arguments: Unpack[TrainerArguments]) -> None:
         """Change settings that count from the declaration of the model on; None changes nothing.
 
         Raises TypeError for any other setting, which was decided when the trainer joined.

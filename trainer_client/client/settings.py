@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import AliasChoices, BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
@@ -170,6 +171,51 @@ class TrainerSettings(Settings):
         """The properties of the servers' mode that this trainer expects."""
         values = {field.name: getattr(self, field.name) for field in fields(Consistency)}
         return {name: value for name, value in values.items() if value is not None}
+
+
+class TrainerArguments(TypedDict, total=False):
+    """The settings of a trainer as keyword arguments; None leaves one to the environment. docs/settings.md has more."""
+
+    tls_cert: str | Path | None
+    tls_key: str | Path | None
+    tls_ca: str | Path | None
+    tls_client_ca: str | Path | None
+    tls_client_cert: str | Path | None
+    tls_client_key: str | Path | None
+    tokens_dir: str | Path | None
+    token_file: str | Path | None
+    rank: int | None
+    world_size: int | None
+    one_trainer_per_host: bool | None
+    strategy: Strategy | Literal["local"] | None
+    mode: Mode | None
+    max_delay: int | None
+    max_staleness: int | None
+    wait_for_apply: bool | None
+    read_consistency: ReadConsistency | None
+    max_queued: int | None
+    compensation: Compensation | None
+    dc_lambda: float | None
+    min_block_size: int | None
+    placement: Placement | None
+    slice_parameters: bool | None
+    nonfinite: NonfinitePolicy | None
+    push_type: PushType | None
+    pull_type: PullType | None
+    topk: float | None
+    max_grad_norm: float | None
+    local_steps: int | None
+    outer_lr: float | None
+    outer_momentum: float | None
+    outer_nesterov: bool | None
+    bucket_bytes: int | None
+    overlap: bool | None
+    overlap_pulls: bool | None
+    accumulate_steps: int | None
+    local_transport: bool | None
+    retry_seconds: float | None
+    metrics_host: str | None
+    metrics_port: int | None
 
 
 def read_settings(**arguments: object) -> TrainerSettings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Round
 
+from ..client.settings import TrainerArguments
 from ..engines.model_tensors import find_tensors
 from ..session.session import Session, use_session
 from .choice import check_combination, divide_work, make_state, start_engine
@@ -29,12 +30,11 @@ class RemoteOptimizer(WrappingOptimizer):
 
         optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-3))
 
-    It shares the `param_groups` of the wrapped optimizer, so learning-rate schedulers work on it: every push carries
-    the current hyperparameters. With local steps, and in a ring, the wrapped optimizer steps in the trainer.
+    It shares the `param_groups` of the wrapped optimizer, so schedulers work on it: every push carries the current
+    hyperparameters. With local steps, and in a ring, the wrapped optimizer steps in the trainer.
 
     The constructor joins the run, waits for all trainers and pservers, and pulls the initial values of the lowest rank
-    into the parameters, and into the buffers and frozen parameters of `model`. Every argument is also a setting
-    (`GRADPOST_*`); the argument wins.
+    into the parameters, and into the buffers and frozen parameters of `model`.
 
     Args:
         optimizer: an element-wise optimizer of torch.optim; in a ring any but LBFGS. Its state, such as that of a
@@ -44,8 +44,8 @@ class RemoteOptimizer(WrappingOptimizer):
         session: the result of `connect()`; by default the open session, or a new one made with `arguments`.
         outer: with local steps, the optimizer that steps on the pservers, over the same parameters; by default SGD with
             `outer_lr` (1, or 1 / world size in asynchronous modes), `outer_momentum` (0) and `outer_nesterov`.
-        arguments: any setting of a trainer (docs/settings.md), such as `local_steps`, `max_grad_norm`, `overlap`,
-            `overlap_pulls`, `nonfinite`, `strategy` and `mode`. Those of the plan must be the same on all trainers.
+        coordinator, arguments: settings of a trainer (docs/settings.md), which win over `GRADPOST_*`: `local_steps`,
+            `max_grad_norm`, `overlap`, `nonfinite`, … Those of the plan must be the same on all trainers.
 
     Raises:
         BadInput, ModelMismatch: before anything was sent to a pserver.
@@ -62,12 +62,13 @@ class RemoteOptimizer(WrappingOptimizer):
         model: nn.Module | None = None,
         session: Session | None = None,
         outer: Optimizer | None = None,
-        **arguments: Any,
+        coordinator: str | None = None,
+        **arguments: Unpack[TrainerArguments],
     ) -> None:
         # 1. Join the run, unless a session has. Blocks for the coordinator.
         super().__init__(optimizer)
         tensors = find_tensors(optimizer, model)
-        self._session = use_session(session, arguments)
+        self._session = use_session(session, coordinator, arguments)
         client = self._session.client
         # 2. Decide what steps where. Nothing is sent, and an error leaves the script's optimizer as it was.
         check_combination(self._session, tensors, has_outer=outer is not None)

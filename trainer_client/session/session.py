@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 from ps_protocol.errors import GradpostError
 from ps_protocol.fields import MAX_RESULTS, check_result_name
@@ -13,7 +13,7 @@ from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
 from ..client.run_client import RunClient
-from ..client.settings import read_settings
+from ..client.settings import TrainerArguments, read_settings
 from .host import Host
 from .io_thread import IoThread
 from .rendezvous import HostPlace, find_place
@@ -34,10 +34,10 @@ class Session:
     It leaves the run by itself when the script ends: as done, or as failed if an exception ended it.
     """
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> None:
         self.io = IoThread()
         try:
-            self.client, place = self.io.run(_make_client(arguments))
+            self.client, place = self.io.run(_make_client(coordinator, arguments))
             self.host = None if place is None else Host(place, self.client, self.io)
             self._joined = self.io.run(self.client.join() if self.host is None else self.host.join())
         except BaseException:
@@ -176,17 +176,19 @@ class Session:
         self.close(*outcome_of(error))
 
 
-async def _make_client(arguments: dict[str, Any]) -> tuple[RunClient, HostPlace | None]:
+async def _make_client(coordinator: str | None, arguments: TrainerArguments) -> tuple[RunClient, HostPlace | None]:
     """Make the client on its loop. A trainer with an explicit rank or world size is a single process."""
     is_told = arguments.get("rank") is not None or arguments.get("world_size") is not None
     place = None if is_told else find_place(os.environ)
-    settings = read_settings(**arguments)
+    settings = read_settings(coordinator=coordinator, **arguments)
     if place is None or not settings.one_trainer_per_host:
+        place = None
         if settings.trains_alone:
             print(ALONE, file=sys.stderr)
             arguments = {**arguments, "strategy": "local"}
-        return RunClient(**arguments), None
-    return RunClient(**{**arguments, "rank": place.trainer, "world_size": place.num_trainers}), place
+    else:
+        arguments = {**arguments, "rank": place.trainer, "world_size": place.num_trainers}
+    return RunClient(coordinator, **arguments), place
 
 
 def open_session() -> Session | None:
@@ -196,9 +198,7 @@ def open_session() -> Session | None:
     return _current if _current is not None and _current.is_open else None
 
 
-def connect(
-    coordinator: str | None = None, *, rank: int | None = None, world_size: int | None = None, **arguments: Any
-) -> Session:
+def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> Session:
     """Join the run and return the session; the same open session if called again without arguments.
 
     Call it first, to know rank and world size before the data is loaded. An argument that is None comes from the
@@ -207,25 +207,25 @@ def connect(
     Unreachable if it does not answer, Conflict if there is none.
     """
     global _current
-    given = {"coordinator": coordinator, "rank": rank, "world_size": world_size, **arguments}
-    given = {name: value for name, value in given.items() if value is not None}
     if (current := _current) is not None and current.is_open:
-        if given:
+        if any(value is not None for value in (coordinator, *arguments.values())):
             raise RuntimeError(
                 f"this process is in a session already: {current!r}. Pass its arguments to the first connect(), "
                 "or close it first."
             )
         return current
-    session = _current = Session(**given)
+    session = _current = Session(coordinator, **arguments)
     watch_end(_leave, os.getpid())
     return session
 
 
-def use_session(session: Session | None, arguments: dict[str, Any]) -> Session:
+def use_session(session: Session | None, coordinator: str | None, arguments: TrainerArguments) -> Session:
     """Return the given session, the open one, or a new one. Raises TypeError for arguments that come too late."""
     session = session or open_session()
     if session is None:
-        return connect(**arguments)
+        return connect(coordinator, **arguments)
+    if coordinator is not None:
+        raise TypeError("coordinator can be set only before the trainer joins. Pass it to connect()")
     session.client.configure(**arguments)
     return session
 

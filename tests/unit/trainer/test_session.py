@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -16,7 +16,7 @@ from ps_protocol.errors import RoundTimeout
 from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
 from trainer_client import ParameterClient
 from trainer_client.client.metrics import TrainerMetrics
-from trainer_client.client.settings import read_settings
+from trainer_client.client.settings import TrainerArguments, TrainerSettings, read_settings
 from trainer_client.session import session as session_module
 from trainer_client.session.io_thread import IoThread
 from trainer_client.session.script_end import outcome_of
@@ -92,6 +92,15 @@ async def test_settings_that_joining_has_used_cannot_be_changed() -> None:
     assert client.settings.bucket_bytes == 1000
     with pytest.raises(ValueError, match="bucket_bytes"):
         client.configure(bucket_bytes=0)
+
+
+def test_every_setting_is_a_typed_argument() -> None:
+    fields = {name: field.annotation for name, field in TrainerSettings.model_fields.items() if name != "coordinator"}
+    arguments = get_type_hints(TrainerArguments)
+    assert arguments.keys() == fields.keys()
+    for name, field in fields.items():
+        as_given = field | None | (str if name.startswith("t") and "Path" in str(field) else None)
+        assert set(get_args(arguments[name])) == set(get_args(as_given)), name
 
 
 # ---------------------------------------------------------------- the session
