@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from ps_protocol.errors import BadModel, ModelMismatch
 from ps_protocol.messages import DeclareModel
@@ -19,6 +20,7 @@ _OF_PSERVERS = {
     **dict.fromkeys(("min_block_size", "placement", "slice_parameters", "topk")),
     **{"push_type": "float32", "pull_type": "float32", "local_steps": 0},
 }
+_SAME = "all trainers must build the same model"
 
 
 def plan_model(model: DeclareModel, settings: CoordinatorSettings, num_pservers: int) -> SlicePlan:
@@ -67,13 +69,25 @@ def check_same_model(rank: Rank, mine: DeclareModel, whose: str, theirs: Declare
     for name, a, b in (("parameters", mine.parameters, theirs.parameters), ("buffers", mine.buffers, theirs.buffers)):
         if len(a) != len(b):
             raise ModelMismatch(
-                f"trainer {rank} and {whose} have different numbers of {name}", expected=len(b), actual=len(a)
+                f"trainer {rank} and {whose} have different numbers of {name}; {_SAME}", expected=len(b), actual=len(a)
             )
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             if x != y:
                 raise ModelMismatch(
-                    f"trainer {rank} and {whose} differ in {name[:-1]} {i}", expected=list(y), actual=list(x)
+                    f"trainer {rank} and {whose} differ in {name[:-1]} {i}; {_SAME}",
+                    expected=_describe(y),
+                    actual=_describe(x),
                 )
+
+
+def _describe(tensor: Sequence[Any]) -> str:
+    """Return a declared parameter or buffer in words.
+
+    >>> _describe(("0.weight", (33, 16), "F32", 0))
+    "'0.weight' of shape [33, 16] and dtype F32 in parameter group 0"
+    """
+    name, shape, dtype, *groups = tensor
+    return f"{name!r} of shape {list(shape)} and dtype {dtype}" + "".join(f" in parameter group {g}" for g in groups)
 
 
 def check_same_tensors(plan: SlicePlan, other: SlicePlan, whose: str) -> None:
