@@ -288,7 +288,9 @@ def _check_tensor(
         raise BadModel(f"two tensors are called {name!r:.200}; each needs a name of its own")
     names.add(name)
     if dtype not in dtypes:
-        raise BadModel(f"{kind} {name!r:.200} has a wrong dtype", expected=", ".join(dtypes), actual=f"{dtype!r:.80}")
+        remedy = "; call model.float() before the optimizer is made" if (kind, dtype) == ("parameter", "F64") else ""
+        text = f"{kind} {name!r:.200} has a wrong dtype{remedy}"
+        raise BadModel(text, expected=", ".join(dtypes), actual=f"{dtype!r:.80}")
     if not isinstance(shape, tuple | list) or not is_shape(tuple(shape)) or not is_size(8 * math.prod(shape)):
         raise BadModel(f"{kind} {name!r:.200} has an impossible shape", actual=f"{shape!r:.200}")
 

@@ -44,7 +44,10 @@ class Flattening:
         Raises BadModel if the gradient is sparse.
         """
         if gradient.is_sparse:
-            raise BadModel(f"the gradient of {name!r} is sparse; only dense gradients can be pushed")
+            raise BadModel(
+                f"the gradient of {name!r} is sparse, and only dense gradients can be pushed; create the Embedding "
+                "with sparse=False"
+            )
         gradient = gradient.detach()
         if gradient.is_contiguous():
             return gradient.view(-1)

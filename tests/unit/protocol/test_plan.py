@@ -243,6 +243,7 @@ def test_the_optimizer_of_a_plan_is_checked() -> None:
         ({"buffers": [("m", (-1,), "F32")]}, "buffer 'm' has an impossible shape"),
         ({"buffers": [("m", (), "float32")]}, "buffer 'm' has a wrong dtype"),
         ({"parameters": [ParameterSpec("w", (), "I64")]}, "parameter 'w' has a wrong dtype .*F32, BF16, F16.*I64"),
+        ({"parameters": [ParameterSpec("w", (), "F64")]}, r"parameter 'w' has a wrong dtype; call model\.float\(\)"),
         ({"parameters": [ParameterSpec("w", (2, -1))]}, "parameter 'w' has an impossible shape"),
         ({"parameters": [ParameterSpec("w", (True,))]}, "impossible shape"),
         ({"parameters": [ParameterSpec("w", (1 << 63,))]}, "impossible shape"),
