@@ -92,6 +92,7 @@ REFUSED: Mapping[str, str] = {
     "ASGD": "its averaging is not implemented on the pserver",
     "Rprop": "its sign rule is not implemented on the pserver",
 }
+RING_ADVICE = "; gradpost up --strategy ring runs it, in the trainers"
 
 
 def check_optimizer(name: str, group_flags: Sequence[Mapping[str, Any]]) -> OptimizerSpec:
@@ -99,8 +100,9 @@ def check_optimizer(name: str, group_flags: Sequence[Mapping[str, Any]]) -> Opti
     rule = RULES.get(name)
     if rule is None:
         reason = REFUSED.get(name, "it is not on the list, so it is not known to be element-wise")
+        advice = "" if name in ("LBFGS", "SparseAdam") else RING_ADVICE
         raise BadInput(
-            f"{name} cannot run on a pserver: {reason}",
+            f"{name} cannot run on a pserver: {reason}{advice}",
             code="unsupported_optimizer", expected=", ".join(RULES), actual=name,
         )  # fmt: skip
     for index, flags in enumerate(group_flags):

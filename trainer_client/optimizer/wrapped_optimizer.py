@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadInput, BadModel
-from ps_protocol.optimizers import RULES, HyperParameters, OptimizerSpec, check_optimizer
+from ps_protocol.optimizers import RING_ADVICE, RULES, HyperParameters, OptimizerSpec, check_optimizer
 
 from ..engines.torch_state import full_groups
 from .wrapped_state import StateInTrainer, WrappedState
@@ -119,7 +119,8 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     cls = type(optimizer)
     if cls is not getattr(torch.optim, cls.__name__, None):
         raise BadInput(
-            f"{cls.__module__}.{cls.__qualname__} cannot run on a pserver: it is not a class of torch.optim",
+            f"{cls.__module__}.{cls.__qualname__} cannot run on a pserver: it is not a class of torch.optim"
+            f"{RING_ADVICE}",
             code="unsupported_optimizer", expected=", ".join(RULES), actual=cls.__qualname__,
         )  # fmt: skip
     rule = RULES.get(cls.__name__)

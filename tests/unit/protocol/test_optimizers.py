@@ -46,7 +46,9 @@ def test_optimizers_have_the_arguments_of_torch() -> None:
 def test_a_refused_optimizer_is_refused_with_its_reason(name: str) -> None:
     with raises_code("unsupported_optimizer") as caught:
         check_optimizer(name, [])
-    assert caught.value.detail == f"{name} cannot run on a pserver: {REFUSED[name]}"
+    reason, _, advice = caught.value.detail.partition("; ")
+    assert reason == f"{name} cannot run on a pserver: {REFUSED[name]}"
+    assert ("--strategy ring runs it" in advice) == (name not in ("LBFGS", "SparseAdam"))
     assert caught.value.facts == {"expected": ", ".join(RULES), "actual": name}
 
 

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from torch import nn
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import BadModel
+from ps_protocol.errors import BadInput, BadModel
 from trainer_client.client.settings import TrainerSettings
 from trainer_client.optimizer.choice import check_combination
+from trainer_client.optimizer.wrapped_optimizer import describe_optimizer
 
 BOTH = {"overlap": True, "overlap_pulls": True}
 
@@ -66,3 +68,11 @@ def test_what_does_not_work_together_is_refused(
 )
 def test_what_works_together_is_accepted(settings: dict[str, Any], more: dict[str, bool]) -> None:
     check(settings, {}, **more)
+
+
+def test_an_optimizer_of_another_package_is_sent_to_a_ring() -> None:
+    class Lion(torch.optim.SGD):
+        pass
+
+    with pytest.raises(BadInput, match=r"Lion cannot run on a pserver: .*gradpost up --strategy ring runs it"):
+        describe_optimizer(Lion(nn.Linear(2, 2).parameters()))
