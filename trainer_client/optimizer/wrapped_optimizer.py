@@ -27,6 +27,11 @@ class WrappingOptimizer(Optimizer):
     def __init__(self, wrapped: Optimizer) -> None:
         if isinstance(wrapped, WrappingOptimizer):
             raise BadModel("the optimizer is already a RemoteOptimizer")
+        if not isinstance(wrapped, Optimizer):
+            raise TypeError(
+                f"RemoteOptimizer wraps an optimizer of torch.optim, and {type(wrapped).__name__} is none; write "
+                "RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=…))"
+            )
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups = wrapped.param_groups  # the very same list: schedulers may hold either
         self._wrapped = wrapped

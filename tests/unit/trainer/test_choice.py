@@ -11,6 +11,7 @@ from torch import nn
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadInput, BadModel
+from trainer_client import RemoteOptimizer
 from trainer_client.client.settings import TrainerSettings
 from trainer_client.optimizer.choice import check_combination
 from trainer_client.optimizer.wrapped_optimizer import describe_optimizer
@@ -68,6 +69,11 @@ def test_what_does_not_work_together_is_refused(
 )
 def test_what_works_together_is_accepted(settings: dict[str, Any], more: dict[str, bool]) -> None:
     check(settings, {}, **more)
+
+
+def test_parameters_are_no_optimizer() -> None:
+    with pytest.raises(TypeError, match=r"generator is none; write RemoteOptimizer\(torch\.optim\.SGD\(model"):
+        RemoteOptimizer(nn.Linear(2, 2).parameters(), lr=0.1)
 
 
 def test_an_optimizer_of_another_package_is_sent_to_a_ring() -> None:
