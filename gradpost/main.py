@@ -124,7 +124,7 @@ def pserver(ctx: typer.Context) -> None:
     serve("pserver", ctx.obj)
 
 
-@app.command(cls=SettingsCommand, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(cls=SettingsCommand, context_settings={"allow_interspersed_args": False})
 def up(
     ctx: typer.Context,
     command: Annotated[

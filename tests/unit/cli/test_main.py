@@ -56,6 +56,12 @@ def test_a_wrong_usage_is_explained(run_command: RunCommand, arguments: list[str
     assert outcome.stderr.splitlines()[-1].startswith("Error: ")
 
 
+def test_a_misspelt_option_of_up_is_not_taken_for_the_script(run_command: RunCommand) -> None:
+    outcome = run_command("up", "--pserver", "2", "--", "python", "train.py")
+    assert outcome.exit_code == 2
+    assert outcome.stderr.endswith("Error: No such option: --pserver (Possible options: --pservers)\n")
+
+
 def test_the_help_of_up_has_groups_and_every_default(run_command: RunCommand) -> None:
     text = " ".join(run_command("up", "--help").stdout.split())
     groups = ["Arguments: COMMAND", "Options: --pservers", "Slice plan: ", "Failures: --max-restarts"]
