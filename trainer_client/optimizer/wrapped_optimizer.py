@@ -29,7 +29,7 @@ class WrappingOptimizer(Optimizer):
             raise BadModel("the optimizer is already a RemoteOptimizer")
         if not isinstance(wrapped, Optimizer):
             raise TypeError(
-                f"RemoteOptimizer wraps an optimizer of torch.optim, and {type(wrapped).__name__} is none; write "
+                f"RemoteOptimizer wraps an optimizer of torch.optim, not a {type(wrapped).__name__}; write "
                 "RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=…))"
             )
         super().__init__(wrapped.param_groups, wrapped.defaults)

@@ -72,7 +72,7 @@ def test_what_works_together_is_accepted(settings: dict[str, Any], more: dict[st
 
 
 def test_parameters_are_no_optimizer() -> None:
-    with pytest.raises(TypeError, match=r"generator is none; write RemoteOptimizer\(torch\.optim\.SGD\(model"):
+    with pytest.raises(TypeError, match=r"not a generator; write RemoteOptimizer\(torch\.optim\.SGD\(model"):
         RemoteOptimizer(nn.Linear(2, 2).parameters(), lr=0.1)
 
 
