@@ -222,7 +222,7 @@ class RingEngine:
             self._is_midway = False
             raise NonFiniteGradient(
                 f"trainer {self._group.rank} has NaN or infinity in the gradient of {names} in round "
-                f"{self.progress.begun}"
+                f"{self.progress.begun}. To skip such rounds, set --nonfinite skip_round"
             )
         else:
             waits = f"round {self.progress.begun} waits for a corrected gradient"

@@ -156,9 +156,10 @@ class Run:
         self._metrics.nonfinite.inc()
         log.warning("NaN or infinity in a gradient", trainer=fence.rank, round=fence.round, block=culprit)
         if self.installed.nonfinite == "reject":
+            advice = "" if self.installed.consistency.is_async else ". To skip such rounds, set --nonfinite skip_round"
             raise NonFiniteGradient(
                 f"trainer {fence.rank} pushed NaN or infinity in block {culprit!r} in round {fence.round}; "
-                "nothing of this push was staged"
+                f"nothing of this push was staged{advice}"
             )
         return False
 

@@ -295,6 +295,7 @@ async def test_a_non_finite_gradient_is_refused_under_reject_and_staged_under_al
         assert "trainer 0" in str(error)
         assert "p2.block0" in str(error)
         assert b.metric("gradpost_nonfinite_pushes_total") == 1
+        assert "--nonfinite skip_round" in str(error)
     async with bench(nonfinite="allow") as b:
         assert (await b.push(0, 1, blocks))["complete"]
 
