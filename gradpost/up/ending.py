@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 EXIT_NOT_EXECUTABLE = 126  # as in shells, env and timeout
 EXIT_NOT_FOUND = 127
@@ -46,14 +47,18 @@ def end_by_script(rank: int, code: int, now: float, *, others_know: bool) -> End
     return Ending(exit_code_of(code), f"trainer {rank} {describe_end(code)}", now + grace, by_script=True)
 
 
-def blame(ending: Ending, codes: Mapping[int, int], named: Collection[int], ended_by_us: Collection[int]) -> Ending:
-    """Return the ending with the trainer that the cluster names as its cause, if that script failed by itself.
+def blame(ending: Ending, codes: Mapping[int, int], failure: Mapping[str, Any], ended_by_us: Collection[int]) -> Ending:
+    """Return the ending with the trainer that the cluster's failure names as its cause.
 
-    The script that fails first need not be the first to exit, since the others learn of its failure.
+    The script that fails first need not be the first to exit, since the others learn of its failure. Of a script that
+    hung until it was ended by us, the failure describes the cause.
     """
+    named = failure.get("ranks") or failure.get("missing") or ()
     if ending.by_script:
         for rank in named:
-            if codes.get(rank) and rank not in ended_by_us:
+            if rank in ended_by_us:
+                return replace(ending, reason=failure["detail"])
+            if codes.get(rank):
                 return end_by_script(rank, codes[rank], ending.signal_at, others_know=True)
     return ending
 

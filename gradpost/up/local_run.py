@@ -276,8 +276,7 @@ class LocalRun:
             if not is_finished or len(lost) == len(self._codes):
                 self._ending = end_by_script(lost[0], self._codes[lost[0]], time.monotonic(), others_know=True)
         if self._ending is not None and status is not None:
-            named = (status.failure or {}).get("ranks", ())
-            self._ending = blame(self._ending, self._codes, named, self._ended_by_us)
+            self._ending = blame(self._ending, self._codes, status.failure or {}, self._ended_by_us)
 
     def _report_death(self, service: Child, how: str) -> None:
         self._screen.reveal(service.name)

@@ -213,7 +213,8 @@ def time_out(run: Run, round_: Round, missing: Sequence[Rank], waiting_seconds: 
         owed = "complete the step that other trainers wait for"
     elif run.settings.consistency.is_ring:
         owed = f"contribute to round {round_} in the ring"
-    text = f"{name_ranks(late)} did not {owed} within the round time-out of {limit:g} s, although alive"
+    advice = "raise --round-timeout-seconds if a step may take longer"
+    text = f"{name_ranks(late)} did not {owed} within the round time-out of {limit:g} s, although alive ({advice})"
     return lose_stuck_trainers(run, late, RoundTimeout(text, missing=late), now)
 
 

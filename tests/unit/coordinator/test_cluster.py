@@ -259,6 +259,7 @@ def test_a_heartbeat_reports_a_round_timeout():
     assert isinstance(cluster.run.record.failure, RoundTimeout)
     assert cluster.run.record.failure.facts == {"missing": [0, 1]}
     assert "trainer 0, trainer 1 did not reach the batch barrier of round 5" in str(cluster.run.record.failure)
+    assert "(raise --round-timeout-seconds " in str(cluster.run.record.failure)
 
 
 def test_no_trainer_is_late_while_it_cannot_reach_a_pserver_or_a_pserver_does_not_serve_the_run():

@@ -8,6 +8,7 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_a_signal_is_passed_on_at_once() -> None:
     assert (ending.exit_code, ending.reason, ending.stop_signal) == (130, "interrupted", signal.SIGINT)
     assert (ending.signal_at, ending.kill_at) == (10, 10 + STOP_GRACE_SECONDS)
     hang_up = end_by_signal(signal.SIGHUP, now=10)
-    assert blame(ending, {0: -2, 1: 1}, [1], {0}) is ending
+    assert blame(ending, {0: -2, 1: 1}, {"ranks": [1]}, {0}) is ending
     assert (hang_up.exit_code, hang_up.reason, hang_up.stop_signal) == (129, "ended by SIGHUP", signal.SIGTERM)
 
 
@@ -97,22 +98,22 @@ def test_a_second_signal_hurries_and_a_third_kills() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "named", "ended_by_us", "exit_code"),
+    ("codes", "failure", "ended_by_us", "exit_code", "reason"),
     [
-        ({0: 1, 1: 7}, [1], (), 7),  # trainer 0 learned of the failure, and was quicker
-        ({0: 1, 1: -15}, [1], {1}, 1),  # trainer 1 hung until we ended it
-        ({0: 1, 1: 0}, [1], (), 1),
-        ({0: 1}, [1], (), 1),
-        ({0: 1, 1: 7}, [], (), 1),
+        ({0: 1, 1: 7}, {"ranks": [1]}, (), 7, "trainer 1 failed with exit code 7"),  # trainer 0 learned of it first
+        ({0: 1, 1: 7}, {"missing": [1]}, (), 7, "trainer 1 failed with exit code 7"),
+        ({0: 1, 1: -15}, {"missing": [1], "detail": "trainer 1 did not"}, {1}, 1, "trainer 1 did not"),  # it hung
+        ({0: 1, 1: 0}, {"ranks": [1]}, (), 1, "trainer 0 failed with exit code 1"),
+        ({0: 1}, {"ranks": [1]}, (), 1, "trainer 0 failed with exit code 1"),
+        ({0: 1, 1: 7}, {}, (), 1, "trainer 0 failed with exit code 1"),
     ],
 )
 def test_the_trainer_that_the_cluster_names_is_the_cause(
-    codes: dict[int, int], named: list[int], ended_by_us: set[int], exit_code: int
+    codes: dict[int, int], failure: dict[str, Any], ended_by_us: set[int], exit_code: int, reason: str
 ) -> None:
     first = end_by_script(0, 1, now=10, others_know=True)
-    blamed = blame(first, codes, named, ended_by_us)
-    assert blamed.exit_code == exit_code
-    assert blamed.reason == (first.reason if exit_code == 1 else "trainer 1 failed with exit code 7")
+    blamed = blame(first, codes, failure, ended_by_us)
+    assert (blamed.exit_code, blamed.reason) == (exit_code, reason)
 
 
 # ---------------------------------------------------------------- the state folder
