@@ -171,7 +171,8 @@ def up(
 
     Each trainer runs COMMAND with its own RANK. A single trainer reads this terminal, so that breakpoint() works.
     Other settings come from GRADPOST_* variables. The exit code is that of the first script that fails, 128 + n if
-    signal n ended it, or 0. With --on-trainer-loss continue it is 0 if the remaining trainers finish the run.
+    signal n ended it, 1 if no script trained, or 0. With --on-trainer-loss continue it is 0 if the remaining trainers
+    finish the run.
     """
     from .up import run_up
     from .up.local_run import UpOptions

@@ -92,7 +92,7 @@ class LocalRun:
         self._next_join_check = 0.0
 
     def run(self) -> int:
-        """Return the exit code: that of the first failing script, 128 + the signal that ended it, or 0.
+        """Return the exit code: that of the first failing script, 128 + the signal that ended it, 1, or 0.
 
         If the run tolerates losses, it is 0 if the remaining trainers finish it.
         """
@@ -126,10 +126,6 @@ class LocalRun:
             if self._ending is not None and self._ending.exit_code != 0:
                 summary = summary.model_copy(update={"state": "failed"})  # also if the cluster has finished it
             print_summary(summary, as_json=self._options.as_json)
-        elif self._ending is None:
-            self._screen.print_message(
-                "nothing was trained: no script joined the cluster (trainer_client.connect)", "yellow"
-            )
         if self._ending is None and summary is not None and summary.state == "failed":
             return EXIT_FAILED  # every script has ended well, and the model was lost afterwards
         return self._ending.exit_code if self._ending else 0
@@ -275,6 +271,10 @@ class LocalRun:
             is_finished = status is not None and status.state == "finished"
             if not is_finished or len(lost) == len(self._codes):
                 self._ending = end_by_script(lost[0], self._codes[lost[0]], time.monotonic(), others_know=True)
+        elif self._ending is None and (status is None or status.state == "gathering"):
+            has_joined = any(event["kind"] == "trainer" for event in self._ask(self._cluster.view.events) or ())
+            why = "the script connected, but never made a RemoteOptimizer" if has_joined else "no script connected"
+            self._ending = Ending(EXIT_FAILED, f"nothing was trained: {why}", time.monotonic())
         if self._ending is not None and status is not None:
             self._ending = blame(self._ending, self._codes, status.failure or {}, self._ended_by_us)
 

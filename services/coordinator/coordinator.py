@@ -61,7 +61,8 @@ class Coordinator:
         return asyncio.get_running_loop().time()
 
     def changed(self) -> None:
-        """Wake the background tasks after a change of the cluster."""
+        """Add the events of a change of the cluster, before another change hides it, and wake the background tasks."""
+        self.events.detect_changes(self.cluster)
         self._wake.set()
         self._wake_manifests.set()
 

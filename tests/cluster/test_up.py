@@ -118,6 +118,15 @@ def test_the_first_failure_gives_the_code_and_the_others_name_it(tmp_path: Path)
 
 
 @pytest.mark.extended
+def test_the_trainer_that_the_others_waited_for_is_blamed(tmp_path: Path) -> None:
+    script = train_script(tmp_path, in_each_round="if session.rank == 0 and step == 2: time.sleep(600)")
+    code, _, stderr = run_up("--round-timeout", 3, "--pservers", 1, "--", "python", script, folder=tmp_path)
+    assert code == 1
+    text = r"\ngradpost: trainer 0 did not reach the batch barrier of round 4 .* \(raise --round-timeout-seconds .*\)\n"
+    assert re.search(f"{text}$", stderr), stderr
+
+
+@pytest.mark.extended
 def test_a_script_that_trains_to_the_end_and_exits_with_a_code_has_failed(tmp_path: Path) -> None:
     script = train_script(tmp_path, in_each_round="if step == 4: sys.exit(3)")
     arguments = ("--pservers", 1, "--trainers", 1, "--max-restarts", 1)  # there is nothing to go on with
@@ -181,11 +190,21 @@ def test_a_trainer_that_does_not_join_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_script_that_never_joins(tmp_path: Path) -> None:
-    script = "import sys; print('no newline at the end', end=''); sys.exit(0)"
+@pytest.mark.parametrize(
+    ("begin", "why"),
+    [
+        ("import sys", "no script connected"),
+        (
+            "import sys, gradpost; gradpost.connect().close()",
+            "the script connected, but never made a RemoteOptimizer",
+        ),
+    ],
+)
+def test_a_script_that_never_trains(tmp_path: Path, begin: str, why: str) -> None:
+    script = f"{begin}; print('no newline at the end', end=''); sys.exit(0)"
     code, stdout, stderr = run_up("--trainers", 1, "--", "python", "-c", script, folder=tmp_path)
-    assert (code, stdout) == (0, "[trainer 0] no newline at the end\n")
-    assert stderr.endswith("gradpost: nothing was trained: no script joined the cluster (trainer_client.connect)\n")
+    assert (code, stdout) == (1, "[trainer 0] no newline at the end\n")
+    assert stderr.endswith(f"gradpost: nothing was trained: {why}\n")
 
 
 @pytest.mark.extended
