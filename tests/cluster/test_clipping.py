@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ps_protocol.errors import BadModel
+from ps_protocol.errors import NonFiniteGradient
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.engines.collective_buffers import FlatBucket
 from trainer_client.testing import LocalCluster
@@ -55,13 +55,13 @@ def train(session: Session, **arguments: Any) -> Found:
     return train_net(session, loss_of=loss_of, after_step=after_step, **arguments), norms
 
 
-def train_locally(kind: str) -> Found:
+def train_locally(kind: str, **arguments: Any) -> Found:
     norms: list[float] = []
 
     def clip(model: Net) -> None:
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
 
-    return train_net_locally(kind, loss_of=loss_of, before_step=clip), norms
+    return train_net_locally(kind, loss_of=loss_of, before_step=clip, **arguments), norms
 
 
 def check_parity(cluster: LocalCluster, kind: str, *, overlap: bool, **arguments: Any) -> None:
@@ -118,9 +118,23 @@ def test_a_limit_that_is_never_reached_changes_no_bit(cluster: LocalCluster) -> 
     assert set(norms) == {None}
 
 
-def test_only_one_gradient_of_all_can_be_clipped(own_cluster: StartCluster) -> None:
-    def work(session: Session) -> None:
-        with pytest.raises(BadModel, match="max_grad_norm needs the synchronous mode"):
-            wrap_weight(session, 4, max_grad_norm=1.0)
+@pytest.mark.parametrize("kind", ["momentum", "AdamW"])
+def test_in_asynchronous_modes_a_trainer_clips_its_own_gradient(own_cluster: StartCluster, kind: str) -> None:
+    cluster = own_cluster(pservers=2, trainers=1, mode="async")
+    [(found, norms)] = run_all(cluster, partial(train, kind=kind, max_grad_norm=MAX_NORM), **SMALL)
+    expected, expected_norms = train_locally(kind, num_trainers=1)
+    assert_identical(found, expected)
+    assert norms == expected_norms
+    assert min(norms) < MAX_NORM < max(norms)
 
-    run_all(own_cluster(pservers=1, trainers=1, mode="async"), work)
+
+def test_a_gradient_without_a_norm_is_refused_before_it_is_clipped(own_cluster: StartCluster) -> None:
+    def work(session: Session) -> None:
+        weight, optimizer = wrap_weight(session, 4, max_grad_norm=1.0)
+        weight.grad = torch.tensor([3.0, math.inf, 3.0, 3.0])
+        with pytest.raises(NonFiniteGradient, match="NaN or infinity in the gradient of 'weight' in step 1"):
+            optimizer.step()
+        step_with(optimizer, weight, value=3.0)
+        assert weight.tolist() == pytest.approx([-0.5] * 4, rel=1e-6)
+
+    run_all(own_cluster(pservers=1, trainers=1, mode="ssp"), work, min_block_size=1)

@@ -63,6 +63,8 @@ class PserverGroup:
         self.pushed_round: Round = 0  # the newest round of which a part may have left
         self._run = run
         self._max_delay = coordinator.joined.consistency.max_delay
+        # In asynchronous modes the engine has clipped each gradient before its pushes.
+        self._clips_rounds = run.max_grad_norm is not None and not coordinator.joined.consistency.is_async
         self._coordinator = coordinator
         self._results = results
         self._metrics = metrics
@@ -147,7 +149,7 @@ class PserverGroup:
             return await self.clients[index].get(pull, destination, on_block)
 
         indices = [index for index, destination in enumerate(destinations) if destination.blocks or not is_partial]
-        if self._run.max_grad_norm is None or round_ == 0:
+        if not self._clips_rounds or round_ == 0:
             answers = await self._coordinator.guard(_gather(get(index, None) for index in indices))
         else:
             answers = await self._coordinator.guard(self._pull_clipped(Pull(round_, barrier), indices, get))

@@ -86,8 +86,9 @@ class TrainerSettings(Settings):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="synchronous mode: before the optimizer steps, the aggregated gradient is clipped to this norm, "
-        "taken over all parameters. It must be the same on all trainers; none: no clipping",
+        description="before the optimizer steps, the aggregated gradient is clipped to this norm, taken over all "
+        "parameters; in asynchronous modes each trainer clips its own gradient before it is pushed. It must be the "
+        "same on all trainers; none: no clipping",
     )
     local_steps: int = Field(
         default=0,

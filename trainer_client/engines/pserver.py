@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ps_protocol.errors import (
-    BadModel,
-    Ended,
-    GradpostError,
-    RolledBack,
-)
+from ps_protocol.encodings import is_finite
+from ps_protocol.errors import BadModel, Ended, GradpostError, NonFiniteGradient, RolledBack
+from ps_protocol.norms import EPSILON
 from ps_protocol.optimizers import StepState
 from ps_protocol.vocabulary import Round
 
@@ -156,11 +153,12 @@ class PserverEngine:
         """Begin the next step. Blocks for gradients that are on a device, which are copied."""
         step = self.progress.begun + 1
         self._unfinished.require_same_gradients(step, attempt.gradients, self._parameters)
+        clipped = self._clip(step, attempt.gradients) if self._is_async else attempt.gradients
         if self._local is not None:  # the local optimizer has changed the parameters
             self._pipeline.forget_bases()
         self._unfinished.attempt = None if self._pipeline.max_delay > 0 or self._overlap_pulls else attempt
         completion = replace(attempt.completion, computed_on=self.progress.version if self._is_async else None)
-        gradients = {**attempt.gradients, **self._averages.changed_values()}
+        gradients = {**clipped, **self._averages.changed_values()}
         pushed = attempt._replace(gradients=gradients, completion=completion)
         try:
             self._pipeline.begin_step(step, pushed, self._loading.frames_for(step))
@@ -170,6 +168,23 @@ class PserverEngine:
             raise
         self.progress.begun = step
         self.pending = set(self._parameters)
+
+    def _clip(self, step: Round, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the gradients as `clip_grad_norm_` leaves them, and note their norm, if there is a `max_grad_norm`.
+
+        Raises NonFiniteGradient under `nonfinite=reject`, before the norm spreads NaN to all gradients.
+        """
+        max_norm = self._client.run.max_grad_norm
+        if max_norm is None:
+            return gradients
+        norm = torch.nn.utils.get_total_norm(gradients.values())
+        if self._client.run.nonfinite == "reject" and not torch.isfinite(norm):
+            culprit = next((name for name, gradient in gradients.items() if not is_finite(gradient)), None)
+            if culprit is not None:
+                raise NonFiniteGradient(f"NaN or infinity in the gradient of {culprit!r} in step {step}")
+        self._client.results.grad_norm = float(norm)
+        coefficient = torch.clamp(max_norm / (norm + EPSILON), max=1.0)  # float32, whose bits are those of torch
+        return {name: gradient * coefficient.to(gradient.device) for name, gradient in gradients.items()}
 
     def _finish(self, step: Round, names: set[str] | None = None) -> bool:
         """Wait for a step, or some of its parameters, and write the newest pulled step to the parameters.

@@ -48,6 +48,11 @@ def check_combination(session: Session, model: TrainedModel, *, has_outer: bool)
             "local_steps cannot be used with max_delay: a delayed pull would overwrite the local steps since then",
         ),
         (
+            rules.is_async and settings.overlap and settings.max_grad_norm is not None,
+            "max_grad_norm cannot be used with overlap in asynchronous modes, where a trainer clips its whole gradient "
+            "before it sends any: set overlap=False",
+        ),
+        (
             pulls and model.module is None,
             "overlap_pulls needs RemoteOptimizer(…, model=model), whose modules wait for parameters",
         ),

@@ -126,7 +126,8 @@ class RemoteOptimizer(WrappingOptimizer):
     def grad_norm(self) -> float | None:
         """The 2-norm of the newest round's aggregated gradient before it was clipped; needs `max_grad_norm`.
 
-        NaN if the round was skipped; None before the first round.
+        In asynchronous modes that of this trainer's newest gradient. NaN if the round was skipped; None before the
+        first round.
         """
         return self._session.client.results.grad_norm
 

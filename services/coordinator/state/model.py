@@ -32,8 +32,6 @@ def plan_model(model: DeclareModel, settings: CoordinatorSettings, num_pservers:
         return make_ring_plan(parameters, model.buffers)
     if settings.consistency.is_async and model.nonfinite == "skip_round":
         raise BadModel("nonfinite skip_round needs the synchronous mode: the other modes have no rounds")
-    if model.max_grad_norm is not None and settings.consistency.is_async:
-        raise BadModel("max_grad_norm needs the synchronous mode: the other modes have no common gradient")
     if model.max_grad_norm is not None and model.local_steps:
         raise BadModel("max_grad_norm has no effect with local_steps: call clip_grad_norm_ before each local step")
     wire = WireTypes(

@@ -47,6 +47,12 @@ def check(
         ({"outer_momentum": 0.9}, {}, {}, "needs local_steps"),
         ({"overlap": True, "local_steps": 2}, {}, {}, "local_steps cannot be used with overlap"),
         ({"local_steps": 2}, {"max_delay": 1}, {}, "local_steps cannot be used with max_delay"),
+        (
+            {"overlap": True, "max_grad_norm": 1.0},
+            {"mode": "async"},
+            {},
+            "max_grad_norm cannot be used with overlap in ",
+        ),
         (BOTH, {}, {"has_module": False}, "needs RemoteOptimizer"),
         ({"overlap_pulls": True}, {}, {}, "needs overlap=True"),
         (BOTH, {}, {"has_host": True}, "overlap_pulls needs trainers of one process"),
@@ -64,7 +70,12 @@ def test_what_does_not_work_together_is_refused(
 
 @pytest.mark.parametrize(
     ("settings", "more"),
-    [(BOTH, {}), ({"local_steps": 2, "outer_momentum": 0.9}, {}), ({"overlap": True}, {"has_host": True})],
+    [
+        (BOTH, {}),
+        ({"overlap": True, "max_grad_norm": 1.0}, {}),
+        ({"local_steps": 2, "outer_momentum": 0.9}, {}),
+        ({"overlap": True}, {"has_host": True}),
+    ],
     ids=str,
 )
 def test_what_works_together_is_accepted(settings: dict[str, Any], more: dict[str, bool]) -> None:
