@@ -69,7 +69,7 @@ def check_combination(session: Session, model: TrainedModel, *, has_outer: bool)
         (
             session.client.is_declared,
             "a session has one RemoteOptimizer, which takes the parameters of all models, as groups. To make another, "
-            "as when a notebook's cell runs again, call session.close() or optimizer.session.close() before",
+            "as when a notebook's cell runs again, call session.close() or optimizer.session.close() first",
         ),
     )
     for is_refused, reason in refused:
