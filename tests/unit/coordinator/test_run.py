@@ -137,14 +137,9 @@ def test_a_different_declaration_is_refused_with_the_difference(changes: dict[st
 
 
 def test_different_tensors_are_described_in_words():
-    run = declare_model(joined(), 0, model())
-    with pytest.raises(ModelMismatch) as caught:
-        declare_model(run, 1, model(parameters=(("w", (10, 1001), "F32", 0), ("b", (10,), "F32", 0))))
-    assert str(caught.value) == (
-        "trainer 1 and trainer 0 differ in parameter 0; all trainers must build the same model (expected 'w' of shape "
-        "[10, 1000] and dtype F32 in parameter group 0; actual 'w' of shape [10, 1001] and dtype F32 in parameter "
-        "group 0)"
-    )
+    run, other = declare_model(joined(), 0, model()), (("w", (9, 9), "F32", 0), ("b", (10,), "F32", 0))
+    with pytest.raises(ModelMismatch, match=r"the same model \(expected 'w' of shape \[10, 1000\] and dtype F32 "):
+        declare_model(run, 1, model(parameters=other))
 
 
 def test_a_run_of_an_earlier_version_that_kept_its_buffers_is_not_continued():
