@@ -22,7 +22,7 @@ from .grad_scaler import StepScaling
 from .overlap import attach_overlap
 from .resumable_batches import Position, ResumableBatches
 from .script_guard import ScriptGuard
-from .wrapped_optimizer import WrappingOptimizer
+from .wrapped_optimizer import WrappingOptimizer, hide_frames
 
 
 class RemoteOptimizer(WrappingOptimizer):
@@ -47,14 +47,12 @@ class RemoteOptimizer(WrappingOptimizer):
         coordinator, arguments: settings of a trainer (docs/settings.md), which win over `GRADPOST_*`: `local_steps`,
             `max_grad_norm`, `overlap`, `nonfinite`, … Those of the plan must be the same on all trainers.
 
-    Raises:
-        BadInput, ModelMismatch: before anything was sent to a pserver.
-        Ended and its children: the run has ended.
-
+    Raises BadInput or ModelMismatch before anything was sent to a pserver, and Ended once the run has ended.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler leaves scale and overflow to `step`
 
+    @hide_frames
     def __init__(
         self,
         optimizer: Optimizer,
@@ -146,6 +144,7 @@ class RemoteOptimizer(WrappingOptimizer):
             self._overlap.discard_passes()
 
     @torch.no_grad()
+    @hide_frames
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Push the gradients, wait until those of all trainers are applied, and pull the parameters.
 
@@ -187,6 +186,7 @@ class RemoteOptimizer(WrappingOptimizer):
     # ------------------------------------------------------------------ parameters and state
 
     @torch.no_grad()
+    @hide_frames
     def synchronize(self) -> None:
         """Wait for the steps that are on their way, and write the newest parameters.
 
