@@ -113,6 +113,9 @@ def test_a_pserver_is_reachable_for_the_coordinator_if_it_sent_a_heartbeat_a_lea
     assert not registry.was_reachable(0, 1, since=9, now=20)
     registry = registry.heartbeat(0, beat(), 20)
     assert not registry.was_reachable(0, 1, since=19.5, now=29.9)  # its lease ends at 30, and will not be renewed
+    registry = registry.renew_leases(29)  # the coordinator was paused, and does not know who died meanwhile
+    assert not registry.was_reachable(0, 1, since=9, now=39.5)
+    assert registry.heartbeat(0, beat(), 39.5).was_reachable(0, 1, since=9, now=39.5)
 
 
 def test_the_unix_socket_of_a_pserver_is_that_of_its_newest_incarnation():
