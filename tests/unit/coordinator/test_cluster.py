@@ -9,7 +9,7 @@ from ps_protocol.membership import FrozenRounds, HeldRun
 from ps_protocol.plan import SlicePlan
 from services.coordinator.reconcile import make_installation, make_members_message
 from services.coordinator.state.cluster import Cluster
-from services.coordinator.state.losses import expire_trainers, leave_run, renew_lease
+from services.coordinator.state.losses import expire_trainers, leave_run, note_heartbeat
 from services.coordinator.state.pservers import PserverRegistry
 
 from ...raising import raises_code
@@ -226,7 +226,7 @@ def test_another_version_of_the_protocol_is_refused():
 def test_a_silent_pserver_ends_the_run_and_is_named():
     cluster = make_training()
     for rank in (0, 1):
-        cluster.run = renew_lease(cluster.run, rank, alive(), 9)
+        cluster.run = note_heartbeat(cluster.run, rank, alive(), 9)
     cluster.pserver_heartbeat(0, beat(), 9)
     cluster.expire(11)
     assert cluster.run.record.failure.code == "pserver_lost"
@@ -398,7 +398,7 @@ def test_with_exit_when_done_every_pserver_stops_and_then_the_coordinator():
 def test_with_exit_when_done_the_coordinator_does_not_wait_for_a_lost_pserver():
     cluster = make_training(exit_when_done=True)
     for rank in (0, 1):
-        cluster.run = renew_lease(cluster.run, rank, alive(), 11)
+        cluster.run = note_heartbeat(cluster.run, rank, alive(), 11)
     cluster.pserver_heartbeat(0, beat(run="run1"), 11)
     cluster.expire(12)
     for rank in (0, 1):
