@@ -50,7 +50,7 @@ class PserverConnection:
     metrics: TrainerMetrics
     news: News
     retry_seconds: float
-    deadline_seconds: float  # of one attempt
+    deadline_seconds: float  # of one request
     link: LinkMeter = field(default_factory=LinkMeter)
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class PserverConnection:
             self.fence = replace(self.fence, pserver_incarnation=info.incarnation)
 
     async def request_with_retry(
-        self, route: str, attempt: Callable[[], Awaitable[T]], push_again: Callable[[], Awaitable[bool]] | None = None
+        self, route: str, send_once: Callable[[], Awaitable[T]], push_again: Callable[[], Awaitable[bool]] | None = None
     ) -> T:
         """Repeat a request until the pserver, or its next incarnation, answers it.
 
@@ -87,13 +87,13 @@ class PserverConnection:
         pserver is unreachable after `retry_seconds`, unless the coordinator expects it back. Raises RolledBack when the
         run goes back meanwhile.
         """
-        num_unanswered = 0  # attempts in a row
-        silence = Patience(self.retry_seconds)  # from the first failure, since an attempt may wait long for its answer
+        num_unanswered = 0  # requests in a row
+        silence = Patience(self.retry_seconds)  # from the first failure, since a request may wait long for its answer
         refusals = defaultdict[Incarnation, Patience](lambda: Patience(self.deadline_seconds))
         num_repushes = Counter[Incarnation]()
         while True:
             try:
-                return await self._request(route, attempt)
+                return await self._request(route, send_once)
             except (httpx.TransportError, TimeoutError) as error:
                 num_unanswered += 1
                 page = str(error) if isinstance(error, GatewayPage) else None
@@ -133,7 +133,7 @@ class PserverConnection:
                     await self.news.wait_for_heartbeat(NEWS_SECONDS)
                 self.metrics.retries.labels(answer.code).inc()
 
-    async def _request(self, route: str, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def _request(self, route: str, send_once: Callable[[], Awaitable[T]]) -> T:
         self.refresh()
         metrics = self.metrics
         metrics.requests.labels(route).inc()
@@ -141,7 +141,7 @@ class PserverConnection:
             async with asyncio.timeout(self.deadline_seconds) as limit:
                 with self.news.waits[self.info.index].add(limit):
                     try:
-                        result = await attempt()
+                        result = await send_once()
                     except GradpostError:
                         self.news.mark_reachable(self.info.index)
                         raise

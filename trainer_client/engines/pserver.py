@@ -152,16 +152,16 @@ class PserverEngine:
         """Wait for the newest step's values of pending parameters; return True if the run went back instead."""
         return self._finish(self.progress.begun, names)
 
-    def _begin(self, attempt: StepGradients) -> None:
+    def _begin(self, contribution: StepGradients) -> None:
         """Begin the next step. Blocks for gradients that are on a device, which are copied."""
         step = self.progress.begun + 1
-        self._unfinished.require_same_gradients(step, attempt.gradients, self._parameters)
+        self._unfinished.require_same_gradients(step, contribution.gradients, self._parameters)
         if self._local is not None:  # the local optimizer has changed the parameters
             self._pipeline.forget_bases()
-        self._unfinished.attempt = None if self._pipeline.max_delay > 0 or self._overlap_pulls else attempt
-        completion = replace(attempt.completion, computed_on=self.progress.version if self._is_async else None)
-        gradients = {**attempt.gradients, **self._averages.changed_values()}
-        pushed = attempt._replace(gradients=gradients, completion=completion)
+        self._unfinished.contribution = None if self._pipeline.max_delay > 0 or self._overlap_pulls else contribution
+        completion = replace(contribution.completion, computed_on=self.progress.version if self._is_async else None)
+        gradients = {**contribution.gradients, **self._averages.changed_values()}
+        pushed = contribution._replace(gradients=gradients, completion=completion)
         try:
             self._pipeline.begin_step(step, pushed, self._loading.frames_for(step))
         except BaseException as error:
