@@ -82,10 +82,10 @@ class PserverEngine:
         return {name: tensor.detach().to("cpu") for name, tensor in values.items()}
 
     def _pull_stored(self) -> None:
-        pulled = make_destinations(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
-        memory = {name: writable_bytes(tensor) for name, tensor in pulled.items()}
+        received = make_destinations(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
+        memory = {name: writable_bytes(tensor) for name, tensor in received.items()}
         self._io.run(self._client.pservers.pull_buffers(memory))
-        write_back(self._stored, pulled, ParameterCopies(overlap_pulls=False))
+        write_back(self._stored, received, ParameterCopies(overlap_pulls=False))
         self._has_stored = True
 
     def _write_back(self, version: Round, names: set[str], *, is_noticed: bool = True) -> None:
@@ -186,7 +186,7 @@ class PserverEngine:
             self._go_back(error)
             return True
         except BaseException as error:
-            self.progress.begun = self._pipeline.pulled  # the steps after a failed step have failed with it
+            self.progress.begun = self._pipeline.newest_pulled  # the steps after a failed step have failed with it
             self.pending = set()
             self._unfinished.note_failure(error)
             raise
