@@ -102,7 +102,7 @@ class PserverClient:
         num_bytes = sum(map(len, body))
         if not initial:
             for old in sorted(self._kept)[: -max(MIN_KEPT_ROUNDS, self._max_delay + 1)]:
-                del self._kept[old]  # the caller pushes, and never pulls
+                del self._kept[old]  # `get` deletes what it pulls, but a ParameterClient may never call it
             self._kept.setdefault(round_, {})[id(body)] = body
 
         async def send_once() -> PushAnswer:

@@ -166,7 +166,7 @@ class RemoteOptimizer(WrappingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._overlap is not None and self._overlap.finish_pull():
-            return loss
+            return loss  # the run went back: the gradients are of a step that is lost
         self._state.check_reset()
         self._guard.check(self._wrapped, follows_schedule=self._batches.schedule is not None)
         try:
