@@ -81,13 +81,13 @@ class Pipeline:
             self.forget_bases()
         self.newest_pulled = version
 
-    def write_back(self, version: Round, names: Collection[str], *, is_noticed: bool) -> None:
+    def write_back(self, version: Round, names: Collection[str], *, bumps_version: bool) -> None:
         """Write a pulled version to these parameters.
 
-        Unless `is_noticed`, autograd does not see the write: the graph of an earlier pass stays valid.
+        Unless `bumps_version`, autograd does not see the write, so the graph of an earlier pass stays valid.
         """
         parameters = {name: self._parameters[name] for name in names}
-        if not is_noticed:
+        if not bumps_version:
             parameters = {name: parameter.data for name, parameter in parameters.items()}
         write_back(parameters, self._memory_of(version).received, self._parameter_copies)
 

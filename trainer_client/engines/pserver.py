@@ -53,7 +53,7 @@ class PserverEngine:
 
     # ------------------------------------------------------------------ the start, and rollbacks
 
-    def _start_after(self, version: Round, *, is_noticed: bool = True) -> None:
+    def _start_after(self, version: Round, *, bumps_version: bool = True) -> None:
         """Pull this version, or an earlier one if the run goes back meanwhile; the next step follows it."""
         while True:
             try:
@@ -61,7 +61,7 @@ class PserverEngine:
                     bucket_bytes = self._client.settings.chosen_bucket_bytes
                     self._io.run(self._client.pservers.send_initial(self._initial_values(), bucket_bytes))
                 self._pipeline.pull_start(version)
-                self._write_back(version, set(self._parameters), is_noticed=is_noticed)
+                self._write_back(version, set(self._parameters), bumps_version=bumps_version)
                 if self._stored and not self._has_stored:
                     self._pull_stored()
             except RolledBack:
@@ -88,8 +88,8 @@ class PserverEngine:
         write_back(self._stored, received, ParameterCopies(overlap_pulls=False))
         self._has_stored = True
 
-    def _write_back(self, version: Round, names: set[str], *, is_noticed: bool = True) -> None:
-        self._pipeline.write_back(version, names, is_noticed=is_noticed)
+    def _write_back(self, version: Round, names: set[str], *, bumps_version: bool = True) -> None:
+        self._pipeline.write_back(version, names, bumps_version=bumps_version)
         self.pending = self.pending - names
         if self._local is not None:
             self._local.begin_count()
@@ -104,7 +104,7 @@ class PserverEngine:
             f"the next step is {version + 1}"
         )
         # The rollback may come in the middle of a forward pass. The gradients of its backward pass are dropped.
-        self._start_after(version, is_noticed=not self._overlap_pulls)
+        self._start_after(version, bumps_version=not self._overlap_pulls)
 
     # ------------------------------------------------------------------ the parameters
 
@@ -150,7 +150,15 @@ class PserverEngine:
 
     def wait_for_parameters(self, names: set[str]) -> bool:
         """Wait for the newest step's values of pending parameters; return True if the run went back instead."""
-        return self._finish(self.progress.begun, names)
+        step = self.progress.begun
+        if names == self.pending:  # the last ones: the step ends, and `progress` advances
+            return self._finish(step)
+        try:
+            self._pipeline.wait_for(step, names)
+            self._write_back(step, names)
+        except BaseException as error:
+            return self._go_back_or_raise(error)
+        return False
 
     def _begin(self, contribution: StepGradients) -> None:
         """Begin the next step. Blocks for gradients that are on a device, which are copied."""
@@ -171,25 +179,12 @@ class PserverEngine:
         self.progress.begun = step
         self.pending = set(self._parameters)
 
-    def _finish(self, step: Round, names: set[str] | None = None) -> bool:
-        """Wait for a step, or some of its parameters, and write the newest pulled step to the parameters.
-
-        Returns True if the run went back instead.
-        """
+    def _finish(self, step: Round) -> bool:
+        """Wait for a step, and write the newest pulled step to the parameters; return True if the run went back."""
         try:
-            if names is not None and names != self.pending:
-                self._pipeline.wait_for(step, names)
-                self._write_back(step, names)
-                return False
             newest = self._pipeline.wait(step)
-        except RolledBack as error:
-            self._go_back(error)
-            return True
         except BaseException as error:
-            self.progress.begun = self._pipeline.newest_pulled  # the steps after a failed step have failed with it
-            self.pending = set()
-            self._unfinished.note_failure(error)
-            raise
+            return self._go_back_or_raise(error)
         if newest > self.progress.version:
             self._unfinished.note_pulled()
             self.progress.version = newest
@@ -198,6 +193,16 @@ class PserverEngine:
             if newest == self.progress.begun and not self._overlap_pulls:
                 self._averages.write_back()  # else later forward passes have changed the buffers
         return False
+
+    def _go_back_or_raise(self, error: BaseException) -> bool:
+        """Follow a rollback and return True. Raises any other error, with which all steps on their way have failed."""
+        if isinstance(error, RolledBack):
+            self._go_back(error)
+            return True
+        self.progress.begun = self._pipeline.newest_pulled  # the steps after a failed step have failed with it
+        self.pending = set()
+        self._unfinished.note_failure(error)
+        raise error
 
     # ------------------------------------------------------------------ optimizer state
 
