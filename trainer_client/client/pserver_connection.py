@@ -83,9 +83,23 @@ class PserverConnection:
     ) -> T:
         """Repeat a request until the pserver, or its next incarnation, answers it.
 
-        `push_again` pushes the contribution of the round once more, and returns False if this trainer has none. A
-        pserver is unreachable after `retry_seconds`, unless the coordinator expects it back. Raises RolledBack when the
-        run goes back meanwhile.
+        `push_again` pushes the contribution of the round once more, and returns False if this trainer has none. Raises
+        RolledBack when the run goes back meanwhile, and any error that is not in this table at once.
+
+        =========================  ==========================  ===============================  =================
+        answer                     pause                       raised after                     counted again from
+        =========================  ==========================  ===============================  =================
+        none, or a gateway's page  random; its limit doubles   retry_seconds (1), Unreachable   any answer below
+        RoundPending               PAUSE_SECONDS               never: rounds have a time-out
+        NotReady                   PAUSE_SECONDS               deadline_seconds (1)             (2)
+        any other TryAgain         `Retry-After`               deadline_seconds                 (2)
+        StalePserver, StaleRun     until the next heartbeat    deadline_seconds (1)             (2)
+        FutureRound                until the next heartbeat    deadline_seconds (3)             (2)
+        ContributionMissing        none: push again            MAX_REPUSHES                     a new incarnation
+        =========================  ==========================  ===============================  =================
+
+        (1) Not while the coordinator answers, which then decides how long this trainer waits. (2) A new incarnation,
+        RoundPending, or NotReady under (1). (3) At once by the first known incarnation, which has lost no rounds.
         """
         num_unanswered = 0  # requests in a row
         silence = Patience(self.retry_seconds)  # from the first failure, since a request may wait long for its answer
@@ -110,27 +124,27 @@ class PserverConnection:
             except (TryAgain, ContributionMissing, StalePserver, StaleRun, FutureRound) as answer:
                 num_unanswered, incarnation = 0, self.info.incarnation
                 silence.reset()
-                if isinstance(answer, TryAgain):
-                    is_expected = isinstance(answer, NotReady) and self.is_coordinator_reachable()
-                    if is_expected or isinstance(answer, RoundPending):  # a round ends at its time-out
-                        refusals.clear()
-                    elif refusals[incarnation].note_failure():
-                        raise
-                    await asyncio.sleep(choose_pause(answer, PAUSE_SECONDS))
-                elif isinstance(answer, ContributionMissing):
-                    num_repushes[incarnation] += 1
-                    if push_again is None or num_repushes[incarnation] > MAX_REPUSHES or not await push_again():
-                        raise
-                else:
-                    has_lost_rounds = isinstance(answer, FutureRound)
-                    if has_lost_rounds and incarnation == self.first_incarnation:
-                        raise
-                    is_too_long = refusals[incarnation].note_failure()
-                    if is_too_long and (has_lost_rounds or not self.is_coordinator_reachable()):
-                        raise
-                    if has_lost_rounds:
+                match answer:
+                    case TryAgain():
+                        is_expected = isinstance(answer, NotReady) and self.is_coordinator_reachable()
+                        if is_expected or isinstance(answer, RoundPending):
+                            refusals.clear()
+                        elif refusals[incarnation].note_failure():
+                            raise
+                        await asyncio.sleep(choose_pause(answer, PAUSE_SECONDS))
+                    case StalePserver() | StaleRun():
+                        if refusals[incarnation].note_failure() and not self.is_coordinator_reachable():
+                            raise
+                        await self.news.wait_for_heartbeat(NEWS_SECONDS)
+                    case FutureRound():
+                        if incarnation == self.first_incarnation or refusals[incarnation].note_failure():
+                            raise
                         self.news.ahead_of[self.info.index] = incarnation
-                    await self.news.wait_for_heartbeat(NEWS_SECONDS)
+                        await self.news.wait_for_heartbeat(NEWS_SECONDS)
+                    case ContributionMissing():
+                        num_repushes[incarnation] += 1
+                        if push_again is None or num_repushes[incarnation] > MAX_REPUSHES or not await push_again():
+                            raise
                 self.metrics.retries.labels(answer.code).inc()
 
     async def _request(self, route: str, send_once: Callable[[], Awaitable[T]]) -> T:
