@@ -9,13 +9,13 @@ from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 
+from ..engines.collective.host import HostFollower, HostLeader
+from ..engines.collective.ring import RingEngine
+from ..engines.collective.ring_group import Group
 from ..engines.engine import StepEngine
-from ..engines.host import HostFollower, HostLeader
 from ..engines.local import LocalEngine
 from ..engines.model_tensors import TrainedModel, check_alike, describe_model
 from ..engines.pserver import PserverEngine
-from ..engines.ring import RingEngine
-from ..engines.ring_group import Group
 from ..session.collectives import choose_device
 from ..session.session import Session
 from .divided_work import DividedWork
