@@ -32,7 +32,7 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.requests import Completion
 from services.coordinator.state.decision import Rollback, decide_change, decide_rollback, newest_common
 from services.coordinator.state.joining import declare_model, join_run, start_run
-from services.coordinator.state.losses import leave_run, lose_trainer, renew_lease
+from services.coordinator.state.losses import leave_run, lose_trainer, note_heartbeat
 from services.coordinator.state.record import Decision
 from services.coordinator.state.run import Run
 from services.pserver.run.membership_changes import MembershipChanges
@@ -349,7 +349,7 @@ class Faults(RuleBasedStateMachine):
         message = TrainerHeartbeat(run="run1", incarnation=trainer.incarnation, round=round_, attempt=trainer.attempt)
         known = self.run.record.trainers[trainer.rank]
         try:
-            self.run = renew_lease(self.run, trainer.rank, message, 0)
+            self.run = note_heartbeat(self.run, trainer.rank, message, 0)
         except Conflict:
             assert trainer in self.silent
             return

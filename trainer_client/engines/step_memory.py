@@ -29,17 +29,17 @@ class StepMemory:
         self._parameters = parameters
         self._dtypes = {name: TORCH_DTYPES[plan.pulled(name)] for name in parameters}
         self._is_apart = client.joined.consistency.max_delay > 0 or plan.wire.pulls_deltas
-        self.pulled: dict[str, Tensor] = {}  # host tensors by parameter name, in the dtype on the wire
+        self.received: dict[str, Tensor] = {}  # host tensors by parameter name, in the dtype on the wire
         if self._is_apart:
-            self.pulled = {name: host_memory(parameter, self._dtypes[name]) for name, parameter in parameters.items()}
+            self.received = {name: host_memory(parameter, self._dtypes[name]) for name, parameter in parameters.items()}
         self.follow_parameters()
         self.discard_pushes()
 
     def follow_parameters(self) -> None:
         """Use the memory that the parameters have now, unless this set is separate."""
         if not self._is_apart:
-            self.pulled = make_destinations(self._parameters, self._dtypes)
-        memory = {name: writable_bytes(tensor) for name, tensor in self.pulled.items() if tensor.numel()}
+            self.received = make_destinations(self._parameters, self._dtypes)
+        memory = {name: writable_bytes(tensor) for name, tensor in self.received.items() if tensor.numel()}
         self.destinations = make_shard_destinations(self._client.run.plan, memory, keeps_values=True)  # by pserver
 
     def forget_base(self) -> None:

@@ -16,7 +16,7 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
 from ..engines.engine import StepProgress
-from .choice import DividedWork
+from .divided_work import DividedWork
 from .overlap import Overlap
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from ps_protocol.vocabulary import Round
 from ..client.settings import TrainerArguments
 from ..engines.model_tensors import find_tensors
 from ..session.session import Session, use_session
-from .choice import check_combination, divide_work, make_state, start_engine
+from .choice import check_combination, make_state, start_engine
+from .divided_work import divide_work
 from .grad_scaler import StepScaling
 from .overlap import attach_overlap
 from .resumable_batches import Position, ResumableBatches
@@ -160,12 +161,10 @@ class RemoteOptimizer(WrappingOptimizer):
         """
         self._session.check_open("step()")
         vars(self._wrapped)["_opt_called"] = True  # else its learning-rate schedulers would warn
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         if self._overlap is not None and self._overlap.finish_pull():
-            return loss
+            return loss  # the run went back: the gradients are of a step that is lost
         self._state.check_reset()
         self._guard.check(self._wrapped, follows_schedule=self._batches.schedule is not None)
         try:
