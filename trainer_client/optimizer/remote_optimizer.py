@@ -19,10 +19,10 @@ from ..engines.model_tensors import find_tensors
 from ..session.session import Session, use_session
 from .choice import check_combination, make_state, start_engine
 from .divided_work import divide_work
-from .grad_scaler import StepScaling
 from .overlap import attach_overlap
 from .resumable_batches import Position, ResumableBatches
 from .script_guard import ScriptGuard
+from .step_scaling import StepScaling
 from .wrapped_optimizer import WrappingOptimizer, hide_frames
 
 
@@ -80,7 +80,7 @@ class RemoteOptimizer(WrappingOptimizer):
         self._guard = ScriptGuard(self, tensors, self._engine, self._session)
         self._overlap = attach_overlap(self._session, self._work, started, self._guard.watch, self.synchronize)
         progress = self._engine.progress
-        self.scaling = StepScaling(self, self._work, progress, self._overlap)
+        self.scaling = StepScaling(self._session, self, self._work, progress, self._overlap)
         self._batches = ResumableBatches(
             lambda: Position(progress.num_rollbacks, progress.begun), client.settings.local_steps, client.log.warning
         )
