@@ -27,7 +27,7 @@ def describe(status: ClusterStatus, summary: RunSummary, activity: Mapping[str, 
     """Return the live line: the run's state, round, speed, throughput, results and time."""
     if status.state == "gathering":
         return "waiting for " + ", ".join(status.waiting_for)
-    parts = [f"{status.state}: round {summary.rounds:,}"]
+    parts = [f"{'paused' if status.is_paused else status.state}: round {summary.rounds:,}"]
     if status.state == "training":
         rates = ("pushed_bytes_per_second", "pulled_bytes_per_second")
         bytes_per_second = sum(pserver[rate] or 0.0 for pserver in activity["pservers"] for rate in rates)
