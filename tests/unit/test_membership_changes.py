@@ -46,6 +46,7 @@ from .coordinator.support import defaults, joining, model
 
 NUMBERS: list[HyperParameters] = [{"lr": 0.1}]
 MAX_TRAINERS = 3
+LOST = -1  # the attempt of a pserver that has lost rounds, until members are installed
 
 
 def find_nonfinite(round_: int, lives: Mapping[int, int]) -> tuple[int, ...]:
@@ -192,6 +193,10 @@ class Faults(RuleBasedStateMachine):
     @property
     def resume(self) -> int:
         return self.run.record.base_round or 0
+
+    @property
+    def _has_lost_rounds(self) -> bool:
+        return any(pserver.attempt == LOST for pserver in self.pservers)
 
     # ------------------------------------------------------------ trainers
 
@@ -397,10 +402,13 @@ class Faults(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ pservers
 
-    @rule(which=st.integers(0, 9))
-    def restart_pserver(self, which: int) -> None:
+    @rule(which=st.integers(0, 9), loses=st.booleans())
+    def restart_pserver(self, which: int, loses: bool) -> None:
+        """With `loses` its disk has none of the attempt's rounds, one of which a trainer is known to have received."""
         pserver = self.pservers[which % len(self.pservers)]
-        pserver.restore(pserver.rounds.applied, self.max_delay)
+        if loses and self.run.newest_confirmed > self.resume:
+            pserver.attempt = LOST
+        pserver.restore(self.resume if pserver.attempt == LOST else pserver.rounds.applied, self.max_delay)
         pserver.is_up, pserver.changes = False, MembershipChanges()
         pserver.life += 1
         self.run = self.run.with_change()
@@ -417,7 +425,7 @@ class Faults(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), crash=st.booleans())
     def go_on_with_the_change(self, which: int, crash: bool) -> None:
         """One step of it: freeze one, decide, or install one. The coordinator may forget all but its record."""
-        if crash and which == 0:
+        if crash and which == 0 and not self._has_lost_rounds:  # else trainers would have to report what was lost
             incarnations = self.run.incarnations
             self.run, self.change = Run.begin("run1", self.settings, incarnations).restore(self.run.durable, 0), None
         self._step_change(which)
@@ -583,7 +591,7 @@ class Faults(RuleBasedStateMachine):
     @invariant()
     def a_trainer_that_completed_a_round_is_in_it(self) -> None:
         for pserver in self.pservers:
-            for (round_, rank), life in self.ended.items():
+            for (round_, rank), life in self.ended.items() if pserver.attempt != LOST else ():
                 assert pserver.history[round_].get(rank) == life, f"trainer {rank} in round {round_}"
 
     @invariant()
@@ -608,7 +616,7 @@ class Faults(RuleBasedStateMachine):
         assert all(run.incarnations[rank] >= newest for rank, newest in before.incarnations.items())
         assert run.installed.number <= record.change_number
         applied = [pserver.rounds.applied for pserver in self.pservers if pserver.attempt == self.attempt]
-        assert run.newest_applied <= max([self.resume, *applied])
+        assert self._has_lost_rounds or run.newest_applied <= max([self.resume, *applied])
         if not run.is_changing and run.installed.number:
             assert run.installed.members == record.membership.members == record.targets
         if self.take_over:
@@ -667,7 +675,7 @@ def walk(seed: int) -> None:
         (2, lambda: faults.send_heartbeat(which())),
         (1, lambda: faults.fail_silently(which())),
         (4, lambda: faults.start_trainer(chance.randrange(MAX_TRAINERS), chance.random() < 0.6)),
-        (1, lambda: faults.restart_pserver(which())),
+        (1, lambda: faults.restart_pserver(which(), chance.random() < 0.3)),
         (1, lambda: faults.request_rollback(chance.randint(0, 3))),
         (6, lambda: faults.go_on_with_the_change(which(), chance.random() < 0.5)),
         (4, lambda: faults.end_the_change()),
