@@ -163,7 +163,7 @@ class Episode:
                 continue
             if role == "trainer":
                 self._trainer_has_ended(child)
-            else:
+            elif child in self.cluster.services:  # else a fault has replaced it meanwhile
                 self._check_end(child, "")
                 self.cluster.restart(child)
 
