@@ -194,9 +194,9 @@ def decide_rounds(
     verdicts: dict[Round, set[Rank]] = {}
     for answer in answers:
         for round_, ranks in answer.verdicts.items():
-            # A verdict counts for the rounds of its own incarnation, not for those of its successor.
+            # It may be that of a predecessor, which does not count from the start of its successor on. A trainer
+            # that stays sends its own verdict to every pserver.
             judged = {rank for rank in ranks if rank in sets.get(round_, ()) and round_ < starts.get(rank, last + 1)}
-            judged |= staying.intersection(ranks) & sets.get(round_, set())
             if judged:
                 verdicts.setdefault(round_, set()).update(judged)
     return Membership(dict(members), starts, _as_tuples(sets), _as_tuples(verdicts), before.controls)

@@ -100,3 +100,11 @@ def test_every_decision_without_a_rollback_has_a_reason():
     assert explain_change(TWO, {0: 2, 2: 1}, None) == "trainer 0, trainer 2 joined; trainer 1 left"
     assert explain_change(TWO, TWO.members, Controls(is_paused=True)) == "an administrator has set controls"
     assert explain_change(TWO, TWO.members, None) == "a pserver must install the membership again"
+
+
+def test_the_verdict_of_a_predecessor_does_not_count_for_its_successor() -> None:
+    """The pserver has not installed the successor, as an earlier decision that was recorded wanted it to."""
+    recorded = Membership({0: 1, 1: 3}, starts={1: 1}, sets={1: (0, 1)})
+    has_predecessor = FrozenRounds(applied=0, complete={1: (0, 1)}, counted={1: (1,)}, verdicts={1: (1,)})
+    decided = decide_rounds(recorded, {0: 1, 1: 3}, [has_predecessor, FrozenRounds(applied=0)], take_over=[1])
+    assert decided == recorded
