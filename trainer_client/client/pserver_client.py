@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -55,6 +55,7 @@ class Fetched(NamedTuple):
     version: Round
     metadata: Mapping[str, str]
     began: float  # when its first byte arrived, by `perf_counter`
+    names: Collection[str]  # the tensors in it
     delta_names: list[str]  # the tensors that are deltas
 
 
@@ -181,6 +182,7 @@ class PserverClient:
             )
         if destination.deltas is not None:
             await destination.deltas.add(fetched.delta_names)
+        destination.received = fetched.names
         if not pull.names:
             for old in sorted(self._kept):
                 if old <= pull.round:
@@ -236,7 +238,7 @@ class PserverClient:
             finally:
                 await response.aclose()
             metadata = sink.finish()
-            return Fetched(self._check_version(metadata, pull.round), metadata, began, sink.delta_names)
+            return Fetched(self._check_version(metadata, pull.round), metadata, began, sink.names, sink.delta_names)
 
         return await connection.request_with_retry(route, send_once, partial(self._push_again, pull.round))
 

@@ -77,19 +77,21 @@ class Pipeline:
         self._discard_steps()
         self.forget_bases()
         self._io.run(self._pservers.pull(version, self._memory_of(version).destinations))
-        if not self._client.run.plan.wire.pulls_deltas:  # the script may write to the parameters before its next step
-            self.forget_bases()
         self.newest_pulled = version
 
     def write_back(self, version: Round, names: Collection[str], *, bumps_version: bool) -> None:
         """Write a pulled version to these parameters.
 
-        Unless `bumps_version`, autograd does not see the write, so the graph of an earlier pass stays valid.
+        Parameters that the pull left out, because they have not changed, stay untouched. Unless `bumps_version`,
+        autograd does not see the write. In both cases the graph of an earlier pass stays valid.
         """
+        memory = self._memory_of(version)
+        if not self._overlap_pulls:  # else the pull may not have ended
+            names = memory.changed.intersection(names)
         parameters = {name: self._parameters[name] for name in names}
         if not bumps_version:
             parameters = {name: parameter.data for name, parameter in parameters.items()}
-        write_back(parameters, self._memory_of(version).received, self._parameter_copies)
+        write_back(parameters, memory.received, self._parameter_copies)
 
     # ------------------------------------------------------------------ gradients out
 
