@@ -1,65 +1,103 @@
-"""The commands that change a run while it trains: `gradpost pause`, `resume`, `rate`, `freeze`, `unfreeze`, `evict`."""
+"""The commands that change a run while it trains: `gradpost pause`, `resume`, `rate`, `freeze`, `unfreeze`, `evict`.
+
+Each waits until every pserver has the change, and prints the round from which it applies.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
+import typer
+
 from ps_protocol.routes import EVICT, FROZEN, PAUSE, RATE, RESUME
-from trainer_client.client.inspection import ClusterView
 
+from .options import Coordinator, Json, ParameterName, TokenPath
 from .output import CommandError, print_line
-from .status import print_answer
+
+if TYPE_CHECKING:
+    from trainer_client.client.inspection import ClusterView
+
+app = typer.Typer()
 
 
-class RunChange:
-    """One change of the run that trains. Each method waits until every pserver has it, and prints from when it applies.
+@app.command()
+def pause(coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False) -> None:
+    """Pause the run: pservers apply no further round, trainers wait, and no time-out counts."""
+    _change_run(coordinator, token_file, as_json, "POST", PAUSE, "is paused")
 
-    They raise CommandError without the coordinator, and GradpostError if it refuses the change.
-    """
 
-    def __init__(self, coordinator: str | None, token_file: Path | None, *, as_json: bool) -> None:
-        self._coordinator = coordinator
-        self._token_file = token_file
-        self._as_json = as_json
+@app.command()
+def resume(coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False) -> None:
+    """Resume a paused run."""
+    _change_run(coordinator, token_file, as_json, "POST", RESUME, "continues")
 
-    def pause(self) -> None:
-        """Pause the run."""
-        self._make("POST", PAUSE, "is paused")
 
-    def resume(self) -> None:
-        """Resume a paused run."""
-        self._make("POST", RESUME, "continues")
+@app.command()
+def rate(
+    value: Annotated[float | None, typer.Argument(metavar="RATE", min=0, help="The learning rate.")] = None,
+    group: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="The index of the parameter group [default: all].")
+    ] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="Use the script's own learning rate again.")] = False,
+    coordinator: Coordinator = None,
+    token_file: TokenPath = None,
+    as_json: Json = False,
+) -> None:
+    """Set a learning rate, which replaces the script's."""
+    if (value is None) != reset:
+        raise CommandError("give a learning rate, or --reset to use the script's own again")
+    rates = "the script's learning rate" if reset else f"learning rate {value:g}"
+    groups = "all parameter groups" if group is None else f"parameter group {group}"
+    body = {"rate": value, "group": group}
+    _change_run(coordinator, token_file, as_json, "PUT", RATE, f"uses {rates} for {groups}", body)
 
-    def set_rate(self, rate: float | None, group: int | None, *, reset: bool) -> None:
-        """Set a learning rate of one parameter group or all, or end that with `reset`."""
-        if (rate is None) != reset:
-            raise CommandError("give a learning rate, or --reset to use the script's own again")
-        which = "all parameter groups" if group is None else f"parameter group {group}"
-        what = f"uses the script's learning rate for {which}" if reset else f"uses learning rate {rate:g} for {which}"
-        self._make("PUT", RATE, what, {"rate": rate, "group": group})
 
-    def freeze(self, name: str) -> None:
-        """Freeze a parameter."""
-        self._set_frozen(name, "PUT", "does not change")
+@app.command()
+def freeze(
+    name: ParameterName, coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False
+) -> None:
+    """Freeze a parameter: it does not change, as if it had no gradient."""
+    path = FROZEN.replace("{name:path}", quote(name))
+    _change_run(coordinator, token_file, as_json, "PUT", path, f"does not change parameter {name}")
 
-    def unfreeze(self, name: str) -> None:
-        """Unfreeze a parameter."""
-        self._set_frozen(name, "DELETE", "changes")
 
-    def evict(self, rank: int) -> None:
-        """Continue without a trainer."""
-        self._make("POST", EVICT.format(rank=rank), f"trains without trainer {rank}")
+@app.command()
+def unfreeze(
+    name: ParameterName, coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False
+) -> None:
+    """Unfreeze a parameter."""
+    path = FROZEN.replace("{name:path}", quote(name))
+    _change_run(coordinator, token_file, as_json, "DELETE", path, f"changes parameter {name}")
 
-    def _set_frozen(self, name: str, method: Literal["PUT", "DELETE"], verb: str) -> None:
-        self._make(method, FROZEN.replace("{name:path}", quote(name)), f"{verb} parameter {name}")
 
-    def _make(self, method: str, path: str, outcome: str, message: dict[str, Any] | None = None) -> None:
-        def change(view: ClusterView) -> dict[str, Any]:
-            return view.change_run(method, path, message)
+@app.command()
+def evict(
+    rank: Annotated[int, typer.Argument(metavar="RANK", min=0, help="The rank of the trainer.")],
+    coordinator: Coordinator = None,
+    token_file: TokenPath = None,
+    as_json: Json = False,
+) -> None:
+    """Continue without a trainer. Another process may take its rank."""
+    _change_run(coordinator, token_file, as_json, "POST", EVICT.format(rank=rank), f"trains without trainer {rank}")
 
-        def show(done: dict[str, Any]) -> None:
-            print_line(f"run {done['run']} {outcome} from round {done['round']:,} on")
 
-        print_answer(self._coordinator, self._token_file, change, show, as_json=self._as_json, scope="admin")
+def _change_run(
+    coordinator: str | None,
+    token_file: Path | None,
+    as_json: bool,
+    method: str,
+    path: str,
+    outcome: str,
+    message: dict[str, Any] | None = None,
+) -> None:
+    from .status import print_answer
+
+    def change(view: ClusterView) -> dict[str, Any]:
+        return view.change_run(method, path, message)
+
+    def show(done: dict[str, Any]) -> None:
+        print_line(f"run {done['run']} {outcome} from round {done['round']:,} on")
+
+    print_answer(coordinator, token_file, change, show, as_json=as_json, scope="admin")

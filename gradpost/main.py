@@ -19,7 +19,8 @@ from ps_protocol.placement import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.vocabulary import Placement
 
-from .options import SettingsCommand, complete_parameter
+from .control import app as control_app
+from .options import Coordinator, Json, SettingsCommand, TokenPath, complete_parameter
 from .output import CommandError, exit_with
 
 app = typer.Typer(
@@ -30,24 +31,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-Coordinator = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="The coordinator's address [default: GRADPOST_COORDINATOR, else that of the newest `up` in this folder, "
-        "else http://127.0.0.1:7070].",
-    ),
-]
-TokenPath = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        metavar="FILE",
-        help="The token to send [default: GRADPOST_TOKEN_FILE, else the file of its scope in GRADPOST_TOKENS_DIR].",
-    ),
-]
 
 
 @app.callback()
@@ -162,7 +145,9 @@ def up(
             rich_help_panel="Failures",
         ),
     ] = 0,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all log lines of the services.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show all log lines of the services, and all frames of errors.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON on stdout, and everything else on stderr.")
     ] = False,
@@ -314,75 +299,7 @@ def events(
     show_events(coordinator, token_file, follow=follow, as_json=as_json)
 
 
-@app.command()
-def pause(coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False) -> None:
-    """Pause the run: pservers apply no further round, trainers wait, and no time-out counts."""
-    from .control import RunChange
-
-    RunChange(coordinator, token_file, as_json=as_json).pause()
-
-
-@app.command()
-def resume(coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False) -> None:
-    """Resume a paused run."""
-    from .control import RunChange
-
-    RunChange(coordinator, token_file, as_json=as_json).resume()
-
-
-@app.command()
-def rate(
-    value: Annotated[float | None, typer.Argument(metavar="RATE", min=0, help="The learning rate.")] = None,
-    group: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="The index of the parameter group [default: all].")
-    ] = None,
-    reset: Annotated[bool, typer.Option("--reset", help="Use the script's own learning rate again.")] = False,
-    coordinator: Coordinator = None,
-    token_file: TokenPath = None,
-    as_json: Json = False,
-) -> None:
-    """Set a learning rate, which replaces the script's."""
-    from .control import RunChange
-
-    RunChange(coordinator, token_file, as_json=as_json).set_rate(value, group, reset=reset)
-
-
-ParameterName = Annotated[
-    str, typer.Argument(metavar="NAME", help="The name of the parameter.", autocompletion=complete_parameter)
-]
-
-
-@app.command()
-def freeze(
-    name: ParameterName, coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False
-) -> None:
-    """Freeze a parameter: it does not change, as if it had no gradient."""
-    from .control import RunChange
-
-    RunChange(coordinator, token_file, as_json=as_json).freeze(name)
-
-
-@app.command()
-def unfreeze(
-    name: ParameterName, coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False
-) -> None:
-    """Unfreeze a parameter."""
-    from .control import RunChange
-
-    RunChange(coordinator, token_file, as_json=as_json).unfreeze(name)
-
-
-@app.command()
-def evict(
-    rank: Annotated[int, typer.Argument(metavar="RANK", min=0, help="The rank of the trainer.")],
-    coordinator: Coordinator = None,
-    token_file: TokenPath = None,
-    as_json: Json = False,
-) -> None:
-    """Continue without a trainer. Another process may take its rank."""
-    from .control import RunChange
-
-    RunChange(coordinator, token_file, as_json=as_json).evict(rank)
+app.add_typer(control_app)
 
 
 @app.command()

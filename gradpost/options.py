@@ -1,8 +1,9 @@
-"""Options beyond typer's own: the settings of services, and the completion of parameter names."""
+"""Options that several commands share, and options beyond typer's own: settings, and completed parameter names."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -56,3 +57,25 @@ def complete_parameter(ctx: typer.Context) -> list[str]:
             return [one["name"] for one in view.parameters()["parameters"]]  # typer selects the matching ones
     except Exception:  # an error message would garble the prompt
         return []
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="The coordinator's address [default: GRADPOST_COORDINATOR, else that of the newest `up` in this folder, "
+        "else http://127.0.0.1:7070].",
+    ),
+]
+TokenPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="The token to send [default: GRADPOST_TOKEN_FILE, else the file of its scope in GRADPOST_TOKENS_DIR].",
+    ),
+]
+ParameterName = Annotated[
+    str, typer.Argument(metavar="NAME", help="The name of the parameter.", autocompletion=complete_parameter)
+]

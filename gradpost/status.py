@@ -104,7 +104,8 @@ def find_connection(coordinator: str | None, token_file: Path | None = None, sco
 def print_status(status: ClusterStatus) -> None:
     """Print the status as tables."""
     mode = status.mode if status.num_pservers else f"{status.mode} in a ring"
-    line = f"run {status.run}: {status.state}, mode {mode}, round {status.round:,}"
+    state = "paused" if status.is_paused else status.state
+    line = f"run {status.run}: {state}, mode {mode}, round {status.round:,}"
     if status.plan_digest:
         line += f", {count(status.num_parameters, 'parameter')}, {count(status.parameter_bytes, 'byte')}"
     print_line(line)

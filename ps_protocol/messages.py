@@ -390,8 +390,9 @@ class ClusterStatus(Message):
     num_pservers: Count
     num_trainers: Count
     waiting_for: tuple[Note, ...] = Field(max_length=MAX_TENSORS)
+    is_paused: bool = False
     prospects: tuple[Note, ...] = Field(
-        default=(), max_length=MAX_TENSORS, description="a pause, or lost members and the time when the run fails"
+        default=(), max_length=MAX_TENSORS, description="lost members and the time when the run fails"
     )
     failure: Object | None
     plan_digest: Label | None

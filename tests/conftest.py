@@ -12,6 +12,7 @@ import pytest
 
 from trainer_client.testing import processes
 
+from . import soaking  # noqa: F401  registers a profile, which pytest loads before it collects
 from .warm.processes import WarmServers
 
 PATIENCE_SECONDS = 60.0

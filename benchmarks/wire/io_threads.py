@@ -99,7 +99,7 @@ def spread_over(client: RunClient, num_threads: int) -> None:
     def choose(info: PserverInfo) -> Exchange:
         return exchanges[info.index % num_threads]
 
-    client._bulk_client = choose  # type: ignore[method-assign]
+    client._exchange_for = choose  # type: ignore[method-assign]
 
 
 def train(elements: int, num_threads: int) -> None:

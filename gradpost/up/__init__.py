@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -65,8 +66,14 @@ def run_up(
         make_environment(os.environ, num_trainers, given),
         options,
         tolerates_losses=cluster.on_trainer_loss == "continue",
+        resume_command=_resume_command(sys.argv) if cluster.log_durability != "none" else "",
     )
     return run.run()
+
+
+def _resume_command(argv: Sequence[str]) -> str:
+    """Return the command line of this process with `--resume`."""
+    return shlex.join(["gradpost", "up", "--resume", *(word for word in argv[2:] if word != "--resume")])
 
 
 def choose_port() -> int:

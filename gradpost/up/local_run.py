@@ -64,6 +64,7 @@ class LocalRun:
         options: UpOptions,
         *,
         tolerates_losses: bool,
+        resume_command: str,
     ) -> None:
         self._command = list(command)
         self._options = options
@@ -85,6 +86,7 @@ class LocalRun:
             self._inherited = ["stdin", "output"]
         self._restarts_left: defaultdict[str, int] = defaultdict(lambda: options.max_restarts)  # by the child's name
         self._tolerates_losses = tolerates_losses
+        self._resume_command = resume_command  # empty if the services keep nothing
         self._ending: Ending | None = None
         self._codes: dict[int, int] = {}  # of scripts that have ended
         self._ended_at: dict[int, float] = {}
@@ -119,16 +121,23 @@ class LocalRun:
         return self._report(summary)
 
     def _report(self, summary: RunSummary | None) -> int:
-        """Print how the run ended, and return the exit code."""
-        if self._ending is not None:
-            self._screen.print_message(self._ending.reason, "red")
+        """Print the summary and how the run ended, and return the exit code."""
         if summary is not None and summary.state != "gathering":
+            shown = summary
             if self._ending is not None and self._ending.exit_code != 0:
-                summary = summary.model_copy(update={"state": "failed"})  # also if the cluster has finished it
-            print_summary(summary, as_json=self._options.as_json)
+                shown = summary.model_copy(update={"state": "failed"})  # also if the cluster has finished it
+            print_summary(shown, as_json=self._options.as_json)
+        if self._ending is not None:
+            self._screen.print_message(self._describe_ending(self._ending, summary), "red")
         if self._ending is None and summary is not None and summary.state == "failed":
             return EXIT_FAILED  # every script has ended well, and the model was lost afterwards
         return self._ending.exit_code if self._ending else 0
+
+    def _describe_ending(self, ending: Ending, summary: RunSummary | None) -> str:
+        """Return the reason and, if the run has trained, the command that continues it."""
+        if summary is None or summary.state == "finished" or not summary.rounds or not self._resume_command:
+            return ending.reason
+        return f"{ending.reason} at round {summary.rounds:,}. Continue: {self._resume_command}"
 
     def _start(self) -> bool:
         cluster, now = self._cluster, time.monotonic()
@@ -151,8 +160,10 @@ class LocalRun:
         return self._ending is None
 
     def _start_script(self, rank: int) -> None:
-        local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self._cluster.num_trainers)}  # as torchrun
-        self._cluster.start_trainer(rank, self._command, local, self._inherited)
+        own = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self._cluster.num_trainers)}  # as torchrun
+        if self._options.verbose:
+            own["GRADPOST_LOG_LEVEL"] = "debug"  # tracebacks with all frames
+        self._cluster.start_trainer(rank, self._command, own, self._inherited)
 
     # ------------------------------------------------------------------ while it runs
 
@@ -175,6 +186,8 @@ class LocalRun:
         now = time.monotonic()
         if self._ending is None:
             self._ending = end_by_signal(received, now)
+            if received == signal.SIGINT:
+                self._screen.hide_interrupts()
         else:
             self._ending.hurry(now)
 
@@ -275,8 +288,11 @@ class LocalRun:
             has_joined = any(event["kind"] == "trainer" for event in self._ask(self._cluster.view.events) or ())
             why = "the script connected, but never made a RemoteOptimizer" if has_joined else "no script connected"
             self._ending = Ending(EXIT_FAILED, f"nothing was trained: {why}", time.monotonic())
-        if self._ending is not None and status is not None:
-            self._ending = blame(self._ending, self._codes, status.failure or {}, self._ended_by_us)
+        if self._ending is not None and status is not None and status.failure is not None:
+            failure = status.failure
+            self._ending = blame(self._ending, self._codes, failure, self._ended_by_us)
+            if self._ending.by_script and "its process" not in failure["detail"]:  # it has the script's exception
+                self._ending.reason = failure["detail"]
 
     def _report_death(self, service: Child, how: str) -> None:
         self._screen.reveal(service.name)

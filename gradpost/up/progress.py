@@ -27,13 +27,13 @@ def describe(status: ClusterStatus, summary: RunSummary, activity: Mapping[str, 
     """Return the live line: the run's state, round, speed, throughput, results and time."""
     if status.state == "gathering":
         return "waiting for " + ", ".join(status.waiting_for)
-    parts = [f"{status.state}: round {summary.rounds:,}"]
+    parts = [f"{'paused' if status.is_paused else status.state}: round {summary.rounds:,}"]
     if status.state == "training":
         rates = ("pushed_bytes_per_second", "pulled_bytes_per_second")
         bytes_per_second = sum(pserver[rate] or 0.0 for pserver in activity["pservers"] for rate in rates)
         parts += [f"{activity['rounds_per_second'] or 0.0:.1f} rounds/s", f"{bytes_per_second / 1e6:.1f} MB/s"]
     parts += [f"{name} {value:.4g}" for name, value in sorted(summary.results.items())]
-    parts.append(f"{int(summary.seconds) // 60}:{int(summary.seconds) % 60:02}")
+    parts.append(f"elapsed {int(summary.seconds) // 60}:{int(summary.seconds) % 60:02}")
     slowest = max(status.pservers, key=lambda p: p.waiting_seconds, default=None)
     if slowest is not None and slowest.missing and slowest.waiting_seconds > SLOW_ROUND_SECONDS:
         names = ", ".join(f"trainer {rank}" for rank in slowest.missing)

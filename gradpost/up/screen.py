@@ -25,6 +25,7 @@ REFRESHES_PER_SECOND = 8
 _TRAINER_STYLES = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta", "bright_blue")
 _LEVEL_STYLES = {"debug": "dim", "info": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
 
+_ENDING = "run failed"  # the end of the run, which `gradpost up` reports once, and each service in its log
 _WARNINGS = ("warning", "error", "critical")
 _HIDDEN_FIELDS = ("event", "level", "timestamp", "role", "exception")  # shown otherwise, or not at all
 _HIDDEN_TRAINER_FIELDS = ("run", "trainer")  # the prefix names them
@@ -74,7 +75,8 @@ def _show(value: object) -> str:
 class Screen:
     """Printer for several threads: with colours (unless NO_COLOR is set) and the live line on a terminal, else plain.
 
-    Log lines of services are hidden below warnings, unless `verbose`; their other lines are shown, as after a crash.
+    Log lines of services are hidden below warnings, and at the end of the run, unless `verbose`; their other lines are
+    shown, as after a crash.
     With `as_json` all lines go to stderr, so that stdout contains the JSON only. `on_closed` is called when the
     reader of the output is gone.
     """
@@ -89,6 +91,8 @@ class Screen:
         self._verbose = verbose
         self._on_closed = on_closed
         self._lock = threading.Lock()
+        self._hides_interrupts = False
+        self._in_traceback: set[str] = set()  # names of processes
         self._hidden: defaultdict[str, deque[LogLine]] = defaultdict(lambda: deque(maxlen=MAX_HIDDEN_LINES))
 
     @property
@@ -118,11 +122,27 @@ class Screen:
         """Show a line of a process, or keep it hidden."""
         entry = parse_log_line(line)
         if entry is None:
-            self._print(name, line)
-        elif entry.is_warning or self._verbose or name.startswith("trainer"):
+            if not self._hides(name, line):
+                self._print(name, line)
+        elif self._verbose or name.startswith("trainer") or (entry.is_warning and not entry.text.startswith(_ENDING)):
             self._show_entry(name, entry)
         else:
             self._hidden[name].append(entry)
+
+    def hide_interrupts(self) -> None:
+        """Hide tracebacks of KeyboardInterrupt from now on: every script prints one after Ctrl-C."""
+        self._hides_interrupts = True
+
+    def _hides(self, name: str, line: str) -> bool:
+        """Return whether the line is part of such a traceback, of which only the last line tells the exception."""
+        if self._hides_interrupts and line.startswith("Traceback "):
+            self._in_traceback.add(name)
+        if name not in self._in_traceback:
+            return False
+        if line and not line.startswith((" ", "Traceback ")):
+            self._in_traceback.remove(name)
+            return line == "KeyboardInterrupt"
+        return True
 
     def reveal(self, name: str) -> None:
         """Show the last hidden lines of a process."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Query, Request, Response
 
 from ps_protocol import routes
 from ps_protocol.fields import Identifier, OrdinalText
@@ -83,7 +83,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         await coordinator.persist()
         return answer
 
-    @app.post(routes.DECLARE_MODEL, tags=["membership"], status_code=204)
+    @app.post(routes.DECLARE_MODEL, tags=["membership"], status_code=204, response_class=Response)
     async def declare_model(rank: OrdinalText, message: DeclareModel) -> None:
         """Declare the model of a trainer, which must equal that of the others."""
         cluster.declare_model(rank, message)
@@ -109,7 +109,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         coordinator.changed()
         return reply
 
-    @app.post(routes.LEAVE, tags=["membership"], status_code=204)
+    @app.post(routes.LEAVE, tags=["membership"], status_code=204, response_class=Response)
     async def leave(rank: OrdinalText, message: Leave) -> None:
         """Remove a trainer that is done or failed."""
         cluster.leave_trainer(rank, message, coordinator.now())

@@ -56,11 +56,11 @@ class Target(NamedTuple):
 
     def has_same_run(self, other: Target | None) -> bool:
         """Return whether the pserver has to change no more than the attempt and the members."""
-        return other is not None and self[:2] == other[:2]
+        return other is not None and (self.incarnation, self.run) == (other.incarnation, other.run)
 
     def has_same_attempt(self, other: Target | None) -> bool:
         """Return whether the pserver has to change no more than the members."""
-        return other is not None and self[:3] == other[:3]
+        return other is not None and self.has_same_run(other) and self.attempt == other.attempt
 
 
 class Reconciler:

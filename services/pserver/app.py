@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 
 from ps_protocol import routes
 from ps_protocol.fields import Identifier, OrdinalText
@@ -40,7 +40,7 @@ def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = 
     ):
         add_raw_route(app, path, endpoint, methods=[method], summary=summary, openapi_extra=description)
 
-    @app.put(routes.RUN, tags=["control"], status_code=204)
+    @app.put(routes.RUN, tags=["control"], status_code=204, response_class=Response)
     async def install_run(message: InstallRun) -> None:
         """Start a run."""
         await pserver.install_run(message)
@@ -58,12 +58,12 @@ def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = 
         """
         return await pserver.find_restorable(run, newest)
 
-    @app.put(routes.WANT_CHECKPOINT, tags=["control"], status_code=204)
+    @app.put(routes.WANT_CHECKPOINT, tags=["control"], status_code=204, response_class=Response)
     async def want_checkpoint(message: WantCheckpoint) -> None:
         """Write this shard's part of a checkpoint after a round."""
         await pserver.want_checkpoint(message)
 
-    @app.put(routes.MEMBERS, tags=["control"], status_code=204)
+    @app.put(routes.MEMBERS, tags=["control"], status_code=204, response_class=Response)
     async def install_members(message: InstallMembers) -> None:
         """Change the members of the run, or end it."""
         await pserver.install_members(message)

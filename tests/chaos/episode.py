@@ -163,7 +163,7 @@ class Episode:
                 continue
             if role == "trainer":
                 self._trainer_has_ended(child)
-            else:
+            elif child in self.cluster.services:  # else a fault has replaced it meanwhile
                 self._check_end(child, "")
                 self.cluster.restart(child)
 
@@ -355,13 +355,14 @@ class Episode:
         child.wait(10)
 
     def terminate(self, victim: str) -> None:
-        """Send SIGTERM, which must end the process with exit code 0."""
+        """Send SIGTERM, which must end the process with exit code 0, unless an armed failpoint may end it."""
         child = self.child(victim)
+        # A process that does not serve may not know the signal yet.
+        must_end_well = child.pid in self._serving and child.pid not in self._condemned
         self._condemned.add(child.pid)
         self.lose(victim)
-        was_serving = child.pid in self._serving  # else it may not know the signal yet
         child.signal(SIGTERM)
-        if (code := child.wait_or_kill(STOP_GRACE_SECONDS)) != 0 and was_serving:
+        if (code := child.wait_or_kill(STOP_GRACE_SECONDS)) != 0 and must_end_well:
             self.complain(f"{victim} ended with exit code {code} after SIGTERM")
 
     def start(self, victim: str, *, may_die: bool = True, **env: Any) -> None:

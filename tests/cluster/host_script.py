@@ -36,7 +36,7 @@ from tests.cluster.training import (
     wrap_weight,
 )
 from trainer_client import GradScaler, RemoteOptimizer, Session, connect
-from trainer_client.engines.host import HostLeader
+from trainer_client.engines.collective.host import HostLeader
 
 ROUNDING = 1e-5
 

@@ -101,6 +101,7 @@ def test_a_paused_run_stands_still_and_no_trainer_is_late() -> None:
         assert [run.round_of(rank) for rank in (0, 1)] == [paused["round"] - 1] * 2
         status = admin.ask("GET", "/v1/status")
         assert {pserver["round"] for pserver in status["pservers"]} == {paused["round"] - 1}
+        assert (status["is_paused"], status["prospects"]) == (True, [])
         oracle = Oracle()
         frozen = admin.ask("PUT", "/v1/controls/frozen/0.bias")
         oracle.frozen[frozen["round"]] = {"0.bias"}

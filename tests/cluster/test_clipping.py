@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import NonFiniteGradient
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.engines.collective_buffers import FlatBucket
+from trainer_client.engines.collective.buffers import FlatBucket
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster

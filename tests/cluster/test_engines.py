@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import NonFiniteGradient
 from trainer_client import Session
+from trainer_client.engines.collective.host import HostFollower, HostLeader
+from trainer_client.engines.collective.ring import RingEngine
 from trainer_client.engines.engine import StepEngine, StepProgress
-from trainer_client.engines.host import HostFollower, HostLeader
 from trainer_client.engines.local import LocalEngine
 from trainer_client.engines.pserver import PserverEngine
-from trainer_client.engines.ring import RingEngine
 from trainer_client.session import rendezvous
 from trainer_client.session import session as session_module
 from trainer_client.session.rendezvous import HostPlace

@@ -311,7 +311,7 @@ def test_a_trainer_that_is_done_waits_for_longer_than_the_others(ring_cluster: L
     command = write_script(
         tmp_path,
         rounds="(4 if session.rank == 0 else 9)",
-        begin="import time; from trainer_client.engines import ring_group; ring_group.SPARE_SECONDS = 0.0",
+        begin="import time; from trainer_client.engines.collective import ring_group; ring_group.SPARE_SECONDS = 0.0",
         in_each_round="if session.rank == 2 and optimizer.round == 9: time.sleep(8)  # it scores its model",
     )
     assert ring_cluster.run_trainers(command, timeout=60) == [0, 0, 0], ring_cluster.output

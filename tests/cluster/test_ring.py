@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel, ContributionConflict, NonFiniteGradient
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.engines.ring import RingEngine
+from trainer_client.engines.collective.ring import RingEngine
 from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code

@@ -70,6 +70,22 @@ def clipping_norms(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step()
 
 
+def adversarial(model: nn.Module, optimizer: Optimizer) -> None:
+    """Step one half of the model while the graph of a pass through the other half stays in use, as a GAN does."""
+    assert isinstance(model, nn.Sequential)
+    generator, critic = model[:2], model[2:]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        made = generator(torch.randn(8, 20, generator=torch.Generator().manual_seed(step)))
+        critic(made.detach()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        critic(made).mean().backward()
+        for parameter in critic.parameters():
+            parameter.grad = None
+        optimizer.step()
+
+
 def in_float16(model: nn.Module, optimizer: Optimizer) -> None:
     """Train with torch's own GradScaler. An overflow in the first step would leave torch's fused SGD no momentum."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=3)
@@ -93,6 +109,7 @@ def compiled(model: nn.Module, optimizer: Optimizer) -> None:
 LOOPS: dict[str, Any] = {
     "plain": plain,
     "accumulating": accumulating,
+    "adversarial": adversarial,
     "clipping norms": clipping_norms,
     "float16": pytest.param(in_float16, marks=pytest.mark.amp),
     "compiled": pytest.param(compiled, marks=pytest.mark.extended),

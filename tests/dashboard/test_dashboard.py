@@ -63,6 +63,19 @@ def test_it_lives_while_the_cluster_trains(browser: Browser, closed: Closed) -> 
         assert visit.errors == []
 
 
+def test_a_paused_run_looks_paused(browser: Browser, closed: Closed) -> None:
+    with Visit(browser, closed.address, token=closed.token()) as visit:
+        visit.wait_until_live()
+        closed.ask("POST", "/v1/controls/pause", "admin").raise_for_status()
+        try:
+            visit.wait_until("() => document.querySelector('#state').textContent === 'paused'")
+            assert visit.page.inner_text("#notices").startswith("Paused")
+            assert visit.page.inner_text("#barrier-says") == "The run is paused"
+        finally:
+            closed.ask("POST", "/v1/controls/resume", "admin").raise_for_status()
+        visit.wait_until("() => document.querySelector('#state').textContent === 'training'")
+
+
 def test_every_panel_shows_what_the_api_says(browser: Browser, closed: Closed) -> None:
     with Visit(browser, closed.address, token=closed.token()) as visit:
         visit.wait_until_live()

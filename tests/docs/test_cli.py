@@ -54,7 +54,7 @@ def test_the_first_example_trains_and_can_be_inspected(tmp_path: Path) -> None:
     up, status, curl = SHELL.text.replace("7070", port).splitlines()
     address = f"http://127.0.0.1:{port}"
     variables = {"GRADPOST_COORDINATOR": address, "GRADPOST_STATE_DIR": str(tmp_path / "state")}
-    with RunningUp(*arguments_of_up(up), folder=tmp_path, **variables) as running:
+    with RunningUp("--port", port, *arguments_of_up(up), folder=tmp_path, **variables) as running:
         assert wait_until(lambda: status_of(address).get("state") == "training", 90)
         assert "training" in run_shell(tmp_path, status, **variables)
         run_shell(tmp_path, curl)

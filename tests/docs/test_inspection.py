@@ -42,8 +42,9 @@ def test_with_a_token(tmp_path: Path) -> None:
 
 
 def test_the_dashboard_is_served(tmp_path: Path) -> None:
-    command, _, page = UP.strip().replace("7070", str(free_port())).partition("# then open ")
-    with RunningUp(*arguments_of_up(command), folder=ROOT, GRADPOST_STATE_DIR=str(tmp_path)) as running:
+    port = str(free_port())
+    command, _, page = UP.strip().replace("7070", port).partition("# then open ")
+    with RunningUp("--port", port, *arguments_of_up(command), folder=ROOT, GRADPOST_STATE_DIR=str(tmp_path)) as running:
         assert wait_until(lambda: status_of(page).get("state") == "training", 90)
         assert "<title>" in httpx.get(page).raise_for_status().text
         running.signal(SIGINT)

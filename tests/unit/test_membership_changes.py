@@ -6,15 +6,16 @@ what it has applied (the log) and loses what was staged; a trainer that is asked
 them until it has pulled the round from all pservers. A silent trainer may still send, return, or have a successor that
 sends as well. Messages of the coordinator may arrive at any later time, and more than once.
 
-Where gradients are clipped, a trainer asks every pserver for its norm before a get brings the sum to each of them, one
-after the other, with anything in between.
+A trainer sends its batch barrier once to each incarnation of a pserver, with its verdict on the gradient, and rarely
+again. Where gradients are clipped, a trainer asks every pserver for its norm before a get brings the sum to each of
+them, one after the other, with anything in between.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.requests import Completion
 from services.coordinator.state.decision import Rollback, decide_change, decide_rollback, newest_common
 from services.coordinator.state.joining import declare_model, join_run, start_run
-from services.coordinator.state.losses import leave_run, lose_trainer, renew_lease
+from services.coordinator.state.losses import leave_run, lose_trainer, note_heartbeat
 from services.coordinator.state.record import Decision
 from services.coordinator.state.run import Run
 from services.pserver.run.membership_changes import MembershipChanges
@@ -45,6 +46,12 @@ from .coordinator.support import defaults, joining, model
 
 NUMBERS: list[HyperParameters] = [{"lr": 0.1}]
 MAX_TRAINERS = 3
+LOST = -1  # the attempt of a pserver that has lost rounds, until members are installed
+
+
+def find_nonfinite(round_: int, lives: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the ranks of a round whose gradients hold NaN or infinity; `lives` are the incarnations by rank."""
+    return tuple(rank for rank, life in lives.items() if (round_ + rank + life) % 3 == 0)
 
 
 @dataclass
@@ -66,6 +73,7 @@ class Pserver:
             for rank, contribution in zip(following.ranks, following.contributions, strict=True):
                 assert contribution.is_complete, f"half of trainer {rank} would be applied"
                 lives[rank] = contribution.blocks["b"]
+            assert following.nonfinite == find_nonfinite(following.round, lives)
             self.history[following.round] = lives
             if norm is not None:
                 self.norms[following.round] = norm
@@ -101,10 +109,10 @@ class Pserver:
                 del known[round_]
         newest = range(applied - max_delay, applied + 1)
         participants = {r: tuple(lives) for r, lives in self.history.items() if r in newest}
+        nonfinite = {r: ranks for r in participants if (ranks := find_nonfinite(r, self.history[r]))}
         norms = {r: norm for r, norm in self.norms.items() if r in newest}
-        self.rounds = Rounds(
-            {}, max_delay, applied=applied, history=History(participants, norms=norms), clips=self.rounds.clips
-        )
+        history = History(participants, nonfinite, norms=norms)
+        self.rounds = Rounds({}, max_delay, applied=applied, history=history, clips=self.rounds.clips)
 
 
 @dataclass
@@ -114,6 +122,7 @@ class Trainer:
     round: int  # that it works on
     attempt: int
     pushed: set[int] = field(default_factory=set)  # pservers that have acknowledged every push
+    counted: dict[int, int] = field(default_factory=dict)  # by pserver: its life when the batch barrier reached it
     pulled: set[int] = field(default_factory=set)
     norms: dict[int, ShardNorm | None] = field(default_factory=dict)  # by pserver; None: it is over there without one
     finished: int = 0  # rounds before its first
@@ -185,6 +194,10 @@ class Faults(RuleBasedStateMachine):
     def resume(self) -> int:
         return self.run.record.base_round or 0
 
+    @property
+    def _has_lost_rounds(self) -> bool:
+        return any(pserver.attempt == LOST for pserver in self.pservers)
+
     # ------------------------------------------------------------ trainers
 
     def _trainer(self, which: int) -> Trainer | None:
@@ -195,7 +208,7 @@ class Faults(RuleBasedStateMachine):
         """Let a trainer learn of a rollback by its heartbeat. A newcomer learns its attempt with its first round."""
         if trainer.round >= 0 and trainer.attempt < self.attempt and self.trainers.get(trainer.rank) is trainer:
             trainer.attempt, trainer.round = self.attempt, self.resume + 1
-            trainer.pushed, trainer.pulled, trainer.norms = set(), set(), {}
+            trainer.pushed, trainer.counted, trainer.pulled, trainer.norms = set(), {}, set(), {}
 
     @rule(which=st.integers(0, 9), to=st.integers(0, 9))
     def push(self, which: int, to: int) -> None:
@@ -238,6 +251,7 @@ class Faults(RuleBasedStateMachine):
     def barrier(self, which: int, to: int) -> None:
         trainer = self._trainer(which)
         if trainer is not None and len(trainer.pushed) == len(self.pservers):
+            trainer.counted.pop(to % len(self.pservers), None)  # it may come once more
             self._barrier(trainer, to % len(self.pservers))
 
     def _barrier(self, trainer: Trainer, index: int) -> None:
@@ -248,11 +262,15 @@ class Faults(RuleBasedStateMachine):
             return
         rounds, round_ = pserver.rounds, trainer.round
         try:
-            if rounds.admit(trainer.rank, trainer.incarnation, round_) == "open" and not rounds.is_complete(
-                trainer.rank, round_
-            ):
-                assert self._push(trainer, index)  # contribution_missing: the same bytes again
-            pserver.wait_for_writes(rounds.count_batch_barrier(trainer.rank, trainer.incarnation, round_))
+            admission = rounds.admit(trainer.rank, trainer.incarnation, round_)
+            if admission == "open" and trainer.counted.get(index) != pserver.life:
+                if not rounds.is_complete(trainer.rank, round_):
+                    assert self._push(trainer, index)  # contribution_missing: the same bytes again
+                trainer.counted[index] = pserver.life
+                is_finite = not find_nonfinite(round_, {trainer.rank: trainer.incarnation})
+                pserver.wait_for_writes(
+                    rounds.count_batch_barrier(trainer.rank, trainer.incarnation, round_, is_finite=is_finite)
+                )
         except Conflict:
             return
         if self.clips and not self._bring_norm(trainer, index, round_):
@@ -262,7 +280,8 @@ class Faults(RuleBasedStateMachine):
         if len(trainer.pulled) == len(self.pservers):
             if trainer.attempt == self.attempt:  # else a rollback has undone the round, and the trainer may not know it
                 self.ended[round_, trainer.rank] = trainer.incarnation
-            trainer.round, trainer.pushed, trainer.pulled, trainer.norms = round_ + 1, set(), set(), {}
+            trainer.round = round_ + 1
+            trainer.pushed, trainer.counted, trainer.pulled, trainer.norms = set(), {}, set(), {}
 
     def _bring_norm(self, trainer: Trainer, index: int, round_: int) -> bool:
         """Ask one pserver for its norm, or once all have been asked bring it the sum; whether it was, and is taken."""
@@ -349,7 +368,7 @@ class Faults(RuleBasedStateMachine):
         message = TrainerHeartbeat(run="run1", incarnation=trainer.incarnation, round=round_, attempt=trainer.attempt)
         known = self.run.record.trainers[trainer.rank]
         try:
-            self.run = renew_lease(self.run, trainer.rank, message, 0)
+            self.run = note_heartbeat(self.run, trainer.rank, message, 0)
         except Conflict:
             assert trainer in self.silent
             return
@@ -383,10 +402,13 @@ class Faults(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ pservers
 
-    @rule(which=st.integers(0, 9))
-    def restart_pserver(self, which: int) -> None:
+    @rule(which=st.integers(0, 9), loses=st.booleans())
+    def restart_pserver(self, which: int, loses: bool) -> None:
+        """With `loses` its disk has none of the attempt's rounds, one of which a trainer is known to have received."""
         pserver = self.pservers[which % len(self.pservers)]
-        pserver.restore(pserver.rounds.applied, self.max_delay)
+        if loses and self.run.newest_confirmed > self.resume:
+            pserver.attempt = LOST
+        pserver.restore(self.resume if pserver.attempt == LOST else pserver.rounds.applied, self.max_delay)
         pserver.is_up, pserver.changes = False, MembershipChanges()
         pserver.life += 1
         self.run = self.run.with_change()
@@ -403,7 +425,7 @@ class Faults(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), crash=st.booleans())
     def go_on_with_the_change(self, which: int, crash: bool) -> None:
         """One step of it: freeze one, decide, or install one. The coordinator may forget all but its record."""
-        if crash and which == 0:
+        if crash and which == 0 and not self._has_lost_rounds:  # else trainers would have to report what was lost
             incarnations = self.run.incarnations
             self.run, self.change = Run.begin("run1", self.settings, incarnations).restore(self.run.durable, 0), None
         self._step_change(which)
@@ -437,6 +459,9 @@ class Faults(RuleBasedStateMachine):
             self._install(change, sorted(change.to_install)[index % len(change.to_install)])
         else:
             self.change, self.run = None, self.run.finish_change(change.number)
+            for trainer in self.run.record.trainers.values():
+                if trainer.state == "declared" and self.run.installed.members.get(trainer.rank) == trainer.incarnation:
+                    assert not trainer.is_awaited, "the pservers have installed it"
             self._admit_newcomers()
 
     def _freeze(self, change: Change, index: int) -> None:
@@ -455,7 +480,10 @@ class Faults(RuleBasedStateMachine):
             return FrozenRounds(applied=freeze.resume)
         if pserver.is_up:
             return pserver.rounds.freeze()
-        return FrozenRounds(applied=pserver.rounds.applied, participants=pserver.rounds.history.participants)
+        history = pserver.rounds.history
+        return FrozenRounds(
+            applied=pserver.rounds.applied, participants=history.participants, verdicts=history.nonfinite
+        )
 
     @rule(which=st.integers(0, 11))
     def old_message(self, which: int) -> None:
@@ -563,7 +591,7 @@ class Faults(RuleBasedStateMachine):
     @invariant()
     def a_trainer_that_completed_a_round_is_in_it(self) -> None:
         for pserver in self.pservers:
-            for (round_, rank), life in self.ended.items():
+            for (round_, rank), life in self.ended.items() if pserver.attempt != LOST else ():
                 assert pserver.history[round_].get(rank) == life, f"trainer {rank} in round {round_}"
 
     @invariant()
@@ -588,7 +616,7 @@ class Faults(RuleBasedStateMachine):
         assert all(run.incarnations[rank] >= newest for rank, newest in before.incarnations.items())
         assert run.installed.number <= record.change_number
         applied = [pserver.rounds.applied for pserver in self.pservers if pserver.attempt == self.attempt]
-        assert run.newest_applied <= max([self.resume, *applied])
+        assert self._has_lost_rounds or run.newest_applied <= max([self.resume, *applied])
         if not run.is_changing and run.installed.number:
             assert run.installed.members == record.membership.members == record.targets
         if self.take_over:
@@ -647,7 +675,7 @@ def walk(seed: int) -> None:
         (2, lambda: faults.send_heartbeat(which())),
         (1, lambda: faults.fail_silently(which())),
         (4, lambda: faults.start_trainer(chance.randrange(MAX_TRAINERS), chance.random() < 0.6)),
-        (1, lambda: faults.restart_pserver(which())),
+        (1, lambda: faults.restart_pserver(which(), chance.random() < 0.3)),
         (1, lambda: faults.request_rollback(chance.randint(0, 3))),
         (6, lambda: faults.go_on_with_the_change(which(), chance.random() < 0.5)),
         (4, lambda: faults.end_the_change()),

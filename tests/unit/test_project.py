@@ -154,6 +154,16 @@ def test_public_names_are_imported_without_torch_until_one_needs_it() -> None:
     assert {error.family for error in ERRORS.values()} <= {getattr(gradpost, name) for name in gradpost.__all__}
 
 
+# ---------------------------------------------------------------- size
+
+MAX_LINES = 450  # of a file that a reader takes in at one sitting
+
+
+def test_no_file_of_the_product_is_too_long() -> None:
+    lines = {file: len(file.read_text().splitlines()) for package in PACKAGES for file in python_files(package)}
+    assert not {file.relative_to(ROOT): count for file, count in lines.items() if count > MAX_LINES}
+
+
 # ---------------------------------------------------------------- doctests
 
 DOCTESTS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -55,6 +55,7 @@ class Fetched(NamedTuple):
     version: Round
     metadata: Mapping[str, str]
     began: float  # when its first byte arrived, by `perf_counter`
+    names: Collection[str]  # the tensors in it
     delta_names: list[str]  # the tensors that are deltas
 
 
@@ -80,14 +81,14 @@ class PserverClient:
         """Open the connection and measure its round trip: frames are small until the pserver's settings arrive."""
         connection = self.connection
 
-        async def attempt() -> None:
+        async def send_once() -> None:
             await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
             asked = perf_counter()
             response = await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
             self.link.round_trip_seconds = perf_counter() - asked
             self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
 
-        await connection.request_with_retry(routes.HEALTH, attempt)
+        await connection.request_with_retry(routes.HEALTH, send_once)
 
     def follow(self, attempt: Attempt) -> None:
         """Send all further requests for this attempt of the run, and forget the pushes of the attempt before."""
@@ -102,18 +103,18 @@ class PserverClient:
         num_bytes = sum(map(len, body))
         if not initial:
             for old in sorted(self._kept)[: -max(MIN_KEPT_ROUNDS, self._max_delay + 1)]:
-                del self._kept[old]  # the caller pushes, and never pulls
+                del self._kept[old]  # `get` deletes what it pulls, but a ParameterClient may never call it
             self._kept.setdefault(round_, {})[id(body)] = body
 
-        async def attempt() -> PushAnswer:
+        async def send_once() -> PushAnswer:
             with self.link.pushes.transfer():
                 answer = await self._send(PushAnswer, route, round_, {"content-type": CONTENT_TYPE}, body)
             self.link.pushes.add(num_bytes)
             return answer
 
         try:
-            answer = await self.connection.request_with_retry(route, attempt)
-        except BaseException:  # the next attempt of the caller has a frame of its own
+            answer = await self.connection.request_with_retry(route, send_once)
+        except BaseException:  # the caller pushes the step again in frames of its own
             self._kept.get(round_, {}).pop(id(body), None)
             raise
         self.connection.metrics.pushed_bytes.inc(num_bytes)
@@ -141,8 +142,8 @@ class PserverClient:
         return None if answer.sum_of_squares is None else ShardNorm(answer.contributions, answer.sum_of_squares)
 
     async def _ask(self, kind: type[M], route: str, round_: Round, headers: Mapping[str, str]) -> M:
-        attempt = partial(self._send, kind, route, round_, headers)
-        return await self.connection.request_with_retry(route, attempt, partial(self._push_again, round_))
+        send_once = partial(self._send, kind, route, round_, headers)
+        return await self.connection.request_with_retry(route, send_once, partial(self._push_again, round_))
 
     async def _send(
         self, kind: type[M], route: str, round_: Round, headers: Mapping[str, str], body: FrameParts = ()
@@ -181,6 +182,7 @@ class PserverClient:
             )
         if destination.deltas is not None:
             await destination.deltas.add(fetched.delta_names)
+        destination.received = fetched.names
         if not pull.names:
             for old in sorted(self._kept):
                 if old <= pull.round:
@@ -213,7 +215,7 @@ class PserverClient:
         connection, deltas = self.connection, destination.deltas
         body = (memoryview(pull.body),) if pull.names else ()
 
-        async def attempt() -> Fetched:
+        async def send_once() -> Fetched:
             sink = FrameSink(
                 destination.blocks,
                 deltas=NO_DELTAS if deltas is None else deltas.memory,
@@ -236,9 +238,9 @@ class PserverClient:
             finally:
                 await response.aclose()
             metadata = sink.finish()
-            return Fetched(self._check_version(metadata, pull.round), metadata, began, sink.delta_names)
+            return Fetched(self._check_version(metadata, pull.round), metadata, began, sink.names, sink.delta_names)
 
-        return await connection.request_with_retry(route, attempt, partial(self._push_again, pull.round))
+        return await connection.request_with_retry(route, send_once, partial(self._push_again, pull.round))
 
     def _check_version(self, metadata: Mapping[str, str], round_: Round) -> Round:
         fence = self.connection.fence

@@ -50,7 +50,7 @@ class PserverConnection:
     metrics: TrainerMetrics
     news: News
     retry_seconds: float
-    deadline_seconds: float  # of one attempt
+    deadline_seconds: float  # of one request
     link: LinkMeter = field(default_factory=LinkMeter)
 
     def __post_init__(self) -> None:
@@ -79,21 +79,35 @@ class PserverConnection:
             self.fence = replace(self.fence, pserver_incarnation=info.incarnation)
 
     async def request_with_retry(
-        self, route: str, attempt: Callable[[], Awaitable[T]], push_again: Callable[[], Awaitable[bool]] | None = None
+        self, route: str, send_once: Callable[[], Awaitable[T]], push_again: Callable[[], Awaitable[bool]] | None = None
     ) -> T:
         """Repeat a request until the pserver, or its next incarnation, answers it.
 
-        `push_again` pushes the contribution of the round once more, and returns False if this trainer has none. A
-        pserver is unreachable after `retry_seconds`, unless the coordinator expects it back. Raises RolledBack when the
-        run goes back meanwhile.
+        `push_again` pushes the contribution of the round once more, and returns False if this trainer has none. Raises
+        RolledBack when the run goes back meanwhile, and any error that is not in this table at once.
+
+        =========================  ==========================  ===============================  =================
+        answer                     pause                       raised after                     counted again from
+        =========================  ==========================  ===============================  =================
+        none, or a gateway's page  random; its limit doubles   retry_seconds (1), Unreachable   any answer below
+        RoundPending               PAUSE_SECONDS               never: rounds have a time-out
+        NotReady                   PAUSE_SECONDS               deadline_seconds (1)             (2)
+        any other TryAgain         `Retry-After`               deadline_seconds                 (2)
+        StalePserver, StaleRun     until the next heartbeat    deadline_seconds (1)             (2)
+        FutureRound                until the next heartbeat    deadline_seconds (3)             (2)
+        ContributionMissing        none: push again            MAX_REPUSHES                     a new incarnation
+        =========================  ==========================  ===============================  =================
+
+        (1) Not while the coordinator answers, which then decides how long this trainer waits. (2) A new incarnation,
+        RoundPending, or NotReady under (1). (3) At once by the first known incarnation, which has lost no rounds.
         """
-        num_unanswered = 0  # attempts in a row
-        silence = Patience(self.retry_seconds)  # from the first failure, since an attempt may wait long for its answer
+        num_unanswered = 0  # requests in a row
+        silence = Patience(self.retry_seconds)  # from the first failure, since a request may wait long for its answer
         refusals = defaultdict[Incarnation, Patience](lambda: Patience(self.deadline_seconds))
         num_repushes = Counter[Incarnation]()
         while True:
             try:
-                return await self._request(route, attempt)
+                return await self._request(route, send_once)
             except (httpx.TransportError, TimeoutError) as error:
                 num_unanswered += 1
                 page = str(error) if isinstance(error, GatewayPage) else None
@@ -110,30 +124,30 @@ class PserverConnection:
             except (TryAgain, ContributionMissing, StalePserver, StaleRun, FutureRound) as answer:
                 num_unanswered, incarnation = 0, self.info.incarnation
                 silence.reset()
-                if isinstance(answer, TryAgain):
-                    is_expected = isinstance(answer, NotReady) and self.is_coordinator_reachable()
-                    if is_expected or isinstance(answer, RoundPending):  # a round ends at its time-out
-                        refusals.clear()
-                    elif refusals[incarnation].note_failure():
-                        raise
-                    await asyncio.sleep(choose_pause(answer, PAUSE_SECONDS))
-                elif isinstance(answer, ContributionMissing):
-                    num_repushes[incarnation] += 1
-                    if push_again is None or num_repushes[incarnation] > MAX_REPUSHES or not await push_again():
-                        raise
-                else:
-                    has_lost_rounds = isinstance(answer, FutureRound)
-                    if has_lost_rounds and incarnation == self.first_incarnation:
-                        raise
-                    is_too_long = refusals[incarnation].note_failure()
-                    if is_too_long and (has_lost_rounds or not self.is_coordinator_reachable()):
-                        raise
-                    if has_lost_rounds:
+                match answer:
+                    case TryAgain():
+                        is_expected = isinstance(answer, NotReady) and self.is_coordinator_reachable()
+                        if is_expected or isinstance(answer, RoundPending):
+                            refusals.clear()
+                        elif refusals[incarnation].note_failure():
+                            raise
+                        await asyncio.sleep(choose_pause(answer, PAUSE_SECONDS))
+                    case StalePserver() | StaleRun():
+                        if refusals[incarnation].note_failure() and not self.is_coordinator_reachable():
+                            raise
+                        await self.news.wait_for_heartbeat(NEWS_SECONDS)
+                    case FutureRound():
+                        if incarnation == self.first_incarnation or refusals[incarnation].note_failure():
+                            raise
                         self.news.ahead_of[self.info.index] = incarnation
-                    await self.news.wait_for_heartbeat(NEWS_SECONDS)
+                        await self.news.wait_for_heartbeat(NEWS_SECONDS)
+                    case ContributionMissing():
+                        num_repushes[incarnation] += 1
+                        if push_again is None or num_repushes[incarnation] > MAX_REPUSHES or not await push_again():
+                            raise
                 self.metrics.retries.labels(answer.code).inc()
 
-    async def _request(self, route: str, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def _request(self, route: str, send_once: Callable[[], Awaitable[T]]) -> T:
         self.refresh()
         metrics = self.metrics
         metrics.requests.labels(route).inc()
@@ -141,7 +155,7 @@ class PserverConnection:
             async with asyncio.timeout(self.deadline_seconds) as limit:
                 with self.news.waits[self.info.index].add(limit):
                     try:
-                        result = await attempt()
+                        result = await send_once()
                     except GradpostError:
                         self.news.mark_reachable(self.info.index)
                         raise

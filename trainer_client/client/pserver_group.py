@@ -170,7 +170,7 @@ class PserverGroup:
         async def ask() -> list[ShardNorm | None]:
             return await _gather(client.norm(pull) for client in self.clients)
 
-        if pull.round == self._run.start - 1:
+        if pull.round == self._run.start - 1:  # its first pull; all trainers of the rounds before may have left
             await finish_rounds(self.clients, pull.round, self._max_delay)
         agreement = NormAgreement(ask)
         answers = await _gather(agreement.bring(index, partial(get, index)) for index in indices)

@@ -55,11 +55,11 @@ class RunClient:
         self._pservers: PserverGroup | None = None
         self._at_leave: list[Callable[[], None]] = []
         self._metrics_server: MetricsServer | None = None
-        self._lag: asyncio.Task[None] | None = None
+        self._lag_watch: asyncio.Task[None] | None = None
         token = self.settings.sent_token
         self._token = None if token is None else TokenPair(token, lambda line: self.log.warning(line))
         self._control = make_control_client(self.settings.client_tls, self._token)
-        self._bulk: dict[tuple[bool, str | None], Exchange] = {}
+        self._exchanges: dict[tuple[bool, str | None], Exchange] = {}
         coordinator_type = LocalCoordinator if self.settings.strategy == "local" else CoordinatorClient
         self.coordinator = coordinator_type(self.settings, self._control)
 
@@ -128,7 +128,7 @@ class RunClient:
         except BaseException:
             await self.leave("failed")  # closes the connections and the metrics port
             raise
-        self._lag = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
+        self._lag_watch = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
         return joined
 
     def adopt_run(self, run: DeclaredRun) -> None:
@@ -199,7 +199,7 @@ class RunClient:
         connection = PserverConnection(
             info,
             fence,
-            self._bulk_client,
+            self._exchange_for,
             self.metrics,
             self.coordinator.news,
             retry_seconds=self.settings.retry_seconds,
@@ -207,12 +207,12 @@ class RunClient:
         )
         return PserverClient(connection, max_delay=self.joined.consistency.max_delay)
 
-    def _bulk_client(self, info: PserverInfo) -> Exchange:
-        """Return the connections for tensors. A pserver with a Unix socket has connections of its own."""
+    def _exchange_for(self, info: PserverInfo) -> Exchange:
+        """Return the connections to a pserver for tensors. One with a Unix socket has connections of its own."""
         kind = info.http2, info.local if self.settings.local_transport else None
-        if kind not in self._bulk:
-            self._bulk[kind] = Exchange(self.settings.client_tls, self._token, http2=kind[0], local=kind[1])
-        return self._bulk[kind]
+        if kind not in self._exchanges:
+            self._exchanges[kind] = Exchange(self.settings.client_tls, self._token, http2=kind[0], local=kind[1])
+        return self._exchanges[kind]
 
     async def go_back(self) -> Round:
         """Follow the run to its newest attempt after RolledBack, and return the version to pull next.
@@ -242,10 +242,10 @@ class RunClient:
         for close in self._at_leave:
             close()
         await self._control.aclose()
-        for exchange in self._bulk.values():
+        for exchange in self._exchanges.values():
             await exchange.aclose()
-        if self._lag is not None:
-            self._lag.cancel()
+        if self._lag_watch is not None:
+            self._lag_watch.cancel()
         if self._metrics_server is not None:
             self._metrics_server.close()
 

@@ -41,7 +41,7 @@ class Pipeline:
     ) -> None:
         """Allocate the memory. `overlap_pulls`: the script computes with parameters while others are missing."""
         self.max_delay = client.joined.consistency.max_delay
-        self.pulled: Round = 0  # the newest step whose pull has ended, as far as `wait` has looked
+        self.newest_pulled: Round = 0  # the newest step whose pull has ended, as far as `wait` has looked
         self._client = client
         self._pservers = client.pservers
         self._io = io
@@ -77,19 +77,21 @@ class Pipeline:
         self._discard_steps()
         self.forget_bases()
         self._io.run(self._pservers.pull(version, self._memory_of(version).destinations))
-        if not self._client.run.plan.wire.pulls_deltas:  # the script may write to the parameters before its next step
-            self.forget_bases()
-        self.pulled = version
+        self.newest_pulled = version
 
-    def write_back(self, version: Round, names: Collection[str], *, is_noticed: bool) -> None:
+    def write_back(self, version: Round, names: Collection[str], *, bumps_version: bool) -> None:
         """Write a pulled version to these parameters.
 
-        Unless `is_noticed`, autograd does not see the write: the graph of an earlier pass stays valid.
+        Parameters that the pull left out, because they have not changed, stay untouched. Unless `bumps_version`,
+        autograd does not see the write. In both cases the graph of an earlier pass stays valid.
         """
+        memory = self._memory_of(version)
+        if not self._overlap_pulls:  # else the pull may not have ended
+            names = memory.changed.intersection(names)
         parameters = {name: self._parameters[name] for name in names}
-        if not is_noticed:
+        if not bumps_version:
             parameters = {name: parameter.data for name, parameter in parameters.items()}
-        write_back(parameters, self._memory_of(version).pulled, self._parameter_copies)
+        write_back(parameters, memory.received, self._parameter_copies)
 
     # ------------------------------------------------------------------ gradients out
 
@@ -182,19 +184,21 @@ class Pipeline:
     def wait(self, step: Round) -> Round:
         """Wait until this step was pulled, and return the newest pulled step. Raises the error of a failed step."""
         try:
-            while (pull := self._pulls.get(self.pulled + 1)) is not None and (self.pulled < step or pull.done()):
+            while (pull := self._pulls.get(self.newest_pulled + 1)) is not None:
+                if self.newest_pulled >= step and not pull.done():
+                    break
                 self._io.wait(pull)
-                self.pulled += 1
-                del self._pulls[self.pulled]
-                self._arrivals.pop(self.pulled, None)
+                self.newest_pulled += 1
+                del self._pulls[self.newest_pulled]
+                self._arrivals.pop(self.newest_pulled, None)
         except BaseException:
             self._discard_steps()
             raise
-        return self.pulled
+        return self.newest_pulled
 
     def wait_for(self, step: Round, names: Collection[str]) -> None:
         """Wait until some parameters of the newest step have arrived. Raises the errors of `wait`."""
-        if step > self.pulled and not all(map(self._arrivals[step].wait, names)):
+        if step > self.newest_pulled and not all(map(self._arrivals[step].wait, names)):
             self.wait(step)
 
     def _discard_steps(self) -> None:

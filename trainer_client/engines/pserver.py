@@ -50,7 +50,7 @@ class PserverEngine:
 
     # ------------------------------------------------------------------ the start, and rollbacks
 
-    def _start_after(self, version: Round, *, is_noticed: bool = True) -> None:
+    def _start_after(self, version: Round, *, bumps_version: bool = True) -> None:
         """Pull this version, or an earlier one if the run goes back meanwhile; the next step follows it."""
         while True:
             try:
@@ -58,7 +58,7 @@ class PserverEngine:
                     bucket_bytes = self._client.settings.chosen_bucket_bytes
                     self._io.run(self._client.pservers.send_initial(self._initial_values(), bucket_bytes))
                 self._pipeline.pull_start(version)
-                self._write_back(version, set(self._parameters), is_noticed=is_noticed)
+                self._write_back(version, set(self._parameters), bumps_version=bumps_version)
                 if self._stored and not self._has_stored:
                     self._pull_stored()
             except RolledBack:
@@ -79,14 +79,14 @@ class PserverEngine:
         return {name: tensor.detach().to("cpu") for name, tensor in values.items()}
 
     def _pull_stored(self) -> None:
-        pulled = make_destinations(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
-        memory = {name: writable_bytes(tensor) for name, tensor in pulled.items()}
+        received = make_destinations(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
+        memory = {name: writable_bytes(tensor) for name, tensor in received.items()}
         self._io.run(self._client.pservers.pull_buffers(memory))
-        write_back(self._stored, pulled, ParameterCopies(overlap_pulls=False))
+        write_back(self._stored, received, ParameterCopies(overlap_pulls=False))
         self._has_stored = True
 
-    def _write_back(self, version: Round, names: set[str], *, is_noticed: bool = True) -> None:
-        self._pipeline.write_back(version, names, is_noticed=is_noticed)
+    def _write_back(self, version: Round, names: set[str], *, bumps_version: bool = True) -> None:
+        self._pipeline.write_back(version, names, bumps_version=bumps_version)
         self.pending = self.pending - names
         if self._local is not None:
             self._local.begin_count()
@@ -101,7 +101,7 @@ class PserverEngine:
             f"the next step is {version + 1}"
         )
         # The rollback may come in the middle of a forward pass. The gradients of its backward pass are dropped.
-        self._start_after(version, is_noticed=not self._overlap_pulls)
+        self._start_after(version, bumps_version=not self._overlap_pulls)
 
     # ------------------------------------------------------------------ the parameters
 
@@ -147,19 +147,27 @@ class PserverEngine:
 
     def wait_for_parameters(self, names: set[str]) -> bool:
         """Wait for the newest step's values of pending parameters; return True if the run went back instead."""
-        return self._finish(self.progress.begun, names)
+        step = self.progress.begun
+        if names == self.pending:  # the last ones: the step ends, and `progress` advances
+            return self._finish(step)
+        try:
+            self._pipeline.wait_for(step, names)
+            self._write_back(step, names)
+        except BaseException as error:
+            return self._go_back_or_raise(error)
+        return False
 
-    def _begin(self, attempt: StepGradients) -> None:
+    def _begin(self, contribution: StepGradients) -> None:
         """Begin the next step. Blocks for gradients that are on a device, which are copied."""
         step = self.progress.begun + 1
-        self._unfinished.require_same_gradients(step, attempt.gradients, self._parameters)
-        clipped = self._clip(step, attempt.gradients) if self._is_async else attempt.gradients
+        self._unfinished.require_same_gradients(step, contribution.gradients, self._parameters)
+        clipped = self._clip(step, contribution.gradients) if self._is_async else contribution.gradients
         if self._local is not None:  # the local optimizer has changed the parameters
             self._pipeline.forget_bases()
-        self._unfinished.attempt = None if self._pipeline.max_delay > 0 or self._overlap_pulls else attempt
-        completion = replace(attempt.completion, computed_on=self.progress.version if self._is_async else None)
+        self._unfinished.contribution = None if self._pipeline.max_delay > 0 or self._overlap_pulls else contribution
+        completion = replace(contribution.completion, computed_on=self.progress.version if self._is_async else None)
         gradients = {**clipped, **self._averages.changed_values()}
-        pushed = attempt._replace(gradients=gradients, completion=completion)
+        pushed = contribution._replace(gradients=gradients, completion=completion)
         try:
             self._pipeline.begin_step(step, pushed, self._loading.frames_for(step))
         except BaseException as error:
@@ -186,25 +194,12 @@ class PserverEngine:
         coefficient = torch.clamp(max_norm / (norm + EPSILON), max=1.0)  # float32, whose bits are those of torch
         return {name: gradient * coefficient.to(gradient.device) for name, gradient in gradients.items()}
 
-    def _finish(self, step: Round, names: set[str] | None = None) -> bool:
-        """Wait for a step, or some of its parameters, and write the newest pulled step to the parameters.
-
-        Returns True if the run went back instead.
-        """
+    def _finish(self, step: Round) -> bool:
+        """Wait for a step, and write the newest pulled step to the parameters; return True if the run went back."""
         try:
-            if names is not None and names != self.pending:
-                self._pipeline.wait_for(step, names)
-                self._write_back(step, names)
-                return False
             newest = self._pipeline.wait(step)
-        except RolledBack as error:
-            self._go_back(error)
-            return True
         except BaseException as error:
-            self.progress.begun = self._pipeline.pulled  # the steps after a failed step have failed with it
-            self.pending = set()
-            self._unfinished.note_failure(error)
-            raise
+            return self._go_back_or_raise(error)
         if newest > self.progress.version:
             self._unfinished.note_pulled()
             self.progress.version = newest
@@ -213,6 +208,16 @@ class PserverEngine:
             if newest == self.progress.begun and not self._overlap_pulls:
                 self._averages.write_back()  # else later forward passes have changed the buffers
         return False
+
+    def _go_back_or_raise(self, error: BaseException) -> bool:
+        """Follow a rollback and return True. Raises any other error, with which all steps on their way have failed."""
+        if isinstance(error, RolledBack):
+            self._go_back(error)
+            return True
+        self.progress.begun = self._pipeline.newest_pulled  # the steps after a failed step have failed with it
+        self.pending = set()
+        self._unfinished.note_failure(error)
+        raise error
 
     # ------------------------------------------------------------------ optimizer state
 

@@ -27,20 +27,27 @@ class StepMemory:
         plan = client.run.plan
         self._client = client
         self._parameters = parameters
+        self._parameter_of = {block.name: block.parameter for shard in plan.shards for block in shard}
         self._dtypes = {name: TORCH_DTYPES[plan.pulled(name)] for name in parameters}
         self._is_apart = client.joined.consistency.max_delay > 0 or plan.wire.pulls_deltas
-        self.pulled: dict[str, Tensor] = {}  # host tensors by parameter name, in the dtype on the wire
+        self.received: dict[str, Tensor] = {}  # host tensors by parameter name, in the dtype on the wire
         if self._is_apart:
-            self.pulled = {name: host_memory(parameter, self._dtypes[name]) for name, parameter in parameters.items()}
+            self.received = {name: host_memory(parameter, self._dtypes[name]) for name, parameter in parameters.items()}
         self.follow_parameters()
         self.discard_pushes()
 
     def follow_parameters(self) -> None:
         """Use the memory that the parameters have now, unless this set is separate."""
         if not self._is_apart:
-            self.pulled = make_destinations(self._parameters, self._dtypes)
-        memory = {name: writable_bytes(tensor) for name, tensor in self.pulled.items() if tensor.numel()}
+            self.received = make_destinations(self._parameters, self._dtypes)
+        memory = {name: writable_bytes(tensor) for name, tensor in self.received.items() if tensor.numel()}
         self.destinations = make_shard_destinations(self._client.run.plan, memory, keeps_values=True)  # by pserver
+
+    @property
+    def changed(self) -> set[str]:
+        """The parameters that the newest pull has written."""
+        received = (name for destination in self.destinations for name in destination.received)
+        return {self._parameter_of[name] for name in received if name in self._parameter_of}  # else scales of deltas
 
     def forget_base(self) -> None:
         """Pull all blocks the next time, because the received values may have changed."""

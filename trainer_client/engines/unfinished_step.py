@@ -14,10 +14,10 @@ from .engine import StepGradients
 
 
 class UnfinishedStep:
-    """The state of a step that failed. It decides which gradients the next attempt may have.
+    """The state of a step that failed. It decides which gradients the next try may have.
 
     ========  =====================================================  =============================================
-    state     reached by                                             the next attempt may have
+    state     reached by                                             the next try may have
     ========  =====================================================  =============================================
     none      any other error                                        any gradients
     rejected  NonFiniteGradient: pservers keep the staged blocks     any gradients; a ContributionConflict is final
@@ -34,13 +34,13 @@ class UnfinishedStep:
         """Keep nothing. `leads_host`: other processes are needed to finish a step."""
         self.kept: StepGradients | None = None
         self._leads_host = leads_host
-        self.attempt: StepGradients | None = None  # the newest, with the script's gradients; None if there are several
+        self.contribution: StepGradients | None = None  # of the newest try, not copied; None with several steps
         self._rejection: NonFiniteGradient | None = None
         self._is_lost = False
 
     def note_pulled(self) -> None:
         """Note that the step was pulled after all."""
-        self.kept = self.attempt = self._rejection = None
+        self.kept = self.contribution = self._rejection = None
 
     def note_rollback(self) -> None:
         """Note that the run has gone back to before the step."""
@@ -48,23 +48,23 @@ class UnfinishedStep:
         self._is_lost = False
 
     def note_failure(self, error: BaseException) -> None:
-        """Note why the newest attempt failed. Raises ContributionConflict if the step can never succeed."""
+        """Note why the newest try failed. Raises ContributionConflict if the step can never succeed."""
         if isinstance(error, ContributionConflict) and self._rejection is not None:
-            text = f"blocks staged by a rejected attempt of this step ({self._rejection}) cannot be discarded"
+            text = f"blocks staged by a rejected try of this step ({self._rejection}) cannot be discarded"
             raise ContributionConflict(f"{text}. Restart the script") from error
         self._rejection = error if isinstance(error, NonFiniteGradient) else None
         if isinstance(error, Unreachable) or not isinstance(error, NonFiniteGradient | ContributionConflict | Ended):
             self.keep()
 
     def keep(self) -> None:
-        """Copy the gradients of the newest attempt, which pservers may have counted, before the script changes them."""
+        """Copy the gradients of the newest try, which pservers may have counted, before the script changes them."""
         if self.kept is not None:
-            return  # the newest attempt has the same gradients
-        if self.attempt is None:
+            return  # the newest try has the same gradients
+        if self.contribution is None:
             self._is_lost = True
             return
-        copies = {name: gradient.clone() for name, gradient in self.attempt.gradients.items()}
-        self.kept, self.attempt = self.attempt._replace(gradients=copies), None
+        copies = {name: gradient.clone() for name, gradient in self.contribution.gradients.items()}
+        self.kept, self.contribution = self.contribution._replace(gradients=copies), None
 
     def require_same_gradients(self, step: Round, gradients: Mapping[str, Tensor], names: Collection[str]) -> None:
         """Raise ContributionConflict unless the gradients of these parameters may be pushed for the step.

@@ -24,7 +24,8 @@ from ..engines.model_tensors import TrainedModel
 from ..engines.pserver import PserverEngine
 from ..session.session import Session
 from ..transport.tensors import Flattening
-from .choice import DividedWork, StartedEngine
+from .choice import StartedEngine
+from .divided_work import DividedWork
 from .parameter_watch import ParameterWatch
 
 
@@ -201,8 +202,8 @@ class ForwardWaits:
         self._session = session
         self._engine = engine
         self._watch = watch
-        self._pulled = model.pulled.keys()
-        self._trained = model.parameters.keys()  # the others are buffers
+        self._names = model.pulled.keys()
+        self._trained = model.parameters.keys()  # the other names are of buffers
         self._waited_for: set[str] = set()
         names = {id(parameter): name for name, parameter in model.pulled.items()}
         for module, used in _computing_modules(model.module):
@@ -219,13 +220,13 @@ class ForwardWaits:
                 "overlap_pulls=False, or a process for each device"
             )
         if not torch.is_grad_enabled():
-            names = self._pulled
+            names = self._names
         self.wait(names)
         self._waited_for.update(names)
 
     def wait(self, names: Collection[str] | None = None) -> None:
         """Wait for the newest step's values of these parameters, or of all. Cheap if they are there."""
-        pending = self._engine.pending & set(self._pulled if names is None else names)
+        pending = self._engine.pending & set(self._names if names is None else names)
         if not pending or not self._session.is_open:
             return
         trained = pending & self._trained

@@ -17,12 +17,13 @@ from ps_protocol.vocabulary import Round
 from ..client.settings import TrainerArguments
 from ..engines.model_tensors import find_tensors
 from ..session.session import Session, use_session
-from .choice import check_combination, divide_work, make_state, start_engine
-from .grad_scaler import StepScaling
+from .choice import check_combination, make_state, start_engine
+from .divided_work import divide_work
 from .overlap import attach_overlap
 from .resumable_batches import Position, ResumableBatches
 from .script_guard import ScriptGuard
-from .wrapped_optimizer import WrappingOptimizer
+from .step_scaling import StepScaling
+from .wrapped_optimizer import WrappingOptimizer, hide_frames
 
 
 class RemoteOptimizer(WrappingOptimizer):
@@ -47,14 +48,12 @@ class RemoteOptimizer(WrappingOptimizer):
         coordinator, arguments: settings of a trainer (docs/settings.md), which win over `GRADPOST_*`: `local_steps`,
             `max_grad_norm`, `overlap`, `nonfinite`, … Those of the plan must be the same on all trainers.
 
-    Raises:
-        BadInput, ModelMismatch: before anything was sent to a pserver.
-        Ended and its children: the run has ended.
-
+    Raises BadInput or ModelMismatch before anything was sent to a pserver, and Ended once the run has ended.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler leaves scale and overflow to `step`
 
+    @hide_frames
     def __init__(
         self,
         optimizer: Optimizer,
@@ -81,7 +80,7 @@ class RemoteOptimizer(WrappingOptimizer):
         self._guard = ScriptGuard(self, tensors, self._engine, self._session)
         self._overlap = attach_overlap(self._session, self._work, started, self._guard.watch, self.synchronize)
         progress = self._engine.progress
-        self.scaling = StepScaling(self, self._work, progress, self._overlap)
+        self.scaling = StepScaling(self._session, self, self._work, progress, self._overlap)
         self._batches = ResumableBatches(
             lambda: Position(progress.num_rollbacks, progress.begun), client.settings.local_steps, client.log.warning
         )
@@ -147,6 +146,7 @@ class RemoteOptimizer(WrappingOptimizer):
             self._overlap.discard_passes()
 
     @torch.no_grad()
+    @hide_frames
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Push the gradients, wait until those of all trainers are applied, and pull the parameters.
 
@@ -162,12 +162,10 @@ class RemoteOptimizer(WrappingOptimizer):
         """
         self._session.check_open("step()")
         vars(self._wrapped)["_opt_called"] = True  # else its learning-rate schedulers would warn
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         if self._overlap is not None and self._overlap.finish_pull():
-            return loss
+            return loss  # the run went back: the gradients are of a step that is lost
         self._state.check_reset()
         self._guard.check(self._wrapped, follows_schedule=self._batches.schedule is not None)
         try:
@@ -188,6 +186,7 @@ class RemoteOptimizer(WrappingOptimizer):
     # ------------------------------------------------------------------ parameters and state
 
     @torch.no_grad()
+    @hide_frames
     def synchronize(self) -> None:
         """Wait for the steps that are on their way, and write the newest parameters.
 

@@ -90,6 +90,7 @@ class ShardDestination:
     blocks: Mapping[str, memoryview]  # writable bytes, by block name
     deltas: Deltas | None = None
     base: Round | None = None  # the version in the memory; None: unknown, or the script may have changed it
+    received: Collection[str] = ()  # the blocks that the newest pull has written; it leaves out unchanged ones
 
 
 def make_shard_destinations(

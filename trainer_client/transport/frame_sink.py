@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import LENGTH_BYTES, TRUSTED_LIMITS, Frame, parse_header, parse_length
@@ -36,6 +36,11 @@ class FrameSink:
         self.num_bytes = 0  # received bytes of the frame
         self._index = 0  # index of the current tensor
         self._filled = 0  # received bytes of the current tensor
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the tensors in the frame, once its header is complete."""
+        return self._places.keys()
 
     def feed(self, data: bytes | memoryview) -> None:
         """Implement `Sink.feed`."""

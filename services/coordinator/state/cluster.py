@@ -31,7 +31,7 @@ from .losses import (
     expire_trainers,
     leave_run,
     lose_stuck_trainers,
-    renew_lease,
+    note_heartbeat,
     return_stuck_trainers,
     time_out,
 )
@@ -240,6 +240,7 @@ class Cluster:
         record = self.run.record
         trainer = record.find_process(request.instance)
         if trainer is None or record.num_trainers is None:
+            # A crash may lose this candidate, whose next request makes it one again.
             raise NotReady(f"run {record.name} waits for its trainers", waiting_for=self.waiting_for)
         return TrainerJoined(
             run=record.name,
@@ -259,7 +260,7 @@ class Cluster:
         """Renew a trainer's lease, and act on its reports of lost rounds and unreachable pservers."""
         if self.run.member(rank, message.run, message.incarnation).is_resumed:
             self._undo_resumption(now)
-        run = renew_lease(self.run, rank, message, now)
+        run = note_heartbeat(self.run, rank, message, now)
         if run.record.state == "training":
             run = self._note_lost_rounds(run, rank, message)
             if self._settings.consistency.is_ring:
@@ -397,6 +398,7 @@ class Cluster:
         for lost in self.registry.lost.values() if is_under_way else ():
             age = now - lost.seen_at
             text = f"pserver {lost.info.index} at {lost.info.address} was lost: no heartbeat for {age:.1f} s"
+            # Without checkpoints a shard is gone with its process, unless the pserver wrote it when it stopped.
             if not run.checkpoint_interval and not lost.heartbeat.is_stopping:
                 text = f"{text} (lease {self.lease_seconds:g} s)"
             elif age > limit:

@@ -5,6 +5,7 @@
 For a trainer that left, each open round either contains its contribution or not. It is **in** if every pserver has
 applied the round with it or holds all of it, and at least one has counted its barrier. It is **out** if no pserver has
 applied the round with it. Otherwise, as when a pserver that had it died too, the run rolls back to the round before.
+In asynchronous modes a contribution counts alone (`decide_steps`): only the first steps of new trainers are decided.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def decide_change(run: Run, targets: Mapping[Rank, Incarnation], answers: Answer
         if reason := _find_loss(run, targets, index, incarnation, answer):
             return Rollback(lowest, f"pserver {index} {reason}")
     rules = run.settings.consistency
-    decide_mode = decide_steps if rules.is_async else decide
+    decide_mode = decide_steps if rules.is_async else decide_rounds
     take_over = {trainer.rank for trainer in run.record.trainers.values() if trainer.is_awaited}
     outcome = decide_mode(run.record.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
     if isinstance(outcome, Rollback):
@@ -140,7 +141,7 @@ def decide_rollback(
     return Decision(record.attempt + 1, round_, uploader, membership, wanted.reason, asked)
 
 
-def decide(
+def decide_rounds(
     before: Membership,
     members: Mapping[Rank, Incarnation],
     answers: Collection[FrozenRounds],
@@ -148,17 +149,18 @@ def decide(
     max_delay: int = 0,
     take_over: Collection[Rank] = (),
 ) -> Membership | Rollback:
-    """Return the membership with new `members`, given the answers of all frozen pservers, or a rollback.
+    """Return the membership with new `members` in the synchronous mode, or a rollback.
 
-    A rank with another incarnation has left and joined. Trainers in `take_over` supply the open rounds that do not
-    contain their rank; other new trainers begin after all rounds that are open on any pserver.
+    `answers` are those of all frozen pservers. A rank with another incarnation has left and joined. Trainers in
+    `take_over` supply the open rounds that do not contain their rank; other new trainers begin after all rounds that
+    are open on any pserver.
 
     >>> two = Membership({0: 1, 1: 1})
     >>> holds = FrozenRounds(applied=6, complete={7: (0, 1)}, counted={7: (1,)})
-    >>> decide(two, {0: 1}, [holds, FrozenRounds(applied=7, participants={7: (0, 1)})])
+    >>> decide_rounds(two, {0: 1}, [holds, FrozenRounds(applied=7, participants={7: (0, 1)})])
     Membership(members={0: 1}, starts={}, sets={7: (0, 1), 8: (0,)}, verdicts={}, controls=())
     >>> lost = FrozenRounds(applied=6)
-    >>> decide(two, {0: 1}, [lost, FrozenRounds(applied=7, participants={7: (0, 1)})])
+    >>> decide_rounds(two, {0: 1}, [lost, FrozenRounds(applied=7, participants={7: (0, 1)})])
     Rollback(newest=6, is_asked=False)
     """
     newest_applied = max(answer.applied for answer in answers)
@@ -192,9 +194,9 @@ def decide(
     verdicts: dict[Round, set[Rank]] = {}
     for answer in answers:
         for round_, ranks in answer.verdicts.items():
-            # A verdict counts for the rounds of its own incarnation, not for those of its successor.
+            # It may be that of a predecessor, which does not count from the start of its successor on. A trainer
+            # that stays sends its own verdict to every pserver.
             judged = {rank for rank in ranks if rank in sets.get(round_, ()) and round_ < starts.get(rank, last + 1)}
-            judged |= staying.intersection(ranks) & sets.get(round_, set())
             if judged:
                 verdicts.setdefault(round_, set()).update(judged)
     return Membership(dict(members), starts, _as_tuples(sets), _as_tuples(verdicts), before.controls)

@@ -35,8 +35,8 @@ from .record import EVICTED, TrainerState
 from .run import Run, name_ranks
 
 
-def renew_lease(run: Run, rank: Rank, message: TrainerHeartbeat, now: float) -> Run:
-    """Store a trainer's progress and results. A trainer that was lost too soon returns.
+def note_heartbeat(run: Run, rank: Rank, message: TrainerHeartbeat, now: float) -> Run:
+    """Renew a trainer's lease and store its progress and results. A trainer that was lost too soon returns.
 
     Raises ModelMismatch if the other trainers have declared another model meanwhile.
     """

@@ -180,8 +180,11 @@ class PserverRegistry:
         return self._with_member(replace(member, is_asked_to_stop=True, has_stopped=has_stopped))
 
     def renew_leases(self, now: float) -> PserverRegistry:
-        """Renew the leases of all living pservers."""
-        return replace(self, members={index: replace(member, seen_at=now) for index, member in self.members.items()})
+        """Renew the leases of all pservers, although none has sent a heartbeat: `was_reachable` starts again."""
+        members = self.members.items()
+        return replace(
+            self, members={index: replace(member, seen_at=now, present_since=now) for index, member in members}
+        )
 
     def was_reachable(self, index: PserverIndex, incarnation: Incarnation, since: float, now: float) -> bool:
         """Return whether this incarnation was reachable for a lease, so that a trainer without a connection is cut off.

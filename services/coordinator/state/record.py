@@ -49,7 +49,8 @@ class TrainerRecord(_Record):
     declaration: DeclareModel | None = None  # the declared model of a trainer that was lost before training began
     why: str = ""  # the reason for which it was lost or failed
     was_evicted: bool = False  # lost because an administrator evicted it
-    is_awaited: bool = False  # the run waits for this rank, whichever process takes it
+    # The run waits for this rank, whichever process takes it; a process that took it leaves it so until installed.
+    is_awaited: bool = False
     is_resumed: bool = False  # awaited since the run was resumed, so that all begin together
     round: Round = 0  # the newest completed round of a trainer that is done
 
@@ -143,7 +144,7 @@ class RunRecord(_Record):
 
     @property
     def awaited(self) -> list[TrainerRecord]:
-        """The lost trainers that the run waits for."""
+        """The trainers that the run waits for and whose rank no process holds."""
         return [t for t in self.trainers.values() if t.is_awaited and not t.is_present]
 
     @property

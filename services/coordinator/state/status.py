@@ -59,7 +59,7 @@ def describe_pause(run: Run) -> str:
     """Return the notice for trainers that wait while the run is paused; empty if the run is not paused."""
     if run.record.state != "training" or not run.record.membership.newest_controls.is_paused:
         return ""
-    return "an administrator has paused the run; it continues after POST /v1/controls/resume"
+    return "an administrator has paused the run; it continues after: gradpost resume"
 
 
 def list_rounds(run: Run, registry: PserverRegistry) -> list[Round]:
@@ -79,9 +79,9 @@ def describe_status(run: Run, registry: PserverRegistry, now: float) -> ClusterS
         num_pservers=registry.num_pservers,
         num_trainers=run.sizes[0],
         waiting_for=tuple(list_waits(run, registry)),
-        prospects=(
-            *filter(None, [describe_pause(run)]),
-            *(f"{what}; the run fails in {left:.0f} s unless this member returns" for what, left in prospects),
+        is_paused=bool(describe_pause(run)),
+        prospects=tuple(
+            f"{what}; the run fails in {left:.0f} s unless this member returns" for what, left in prospects
         ),
         failure=record.failure.to_problem() if record.failure else None,
         plan_digest=plan.digest if plan else None,

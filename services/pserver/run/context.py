@@ -134,7 +134,7 @@ class RunContext:
                         await self.condition.wait()
         return found
 
-    def wait_for_values(self) -> Wait:
+    def describe_wait_for_values(self) -> Wait:
         """Return the reason why a request waits for version 0. Starts the clock of the wait, unless it runs."""
         self.wait_clock.start()
         missing, facts = [self.installed.uploader], {"round": self.schedule.reported_round}

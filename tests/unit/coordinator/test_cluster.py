@@ -9,7 +9,7 @@ from ps_protocol.membership import FrozenRounds, HeldRun
 from ps_protocol.plan import SlicePlan
 from services.coordinator.reconcile import make_installation, make_members_message
 from services.coordinator.state.cluster import Cluster
-from services.coordinator.state.losses import expire_trainers, leave_run, renew_lease
+from services.coordinator.state.losses import expire_trainers, leave_run, note_heartbeat
 from services.coordinator.state.pservers import PserverRegistry
 
 from ...raising import raises_code
@@ -113,6 +113,9 @@ def test_a_pserver_is_reachable_for_the_coordinator_if_it_sent_a_heartbeat_a_lea
     assert not registry.was_reachable(0, 1, since=9, now=20)
     registry = registry.heartbeat(0, beat(), 20)
     assert not registry.was_reachable(0, 1, since=19.5, now=29.9)  # its lease ends at 30, and will not be renewed
+    registry = registry.renew_leases(29)  # the coordinator was paused, and does not know who died meanwhile
+    assert not registry.was_reachable(0, 1, since=9, now=39.5)
+    assert registry.heartbeat(0, beat(), 39.5).was_reachable(0, 1, since=9, now=39.5)
 
 
 def test_the_unix_socket_of_a_pserver_is_that_of_its_newest_incarnation():
@@ -223,7 +226,7 @@ def test_another_version_of_the_protocol_is_refused():
 def test_a_silent_pserver_ends_the_run_and_is_named():
     cluster = make_training()
     for rank in (0, 1):
-        cluster.run = renew_lease(cluster.run, rank, alive(), 9)
+        cluster.run = note_heartbeat(cluster.run, rank, alive(), 9)
     cluster.pserver_heartbeat(0, beat(), 9)
     cluster.expire(11)
     assert cluster.run.record.failure.code == "pserver_lost"
@@ -396,7 +399,7 @@ def test_with_exit_when_done_every_pserver_stops_and_then_the_coordinator():
 def test_with_exit_when_done_the_coordinator_does_not_wait_for_a_lost_pserver():
     cluster = make_training(exit_when_done=True)
     for rank in (0, 1):
-        cluster.run = renew_lease(cluster.run, rank, alive(), 11)
+        cluster.run = note_heartbeat(cluster.run, rank, alive(), 11)
     cluster.pserver_heartbeat(0, beat(run="run1"), 11)
     cluster.expire(12)
     for rank in (0, 1):

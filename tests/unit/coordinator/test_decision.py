@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ps_protocol.membership import Controls, FrozenRounds, Membership
-from services.coordinator.state.decision import Rollback, decide, decide_steps, explain_change
+from services.coordinator.state.decision import Rollback, decide_rounds, decide_steps, explain_change
 
 TWO = Membership({0: 1, 1: 1})
 
@@ -42,21 +42,21 @@ def test_a_start_is_kept_for_pservers_that_are_restored():
 def test_contributions_of_an_earlier_incarnation_to_an_open_round_are_kept_at_the_next_change():
     """Otherwise the round would lack its rank, which begins with the round after it."""
     holds = FrozenRounds(applied=60, complete={61: (0, 1)}, counted={61: (1,)})
-    first = decide(Membership({0: 2, 1: 1}), {0: 2, 1: 2}, [holds, holds], take_over=[1])
+    first = decide_rounds(Membership({0: 2, 1: 1}), {0: 2, 1: 2}, [holds, holds], take_over=[1])
     assert isinstance(first, Membership)
     assert (first.sets, first.starts) == ({61: (0, 1)}, {1: 62})
-    again = decide(first, {0: 2, 1: 2}, [holds, holds])
+    again = decide_rounds(first, {0: 2, 1: 2}, [holds, holds])
     assert isinstance(again, Membership)
     assert (again.sets, again.starts) == ({61: (0, 1)}, {1: 62})
     lost = FrozenRounds(applied=60)
-    assert decide(first, {0: 2, 1: 2}, [holds, lost]) == Rollback(60)
+    assert decide_rounds(first, {0: 2, 1: 2}, [holds, lost]) == Rollback(60)
 
 
 def test_a_round_that_was_applied_without_a_rank_is_not_taken_over_by_it():
     """Its earlier incarnation was new in the run, and would have begun with the round after."""
     before = Membership({0: 1, 1: 1, 2: 1}, starts={2: 8}, sets={7: (0, 1)})
     answers = [FrozenRounds(applied=7, participants={7: (0, 1)}), FrozenRounds(applied=6, complete={7: (0, 1)})]
-    decided = decide(before, {0: 1, 1: 1, 2: 2}, answers, take_over=[2])
+    decided = decide_rounds(before, {0: 1, 1: 1, 2: 2}, answers, take_over=[2])
     assert isinstance(decided, Membership)
     assert (decided.starts, decided.sets) == ({2: 8}, {7: (0, 1), 8: (0, 1, 2)})
 
@@ -65,18 +65,18 @@ def test_without_trainers_all_pservers_end_at_the_same_round():
     """One pserver has applied round 7 with both trainers, and another one has staged it."""
     applied = FrozenRounds(applied=7, participants={7: (0, 1)})
     holds = FrozenRounds(applied=6, complete={7: (0, 1)}, counted={7: (1,)})
-    assert decide(TWO, {}, [applied, holds]) == Membership({}, sets={7: (0, 1)})
-    assert decide(TWO, {}, [applied, FrozenRounds(applied=6)]) == Rollback(6)
-    assert decide(TWO, {}, [applied, applied]) == Membership({})
+    assert decide_rounds(TWO, {}, [applied, holds]) == Membership({}, sets={7: (0, 1)})
+    assert decide_rounds(TWO, {}, [applied, FrozenRounds(applied=6)]) == Rollback(6)
+    assert decide_rounds(TWO, {}, [applied, applied]) == Membership({})
     counted = FrozenRounds(applied=6, complete={7: (0,)}, counted={7: (0,)})
-    assert decide(TWO, {}, [counted, counted]) == Membership({}, sets={7: (0,)})
+    assert decide_rounds(TWO, {}, [counted, counted]) == Membership({}, sets={7: (0,)})
 
 
 def test_a_waiting_trainer_keeps_its_first_round_when_the_change_is_repeated():
     """Its first round is open by then, which the trainer does not know yet."""
     open_ = FrozenRounds(applied=25, participants={25: (0, 1)})
     waits = Membership({0: 1, 1: 2}, {1: 26}, {26: (0, 1)})
-    assert decide(waits, {0: 1, 1: 2}, [open_, open_]) == Membership({0: 1, 1: 2}, {1: 26}, {26: (0, 1)})
+    assert decide_rounds(waits, {0: 1, 1: 2}, [open_, open_]) == Membership({0: 1, 1: 2}, {1: 26}, {26: (0, 1)})
 
 
 def test_a_counted_contribution_of_a_trainer_that_left_is_in_its_open_round_unless_it_was_left_out():
@@ -85,13 +85,13 @@ def test_a_counted_contribution_of_a_trainer_that_left_is_in_its_open_round_unle
     left_out = Membership({0: 1, 1: 1}, sets={7: (0,)})
     cases = (TWO, [staged] * 2, (0,)), (TWO, [staged, counted], (0, 1)), (left_out, [counted], (0,))
     for before, answers, ranks in cases:
-        decided = decide(before, {0: 1}, answers)
+        decided = decide_rounds(before, {0: 1}, answers)
         assert isinstance(decided, Membership)
         assert decided.sets == {7: ranks}
 
 
 def test_with_max_delay_later_rounds_are_open_too():
-    decided = decide(TWO, {0: 1}, [FrozenRounds(applied=6)] * 2, max_delay=1)
+    decided = decide_rounds(TWO, {0: 1}, [FrozenRounds(applied=6)] * 2, max_delay=1)
     assert isinstance(decided, Membership)
     assert decided.sets == {7: (0,), 8: (0,)}
 
@@ -100,3 +100,11 @@ def test_every_decision_without_a_rollback_has_a_reason():
     assert explain_change(TWO, {0: 2, 2: 1}, None) == "trainer 0, trainer 2 joined; trainer 1 left"
     assert explain_change(TWO, TWO.members, Controls(is_paused=True)) == "an administrator has set controls"
     assert explain_change(TWO, TWO.members, None) == "a pserver must install the membership again"
+
+
+def test_the_verdict_of_a_predecessor_does_not_count_for_its_successor() -> None:
+    """The pserver has not installed the successor, as an earlier decision that was recorded wanted it to."""
+    recorded = Membership({0: 1, 1: 3}, starts={1: 1}, sets={1: (0, 1)})
+    has_predecessor = FrozenRounds(applied=0, complete={1: (0, 1)}, counted={1: (1,)}, verdicts={1: (1,)})
+    decided = decide_rounds(recorded, {0: 1, 1: 3}, [has_predecessor, FrozenRounds(applied=0)], take_over=[1])
+    assert decided == recorded

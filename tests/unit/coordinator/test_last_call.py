@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ps_protocol.errors import GradpostError, NotReady
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.joining import declare_model, join_run
-from services.coordinator.state.losses import expire_trainers, leave_run, renew_lease
+from services.coordinator.state.losses import expire_trainers, leave_run, note_heartbeat
 from services.coordinator.state.run import Run
 
 from ...raising import raises_code
@@ -140,12 +140,12 @@ def test_a_trainer_that_returns_before_the_start_declares_its_model_again(restar
 
     run = join_run(join_run(make_run(), joining("a"), 0), joining("b"), 0)
     run = restart_if(declare_model(run, 0, model()), "declaration")
-    run = renew_lease(renew_lease(run, 0, alive(), 0), 1, alive(), LEASE)
+    run = note_heartbeat(note_heartbeat(run, 0, alive(), 0), 1, alive(), LEASE)
     run = restart_if(expire_trainers(run, LEASE + 1, LEASE), "loss")
     run = restart_if(declare_model(run, 1, model(min_block_size=100)), "other declaration")
     with raises_code("model_mismatch", match="trainer 0 and trainer 1 disagree on min_block_size"):
-        renew_lease(run, 0, alive(), LEASE + 2)
+        note_heartbeat(run, 0, alive(), LEASE + 2)
     assert run.missing_ranks == [0]
     assert declare_model(run, 0, model(min_block_size=100)).missing_ranks == []
-    alone = renew_lease(leave_run(run, 1, leaving(), LEASE + 2), 0, alive(), LEASE + 3)
+    alone = note_heartbeat(leave_run(run, 1, leaving(), LEASE + 2), 0, alive(), LEASE + 3)
     assert (alone.record.declaration, alone.missing_ranks) == (model(), [1])

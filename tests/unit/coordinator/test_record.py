@@ -17,7 +17,7 @@ from services.coordinator.reconcile import make_installation
 from services.coordinator.restore import FILE, RecordFile
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.joining import declare_model, join_run
-from services.coordinator.state.losses import expire_trainers, renew_lease
+from services.coordinator.state.losses import expire_trainers, note_heartbeat
 from services.coordinator.state.record import (
     Beginning,
     ClusterRecord,
@@ -375,7 +375,7 @@ def test_a_resumed_run_that_continues_without_lost_trainers_begins_after_the_rej
     run = join_run(run, joining("new", 0), RESTART + 1)
     run = declare_model(run, 0, model(2))
     assert [trainer.rank for trainer in run.record.awaited] == [1, 2]
-    run = renew_lease(run, 0, alive(2), RESTART + 31)
+    run = note_heartbeat(run, 0, alive(2), RESTART + 31)
     run = expire_trainers(run, RESTART + 31, LEASE)
     assert (run.record.awaited, run.record.is_over) == ([], False)
 

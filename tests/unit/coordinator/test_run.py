@@ -16,7 +16,7 @@ from services.coordinator.state.losses import (
     expire_trainers,
     leave_run,
     lose_stuck_trainers,
-    renew_lease,
+    note_heartbeat,
     return_stuck_trainers,
 )
 from services.coordinator.state.run import Run
@@ -82,7 +82,7 @@ def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
     run = join_run(run, joining("b", 0), LEASE + 1)
     assert run.record.members == {0: 2}
     with raises_code("stale_trainer"):
-        renew_lease(run, 0, alive(incarnation=1), LEASE + 2)  # SIGCONT after its lease
+        note_heartbeat(run, 0, alive(incarnation=1), LEASE + 2)  # SIGCONT after its lease
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_declaration_may_change_until_the_plan_is_made():
     "act",
     [
         lambda target, **changes: declare_model(target, 0, model(**changes)),
-        lambda target, **changes: renew_lease(target, 0, alive(**changes), 1),
+        lambda target, **changes: note_heartbeat(target, 0, alive(**changes), 1),
         lambda target, **changes: leave_run(target, 0, leaving(**changes), 1),
     ],
 )
@@ -211,7 +211,7 @@ def test_messages_of_another_run_or_incarnation_are_refused(act: Callable[..., R
     with raises_code("stale_trainer"):
         act(run, incarnation=2)
     with raises_code("stale_trainer"):
-        renew_lease(run, 5, alive(), 1)
+        note_heartbeat(run, 5, alive(), 1)
     assert run.record.members == {0: 1, 1: 1}
 
 
@@ -237,10 +237,10 @@ def test_a_silent_trainer_is_back_before_the_start_if_its_place_is_still_free(ha
     run = joined()
     if has_declared:
         run = declare_model(run, 0, model())
-    run = renew_lease(run, 1, alive(), 8)
+    run = note_heartbeat(run, 1, alive(), 8)
     run = expire_trainers(run, LEASE + 1, LEASE)
     number = run.record.change_number
-    run = renew_lease(run, 0, alive(), 12)
+    run = note_heartbeat(run, 0, alive(), 12)
     assert (run.record.members, run.record.num_declared) == ({0: 1, 1: 1}, int(has_declared))
     assert run.record.change_number > number
     for rank in (0, 1):
@@ -261,7 +261,7 @@ def test_a_trainer_that_leaves_before_the_start_frees_its_rank():
 
 def test_a_silent_trainer_ends_the_run_and_is_named():
     run = training()
-    run = renew_lease(run, 1, alive(round_=3, loss=0.5), 8)
+    run = note_heartbeat(run, 1, alive(round_=3, loss=0.5), 8)
     number = run.record.change_number
     run = expire_trainers(run, LEASE, LEASE)
     assert run.record.failure is None
@@ -276,9 +276,9 @@ def test_a_silent_trainer_ends_the_run_and_is_named():
 
 def test_a_lost_trainer_stays_lost_when_its_run_has_failed():
     run = training()
-    run = renew_lease(run, 1, alive(), 11)
+    run = note_heartbeat(run, 1, alive(), 11)
     run = expire_trainers(run, 11, LEASE)
-    run = renew_lease(run, 0, alive(), 12)  # SIGCONT: its heartbeat is answered with the failure
+    run = note_heartbeat(run, 0, alive(), 12)  # SIGCONT: its heartbeat is answered with the failure
     assert run.record.trainers[0].state == "lost"
     run = leave_run(run, 0, leaving(), 13)
     assert run.record.trainers[0].state == "lost"
@@ -307,7 +307,7 @@ def test_a_trainer_that_is_done_is_not_waited_for():
     run = leave_run(run, 0, leaving(round=5), 2)  # a retry
     assert run.record.change_number == number
     for rank in (1, 2):
-        run = renew_lease(run, rank, alive(), 9)
+        run = note_heartbeat(run, rank, alive(), 9)
     run = expire_trainers(run, 15, LEASE)  # the lease of trainer 0 does not matter
     assert run.record.state == "training"
     for rank in (1, 2):
@@ -363,10 +363,10 @@ def test_another_incarnation_takes_over_though_it_was_silent_for_a_while(has_dec
     run = with_another_incarnation()
     if has_declared:
         run = declare_model(run, 1, model(2))
-    run = renew_lease(run, 0, alive(), 2 + LEASE)
+    run = note_heartbeat(run, 0, alive(), 2 + LEASE)
     run = expire_trainers(run, 3 + LEASE, LEASE)
     number = run.record.change_number
-    run = renew_lease(run, 1, alive(2), 4 + LEASE)
+    run = note_heartbeat(run, 1, alive(2), 4 + LEASE)
     if not has_declared:
         assert run.record.targets == {0: 1, 1: 1}  # the others do not go on without it
         run = declare_model(run, 1, model(2))
@@ -380,10 +380,10 @@ def test_another_incarnation_that_was_silent_is_back_though_the_run_continued_wi
     run = leave_run(run, 1, leaving("failed"), 1)
     assert run.record.awaited == []
     run = join_run(run, joining("another process", 1), 2)
-    run = renew_lease(run, 0, alive(), 2 + LEASE)
+    run = note_heartbeat(run, 0, alive(), 2 + LEASE)
     run = expire_trainers(run, 3 + LEASE, LEASE)
     assert run.record.members == {0: 1}
-    run = renew_lease(run, 1, alive(2), 4 + LEASE)
+    run = note_heartbeat(run, 1, alive(2), 4 + LEASE)
     run = declare_model(run, 1, model(2))
     assert run.record.targets == {0: 1, 1: 2}
 
@@ -395,7 +395,7 @@ def test_another_incarnation_that_declares_late_is_lost_and_may_still_take_over(
     run = expire_trainers(run, 4 + limit, 10 * limit)
     assert not run.record.is_over
     assert "did not declare a model within the round time-out" in run.record.awaited[0].why
-    run = renew_lease(run, 1, alive(2), 5 + limit)
+    run = note_heartbeat(run, 1, alive(2), 5 + limit)
     assert run.record.awaited  # its heartbeats never stopped
     run = declare_model(run, 1, model(2))
     assert (run.record.awaited, run.record.targets) == ([], {0: 1, 1: 2})

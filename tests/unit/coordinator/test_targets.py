@@ -16,7 +16,7 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.metrics import describe_targets, is_own_address
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
-from services.coordinator.state.losses import leave_run, renew_lease
+from services.coordinator.state.losses import leave_run, note_heartbeat
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import KnownHosts, guard
 
@@ -113,6 +113,6 @@ def test_a_member_that_is_gone_is_no_target():
 
     for now in (LEASE, LEASE + 2):  # pserver 1 and trainer 2 are silent
         cluster.pserver_heartbeat(0, beat(), now)
-        cluster.run = renew_lease(cluster.run, 1, alive(), now)
+        cluster.run = note_heartbeat(cluster.run, 1, alive(), now)
     cluster.expire(LEASE + 2)
     assert addresses(cluster) == ["a:1", "d:1"]

@@ -330,6 +330,7 @@ async def test_controls_may_name_as_many_parameters_as_a_plan():
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             answer = await http.put(MEMBERS, content=message.model_dump_json(), headers=JSON)
         assert (answer.status_code, b.run.context.membership.controls) == (204, controls)
+        assert "content-type" not in answer.headers
 
 
 async def push_with_scaler(b: Bench, rank: int, round_: int, scaler: HyperParameters | None) -> None:

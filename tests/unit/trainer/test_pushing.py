@@ -216,7 +216,7 @@ def test_steps_on_their_way_have_memory_of_their_own(io: IoThread) -> None:
     first, second, third = map(pipeline._memory_of, (1, 2, 3))
     assert first is third
     assert first.buckets is not second.buckets
-    assert first.pulled["last"].data_ptr() != second.pulled["last"].data_ptr()
+    assert first.received["last"].data_ptr() != second.received["last"].data_ptr()
 
 
 def test_a_request_of_discarded_gradients_may_still_read_its_memory(io: IoThread) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_client.engines.collective_buffers import PIECE, FlatBucket
-from trainer_client.engines.ring_group import Tally, TallyVector, address_towards, join_store, open_store
+from trainer_client.engines.collective.buffers import PIECE, FlatBucket
+from trainer_client.engines.collective.ring_group import Tally, TallyVector, address_towards, join_store, open_store
 
 pytestmark = pytest.mark.ring
 

@@ -13,7 +13,7 @@ from trainer_client.engines.unfinished_step import UnfinishedStep
 def failed(error: BaseException, *, has_several_steps: bool = False) -> UnfinishedStep:
     """Return the state after a step with the gradient 1.0 failed; the script has changed the gradient since then."""
     step, gradient = UnfinishedStep(leads_host=False), torch.ones(2)
-    step.attempt = None if has_several_steps else StepGradients({"w": gradient})
+    step.contribution = None if has_several_steps else StepGradients({"w": gradient})
     step.note_failure(error)
     gradient.fill_(5.0)
     return step

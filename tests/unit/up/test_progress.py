@@ -43,8 +43,9 @@ def test_the_live_line() -> None:
         "waiting for trainer 0, pserver 1"
     )
     line = describe(make_status(), make_summary(), ACTIVITY)
-    assert line == "training: round 1,234  12.3 rounds/s  45.6 MB/s  accuracy 0.9833  loss 0.25  1:01"
-    assert describe(make_status(state="finished"), make_summary(results={}), IDLE) == "finished: round 1,234  1:01"
+    assert line == "training: round 1,234  12.3 rounds/s  45.6 MB/s  accuracy 0.9833  loss 0.25  elapsed 1:01"
+    ended = describe(make_status(state="finished"), make_summary(results={}), IDLE)
+    assert ended == "finished: round 1,234  elapsed 1:01"
 
 
 def test_the_live_line_names_the_missing_trainers_of_a_slow_round() -> None:

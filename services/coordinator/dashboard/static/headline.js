@@ -15,9 +15,10 @@ export function waitOf({ at, barrier }) {
 export function showHeadline(status, activity) {
   const sync = isSync(status);
   const progress = status.state === "training" ? `${format.count(activity.round)} · ` : "";
-  document.title = `${progress}Gradpost ${status.state}`;
-  show(byId("state"), status.state, status.state);
-  byId("state").dataset.state = status.state;
+  const state = status.is_paused ? "paused" : status.state;
+  document.title = `${progress}Gradpost ${state}`;
+  show(byId("state"), state, state);
+  byId("state").dataset.state = state;
   show(byId("mode"), isRing(status) ? `${status.mode}, in a ring` : status.mode, status.mode);
   show(byId("run-name"), status.run, status.run);
 
@@ -52,6 +53,9 @@ export function showNotices(status, activity) {
 
 function noticesOf(status, activity) {
   const notices = status.prospects.map((text) => ({ kind: "bad", title: "Lost", text }));
+  if (status.is_paused) {
+    notices.unshift({ kind: "warn", title: "Paused", text: "by an administrator; it continues after: gradpost resume" });
+  }
   if (status.failure) notices.unshift({ kind: "bad", title: "The run has failed", text: status.failure.detail });
   if (status.state === "gathering" && status.waiting_for.length) {
     notices.push({ kind: "info", title: "Waiting for", text: status.waiting_for.join(", ") });

@@ -62,7 +62,8 @@ export function showBarrier(status, activity) {
   const where = whereabouts(activity);
   const at = barrier?.pserver === null ? "" : `, pserver ${barrier?.pserver}`;
   show(byId("barrier-note"), barrier && sync ? `round ${format.count(barrier.round)}${at}` : "");
-  show(byId("barrier-says"), sync ? arrivals(barrier) : waiting(barrier), barrier);
+  const says = sync ? arrivals(barrier) : waiting(barrier);
+  show(byId("barrier-says"), status.is_paused ? "The run is paused" : says, barrier);
   show(byId("barrier-since"), sinceWhen(barrier, wait));
   const waits = activity.pservers.map((pserver) => pserver.wait_seconds).filter(format.isNumber);
   const mean = `Mean wait in the newest five seconds: ${format.seconds(Math.max(...waits))}`;

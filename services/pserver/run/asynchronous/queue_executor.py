@@ -338,14 +338,14 @@ class QueueExecutor:
         self._context.check_fence(fence)
         self._context.check_member(fence)
         if not self._context.is_readable or self._reader is None:
-            return self._context.wait_for_values()
+            return self._context.describe_wait_for_values()
         if self.schedule.find_missing(fence.rank, fence.round):
             self._check_blocks_run(self.queues)
-            return self._wait_for_clocks(fence)
+            return self._describe_wait(fence)
         self._pulling.pop(fence.rank, None)
         return self._reader
 
-    def _wait_for_clocks(self, fence: Fence) -> Wait:
+    def _describe_wait(self, fence: Fence) -> Wait:
         """Return the reason why a trainer's pull waits for clocks. Starts the clock of the wait, unless it runs."""
         rank, step = fence.rank, fence.round
         others = self._find_others(rank, step)

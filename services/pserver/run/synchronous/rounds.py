@@ -246,10 +246,14 @@ class Rounds(Generic[Payload]):
 
     # ------------------------------------------------------------------ members
 
+    def hold(self) -> None:
+        """Hold back every barrier from now on, so that no apply follows the running one, and `freeze` may come."""
+        self.is_frozen = True
+
     def freeze(self) -> FrozenRounds:
         """Hold back every barrier from now on, and return the progress of all trainers. No apply may be running."""
         assert self.applying is None
-        self.is_frozen = True
+        self.hold()
         self.measuring = None  # the members may change
         return FrozenRounds(
             applied=self.applied,

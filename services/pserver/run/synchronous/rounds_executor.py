@@ -103,7 +103,7 @@ class RoundsExecutor:
     async def hold_updates(self) -> None:
         """Wait for a running apply. None follows it until members are installed."""
         async with self._condition:
-            self.schedule.is_frozen = True
+            self.schedule.hold()
             while self.schedule.applying is not None:
                 self._context.check_failure()
                 await self._condition.wait()
@@ -279,7 +279,7 @@ class RoundsExecutor:
             return self._reply
         if self._reply is not None and self._reply.round > fence.round:
             raise StaleRound(f"round {fence.round} has been overwritten", current=self._reply.round)
-        return self._wait_for_open_round(fence)
+        return self._describe_wait(fence)
 
     def _serves(self, version: Round, fence: Fence) -> bool:
         """Return whether this version may be the answer: with `max_delay` newer versions may be."""
@@ -294,6 +294,7 @@ class RoundsExecutor:
         return await self._context.wait_for(pull.wait_seconds, lambda: self._find_norm(fence, pull.norm))
 
     def _find_norm(self, fence: Fence, agreed: AgreedNorm | None) -> NormAnswer | Wait:
+        """Return the norm, or why it is not there yet. The global norm begins the step, which is awaited then."""
         self._admit_get(fence)
         rounds = self.schedule
         if fence.round <= rounds.applied:
@@ -301,11 +302,11 @@ class RoundsExecutor:
             return NormAnswer() if norm is None else NormAnswer(**norm._asdict())
         measured = self._find_measured(rounds.measuring) or self._find_measured(rounds.applying)
         if measured is None or measured.apply.round != fence.round:
-            return self._wait_for_open_round(fence)  # the round is incomplete, or a change of members has dropped it
+            return self._describe_wait(fence)  # the round is incomplete, or a change of members has dropped it
         if agreed is None:
             return NormAnswer(**measured.norm._asdict())
         self._accept_norm(agreed, measured)
-        return self._wait_for_open_round(fence)
+        return self._describe_wait(fence)
 
     def _accept_norm(self, agreed: AgreedNorm, measured: Measured) -> None:
         """Step the round with the first norm that matches. Raises NormChanged for the norm of another gradient."""
@@ -317,10 +318,10 @@ class RoundsExecutor:
             coefficient = clip_coefficient(agreed.norm, self._context.installed.max_grad_norm)
             self._begin(self._apply(self.schedule.accept_norm(), coefficient))
 
-    def _wait_for_open_round(self, fence: Fence) -> Wait:
+    def _describe_wait(self, fence: Fence) -> Wait:
         """Return the reason why a request waits for the open round. Starts the clock of the wait, unless it runs."""
         if not self._context.is_readable:
-            return self._context.wait_for_values()
+            return self._context.describe_wait_for_values()
         self._wait_clock.start()
         rounds, since = self.schedule, self._wait_clock.since
         missing: Sequence[Rank] = rounds.missing

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ps_protocol.plan import make_ring_plan
 
-from ..client.pserver_group import DeclaredRun
-from ..client.round_results import Outcomes
-from ..session.host import Host
-from ..session.session import Session
-from .collective_buffers import BroadcastBuffer, FlatBucket, FlatGradients
-from .engine import StepEngine, StepGradients, StepProgress
-from .local_steps import LocalSteps
-from .model_tensors import TrainedModel
+from ...client.pserver_group import DeclaredRun
+from ...client.round_results import Outcomes
+from ...session.host import Host
+from ...session.session import Session
+from ..engine import StepEngine, StepGradients, StepProgress
+from ..local_steps import LocalSteps
+from ..model_tensors import TrainedModel
+from .buffers import BroadcastBuffer, FlatBucket, FlatGradients
 
 
 class HostLeader:

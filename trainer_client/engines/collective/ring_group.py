@@ -21,8 +21,8 @@ from ps_config.hosts import authority, split_port
 from ps_protocol.errors import BadModel, Ended
 from ps_protocol.vocabulary import Rank
 
-from ..session.collectives import GROUP_TIMEOUT, Collectives, make_group, run_aside
-from ..session.session import Session
+from ...session.collectives import GROUP_TIMEOUT, Collectives, make_group, run_aside
+from ...session.session import Session
 
 T = TypeVar("T")
 

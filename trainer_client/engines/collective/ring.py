@@ -22,11 +22,11 @@ from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.norms import clip_coefficient
 from ps_protocol.vocabulary import Rank
 
-from ..session.session import Session
-from .collective_buffers import FlatBucket, FlatGradients
-from .engine import StepGradients, StepProgress, note_own_round
-from .local_steps import step_with_gradients
-from .model_tensors import TrainedModel
+from ...session.session import Session
+from ..engine import StepGradients, StepProgress, note_own_round
+from ..local_steps import step_with_gradients
+from ..model_tensors import TrainedModel
+from .buffers import FlatBucket, FlatGradients
 from .ring_group import Group, Tally, TallyVector
 
 

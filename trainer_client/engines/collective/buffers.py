@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ps_protocol.errors import BadInput, ContributionConflict
 
-from ..session.collectives import Collectives
+from ...session.collectives import Collectives
 
 BYTES = 4  # of a float32 element
 PIECE = 1 << 16  # elements that are squared at once, in memory that an allocator keeps

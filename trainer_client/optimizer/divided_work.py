@@ -1,0 +1,90 @@
+"""`DividedWork`: the model and the optimizers of a script, where they step, and the contribution of each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.optim import Optimizer
+
+from ps_protocol.optimizers import HyperParameters, OptimizerSpec
+from ps_protocol.requests import Completion
+
+from ..engines.engine import StepGradients
+from ..engines.local_steps import LocalSteps, check_outer
+from ..engines.model_tensors import TrainedModel
+from ..engines.torch_state import ParameterStates, own_state
+from ..session.session import Session
+from ..transport.tensors import Flattening
+from .wrapped_optimizer import describe_local_optimizer, describe_optimizer, read_hyper_parameters
+
+
+@dataclass(frozen=True)
+class DividedWork:
+    """The model and the optimizers of a script, and where they step."""
+
+    model: TrainedModel
+    optimizer: Optimizer  # steps on the pservers; in a ring on each trainer
+    spec: OptimizerSpec
+    local: LocalSteps | None  # before each of its steps
+    is_stepped_here: bool  # `optimizer` steps in the trainer, in a ring or without a cluster
+    is_async: bool
+    mean_rate: float | None  # the learning rate of the means of buffers; None if there are none
+    initial_state: ParameterStates  # the state of `optimizer` from its own steps or a checkpoint
+    flattening: Flattening = field(default_factory=Flattening)
+
+    @property
+    def is_wrapped_stepping(self) -> bool:
+        """True if the wrapped optimizer steps in the trainer."""
+        return self.is_stepped_here or self.local is not None
+
+    @property
+    def shares_rounds(self) -> bool:
+        """True if every step is a round of all trainers, which have its outcome in common."""
+        return not self.is_async and self.local is None
+
+    def contribute(self, is_finite: bool, scaler: list[HyperParameters]) -> StepGradients | None:
+        """Return the contribution of a step, with the state of a GradScaler; None after a local step but the last."""
+        if self.local is None:
+            gradients = self.flattening.flatten(self.model.parameters)
+        elif self.local.step():
+            gradients, is_finite = self.local.outer_gradients(), True
+        else:
+            return None
+        found = [] if self.is_stepped_here else read_hyper_parameters(self.spec, self.optimizer)
+        means: list[HyperParameters] = [] if self.mean_rate is None else [{"lr": self.mean_rate}]
+        return StepGradients(gradients, Completion(0, [*found, *means, *scaler]), is_finite)
+
+
+def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None, model: TrainedModel) -> DividedWork:
+    """Return where an optimizer steps. Raises BadInput for one that no pserver can run, or for its state."""
+    settings, rules = session.client.settings, session.client.joined.consistency
+    stepped, local, is_stepped_here = optimizer, None, rules.is_ring or settings.strategy == "local"
+    if settings.local_steps > 0:
+        stepped = _make_outer(session, model) if outer is None else outer
+        check_outer(optimizer, stepped)
+        local = LocalSteps(optimizer, model.parameters, settings.local_steps)
+    # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
+    mean_rate = 1 / session.world_size if rules.is_async else 1.0
+    return DividedWork(
+        model,
+        stepped,
+        spec=describe_local_optimizer(stepped) if rules.is_ring else describe_optimizer(stepped),
+        local=local,
+        is_stepped_here=is_stepped_here,
+        is_async=rules.is_async,
+        mean_rate=mean_rate if model.averages.means else None,
+        initial_state={} if is_stepped_here else own_state(describe_optimizer(stepped), stepped, model.names),
+    )
+
+
+def _make_outer(session: Session, model: TrainedModel) -> Optimizer:
+    settings, joined = session.client.settings, session.client.joined
+    # Without an average, N trainers would move the parameters N times as far.
+    mean = 1 / joined.world_size if joined.consistency.is_async else 1.0
+    return torch.optim.SGD(
+        list(model.parameters.values()),
+        lr=mean if settings.outer_lr is None else settings.outer_lr,
+        momentum=settings.outer_momentum,
+        nesterov=settings.outer_nesterov,
+    )
