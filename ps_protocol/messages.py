@@ -224,6 +224,9 @@ class DeclareModel(Message):
     buffers: tuple[tuple[Name, Shape, Label], ...] = Field(default=(), max_length=MAX_TENSORS)
     optimizer: Label
     group_flags: tuple[Annotated[dict[Label, Flag], Field(max_length=100)], ...] = Field(max_length=MAX_MEMBERS)
+    members: tuple[tuple[Label, Label, Positive], ...] = Field(
+        default=(), max_length=MAX_MEMBERS, description="several optimizers: name, class name and number of groups"
+    )
     min_block_size: Positive | None = None
     placement: Placement | None = None
     slice_parameters: Flag | None = None

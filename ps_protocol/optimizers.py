@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .errors import BadInput
@@ -28,20 +28,73 @@ class OptimizerRule:
     flags: tuple[str, ...]
 
 
+class OptimizerMember(NamedTuple):
+    """One of several optimizers of a run: the name that the script gives it, its class name, and its groups."""
+
+    name: str
+    optimizer: str
+    num_groups: int
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """The optimizer of a run: its class name and the flags of each parameter group."""
+    """The optimizer of a run: its class name and the flags of each parameter group.
+
+    Of several optimizers, `members` has one entry each, and `name` consists of their class names.
+    """
 
     name: str
     group_flags: tuple[dict[str, bool], ...]
+    members: tuple[OptimizerMember, ...] = ()
+
+    @classmethod
+    def combine(cls, specs: Mapping[str, OptimizerSpec]) -> OptimizerSpec:
+        """Return the spec of several optimizers by name, whose groups follow each other.
+
+        >>> adam, sgd = (OptimizerSpec(name, ({"maximize": False},)) for name in ("Adam", "SGD"))
+        >>> spec = OptimizerSpec.combine({"D": adam, "G": sgd})
+        >>> spec.name, spec.rule(1), list(spec.groups_of("G"))
+        ('Adam+SGD', 'SGD', [1])
+        """
+        members = tuple(OptimizerMember(name, s.name, len(s.group_flags)) for name, s in specs.items())
+        flags = tuple(flags for s in specs.values() for flags in s.group_flags)
+        return cls("+".join(member.optimizer for member in members), flags, members)
 
     def with_means(self) -> OptimizerSpec:
         """Return this spec with one more group, whose update rule is MEAN."""
-        return OptimizerSpec(self.name, (*self.group_flags, {MEAN: True}))
+        return replace(self, group_flags=(*self.group_flags, {MEAN: True}))
 
     def rule(self, group: int) -> str:
-        """Return the update rule of a parameter group: the optimizer's name, or MEAN."""
-        return MEAN if MEAN in self.group_flags[group] else self.name
+        """Return the update rule of a parameter group: the class name of its optimizer, or MEAN."""
+        if MEAN in self.group_flags[group]:
+            return MEAN
+        return next((member.optimizer for member in self.members if group in self.groups_of(member.name)), self.name)
+
+    def find_member(self, group: int) -> str | None:
+        """Return the name of a parameter group's optimizer, if there are several."""
+        return next((member.name for member in self.members if group in self.groups_of(member.name)), None)
+
+    @property
+    def rules(self) -> frozenset[str]:
+        """The update rules of all groups."""
+        return frozenset(map(self.rule, range(len(self.group_flags))))
+
+    def member(self, name: str) -> OptimizerSpec:
+        """Return the spec of one of several optimizers alone. Raises BadInput for an unknown name."""
+        groups = self.groups_of(name)
+        return OptimizerSpec(self.rule(groups[0]), tuple(self.group_flags[group] for group in groups))
+
+    def groups_of(self, member: str) -> range:
+        """Return the groups of one of several optimizers. Raises BadInput for an unknown name."""
+        begin = 0
+        for name, _, num_groups in self.members:
+            if name == member:
+                return range(begin, begin + num_groups)
+            begin += num_groups
+        raise BadInput(
+            f"this run has no optimizer {member!r:.80}",
+            code="invalid_message", expected=", ".join(m.name for m in self.members) or "no name", actual=member,
+        )  # fmt: skip
 
     @property
     def num_stepped(self) -> int:
@@ -50,15 +103,22 @@ class OptimizerSpec:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OptimizerSpec:
-        """Read and check the result of `asdict`. Raises BadInput."""
+        """Read and check the result of `to_json`. Raises BadInput."""
         match value:
-            case {"name": str(name), "group_flags": [*group_flags], **rest} if not rest:
-                return check_optimizer(name, group_flags)
+            case {"name": str(name), "group_flags": [*group_flags], **rest} if rest.keys() <= {
+                "members"
+            } and isinstance(rest.get("members", []), list):
+                return check_optimizer(name, group_flags, rest.get("members", ()))
             case _:
                 raise BadInput(
-                    "an optimizer must be an object of name and group_flags, nothing else",
+                    "an optimizer must be an object of name, group_flags and members, nothing else",
                     code="unsupported_optimizer",
                 )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values. One optimizer has no `members`."""
+        members = {"members": [list(member) for member in self.members]} if self.members else {}
+        return {"name": self.name, "group_flags": [dict(flags) for flags in self.group_flags], **members}
 
 
 # The update rule of buffers. A push contains their values, and value += lr * (mean of the pushed values - value).
@@ -95,29 +155,60 @@ REFUSED: Mapping[str, str] = {
 RING_ADVICE = "; gradpost up --strategy ring runs it, in the trainers"
 
 
-def check_optimizer(name: str, group_flags: Sequence[Mapping[str, Any]]) -> OptimizerSpec:
+def check_optimizer(
+    name: str, group_flags: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Any]] = ()
+) -> OptimizerSpec:
     """Return the spec, or raise BadInput naming what is allowed."""
-    rule = RULES.get(name)
-    if rule is None:
-        reason = REFUSED.get(name, "it is not on the list, so it is not known to be element-wise")
-        advice = "" if name in ("LBFGS", "SparseAdam") else RING_ADVICE
-        raise BadInput(
-            f"{name} cannot run on a pserver: {reason}{advice}",
-            code="unsupported_optimizer", expected=", ".join(RULES), actual=name,
-        )  # fmt: skip
-    for index, flags in enumerate(group_flags):
-        if 0 < index == len(group_flags) - 1 and flags == {MEAN: True} and flags[MEAN] is True:
-            continue
+    has_means = len(group_flags) > 1 and group_flags[-1] == {MEAN: True} and group_flags[-1][MEAN] is True
+    optimizers = [name] * (len(group_flags) - has_means)
+    if members:
+        _check_members(name, members, num_groups=len(optimizers))
+        optimizers = [optimizer for _, optimizer, num_groups in members for _ in range(num_groups)]
+    for optimizer in dict.fromkeys([*optimizers] or [name]):
+        _find_rule(optimizer)
+    for index, (optimizer, flags) in enumerate(zip(optimizers, group_flags, strict=False)):
+        rule = RULES[optimizer]
         if (
             not isinstance(flags, Mapping)
             or set(flags) != set(rule.flags)
             or not all(isinstance(v, bool) for v in flags.values())
         ):
             raise BadInput(
-                f"the flags of group {index} must be those of {name}",
+                f"the flags of group {index} must be those of {optimizer}",
                 code="unsupported_optimizer", expected=f"booleans {', '.join(rule.flags)}", actual=f"{flags!s:.200}",
             )  # fmt: skip
-    return OptimizerSpec(name, tuple(dict(sorted(flags.items())) for flags in group_flags))
+    return OptimizerSpec(
+        name,
+        tuple(dict(sorted(flags.items())) for flags in group_flags),
+        tuple(OptimizerMember(*member) for member in members),
+    )
+
+
+def _find_rule(optimizer: str) -> None:
+    if optimizer not in RULES:
+        reason = REFUSED.get(optimizer, "it is not on the list, so it is not known to be element-wise")
+        advice = "" if optimizer in ("LBFGS", "SparseAdam") else RING_ADVICE
+        raise BadInput(
+            f"{optimizer} cannot run on a pserver: {reason}{advice}",
+            code="unsupported_optimizer", expected=", ".join(RULES), actual=optimizer,
+        )  # fmt: skip
+
+
+def _check_members(name: str, members: Sequence[Sequence[Any]], num_groups: int) -> None:
+    for member in members:
+        match member:
+            case [str(), str(), int(count)] if count > 0 and not isinstance(count, bool):
+                continue
+        raise BadInput(
+            "a member of an optimizer must be a list of name, optimizer and number of groups",
+            code="unsupported_optimizer", actual=f"{member!r:.200}",
+        )  # fmt: skip
+    names, optimizers, counts = zip(*members, strict=True)
+    if len(set(names)) < len(names) or "+".join(optimizers) != name or sum(counts) != num_groups:
+        raise BadInput(
+            "the members of an optimizer must have different names, its class names and all of its groups",
+            code="unsupported_optimizer", expected=f"{name} with {num_groups} groups", actual=f"{members!r:.200}",
+        )  # fmt: skip
 
 
 def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperParameters]:
@@ -136,7 +227,9 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
         )
     for index, numbers in enumerate(groups):
         is_scaler = index == num_groups
-        names = SCALER_NUMBERS if is_scaler else (_MEAN if spec.rule(index) == MEAN else RULES[spec.name]).numbers
+        names = (
+            SCALER_NUMBERS if is_scaler else (_MEAN if spec.rule(index) == MEAN else RULES[spec.rule(index)]).numbers
+        )
         if not isinstance(numbers, dict) or set(numbers) != set(names):
             raise BadInput(
                 f"group {index} of {spec.name} must have exactly the expected hyperparameters",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from functools import cached_property
 from typing import Any
@@ -122,7 +122,7 @@ class SlicePlan:
             "blocks": [[b.parameter, b.index, b.begin, b.end, b.pserver] for b in self.blocks],
             "num_pservers": self.num_pservers,
             "buffers": [[b.name, list(b.shape), b.dtype, b.pserver] for b in self.buffers],
-            "optimizer": None if self.optimizer is None else asdict(self.optimizer),
+            "optimizer": None if self.optimizer is None else self.optimizer.to_json(),
             **({} if self.wire == UNCHANGED else {"wire": self.wire.to_json()}),
         }
 

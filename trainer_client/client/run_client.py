@@ -164,6 +164,7 @@ class RunClient:
             buffers=tuple(buffers),
             optimizer=optimizer.name,
             group_flags=optimizer.group_flags,
+            members=optimizer.members,
             aliases=dict(aliases or {}),
             rendezvous=rendezvous,
             **self.settings.model_dump(include=_OF_THE_MODEL),

@@ -47,7 +47,7 @@ def plan_model(model: DeclareModel, settings: CoordinatorSettings, num_pservers:
         placement=model.placement or settings.placement,
         slice_parameters=settings.slice_parameters if model.slice_parameters is None else model.slice_parameters,
         buffers=model.buffers,
-        optimizer=check_optimizer(model.optimizer, model.group_flags),
+        optimizer=check_optimizer(model.optimizer, model.group_flags, model.members),
         wire=wire,
     )
 

@@ -56,7 +56,7 @@ def _read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> di
     for key in entries:
         slot, name = split_key(key)
         place = layout.place.get(name)
-        if place is None or slot not in (MASTER, *SLOTS[optimizer.name]):
+        if place is None or slot not in (MASTER, *SLOTS[optimizer.rule(place.group)]):
             raise BadInput(f"slot {key!r} is not on this pserver", code="unknown_block")
         size = place.block.num_elements
         slots[key] = _read_block(body, ((key, "F32", (size,)),), entries, size)
@@ -120,7 +120,7 @@ def measure_largest_body(plan: SlicePlan, index: PserverIndex, layout: ShardLayo
     assert plan.optimizer is not None  # the plan of a run always has an optimizer
     blocks = plan.shards[index]
     buffers = [spec for spec in plan.buffers if spec.pserver == index]
-    num_kinds = len(SLOTS[plan.optimizer.name]) + 1  # slots and masters
+    num_kinds = max(len(SLOTS[rule]) for rule in plan.optimizer.rules) + 1  # slots and masters
     return (
         max(
             plan.shard_bytes(index) + sum(spec.num_bytes for spec in buffers),

@@ -75,19 +75,64 @@ def test_flags_are_exactly_those_of_the_rule(flags: Any) -> None:
 @few
 @given(optimizers(2))
 def test_a_spec_survives_the_wire(spec: OptimizerSpec) -> None:
-    sent = json.loads(json.dumps({"name": spec.name, "group_flags": spec.group_flags}))
+    sent = json.loads(json.dumps(spec.to_json()))
     assert OptimizerSpec.from_json(sent) == spec
 
 
+def test_several_optimizers_survive_the_wire() -> None:
+    spec = OptimizerSpec.combine({"D": ADAM, "G": SGD}).with_means()
+    assert OptimizerSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert [(spec.rule(group), spec.find_member(group)) for group in range(3)] == [
+        ("Adam", "D"), ("SGD", "G"), (MEAN, None),
+    ]  # fmt: skip
+    assert (spec.member("D"), spec.member("G"), list(spec.groups_of("G"))) == (ADAM, SGD, [1])
+    groups = [ADAM_NUMBERS, SGD_NUMBERS, {"lr": 0.5}]
+    assert check_hyper_parameters(spec, groups) == groups
+    with raises_code("bad_hyper_parameters", match=r"group 0 of Adam\+SGD must have exactly"):
+        check_hyper_parameters(spec, [SGD_NUMBERS, ADAM_NUMBERS, {"lr": 0.5}])
+    with raises_code("invalid_message", match="no optimizer 'E' .*expected D, G"):
+        spec.groups_of("E")
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([["D", "Adam", 1]], "must have different names, its class names and all of its groups"),
+        ([["D", "Adam", 1], ["D", "SGD", 1]], "must have different names"),
+        ([["D", "SGD", 1], ["G", "Adam", 1]], "must have different names, its class names"),
+        ([["D", "Adam", 2], ["G", "SGD", 1]], "all of its groups"),
+        ([["D", "Adam", 1], ["G", "SGD", 0]], "a list of name, optimizer and number of groups"),
+        ([["D", "Adam", 1], ["G", "SGD", True]], "a list of name, optimizer and number of groups"),
+        ([["D", "Adam"], 5], "a list of name, optimizer and number of groups"),
+        (5, "name, group_flags and members, nothing else"),
+    ],
+    ids=str,
+)
+def test_members_that_do_not_fit(members: Any, message: str) -> None:
+    flags = [*ADAM.group_flags, *SGD.group_flags]
+    with raises_code("unsupported_optimizer", match=message):
+        OptimizerSpec.from_json({"name": "Adam+SGD", "group_flags": flags, "members": members})
+
+
+def test_a_member_is_an_allowed_optimizer_with_its_flags() -> None:
+    with raises_code("unsupported_optimizer", match="Muon cannot run on a pserver"):
+        check_optimizer("Adam+Muon", [*ADAM.group_flags, {}], [["D", "Adam", 1], ["G", "Muon", 1]])
+    with raises_code("unsupported_optimizer", match="flags of group 1 must be those of SGD"):
+        check_optimizer("Adam+SGD", ADAM.group_flags * 2, [["D", "Adam", 1], ["G", "SGD", 1]])
+
+
 def test_a_spec_has_no_other_members() -> None:
-    with raises_code("unsupported_optimizer", match="name and group_flags, nothing else"):
+    with raises_code("unsupported_optimizer", match="name, group_flags and members, nothing else"):
         OptimizerSpec.from_json({"name": "SGD", "group_flags": [], "lr": 0.1})
 
 
 @few
 @given(
     json_values
-    | st.fixed_dictionaries({"name": json_values | st.sampled_from(sorted(RULES)), "group_flags": json_values})
+    | st.fixed_dictionaries(
+        {"name": json_values | st.sampled_from(sorted(RULES)), "group_flags": json_values},
+        optional={"members": json_values},
+    )
 )
 def test_any_json_gives_a_spec_or_our_error(value: Any) -> None:
     try:
