@@ -40,6 +40,9 @@ def rate(
     group: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="The index of the parameter group [default: all].")
     ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The name of the optimizer, if the script has several.")
+    ] = None,
     reset: Annotated[bool, typer.Option("--reset", help="Use the script's own learning rate again.")] = False,
     coordinator: Coordinator = None,
     token_file: TokenPath = None,
@@ -50,7 +53,9 @@ def rate(
         raise CommandError("give a learning rate, or --reset to use the script's own again")
     rates = "the script's learning rate" if reset else f"learning rate {value:g}"
     groups = "all parameter groups" if group is None else f"parameter group {group}"
-    body = {"rate": value, "group": group}
+    if optimizer is not None:
+        groups += f" of optimizer {optimizer}"
+    body = {"rate": value, "group": group, "optimizer": optimizer}
     _change_run(coordinator, token_file, as_json, "PUT", RATE, f"uses {rates} for {groups}", body)
 
 

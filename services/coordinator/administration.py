@@ -16,7 +16,7 @@ from pydantic import Field
 
 from ps_protocol import routes
 from ps_protocol.errors import BadInput, Conflict, GradpostError, NotFound, NotReady, StorageFailed, TryAgain
-from ps_protocol.fields import Count, Message, Name, OrdinalText, Real, Round
+from ps_protocol.fields import Count, Label, Message, Name, OrdinalText, Real, Round
 from ps_protocol.membership import Controls
 from ps_protocol.messages import CheckpointCreated
 from services.runtime.security import name_token
@@ -44,10 +44,14 @@ class ChangeDone(Message):
 
 
 class SetRate(Message):
-    """A learning rate for one parameter group or all of them; null restores the pushed rate."""
+    """A learning rate for one parameter group or all of them; null restores the pushed rate.
+
+    With `optimizer`, the name of one of several optimizers, the groups are those of this optimizer.
+    """
 
     rate: Real | None = Field(ge=0)
     group: Count | None = None
+    optimizer: Label | None = None
 
 
 class RollBack(Message):
@@ -99,20 +103,22 @@ class Administration:
         rate, group, run = message.rate, message.group, self._training()
         assert run.record.plan is not None
         assert run.record.plan.optimizer is not None
-        num_groups = run.record.plan.optimizer.num_stepped
-        if group is not None and group >= num_groups:
+        spec = run.record.plan.optimizer
+        groups = range(spec.num_stepped) if message.optimizer is None else spec.groups_of(message.optimizer)
+        if group is not None and group >= len(groups):
             raise BadInput(
                 f"there is no parameter group {group} in this run",
-                code="invalid_message", expected=f"0 to {num_groups - 1}", actual=group,
+                code="invalid_message", expected=f"0 to {len(groups) - 1}", actual=group,
             )  # fmt: skip
-        groups = range(num_groups) if group is None else (group,)
+        if group is not None:
+            groups = groups[group : group + 1]
 
         def edit(controls: Controls) -> Controls:
             others = {index: known for index, known in controls.rates.items() if index not in groups}
             mine = {} if rate is None else dict.fromkeys(groups, rate)
             return controls.model_copy(update={"rates": dict(sorted((others | mine).items()))})
 
-        return await self._control(by, "set rate", edit, rate=rate, group=group)
+        return await self._control(by, "set rate", edit, rate=rate, group=group, optimizer=message.optimizer)
 
     async def freeze(self, by: Requester, name: Name) -> ChangeDone:
         """Freeze a parameter, as if it had no gradient."""

@@ -75,6 +75,24 @@ def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: 
     assert disk_use(tmp_path / ".gradpost") <= 2_500_000
 
 
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("gan.py --steps 40", r"\d+% of the points are near a centre, and \d of 8 centres have points"),
+        pytest.param("gan.py --steps 1500", r"[4-9]\d% of .* and [6-8] of 8", marks=pytest.mark.extended),
+        ("reinforce.py --goal 20", r"\d+ episodes, 2\d steps"),
+        pytest.param("reinforce.py", r"\d+ episodes, 1[2-9]\d steps", marks=pytest.mark.extended),
+    ],
+)
+def test_two_trainers_run_other_scripts(tmp_path: Path, command: str, said: str) -> None:
+    script, *arguments = command.split()
+    with RunningUp("--", "python", DIGITS.with_name(script), *arguments, folder=tmp_path) as up:
+        code, _, stderr = up.finish()
+    assert code == 0, stderr
+    assert len(re.findall(rf"\[trainer \d\] {said}", stderr)) == 2, stderr
+
+
 @pytest.mark.parametrize("script", sorted(DIGITS.parent.glob("*.py")), ids=lambda script: script.stem)
 def test_examples_use_public_names_only(script: Path) -> None:
     tree = ast.parse(script.read_text())

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
@@ -253,16 +254,18 @@ def _choices(annotation: Any) -> list[str]:
 
 def renew_api(text: str) -> str:
     """Return the page with the signatures and docstrings of all public names, but for the errors."""
-    order = ("connect", "RemoteOptimizer", "Session", "GradScaler", "ParameterClient")
+    order = ("connect", "RemoteOptimizer", "wrap_optimizers", "Session", "GradScaler", "ParameterClient")
     assert {*order, *errors.__all__} == {*gradpost.__all__}
     shown = [_describe_name(name, getattr(gradpost, name)) for name in order]
     return text.replace(section(text, "Reference"), "\n\n" + "\n".join(shown))
 
 
 def _describe_name(name: str, value: Any) -> str:
-    """Return the section of a class or function, with those of the public methods that the class itself defines."""
+    """Return the section of a class or function, with those of the public methods that are not torch's."""
     text = _describe_callable("###", f"gradpost.{name}", value)
-    for method, member in vars(value).items() if inspect.isclass(value) else ():
+    classes = value.__mro__ if inspect.isclass(value) else ()
+    own = [vars(cls) for cls in classes if cls.__module__.startswith("trainer_client")]
+    for method, member in dict(ChainMap(*own)).items():
         if not method.startswith("_") and inspect.getdoc(member):
             text += "\n" + _describe_callable("####", f"{name}.{method}", member)
     return text

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 
+from .combined_optimizer import step_without_hooks
+
 
 class LocalSteps:
     """The steps between two pushes. Keeps two copies of the parameters; the inner optimizer's slots are its own."""
@@ -80,9 +82,3 @@ def step_with_gradients(wrapped: Optimizer, parameters: Mapping[str, Tensor], gr
     finally:
         for name, parameter in parameters.items():
             parameter.grad = own[name]
-
-
-def step_without_hooks(wrapped: Optimizer) -> None:
-    """Step a wrapped optimizer whose hooks, and torch's global ones, run with the step of the RemoteOptimizer."""
-    step = type(wrapped).step
-    getattr(step, "__wrapped__", step)(wrapped)  # torch wraps the method of each class once, to run the hooks

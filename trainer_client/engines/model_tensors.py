@@ -24,6 +24,7 @@ from ps_protocol.vocabulary import PARAMETER_DTYPES, ParameterSpec
 
 from ..transport.device_copies import check_devices, is_away
 from ..transport.tensors import WIRE_DTYPES, check_form, wire_dtype
+from .combined_optimizer import CombinedOptimizer
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,10 @@ def log_names(log: FilteringBoundLogger, model: TrainedModel) -> None:
 
 
 def name_parameters(optimizer: Optimizer, model: nn.Module | None) -> tuple[dict[str, Tensor], int]:
-    """Return names from the model, `named_parameters()` or the position, and the number of names by position."""
+    """Return names from the model, `named_parameters()` or the position, and the number of names by position.
+
+    Without a model, the names of several optimizers begin with that of the optimizer.
+    """
     from_model = {} if model is None else {id(p): _plain(name) for name, p in model.named_parameters()}
     named: dict[str, Tensor] = {}
     by_position = 0
@@ -95,6 +99,8 @@ def name_parameters(optimizer: Optimizer, model: nn.Module | None) -> tuple[dict
             )
             if name is None:
                 name, by_position = f"group{g}.parameter{i}", by_position + 1
+            if isinstance(optimizer, CombinedOptimizer) and id(parameter) not in from_model:
+                name = f"{optimizer.owner(parameter)}.{name}"
             if name in named:
                 raise BadModel(f"two parameters are called {name!r}; every parameter needs a name of its own")
             named[name] = parameter
@@ -206,7 +212,7 @@ def describe_model(
     properties = {
         "parameters": [(p.name, p.shape, p.dtype, p.group) for p in parameters],
         "buffers": stored,
-        "optimizer": (optimizer.name, optimizer.group_flags),
+        "optimizer": optimizer.to_json(),
         **settings,
     }
     return {

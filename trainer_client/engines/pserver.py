@@ -23,7 +23,7 @@ from .local_steps import LocalSteps
 from .model_tensors import TrainedModel
 from .pipeline import Pipeline
 from .state_transfer import Loading, pull_optimizer_state
-from .torch_state import ParameterStates
+from .torch_state import NO_STATE, ParameterStates
 from .unfinished_step import UnfinishedStep
 
 
@@ -222,11 +222,11 @@ class PserverEngine:
     # ------------------------------------------------------------------ optimizer state
 
     def load_optimizer_state(self, states: ParameterStates) -> None:
-        """Push this state with the next step, if the run accepts it from this trainer. Does not block."""
+        """Push the state of these parameters with the next step, if the run accepts it. Does not block."""
         self._loading.load(states, self.progress.begun)
 
     def pull_optimizer_state(self, needed: Callable[[str, StepState], Sequence[str]]) -> ParameterStates:
-        """Wait for the newest step and return its state, or the loaded state that was not pushed.
+        """Wait for the newest step and return its state, and for it the loaded state that was not pushed.
 
         A host's leader waits for no step, and does not go back, without the other processes: raises BadModel if steps
         are on their way, RolledBack if the run goes back.
@@ -236,11 +236,12 @@ class PserverEngine:
                 self._finish(self.progress.begun)
             elif self.progress.version < self.progress.begun:
                 raise BadModel("steps are in flight. Call synchronize() in all processes of the host first")
-            if self._loading.states is not None:
-                return self._loading.states
             try:
-                return self._io.run(pull_optimizer_state(self._client, self.progress.version, needed))
+                pulled = self._io.run(pull_optimizer_state(self._client, self.progress.version, needed))
             except RolledBack as error:
                 if self._leads_host:
                     raise
                 self._go_back(error)
+            else:
+                states = {**pulled, **self._loading.states}
+                return {name: state for name, state in states.items() if state is not NO_STATE}

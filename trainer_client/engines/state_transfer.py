@@ -18,10 +18,9 @@ from ..client.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTE
 from ..client.pserver_client import PserverClient
 from ..client.run_client import RunClient
 from ..transport.tensors import writable_bytes
-from .torch_state import ParameterState, ParameterStates, split_masters
+from .torch_state import NO_STATE, ParameterState, ParameterStates, split_masters
 
 T = TypeVar("T", bound=memoryview | StepState)
-NOTHING = ParameterState(FRESH, {})
 
 
 async def pull_optimizer_state(
@@ -83,13 +82,12 @@ class StateFrames(NamedTuple):
 
 
 def make_state_frames(
-    plan: SlicePlan, states: ParameterStates | None, masters: Mapping[str, Tensor], *, bucket_bytes: int
+    plan: SlicePlan, states: ParameterStates, masters: Mapping[str, Tensor], *, bucket_bytes: int
 ) -> list[StateFrames]:
     """Return frames of about `bucket_bytes` for each pserver: slots and values of its blocks.
 
-    The slots are those of all blocks, none for parameters that are not in `states`; without `states` all blocks keep
-    theirs. `masters` are values by parameter, of shape (numel,), float32. The frames read these tensors, which must not
-    change as long as they are used.
+    The blocks of parameters that are not in `states` keep their slots. `masters` are values by parameter, of shape
+    (numel,), float32. The frames read these tensors, which must not change as long as they are used.
     """
     result = []
     for shard in plan.shards:
@@ -99,12 +97,12 @@ def make_state_frames(
 
 
 def _items(
-    shard: Sequence[Block], states: ParameterStates | None, masters: Mapping[str, Tensor]
+    shard: Sequence[Block], states: ParameterStates, masters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, memoryview | StepState]]:
     for block in shard:
         tensors: dict[str, Tensor] = {}
-        if states is not None:
-            state, slots = states.get(block.parameter, NOTHING)
+        if block.parameter in states:
+            state, slots = states[block.parameter]
             yield block.name, state
             tensors.update(slots)
         if block.parameter in masters:
@@ -140,7 +138,7 @@ class Loading:
     def __init__(self, client: RunClient, parameters: Mapping[str, Tensor]) -> None:
         """`parameters` are those of the script, which has its values in them by the next step."""
         self._parameters = parameters
-        self.states: ParameterStates | None = None  # the state that waits, if any
+        self.states: ParameterStates = {}  # the state that waits; NO_STATE removes that of a parameter
         self._masters: Mapping[str, Tensor] = {}  # the values that wait, by parameter, (numel,) float32
         self._frames: list[StateFrames] = []  # the encoded state and values, once they are needed
         self._client = client
@@ -149,20 +147,22 @@ class Loading:
 
     @property
     def _is_waiting(self) -> bool:
-        return self.states is not None or bool(self._masters)
+        return bool(self.states or self._masters)
 
     def load(self, states: ParameterStates, begun: Round) -> None:
-        """Push this state with the step after `begun`, in place of earlier state that was not pushed."""
+        """Push the state of these parameters with the step after `begun`, in place of earlier state that waits."""
         if not self._is_pushed_here(begun):
             return
         if self._belongs_to_run(begun):
             self._client.log.info(f"the run is at round {begun} and has slots of its own: the loaded slots are ignored")
             return
-        if begun == 0 and not states:  # there is nothing to replace
-            self.states = None
-            return
-        self._begin(begun)
-        self.states = states
+        before = self.states if self._after == begun else {}
+        waiting = {**before, **states}
+        if begun == 0:  # there is nothing that NO_STATE could remove
+            waiting = {name: state for name, state in waiting.items() if state is not NO_STATE}
+        if before or waiting:
+            self._begin(begun)
+            self.states = waiting
 
     def load_masters(self, values: Mapping[str, Tensor], begun: Round) -> None:
         """Push these values of parameters, (numel,) float32, with the step after `begun`."""
@@ -196,10 +196,8 @@ class Loading:
         if not self._is_waiting or step > self._after + 1:
             return None
         if not self._frames:
-            states, masters = self.states, self._masters
-            if states is not None:  # its masters are more exact than the values that were loaded with them
-                states, exact = split_masters(states, self._parameters)
-                masters = {**masters, **exact}
+            states, exact = split_masters(self.states, self._parameters)
+            masters = {**self._masters, **exact}  # those of the states are more exact than the values loaded with them
             size = self._client.settings.chosen_bucket_bytes
             self._frames = make_state_frames(self._client.run.plan, states, masters, bucket_bytes=size)
         return self._frames
@@ -218,4 +216,4 @@ class Loading:
             self._client.log.warning("the state that this script has loaded is lost with the steps after it")
 
     def _forget(self) -> None:
-        self.states, self._masters, self._frames = None, {}, []
+        self.states, self._masters, self._frames = {}, {}, []

@@ -26,6 +26,8 @@ from ps_protocol.optimizers import (
     slots_under,
 )
 
+from .combined_optimizer import CombinedOptimizer
+
 Groups = Sequence[Mapping[str, Any]]
 
 MOMENTUM = "momentum_buffer"
@@ -38,6 +40,7 @@ class ParameterState(NamedTuple):
     slots: Mapping[str, Tensor]  # of shape (numel,), float32, in host memory
 
 
+NO_STATE = ParameterState(FRESH, {})  # of a parameter that was never stepped, or whose state is removed
 ParameterStates = Mapping[str, ParameterState]  # by parameter name; a parameter that was never stepped has none
 
 
@@ -58,6 +61,8 @@ def needed_slots(
 
 def full_groups(optimizer: Optimizer) -> Groups:
     """Return the groups; torch's Adagrad fills its sums with its own argument, whatever a group says."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return [group for member in optimizer.members.values() for group in full_groups(member)]
     groups, start = optimizer.param_groups, optimizer.defaults.get("initial_accumulator_value")
     return groups if start is None else [{**group, "initial_accumulator_value": start} for group in groups]
 
@@ -82,15 +87,15 @@ def write_state(
     Slots are float32 whatever the parameter is: `load_state_dict` rounds them. They share memory with `states`.
     """
     state: dict[Tensor, Any] = {}
-    for group in groups:
+    for index, group in enumerate(groups):
         for parameter in group["params"]:
             found = states.get(names[id(parameter)])
-            if found is None and spec.name == "Adagrad":  # torch fills its sums before the first step
+            if found is None and spec.rule(index) == "Adagrad":  # torch fills its sums before the first step
                 start = float(group["initial_accumulator_value"])
                 filled = torch.full((parameter.numel(),), start, dtype=torch.float32, device="cpu")
                 found = ParameterState(FRESH, {"sum": filled})
             if found is not None:
-                state[parameter] = _write(spec.name, found, parameter.shape)
+                state[parameter] = _write(spec.rule(index), found, parameter.shape)
     return state
 
 
@@ -128,12 +133,12 @@ def read_state(
     _check_groups(spec, groups, saved)
     rest = dict(state)
     states: dict[str, ParameterState] = {}
-    for group, saved_group in zip(groups, saved, strict=True):
-        for parameter, index in zip(group["params"], saved_group["params"], strict=True):
-            entry = rest.pop(index, None)
+    for index, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
+        for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+            entry = rest.pop(key, None)
             if entry:
                 name = names[id(parameter)]
-                found = _read(spec.name, {**group, **saved_group, **_fixed(group)}, name, parameter, entry)
+                found = _read(spec.rule(index), {**group, **saved_group, **_fixed(group)}, name, parameter, entry)
                 if found is not None:
                     states[name] = found
     if rest:
@@ -156,11 +161,10 @@ def _check_groups(spec: OptimizerSpec, groups: Groups, saved: list[Any]) -> None
             "the loaded state_dict must have the parameter groups of the optimizer",
             expected=f"groups of {sizes} parameters", actual=f"{saved_sizes!s:.80}",
         )  # fmt: skip
-    names = RULES[spec.name].numbers
     for index, (group, flags) in enumerate(zip(saved, spec.group_flags, strict=True)):
-        if missing := [name for name in names if name not in group]:
+        if missing := [name for name in RULES[spec.rule(index)].numbers if name not in group]:
             raise BadModel(
-                f"the loaded state_dict is not of {spec.name}: param_groups[{index}] lacks {', '.join(missing)}"
+                f"the loaded state_dict is not of {spec.rule(index)}: param_groups[{index}] lacks {', '.join(missing)}"
             )
         for flag, value in flags.items():
             if bool(group.get(flag, value)) != value:
@@ -170,7 +174,8 @@ def _check_groups(spec: OptimizerSpec, groups: Groups, saved: list[Any]) -> None
                     expected=value, actual=group[flag],
                 )  # fmt: skip
     check_hyper_parameters(
-        spec, [{name: _plain(name, i, group[name]) for name in names} for i, group in enumerate(saved)]
+        spec,
+        [{name: _plain(name, i, group[name]) for name in RULES[spec.rule(i)].numbers} for i, group in enumerate(saved)],
     )
 
 

@@ -12,6 +12,7 @@ from ps_protocol.errors import BadModel
 from ..engines.collective.host import HostFollower, HostLeader
 from ..engines.collective.ring import RingEngine
 from ..engines.collective.ring_group import Group
+from ..engines.combined_optimizer import CombinedOptimizer
 from ..engines.engine import StepEngine
 from ..engines.local import LocalEngine
 from ..engines.model_tensors import TrainedModel, check_alike, describe_model, log_names
@@ -20,10 +21,11 @@ from ..session.collectives import choose_device
 from ..session.session import Session
 from .divided_work import DividedWork
 from .parameter_watch import check_model
+from .script_guard import ScriptGuard
 from .wrapped_state import StateInTrainer, StateOnPservers, WrappedState
 
 
-def check_combination(session: Session, model: TrainedModel, *, has_outer: bool) -> None:
+def check_combination(session: Session, optimizer: Optimizer, model: TrainedModel, *, has_outer: bool) -> None:
     """Raise BadModel for settings, arguments and a model of a RemoteOptimizer that do not work together."""
     settings, rules = session.client.settings, session.client.joined.consistency
     local, pulls = settings.local_steps > 0, settings.overlap_pulls
@@ -61,9 +63,16 @@ def check_combination(session: Session, model: TrainedModel, *, has_outer: bool)
             "overlap_pulls cannot be used with max_delay, whose pulls run beside the computation anyway",
         ),
         (
+            isinstance(optimizer, CombinedOptimizer)
+            and (rules.is_async or rules.max_delay > 0 or local or settings.overlap),
+            "several optimizers need mode sync or strategy ring, without max_delay, local_steps and overlap, which "
+            "push or write parameters of one optimizer in a step of another. Use one optimizer, with parameter groups",
+        ),
+        (
             session.client.is_declared,
-            "a session has one RemoteOptimizer, which takes the parameters of all models, as groups. To make another, "
-            "as when a notebook's cell runs again, call session.close() or optimizer.session.close() first",
+            "a session has one RemoteOptimizer, for the parameters of all models; gradpost.wrap_optimizers wraps "
+            "several optimizers. To begin again, as when a notebook's cell runs again, call session.close() or "
+            "optimizer.session.close() first",
         ),
     )
     for is_refused, reason in refused:
@@ -120,10 +129,17 @@ def _start_trainer(session: Session, work: DividedWork, device: torch.device) ->
     return StartedEngine(engine, engine)
 
 
-def make_state(remote: Optimizer, wrapped: Optimizer, work: DividedWork, started: StartedEngine) -> WrappedState:
+def make_state(
+    remote: Optimizer,
+    wrapped: Optimizer,
+    work: DividedWork,
+    started: StartedEngine,
+    session: Session,
+    guard: ScriptGuard,
+) -> WrappedState:
     """Return the `state` that a RemoteOptimizer shows."""
     if work.initial_state:
         work.optimizer.state.clear()  # the run has the state now
     if work.is_wrapped_stepping:
         return StateInTrainer(remote, wrapped)
-    return StateOnPservers(remote, work.spec, work.model.names, started.pserver)
+    return StateOnPservers(remote, work.spec, work.model.names, started.pserver, session, guard)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.requests import Completion
 
+from ..engines.combined_optimizer import CombinedOptimizer
 from ..engines.engine import StepGradients
 from ..engines.local_steps import LocalSteps, check_outer
 from ..engines.model_tensors import TrainedModel
@@ -74,8 +75,14 @@ def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None,
         is_stepped_here=is_stepped_here,
         is_async=rules.is_async,
         mean_rate=mean_rate if model.averages.means else None,
-        initial_state={} if is_stepped_here else own_state(describe_optimizer(stepped), stepped, model.names),
+        initial_state={} if is_stepped_here else _read_own_state(stepped, model),
     )
+
+
+def _read_own_state(optimizer: Optimizer, model: TrainedModel) -> ParameterStates:
+    members = optimizer.members.values() if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+    found = [own_state(describe_optimizer(member), member, model.names) for member in members]
+    return {name: state for states in found for name, state in states.items()}
 
 
 def _make_outer(session: Session, model: TrainedModel) -> Optimizer:

@@ -70,14 +70,15 @@ class RemoteOptimizer(WrappingOptimizer):
         self._session = use_session(session, coordinator, arguments)
         client = self._session.client
         # 2. Decide what steps where. Nothing is sent, and an error leaves the script's optimizer as it was.
-        check_combination(self._session, tensors, has_outer=outer is not None)
+        check_combination(self._session, optimizer, tensors, has_outer=outer is not None)
         self._work = divide_work(self._session, optimizer, outer, tensors)
         # 3. Declare the model, and pull the initial values. Blocks for all trainers and pservers.
         started = start_engine(self._session, self._work)
         self._engine = started.engine
         # 4. Attach to the script's optimizer and model, which have the initial values now.
-        self.share(make_state(self, optimizer, self._work, started), lambda: self._session.is_open)
         self._guard = ScriptGuard(self, tensors, self._engine, self._session)
+        state = make_state(self, optimizer, self._work, started, self._session, self._guard)
+        self._share(state, lambda: self._session.is_open)
         self._overlap = attach_overlap(self._session, self._work, started, self._guard.watch, self.synchronize)
         progress = self._engine.progress
         self.scaling = StepScaling(self._session, self, self._work, progress, self._overlap)
@@ -207,14 +208,3 @@ class RemoteOptimizer(WrappingOptimizer):
         twice. Before the first step no block is needed. Raises BadModel after the first step of asynchronous modes.
         """
         return self._guard.writing()
-
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """Return the `state_dict` of the wrapped optimizer in a single process, with state fetched from the pservers.
-
-        It waits for the newest step; state is float32, in host memory. With local steps, and in a ring, it is the
-        wrapped optimizer's own. Where several processes of a host are one trainer, only process 0 has state; with
-        `max_delay` all of them must call `synchronize` before.
-        """
-        with self._state.shown(self._session, self._guard):
-            return super().state_dict()

@@ -14,6 +14,7 @@ from ps_config.environment import find_setting
 from ps_protocol.errors import BadInput, BadModel, GradpostError
 from ps_protocol.optimizers import RING_ADVICE, RULES, HyperParameters, OptimizerSpec, check_optimizer
 
+from ..engines.combined_optimizer import CombinedOptimizer
 from ..engines.torch_state import full_groups
 from .wrapped_state import StateInTrainer, WrappedState
 
@@ -52,12 +53,12 @@ class WrappingOptimizer(Optimizer):
                 f"RemoteOptimizer wraps an optimizer of torch.optim, not a {type(wrapped).__name__}; write "
                 "RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=…))"
             )
-        super().__init__(wrapped.param_groups, wrapped.defaults)
+        super().__init__([{"params": group["params"]} for group in wrapped.param_groups], wrapped.defaults)
         self.param_groups = wrapped.param_groups  # the very same list: schedulers may hold either
         self._wrapped = wrapped
         self._state: WrappedState
 
-    def share(self, state: WrappedState, is_in_run: Callable[[], bool]) -> None:
+    def _share(self, state: WrappedState, is_in_run: Callable[[], bool]) -> None:
         """Show this state from now on, run the hooks of both optimizers once, and keep the wrapped one from stepping.
 
         Its own `step` raises BadModel as long as `is_in_run`.
@@ -69,6 +70,17 @@ class WrappingOptimizer(Optimizer):
         for name in hooks:
             setattr(self, name, getattr(self._wrapped, name))
         refuse_changes(self._wrapped, is_in_run)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the `state_dict` of the wrapped optimizer in a single process, with state fetched from the pservers.
+
+        It waits for the newest step; state is float32, in host memory. With local steps, and in a ring, it is the
+        wrapped optimizer's own. Where several processes of a host are one trainer, only process 0 has state; with
+        `max_delay` all of them must call `synchronize` before.
+        """
+        with self._state.shown():
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the hyperparameters now, and the state with the next step: that of the lowest rank. Does not block.
@@ -83,6 +95,10 @@ class WrappingOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+
+    def _member_state(self, member: Optimizer, wrapped: Optimizer, name: str) -> WrappedState:
+        """Return the state that `member` shows, which wraps one of several optimizers."""
+        return self._state.of_member(member, wrapped, name)
 
     def _load(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return self._state.load(state_dict)
@@ -141,6 +157,8 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     A subclass of an allowed class is refused: its rule may be another one. `foreach`, `fused` and `capturable` choose
     an implementation, which is the pserver's business; they are ignored.
     """
+    if isinstance(optimizer, CombinedOptimizer):
+        return OptimizerSpec.combine({name: describe_optimizer(one) for name, one in optimizer.members.items()})
     cls = type(optimizer)
     if cls is not getattr(torch.optim, cls.__name__, None):
         raise BadInput(
@@ -162,6 +180,8 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
 
 def describe_local_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """Return the spec of an optimizer that steps in the trainer. Raises BadInput for LBFGS."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return OptimizerSpec.combine({name: describe_local_optimizer(one) for name, one in optimizer.members.items()})
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BadInput(
             "LBFGS evaluates a closure several times a step, each on other gradients", code="unsupported_optimizer"
@@ -182,8 +202,10 @@ def read_hyper_parameters(spec: OptimizerSpec, optimizer: torch.optim.Optimizer)
                     expected=value,
                     actual=bool(group[flag]),
                 )
-    names = RULES[spec.name].numbers
-    return [{name: _plain(group[name]) for name in names} for group in full_groups(optimizer)]
+    return [
+        {name: _plain(group[name]) for name in RULES[spec.rule(index)].numbers}
+        for index, group in enumerate(full_groups(optimizer))
+    ]
 
 
 def _plain(value: Any) -> float | list[float]:

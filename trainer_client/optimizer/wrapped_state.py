@@ -14,7 +14,7 @@ from ps_protocol.errors import BadModel
 from ps_protocol.optimizers import OptimizerSpec, StepState
 
 from ..engines.pserver import PserverEngine
-from ..engines.torch_state import full_groups, needed_slots, read_state, write_state
+from ..engines.torch_state import NO_STATE, ParameterState, full_groups, needed_slots, read_state, write_state
 from ..session.session import Session
 from .script_guard import ScriptGuard
 
@@ -63,7 +63,7 @@ def refuse_entries() -> NoReturn:
 
 
 class WrappedState(Protocol):
-    """The state that a RemoteOptimizer shows. No method blocks."""
+    """The state that a RemoteOptimizer shows. Only `shown` blocks."""
 
     def load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Load the state in a state_dict, and return the rest, which torch loads. Raises BadInput before a change."""
@@ -74,8 +74,11 @@ class WrappedState(Protocol):
     def check_reset(self) -> None:
         """Follow a script that has cleared or replaced `state`. Raises BadModel for entries that it has added."""
 
-    def shown(self, session: Session, guard: ScriptGuard) -> AbstractContextManager[None]:
-        """Show the state for `state_dict` within the block."""
+    def shown(self) -> AbstractContextManager[None]:
+        """Show the state for `state_dict` within the block. Blocks for the newest step if pservers have the state."""
+
+    def of_member(self, member: Optimizer, wrapped: Optimizer, name: str) -> WrappedState:
+        """Return the state that `member` shows, which wraps one of several optimizers."""
 
 
 class StateInTrainer:
@@ -98,9 +101,13 @@ class StateInTrainer:
         self._share(self._wrapped.state)
         return self._wrapped.param_groups
 
-    def shown(self, session: Session, guard: ScriptGuard) -> AbstractContextManager[None]:
+    def shown(self) -> AbstractContextManager[None]:
         """Implement `WrappedState.shown`."""
         return nullcontext()
+
+    def of_member(self, member: Optimizer, wrapped: Optimizer, name: str) -> StateInTrainer:
+        """Implement `WrappedState.of_member`."""
+        return StateInTrainer(member, wrapped)
 
     def check_reset(self) -> None:
         """Implement `WrappedState.check_reset`."""
@@ -114,33 +121,48 @@ class StateOnPservers:
     """The state of the optimizer that steps on the pservers; the RemoteOptimizer shows it in `state_dict` only."""
 
     def __init__(
-        self, remote: Optimizer, spec: OptimizerSpec, names: Mapping[int, str], engine: PserverEngine | None
+        self,
+        remote: Optimizer,
+        spec: OptimizerSpec,
+        names: Mapping[int, str],
+        engine: PserverEngine | None,
+        session: Session,
+        guard: ScriptGuard,
     ) -> None:
-        """`names` are those of the parameters, by id. Without `engine` process 0 of this host has the state to show."""
+        """`names` are those of the optimizer's parameters, by id; other parameters of the run keep their state.
+
+        Without `engine` process 0 of this host has the state to show.
+        """
         self._remote = remote
         self._spec = spec
         self._names = names
         self._engine = engine
+        self._session = session
+        self._guard = guard
         self._show()
 
     def _show(self) -> None:
         self._state = self._remote.state = EmptyState(dict)
 
     @contextmanager
-    def shown(self, session: Session, guard: ScriptGuard) -> Iterator[None]:
-        """Implement `WrappedState.shown`. Blocks for the newest step, but for those of other processes of the host."""
-        session.check_open("state_dict()")
-        if session.host is None:
-            guard.synchronize()
+    def shown(self) -> Iterator[None]:
+        """Implement `WrappedState.shown`. Processes of one host do not wait for each other's steps."""
+        self._session.check_open("state_dict()")
+        if self._session.host is None:
+            self._guard.synchronize()
         self.check_reset()
-        named = {self._names[id(p)]: (group, p) for group in self._remote.param_groups for p in group["params"]}
+        groups = {
+            self._names[id(p)]: (i, p) for i, group in enumerate(self._remote.param_groups) for p in group["params"]
+        }
 
         def needed(name: str, state: StepState) -> tuple[str, ...]:
-            group, parameter = named[name]
-            return needed_slots(self._spec.name, group, state, parameter.dtype)
+            if name not in groups:
+                return ()
+            index, parameter = groups[name]
+            return needed_slots(self._spec.rule(index), self._remote.param_groups[index], state, parameter.dtype)
 
         if self._engine is not None:
-            with guard.noting_rollback():
+            with self._guard.noting_rollback():
                 slots = self._engine.pull_optimizer_state(needed)
             self._state.update(write_state(self._spec, full_groups(self._remote), self._names, slots))
         try:
@@ -148,12 +170,18 @@ class StateOnPservers:
         finally:
             dict.clear(self._state)  # unlike a reset by the script, this is not noted
 
+    def of_member(self, member: Optimizer, wrapped: Optimizer, name: str) -> StateOnPservers:
+        """Implement `WrappedState.of_member`. The run has the state of `wrapped`, which is cleared."""
+        wrapped.state.clear()
+        names = {id(p): self._names[id(p)] for group in member.param_groups for p in group["params"]}
+        return StateOnPservers(member, self._spec.member(name), names, self._engine, self._session, self._guard)
+
     def load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Implement `WrappedState.load`. The state is pushed with the next step."""
         slots = read_state(self._spec, full_groups(self._remote), self._names, state_dict)
         pairs = zip(self._remote.param_groups, state_dict["param_groups"], strict=True)
         if self._engine is not None:
-            self._engine.load_optimizer_state(slots)
+            self._engine.load_optimizer_state({**self._without_state(), **slots})
         return {**state_dict, "state": {}, "param_groups": [{**group, **theirs} for group, theirs in pairs]}
 
     def adopt_loaded(self) -> list[dict[str, Any]]:
@@ -169,4 +197,7 @@ class StateOnPservers:
         if is_replaced or self._state.was_cleared:
             self._show()
             if self._engine is not None:
-                self._engine.load_optimizer_state({})
+                self._engine.load_optimizer_state(self._without_state())
+
+    def _without_state(self) -> dict[str, ParameterState]:
+        return dict.fromkeys(self._names.values(), NO_STATE)

@@ -32,12 +32,16 @@ class BlockEntry(BaseModel):
 
 
 class ParameterEntry(BaseModel):
-    """A parameter in the list; `bytes` is the size of its values in its own dtype."""
+    """A parameter in the list; `bytes` is the size of its values in its own dtype.
+
+    `optimizer` is the name of its optimizer, if the run has several.
+    """
 
     name: str
     shape: list[int]
     dtype: str
     group: int
+    optimizer: str | None
     bytes: int
     blocks: list[BlockEntry]
 
@@ -64,6 +68,7 @@ def describe_parameters(coordinator: Coordinator) -> ParameterList:
                 shape=list(spec.shape),
                 dtype=spec.dtype,
                 group=spec.group,
+                optimizer=None if plan.optimizer is None else plan.optimizer.find_member(spec.group),
                 bytes=spec.num_elements * DTYPE_BYTES[spec.dtype],
                 blocks=[
                     BlockEntry(name=block.name, begin=block.begin, end=block.end, pserver=block.pserver)

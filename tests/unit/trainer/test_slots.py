@@ -131,7 +131,7 @@ def test_loaded_state_is_pushed_with_the_next_step_until_that_is_pulled() -> Non
     one.note_rollback(5)
     assert one.frames_for(6) is frames
     one.note_pulled(6)
-    assert one.states is None
+    assert not one.states
     assert one.frames_for(7) is None
     assert log == []
 
@@ -146,7 +146,7 @@ def test_a_rollback_may_discard_loaded_state_with_a_warning(has_landed: bool, ve
     if has_landed:
         one.note_pulled(6)
     one.note_rollback(version)
-    assert (one.states is None, len(log)) == (True, int(is_lost))
+    assert (not one.states, len(log)) == (True, int(is_lost))
 
 
 @pytest.mark.parametrize("is_async", [False, True])
