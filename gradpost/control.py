@@ -1,4 +1,4 @@
-"""The commands that change a run while it trains: `gradpost pause`, `resume`, `rate`, `freeze`, `unfreeze`, `evict`.
+"""The commands that change a run while it trains: `gradpost pause`, `resume`, `rate`, `freeze`, `evict`, `stop`, ….
 
 Each waits until every pserver has the change, and prints the round from which it applies.
 """
@@ -6,12 +6,12 @@ Each waits until every pserver has the change, and prints the round from which i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
 
 import typer
 
-from ps_protocol.routes import EVICT, FROZEN, PAUSE, RATE, RESUME
+from ps_protocol.routes import EVICT, FROZEN, PAUSE, RATE, RESUME, STOP
 
 from .options import Coordinator, Json, ParameterName, TokenPath
 from .output import CommandError, print_line
@@ -88,6 +88,20 @@ def evict(
     _change_run(coordinator, token_file, as_json, "POST", EVICT.format(rank=rank), f"trains without trainer {rank}")
 
 
+@app.command()
+def stop(
+    fail: Annotated[
+        bool, typer.Option("--fail", help="End the run immediately and as failed, without a checkpoint.")
+    ] = False,
+    coordinator: Coordinator = None,
+    token_file: TokenPath = None,
+    as_json: Json = False,
+) -> None:
+    """End the run after a checkpoint; the scripts get the error run_stopped. The next trainers begin a new run."""
+    outcome = "failed" if fail else "ended"
+    _change_run(coordinator, token_file, as_json, "POST", STOP, outcome, {"fail": fail}, "after round")
+
+
 def _change_run(
     coordinator: str | None,
     token_file: Path | None,
@@ -96,6 +110,7 @@ def _change_run(
     path: str,
     outcome: str,
     message: dict[str, Any] | None = None,
+    since: Literal["from round", "after round"] = "from round",
 ) -> None:
     from .status import print_answer
 
@@ -103,6 +118,7 @@ def _change_run(
         return view.change_run(method, path, message)
 
     def show(done: dict[str, Any]) -> None:
-        print_line(f"run {done['run']} {outcome} from round {done['round']:,} on")
+        end = " on" if since == "from round" else ""
+        print_line(f"run {done['run']} {outcome} {since} {done['round']:,}{end}")
 
     print_answer(coordinator, token_file, change, show, as_json=as_json, scope="admin")

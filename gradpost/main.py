@@ -17,7 +17,7 @@ from ps_config.tokens import SCOPES, Scope
 from ps_protocol.errors import GradpostError
 from ps_protocol.placement import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.plan import DEFAULT_PLACEMENT
-from ps_protocol.vocabulary import Placement
+from ps_protocol.vocabulary import DEFAULT_PSERVERS, DEFAULT_TRAINERS, Placement
 
 from .control import app as control_app
 from .options import Coordinator, Json, SettingsCommand, TokenPath, complete_parameter
@@ -119,12 +119,12 @@ def up(
             metavar="M",
             min=1,
             envvar="GRADPOST_NUM_PSERVERS",
-            help="Number of pservers [default: 2; none with --strategy ring].",
+            help=f"Number of pservers [default: {DEFAULT_PSERVERS}; none with --strategy ring].",
         ),
     ] = None,
     trainers: Annotated[
         int, typer.Option(metavar="N", min=1, envvar="GRADPOST_NUM_TRAINERS", help="Number of trainers.")
-    ] = 2,
+    ] = DEFAULT_TRAINERS,
     port: Annotated[
         int | None,
         typer.Option(metavar="N", help="The port of the dashboard; 0: any [default: 7070 if it is free, else 0]."),

@@ -160,6 +160,10 @@ class RoundTimeout(Ended):
     """A trainer is alive but did not reach the barrier in time."""
 
 
+class RunStopped(Ended):
+    """An administrator stopped the run."""
+
+
 class StorageFailed(Ended):
     """A disk does not store the data that `durability` demands."""
 
@@ -238,6 +242,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("pserver_lost", Ended, 410, False, "a pserver and its shard are lost for good"),
     ("round_timeout", RoundTimeout, 504, False, "trainers did not reach the barrier, or upload, in time"),
     ("run_over", Ended, 410, False, "the run is finished and this cluster serves no other"),
+    ("run_stopped", RunStopped, 410, False, "an administrator stopped the run"),
     ("apply_failed", Ended, 500, False, "the optimizer failed on a pserver; its shard is in an unknown state"),
     ("storage_failed", StorageFailed, 507, False, "a write to a disk failed, or a folder cannot be used"),
     ("unreachable", Unreachable, 504, False, "a service did not answer for the whole retry time; clients raise it"),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeGuard, get_args
 
 PROTOCOL_VERSION = 2
+DEFAULT_PSERVERS = DEFAULT_TRAINERS = 2  # of a cluster, however it is started
 
 Rank: TypeAlias = int  # of a trainer, from 0
 Round: TypeAlias = int  # synchronous cycle, from 1; 0 means the initial values

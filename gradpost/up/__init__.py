@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_config.environment import PREFIX, check_environment, find_setting
+from ps_protocol.vocabulary import DEFAULT_PSERVERS
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings
 from services.runtime.storage import lock_folder
@@ -24,7 +25,6 @@ from ..state_folder import named_root, new_folder, resume_folder
 from .ending import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
 from .local_run import LocalRun, UpOptions
 
-DEFAULT_PSERVERS = 2
 DEFAULT_PORT: int = CoordinatorSettings.model_fields["port"].default
 
 # Settings that `up` sets for each process, which must not inherit the value of another one.

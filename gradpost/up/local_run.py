@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ps_protocol.errors import GradpostError
+from ps_protocol.errors import GradpostError, RunStopped
 from ps_protocol.messages import ClusterStatus, RunSummary
 from trainer_client.testing import Child, LocalCluster
 from trainer_client.testing.processes import Inherited
@@ -135,7 +135,9 @@ class LocalRun:
 
     def _describe_ending(self, ending: Ending, summary: RunSummary | None) -> str:
         """Return the reason and, if the run has trained, the command that continues it."""
-        if summary is None or summary.state == "finished" or not summary.rounds or not self._resume_command:
+        if summary is None or not summary.rounds or not self._resume_command:
+            return ending.reason
+        if summary.state == "finished" and ending.exit_code != 0:  # nothing is left to train
             return ending.reason
         return f"{ending.reason} at round {summary.rounds:,}. Continue: {self._resume_command}"
 
@@ -288,7 +290,10 @@ class LocalRun:
             has_joined = any(event["kind"] == "trainer" for event in self._ask(self._cluster.view.events) or ())
             why = "the script connected, but never made a RemoteOptimizer" if has_joined else "no script connected"
             self._ending = Ending(EXIT_FAILED, f"nothing was trained: {why}", time.monotonic())
-        if self._ending is not None and status is not None and status.failure is not None:
+        if status is not None and status.failure is not None and status.failure["code"] == RunStopped.code:
+            code = EXIT_FAILED if status.state == "failed" else 0
+            self._ending = Ending(code, status.failure["detail"], time.monotonic())
+        elif self._ending is not None and status is not None and status.failure is not None:
             failure = status.failure
             self._ending = blame(self._ending, self._codes, failure, self._ended_by_us)
             if self._ending.by_script and "its process" not in failure["detail"]:  # it has the script's exception

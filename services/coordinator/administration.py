@@ -16,7 +16,7 @@ from pydantic import Field
 
 from ps_protocol import routes
 from ps_protocol.errors import BadInput, Conflict, GradpostError, NotFound, NotReady, StorageFailed, TryAgain
-from ps_protocol.fields import Count, Label, Message, Name, OrdinalText, Real, Round
+from ps_protocol.fields import Count, Flag, Label, Message, Name, OrdinalText, Real, Round
 from ps_protocol.membership import Controls
 from ps_protocol.messages import CheckpointCreated
 from services.runtime.security import name_token
@@ -52,6 +52,12 @@ class SetRate(Message):
     rate: Real | None = Field(ge=0)
     group: Count | None = None
     optimizer: Label | None = None
+
+
+class StopRun(Message):
+    """The end of a run: with a checkpoint, or immediately and as a failure."""
+
+    fail: Flag = False
 
 
 class RollBack(Message):
@@ -147,6 +153,39 @@ class Administration:
             return evict_trainer(run, rank, self._coordinator.now())
 
         return await self._do(leave, by=by, action="evict", arguments={"trainer": rank})
+
+    async def stop(self, by: Requester, message: StopRun) -> ChangeDone:
+        """End the run: the trainers' scripts get the error `run_stopped`. Without `fail` a checkpoint is made first."""
+        coordinator, cluster = self._coordinator, self._coordinator.cluster
+        run = cluster.run
+        if run.record.is_over or not run.record.trainers:
+            raise NotReady("no run is under way", waiting_for="a run")
+        is_saved = not message.fail and run.record.state == "training" and not run.settings.consistency.is_ring
+        async with self._audited(run, by=by, action="stop", arguments=message.model_dump()) as outcome:
+            if is_saved:
+                async with self._checkpoint_lock:
+                    await self._save_before_stop(run)
+            self._check_current(run)
+            cluster.run = cluster.run.stop(coordinator.now(), is_failure=message.fail)
+            coordinator.changed()
+            outcome["round"] = min(cluster.rounds, default=cluster.run.highest_round)
+        coordinator.events.add(cluster, "change", f"stop: after round {outcome['round']}", **message.model_dump())
+        run = cluster.refresh(run)
+        return ChangeDone(
+            run=run.record.name, attempt=run.record.attempt, round=outcome["round"], controls=run.newest_controls
+        )
+
+    async def _save_before_stop(self, run: Run) -> None:
+        try:
+            await self._await_checkpoint(run)
+        except TryAgain as error:
+            raise TryAgain(
+                f"{error.detail}. To stop without a checkpoint: gradpost stop --fail", **error.facts
+            ) from None
+        except NotReady as error:
+            raise NotReady(
+                f"{error.detail}. To stop without a checkpoint: gradpost stop --fail", **error.facts
+            ) from None
 
     async def roll_back(self, by: Requester, message: RollBack) -> ChangeDone:
         """Roll back to a checkpoint."""
@@ -333,6 +372,7 @@ def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:
     app.put(routes.FROZEN, tags=["control"])(administration.freeze)
     app.delete(routes.FROZEN, tags=["control"])(administration.unfreeze)
     app.post(routes.EVICT, tags=["control"])(administration.evict)
+    app.post(routes.STOP, tags=["control"])(administration.stop)
     app.post(routes.ROLL_BACK, tags=["control"])(administration.roll_back)
     app.post(routes.CHECKPOINTS, tags=["control"])(administration.make_checkpoint)
     app.get(routes.AUDIT, tags=["inspection"])(administration.audit)

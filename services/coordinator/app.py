@@ -86,7 +86,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.post(routes.DECLARE_MODEL, tags=["membership"], status_code=204, response_class=Response)
     async def declare_model(rank: OrdinalText, message: DeclareModel) -> None:
         """Declare the model of a trainer, which must equal that of the others."""
-        cluster.declare_model(rank, message)
+        cluster.declare_model(rank, message, coordinator.now())
         coordinator.changed()
         await coordinator.persist()
 

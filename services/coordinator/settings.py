@@ -13,6 +13,8 @@ from ps_protocol.errors import BadModel
 from ps_protocol.placement import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.plan import DEFAULT_PLACEMENT, SlicePlan
 from ps_protocol.vocabulary import (
+    DEFAULT_PSERVERS,
+    DEFAULT_TRAINERS,
     WINDOW,
     Block,
     Durability,
@@ -50,7 +52,7 @@ _WITHOUT = {"on_trainer_loss": "fail", "durability": "none"}  # their values wit
 class CoordinatorSettings(ServiceSettings, frozen=True):
     """The settings that every run of a coordinator starts with; its trainers may override those of the plan."""
 
-    num_trainers: int = Field(default=1, ge=1, description="number of trainers of a complete cluster")
+    num_trainers: int = Field(default=DEFAULT_TRAINERS, ge=1, description="number of trainers of a complete cluster")
     max_trainers: int | None = Field(
         default=None,
         ge=1,
@@ -140,7 +142,7 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
     )
 
     port: int = Field(default=7070, ge=0, le=65535, description="port to listen on; 0 for a free port")
-    num_pservers: int = Field(default=1, ge=1, description="number of pservers of a complete cluster")
+    num_pservers: int = Field(default=DEFAULT_PSERVERS, ge=1, description="number of pservers of a complete cluster")
     resume: bool = Field(
         default=False,
         description="resume the run in `state_dir`, or else the newest checkpoint, with new processes",

@@ -10,13 +10,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ps_protocol.errors import BadModel, ContributionConflict, Unreachable
+from ps_protocol.errors import BadModel, ContributionConflict, ModelMismatch, Unreachable
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
@@ -161,6 +162,25 @@ def test_one_optimizer_a_session(session: Session) -> None:
     sgd(session, weight=nn.Parameter(torch.zeros(8)))
     with pytest.raises(BadModel, match="a session has one RemoteOptimizer"):
         sgd(session, other=nn.Parameter(torch.zeros(8)))
+
+
+def test_another_model_ends_a_run_whose_trainers_are_gone(own_cluster: StartCluster) -> None:
+    cluster = own_cluster(pservers=1, trainers=1, on_trainer_loss="wait")
+
+    def work(session: Session, size: int, *, fails: bool = False) -> int:
+        weight, optimizer = wrap_weight(session, size)
+        step_with(optimizer, weight)
+        if fails:
+            raise ValueError("a bug")
+        return optimizer.round
+
+    with pytest.raises(ValueError, match="a bug"):
+        run_all(cluster, partial(work, size=4, fails=True))
+    with pytest.raises(
+        ModelMismatch, match=r"All trainers of run \w+ are gone, so that it has ended; start the script"
+    ):
+        run_all(cluster, partial(work, size=6))
+    assert run_all(cluster, partial(work, size=6)) == [1]
 
 
 def test_an_interrupted_step_is_finished_with_its_own_gradient(own_cluster: StartCluster) -> None:

@@ -247,6 +247,37 @@ def test_kept_services_are_found_in_the_folder_of_the_run(
 
 
 @pytest.mark.parametrize(
+    ("option", "code", "outcome"),
+    [pytest.param("", 0, "trained", marks=pytest.mark.extended), ("--fail", 1, "failed")],
+)
+def test_a_run_that_is_stopped_can_be_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: RunCommand, option: str, code: int, outcome: str,  # noqa: F811
+) -> None:  # fmt: skip
+    script = train_script(tmp_path, rounds=20000, in_each_round="step == 20 and print('trains', flush=True)")
+    monkeypatch.chdir(tmp_path)
+    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", script, folder=tmp_path) as up:
+        up.wait_for("[trainer 0] trains")
+        done = run_command("stop", *option.split())
+        assert re.fullmatch(r"run \w+ (ended|failed) after round \d+\n", done.stdout), done.stderr
+        stopped = int(done.stdout.split()[-1])
+        actual, stdout, stderr = up.finish()
+        assert up.has_left_nothing(), up.left()
+    assert actual == code, stderr
+    assert re.search(rf"^{outcome}: mode=sync ", stdout, re.MULTILINE), stdout
+    way_on = r"gradpost: an administrator stopped run \w+ at round [\d,]+\. Continue: gradpost up --resume .*\n"
+    assert re.fullmatch(way_on, stderr.splitlines(keepends=True)[-1]), stderr
+    assert "RunStopped: an administrator stopped run" in stdout + stderr
+    saved = run_command("checkpoint", "list", "--json")
+    assert (option == "--fail") or json.loads(saved.stdout)[0]["round"] >= stopped
+    script.write_text(script.read_text().replace("range(20000)", "range(optimizer.round, optimizer.round + 5)"))
+    code, stdout, stderr = run_up(
+        "--resume", "--json", "--pservers", 1, "--trainers", 1, "--", "python", script, folder=tmp_path
+    )
+    assert code == 0, stderr
+    assert json.loads(stdout)["rounds"] >= stopped + 5
+
+
+@pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.extended)]
 )
 def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals, code: int) -> None:

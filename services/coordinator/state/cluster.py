@@ -6,7 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ps_protocol.errors import BadInput, Conflict, Ended, NotReady, RoundTimeout, TrainerLost, error_from_problem
+from ps_protocol.errors import (
+    BadInput,
+    Conflict,
+    Ended,
+    ModelMismatch,
+    NotReady,
+    RoundTimeout,
+    TrainerLost,
+    error_from_problem,
+)
 from ps_protocol.membership import PserverRegistered, RegisterPserver
 from ps_protocol.messages import (
     DeclareModel,
@@ -25,7 +34,7 @@ from services.runtime.checkpoints import Manifest
 from services.runtime.logs import get_logger
 
 from ..settings import CoordinatorSettings
-from .joining import check_expectations, declare_model, join_run, start_run
+from .joining import check_expectations, declare_model, fail_deserted_run, join_run, start_run
 from .losses import (
     check_ring,
     expire_trainers,
@@ -252,9 +261,16 @@ class Cluster:
             round_timeout_seconds=self._settings.round_timeout_seconds,
         )
 
-    def declare_model(self, rank: Rank, message: DeclareModel) -> None:
-        """Store a trainer's declaration, which must equal that of the others."""
-        self.run = declare_model(self.run, rank, message)
+    def declare_model(self, rank: Rank, message: DeclareModel, now: float) -> None:
+        """Store a trainer's declaration, which must equal that of the others.
+
+        Fails the run if it is of another model and only waits for processes of the earlier model, which are gone.
+        """
+        try:
+            self.run = declare_model(self.run, rank, message)
+        except ModelMismatch as error:
+            self.run = fail_deserted_run(self.run, error, now)
+            raise self.run.record.failure or error from None
 
     def trainer_heartbeat(self, rank: Rank, message: TrainerHeartbeat, now: float) -> TrainerHeartbeatReply:
         """Renew a trainer's lease, and act on its reports of lost rounds and unreachable pservers."""
@@ -417,7 +433,8 @@ class Cluster:
     def is_saving_result(self) -> bool:
         """True if the pservers are still writing the result, which another run would end."""
         run = self.run
-        return run.record.state == "finished" and run.checkpoint_interval > 0 and not run.is_result_saved
+        is_whole = run.record.state == "finished" and run.record.failure is None  # a stopped run has its checkpoint
+        return is_whole and run.checkpoint_interval > 0 and not run.is_result_saved
 
     @property
     def may_exit(self) -> bool:

@@ -18,7 +18,7 @@ from services.runtime.checkpoints import Manifest
 
 from .model import check_same_model, check_same_tensors, plan_model
 from .record import TrainerRecord
-from .run import Run, TrainerReport
+from .run import Run, TrainerReport, name_ranks
 
 
 def join_run(run: Run, request: JoinTrainer, now: float) -> Run:
@@ -112,7 +112,9 @@ def _choose_rank(run: Run, wanted: Rank | None) -> Rank:
     taken = {rank for rank, t in run.record.trainers.items() if t.is_present or t.state == "done"}
     free = [rank for rank in range(run.sizes[1]) if rank not in taken]
     if run.record.plan is not None and (not free or (wanted in taken and not run.record.trainers[wanted].is_present)):
-        raise NotReady(f"run {run.record.name} is under way", waiting_for=f"run {run.record.name} to end")
+        others = name_ranks(range(run.sizes[1])) if run.sizes[1] < 3 else f"{run.sizes[1]} trainers"
+        text = f"run {run.record.name} is under way with {others}, and this script would train another run after it"
+        raise NotReady(text, waiting_for=f"run {run.record.name} to end")
     if wanted is None:
         if not free:
             raise Conflict(
@@ -151,6 +153,17 @@ def agree_on_model(run: Run, rank: Rank, mine: DeclareModel) -> DeclareModel:
         check_same_model(rank, mine, f"trainer {others[0]}" if record.plan is None else f"run {record.name}", known)
     is_first = record.plan is None and rank <= min(others, default=rank)
     return mine if known is None or is_first else known
+
+
+def fail_deserted_run(run: Run, mismatch: ModelMismatch, now: float) -> Run:
+    """Fail a run whose trainers are all gone, because a process declares another model. The next run may have it."""
+    record = run.record
+    if record.plan is None or record.num_declared or not any(t.is_awaited for t in record.trainers.values()):
+        return run
+    text = (
+        f"{mismatch.detail}. All trainers of run {record.name} are gone, so that it has ended; start the script again"
+    )
+    return run.fail(ModelMismatch(text, **mismatch.facts), now)
 
 
 def start_run(run: Run, pservers: Mapping[PserverIndex, Incarnation], beginning: Manifest | None, now: float) -> Run:

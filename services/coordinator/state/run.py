@@ -3,6 +3,8 @@
 gathering ──all pservers registered, all trainers declared the same model──► training ──all left──► finished
     └────────────────── a trainer or pserver is lost for good ───────────────────┴────────────────► failed
 
+An administrator may stop a run in both states, which ends as finished or failed with the failure RunStopped.
+
 The loss policy decides how a run continues without a trainer: its rank is reserved for another incarnation (`wait`),
 the other trainers go on (`continue`), or the run fails (`fail`). losses.py lists the states of trainers and the events.
 
@@ -16,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ps_protocol.errors import Conflict, Ended, GradpostError, StaleRun
+from ps_protocol.errors import Conflict, Ended, GradpostError, RunStopped, StaleRun
 from ps_protocol.membership import Controls
-from ps_protocol.messages import DeclareModel, TrainerHeartbeat
+from ps_protocol.messages import DeclareModel, RunState, TrainerHeartbeat
 from ps_protocol.vocabulary import Incarnation, NonfinitePolicy, PserverIndex, Rank, Round
 
 from ..settings import CoordinatorSettings
@@ -359,7 +361,15 @@ class Run:
 
     def fail(self, failure: GradpostError, now: float) -> Run:
         """Fail the run. The first failure is kept."""
-        return self if self.record.is_over else replace(self.with_change(state="failed", failure=failure), ended_at=now)
+        return self._end("failed", failure, now)
+
+    def stop(self, now: float, *, is_failure: bool) -> Run:
+        """End the run because an administrator wants it. `is_failure`: it counts as failed."""
+        failure = RunStopped(f"an administrator stopped run {self.record.name}")
+        return self._end("failed" if is_failure else "finished", failure, now)
+
+    def _end(self, state: RunState, failure: GradpostError, now: float) -> Run:
+        return self if self.record.is_over else replace(self.with_change(state=state, failure=failure), ended_at=now)
 
     def note_saved_result(self) -> Run:
         """Note that the summary and the result of the run have been made."""

@@ -12,7 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ps_protocol.errors import GradpostError, NotReady, RoundPending, RoundTimeout, StorageFailed, TrainerLost
+from ps_protocol.errors import (
+    GradpostError,
+    NotReady,
+    RoundPending,
+    RoundTimeout,
+    RunStopped,
+    StorageFailed,
+    TrainerLost,
+)
 from ps_protocol.fence import Fence
 from ps_protocol.membership import InstallRun, Membership
 from ps_protocol.plan import SlicePlan
@@ -32,7 +40,7 @@ log = get_logger()
 
 T = TypeVar("T")
 
-FAILURES_OF_TRAINERS = (TrainerLost, RoundTimeout)  # failures that end a run and leave its shards intact
+ENDS_WITH_INTACT_SHARDS = (TrainerLost, RoundTimeout, RunStopped)
 
 
 @dataclass(slots=True)

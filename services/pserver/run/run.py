@@ -34,7 +34,7 @@ from ..shard.shard import Shard
 from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, find_nonfinite
 from .asynchronous.clocks import Clocks
 from .asynchronous.queue_executor import QueueExecutor
-from .context import FAILURES_OF_TRAINERS, RunContext
+from .context import ENDS_WITH_INTACT_SHARDS, RunContext
 from .initial_values import InitialValues
 from .read_pushes import measure_largest_body, read_push
 from .schedule import Executor
@@ -205,7 +205,9 @@ class Run:
         if self.storage is not None and self.storage.is_over:
             await self.writer.prune_folder()  # no heartbeat reply may have reported the last complete checkpoint
         has_log = self.storage is not None and self.storage.has_log
-        if self.context.failure is not None and (has_log or not isinstance(self.context.failure, FAILURES_OF_TRAINERS)):
+        if self.context.failure is not None and (
+            has_log or not isinstance(self.context.failure, ENDS_WITH_INTACT_SHARDS)
+        ):
             return  # the acknowledged updates are in the log, or the shard is not intact
         text = f"pserver {self.index} is stopping and may be restarted; send the request again"
         await self.executor.end_when_applied(TryAgain(text))

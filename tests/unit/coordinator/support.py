@@ -98,7 +98,7 @@ def join_all(cluster: Cluster, now: float = 0.0, suffix: str = "") -> list[Train
         cluster.join_trainer(joining(f"{suffix}{i}", rank=i), now) for i in range(cluster.run.settings.num_trainers)
     ]
     for answer in joined:
-        cluster.declare_model(answer.rank, model(answer.incarnation, answer.run))
+        cluster.declare_model(answer.rank, model(answer.incarnation, answer.run), now)
     return joined
 
 

@@ -158,7 +158,7 @@ def test_a_cluster_names_what_it_waits_for():
     cluster.register_pserver(registration("p", index=1), 0)
     cluster.join_trainer(joining("a", 1), 0)
     assert cluster.waiting_for == ["pserver 0", "trainer 0", "trainer 1 to declare its model"]
-    cluster.declare_model(1, model())
+    cluster.declare_model(1, model(), 0.0)
     assert cluster.waiting_for == ["pserver 0", "trainer 0"]
     cluster.expire(LEASE + 1)  # pserver 1 is lost, which does not end the run before its start
     assert (cluster.run.record.failure, cluster.waiting_for[:2]) == (None, ["pserver 0", "pserver 1"])
@@ -166,7 +166,7 @@ def test_a_cluster_names_what_it_waits_for():
     cluster.register_pserver(registration("q"), 20)
     for name in "ab":
         rank = cluster.join_trainer(joining(name), 20).rank
-        cluster.declare_model(rank, model(cluster.run.record.trainers[rank].incarnation))
+        cluster.declare_model(rank, model(cluster.run.record.trainers[rank].incarnation), 0.0)
     assert cluster.waiting_for == ["the pservers to install the plan"]
     assert cluster.start_run_if_complete(0)
     assert cluster.waiting_for == ["the pservers to install the plan"]
@@ -178,7 +178,7 @@ def test_a_cluster_names_what_it_waits_for():
 def test_a_trainer_must_declare_a_model_within_the_round_timeout_of_the_last_join():
     cluster = make_cluster()
     cluster.join_trainer(joining("a"), 0)
-    cluster.declare_model(0, model())
+    cluster.declare_model(0, model(), 0.0)
     cluster.run = expire_trainers(cluster.run, 1000, lease_seconds=9000)
     cluster.run = expire_trainers(cluster.run, 2000, lease_seconds=9000)
     assert cluster.run.record.failure is None  # trainer 1 has not joined; the order of starts does not matter

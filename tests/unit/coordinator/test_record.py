@@ -206,13 +206,13 @@ def test_before_the_start_trainers_keep_their_places(tmp_path):
     before = make()
     for name, rank in (("a", 0), ("b", 1), ("b", 1)):
         before.join_trainer(joining(name, rank), 0.0)
-    before.declare_model(1, model())
+    before.declare_model(1, model(), 0.0)
     after = restarted(before, tmp_path)
     run = after.run
     assert (run.record.name, run.record.state, run.record.plan, run.started_at) == ("run1", "gathering", None, None)
     assert {rank: trainer.state for rank, trainer in run.record.trainers.items()} == {0: "joined", 1: "declared"}
-    after.declare_model(0, model())
-    after.declare_model(1, model())  # a retry, whose first response was lost
+    after.declare_model(0, model(), 0.0)
+    after.declare_model(1, model(), 0.0)  # a retry, whose first response was lost
     for index in (0, 1):
         after.register_pserver(registration(str(index), index=index), RESTART + 1)
     assert after.start_run_if_complete(RESTART + 1)
@@ -222,10 +222,10 @@ def test_every_incarnation_of_a_trainer_may_repeat_its_declaration(tmp_path):
     before = make_training()
     before.leave_trainer(1, leaving("failed"), 1.0)
     before.join_trainer(joining("another process", 1), 2.0)
-    before.declare_model(1, model(2))
+    before.declare_model(1, model(2), 0.0)
     after = restarted(before, tmp_path)
-    after.declare_model(1, model(2))
-    after.declare_model(0, model(1))
+    after.declare_model(1, model(2), 0.0)
+    after.declare_model(0, model(1), 0.0)
 
 
 # ---------------------------------------------------------------- a resumption
@@ -364,7 +364,7 @@ def test_a_trainer_that_is_silent_before_it_takes_part_in_a_resumed_run_ends_not
     cluster.expire(NO_LEASE + 1 + LEASE)
     assert (cluster.run.record.is_over, awaited(cluster)) == (False, [0, 1, 2])
     cluster.trainer_heartbeat(0, alive(joined.incarnation), NO_LEASE + 2 + LEASE)
-    cluster.declare_model(0, model(joined.incarnation))
+    cluster.declare_model(0, model(joined.incarnation), 0.0)
     assert awaited(cluster) == [1, 2]
     cluster.expire(NO_LEASE + 3 + 3 * LEASE)
     assert isinstance(cluster.run.record.failure, TrainerLost)

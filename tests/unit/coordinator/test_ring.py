@@ -26,7 +26,7 @@ def ring(num_trainers: int = 2) -> Cluster:
 
 def declare(cluster: Cluster, rank: int, **changes: Any) -> None:
     joined = cluster.join_trainer(joining(str(rank), rank=rank), 0.0)
-    cluster.declare_model(rank, model(joined.incarnation, joined.run, **changes))
+    cluster.declare_model(rank, model(joined.incarnation, joined.run, **changes), 0.0)
 
 
 def begin(cluster: Cluster, now: float = 0.0) -> None:
@@ -110,7 +110,7 @@ def test_a_restarted_coordinator_keeps_the_ring() -> None:
     again.restore(type(record).model_validate_json(record.model_dump_json()), 1.0)
     assert again.run.record.state == "training"
     waits(again, 1, 0.0)
-    again.declare_model(1, model(1, optimizer="Muon"))  # a retry, whose first response was lost
+    again.declare_model(1, model(1, optimizer="Muon"), 0.0)  # a retry, whose first response was lost
     again.run = again.run.finish_change(again.run.record.change_number)
     ready = again.plan_ready(1, 1)
     assert ready.rendezvous == "10.0.0.5:4711"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import BadModel, Ended, ModelMismatch, StaleRun, TrainerLost
+from ps_protocol.errors import BadModel, Ended, ModelMismatch, RunStopped, StaleRun, TrainerLost
 from ps_protocol.vocabulary import LossPolicy
 from services.coordinator.state.joining import declare_model, join_run, start_run
 from services.coordinator.state.losses import (
@@ -49,6 +49,17 @@ def test_the_text_of_a_run_says_what_it_waits_for():
     assert repr(leave_run(training(on_trainer_loss="wait"), 1, leaving("failed"), 1)) == (
         "<Run run1 [training, attempt 0, change 5 | waiting for: trainer 1]>"
     )
+
+
+def test_an_administrator_stops_a_run_once():
+    for begin in (joined, training):
+        stopped = begin().stop(7, is_failure=False)
+        assert (stopped.record.state, stopped.ended_at) == ("finished", 7)
+        with pytest.raises(RunStopped, match="an administrator stopped run run1"):
+            raise stopped.record.failure
+        assert begin().stop(7, is_failure=True).record.state == "failed"
+        assert stopped.stop(8, is_failure=True) is stopped
+        assert leave_run(stopped, 0, leaving("failed"), 9).record.state == "finished"
 
 
 # ---------------------------------------------------------------- joining

@@ -29,7 +29,7 @@ def cluster_of(pservers: list[str], trainers: list[str | None]) -> Cluster:
         cluster.register_pserver(registration(f"pserver {index}", index=index, address=address), 0)
     for rank, metrics_address in enumerate(trainers):
         answer = cluster.join_trainer(joining(f"trainer {rank}", rank=rank, metrics_address=metrics_address), 0)
-        cluster.declare_model(rank, model(answer.incarnation, answer.run))
+        cluster.declare_model(rank, model(answer.incarnation, answer.run), 0.0)
     assert cluster.start_run_if_complete(0)
     cluster.run = cluster.run.begin_training(0)
     cluster.run = cluster.run.finish_change(cluster.run.record.change_number)

@@ -32,7 +32,7 @@ from ...durable.update_log import LoggedUpdate
 from ...shard.optimizer_blocks import LoadedState
 from ...shard.reply import Reply
 from ...shard.tensors import StagedBlock, view_bytes
-from ..context import FAILURES_OF_TRAINERS, RunContext
+from ..context import ENDS_WITH_INTACT_SHARDS, RunContext
 from ..schedule import Read, Wait, name_trainers
 from ..staging import Push, Staged, StagedContribution
 from .clocks import Clocks
@@ -397,7 +397,7 @@ class QueueExecutor:
 
     async def end(self, reason: GradpostError, *, is_failure: bool = False) -> None:
         """End every wait, and the queues unless `Run.stop` may still persist their updates: see `Executor.end`."""
-        if not isinstance(reason, FAILURES_OF_TRAINERS):
+        if not isinstance(reason, ENDS_WITH_INTACT_SHARDS):
             for queue in self.queues.values():
                 queue.close()
         if self._reader is not None:
