@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import httpx
@@ -152,6 +153,28 @@ def test_a_checkpoint_of_one_process_continues_in_a_run(alone: LocalCluster) -> 
         gan.assert_like(saved)
 
     run_all(alone, work)
+
+
+def test_a_restarted_script_continues_after_the_batches_of_the_run(own_cluster: StartCluster) -> None:
+    cluster = own_cluster(trainers=1, pservers=1, on_trainer_loss="wait")
+
+    def work(session: Session, *, fails: bool) -> list[int]:
+        weights = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+        optimizers = gradpost.wrap_optimizers(
+            session=session, **{name: SGD([weight], lr=1.0) for name, weight in zip("ab", weights, strict=True)}
+        )
+        taken = []
+        for batch in optimizers[0].remote.batches([*range(4)]):
+            if fails and batch == 2:
+                raise ValueError("a bug")
+            for optimizer, weight in zip(optimizers, weights, strict=True):
+                step_with(optimizer, weight)
+            taken.append(batch)
+        return taken
+
+    with pytest.raises(ValueError, match="a bug"):
+        run_all(cluster, partial(work, fails=True))
+    assert run_all(cluster, partial(work, fails=False)) == [[2, 3]]
 
 
 def test_rates_and_parameters_have_the_names_of_the_optimizers(alone: LocalCluster) -> None:

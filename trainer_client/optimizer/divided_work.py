@@ -44,6 +44,11 @@ class DividedWork:
         """True if every step is a round of all trainers, which have its outcome in common."""
         return not self.is_async and self.local is None
 
+    @property
+    def num_optimizers(self) -> int:
+        """The number of the script's optimizers. Each takes a step with a batch."""
+        return max(1, len(self.spec.members))
+
     def contribute(self, is_finite: bool, scaler: list[HyperParameters]) -> StepGradients | None:
         """Return the contribution of a step, with the state of a GradScaler; None after a local step but the last."""
         if self.local is None:

@@ -83,7 +83,9 @@ class RemoteOptimizer(WrappingOptimizer):
         progress = self._engine.progress
         self.scaling = StepScaling(self._session, self, self._work, progress, self._overlap)
         self._batches = ResumableBatches(
-            lambda: Position(progress.num_rollbacks, progress.begun), client.settings.local_steps, client.log.warning
+            lambda: Position(progress.num_rollbacks, progress.begun // self._work.num_optimizers),
+            client.settings.local_steps,
+            client.log.warning,
         )
 
     @property
