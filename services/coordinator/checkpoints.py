@@ -9,7 +9,7 @@ written; it is deleted when newer ones suffice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
 
 import httpx
@@ -118,7 +118,9 @@ class CheckpointSchedule:
     def _find_open(members: list[PserverMember], newest: Round) -> Round | None:
         """Return the round of the open checkpoint, if there is one."""
         rounds = [member.coming_checkpoints.union(member.shards) for member in members]
-        return max((round_ for round_ in frozenset.intersection(*rounds) if round_ > newest), default=None)
+        shards = [member.shards for member in members]
+        later = (round_ for round_ in frozenset.intersection(*rounds) if round_ > newest)
+        return max((round_ for round_ in later if not _is_given_up(round_, newest, shards)), default=None)
 
     async def _name(self, members: list[PserverMember], newest: Round, interval: Round) -> None:
         """Name a round that no pserver has passed: the newest on request, else the next one that is due."""
@@ -160,9 +162,9 @@ class Manifests:
         while (shards := self._written_shards(before)) is not None:
             newest = max(cluster.run.complete_checkpoints, default=-1)
             ready = max(set(shards[0]).intersection(*shards[1:]), default=-1)
-            # A pserver that has written later shards may delete this one: see `RunStorage.prune_place`.
-            is_given_up = newest >= 0 and any(max(written, default=-1) > ready for written in shards)
-            if ready <= newest or is_given_up or not await self._complete([written[ready] for written in shards]):
+            if ready <= newest or _is_given_up(ready, newest, shards):
+                break
+            if not await self._complete([written[ready] for written in shards]):
                 break
         # A checkpoint may be the target of a rollback that is under way.
         while cluster.is_current(before) and not cluster.run.is_changing:
@@ -236,6 +238,15 @@ class Manifests:
         reach_failpoint("checkpoint.manifest.after")
         cluster.update(run, lambda newest: newest.add_checkpoint(manifest.attempt, manifest.round))
         return True
+
+
+def _is_given_up(round_: Round, newest: Round, shards: Iterable[Collection[Round]]) -> bool:
+    """Return whether a checkpoint is never completed, because a pserver has written a later shard.
+
+    That pserver may delete its earlier shard once there is a complete checkpoint: see `RunStorage.prune_place`.
+    `newest` is the round of the newest complete checkpoint, or -1.
+    """
+    return newest >= 0 and any(max(written, default=-1) > round_ for written in shards)
 
 
 def _delete_undone(place: CheckpointStorage, run: str, began: Mapping[int, Round | None]) -> list[Round]:

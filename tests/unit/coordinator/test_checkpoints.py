@@ -113,6 +113,14 @@ async def test_a_pserver_that_cannot_write_makes_all_try_a_later_round(monkeypat
         assert (writers.named, schedule.num_failures) == ([5, 10], 1)
 
 
+async def test_a_later_round_is_requested_after_a_checkpoint_that_a_later_shard_prevents():
+    async with scheduling() as (cluster, writers, schedule):
+        writers.rounds = [9, 9]
+        writers.report(cluster, written=([0, 7], [0, 7, 8]))  # the coordinator was restarted between the two
+        await schedule.advance()
+        assert writers.named == [10]
+
+
 async def test_no_heartbeat_is_lost_that_arrives_while_a_checkpoint_is_requested():
     async with scheduling() as (cluster, writers, schedule):
         writers.on_request = lambda: writers.report(cluster, coming=[3])
