@@ -192,6 +192,16 @@ class Episode:
         """Return the last round of which a trainer has recorded this; 0 if there is none."""
         return max((r["round"] for r in self.reader.records if r["what"] == what and r["rank"] == rank), default=0)
 
+    def has_witness(self) -> bool:
+        """Return whether a living trainer has received the newest round that any has, and would report its loss."""
+        ends = [record for record in self.reader.records if record["what"] == "end"]
+        newest = max(((record["attempt"], record["round"]) for record in ends), default=(0, 0))
+        lives = {(r["rank"], r["life"]) for r in ends if (r["attempt"], r["round"]) == newest}
+        return any(
+            (rank, life) in lives and self.child(f"trainer {rank}").is_running
+            for rank, life in enumerate(self.cluster.lives)
+        )
+
     def _have_all_stepped(self) -> bool:
         return all(self.newest("end", rank) >= FIRST_STEPS for rank in range(self.setup.num_trainers))
 

@@ -286,6 +286,8 @@ def _damage_log(episode: Episode, victim: str) -> bool:
     last = content.rfind(bytes.fromhex(log.stem.partition("-")[2]))  # record; later bytes do not count
     if last < 0:
         return False  # a checkpoint was made this moment
+    if not episode.has_witness():
+        return False  # a damaged last record is like one that was never acknowledged
     if episode.chance.random() < 0.5:
         content[episode.chance.randrange(last + 32)] ^= 1 << episode.chance.randrange(8)
     else:
