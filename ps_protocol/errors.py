@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 __all__ = [  # the classes, which are public names of gradpost, too
     "BadInput", "BadModel", "Conflict", "ContributionConflict", "ContributionMissing", "Ended", "Forbidden",
     "FutureRound", "GradpostError", "ModelMismatch", "NonFiniteGradient", "NormChanged", "NotFound", "NotReady",
-    "RolledBack", "RoundPending", "RoundTimeout", "StalePserver", "StaleRound", "StaleRun", "StorageFailed",
-    "TrainerLost", "TryAgain", "Unauthenticated", "Unreachable",
+    "RolledBack", "RoundPending", "RoundTimeout", "RunStopped", "StalePserver", "StaleRound", "StaleRun",
+    "StorageFailed", "TrainerLost", "TryAgain", "Unauthenticated", "Unreachable",
 ]  # fmt: skip
 
 PROBLEM_CONTENT_TYPE = "application/problem+json"

@@ -82,6 +82,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("PUT", routes.FROZEN): "admin",
     ("DELETE", routes.FROZEN): "admin",
     ("POST", routes.EVICT): "admin",
+    ("POST", routes.STOP): "admin",
     ("POST", routes.ROLL_BACK): "admin",
 }
 

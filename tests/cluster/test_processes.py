@@ -220,7 +220,10 @@ def test_a_cluster_by_hand(port: int, run_command: RunCommand, monkeypatch: pyte
     url = f"http://127.0.0.1:{port}"
     with (
         running("serve", "pserver", "--exit-when-done", GRADPOST_COORDINATOR=url) as pserver,  # it waits for the other
-        running("serve", "coordinator", "--port", str(port), "--lease-seconds", "3", "--exit-when-done") as coordinator,
+        running(
+            *("serve", "coordinator", "--port", str(port), "--lease-seconds", "3", "--exit-when-done"),
+            *("--num-pservers", "1", "--num-trainers", "1"),
+        ) as coordinator,
     ):
         with ClusterView(url) as view:
             assert wait_until(lambda: is_waiting_for(view, "trainer 0"), seconds=60)

@@ -88,9 +88,9 @@ def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: 
 def test_two_trainers_run_other_scripts(tmp_path: Path, command: str, said: str) -> None:
     script, *arguments = command.split()
     with RunningUp("--", "python", DIGITS.with_name(script), *arguments, folder=tmp_path) as up:
-        code, _, stderr = up.finish()
-    assert code == 0, stderr
-    assert len(re.findall(rf"\[trainer \d\] {said}", stderr)) == 2, stderr
+        code, stdout, stderr = up.finish()
+    assert code == 0, stdout + stderr
+    assert len(re.findall(rf"\[trainer \d\] {said}", stdout)) == 2, stdout
 
 
 @pytest.mark.parametrize("script", sorted(DIGITS.parent.glob("*.py")), ids=lambda script: script.stem)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ps_protocol.errors import (
-    BadInput,
     Conflict,
     Ended,
     ModelMismatch,
@@ -29,12 +28,12 @@ from ps_protocol.messages import (
     TrainerHeartbeatReply,
     TrainerJoined,
 )
-from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 from services.runtime.logs import get_logger
 
 from ..settings import CoordinatorSettings
-from .joining import check_expectations, declare_model, fail_deserted_run, join_run, start_run
+from .joining import check_expectations, check_protocol, declare_model, fail_deserted_run, join_run, start_run
 from .losses import (
     check_ring,
     expire_trainers,
@@ -171,7 +170,7 @@ class Cluster:
 
     def register_pserver(self, request: RegisterPserver, now: float) -> PserverRegistered:
         """Register a pserver. One that returns during a run must bring its shard, or the run fails."""
-        _check_protocol(request.protocol)
+        check_protocol(request.protocol)
         if self._settings.consistency.is_ring:
             raise Conflict(
                 "strategy ring has no pservers", code="mode_mismatch", expected="no pserver", actual=request.address
@@ -225,7 +224,7 @@ class Cluster:
 
     def join_trainer(self, request: JoinTrainer, now: float) -> TrainerJoined:
         """Admit a trainer to the run that gathers. A new run begins when all trainers of the last one have left."""
-        _check_protocol(request.protocol)
+        check_protocol(request.protocol)
         check_expectations(self.run, request)  # no later run could admit the trainer either
         record = self.run.record
         if record.is_over and record.find_process(request.instance) is None:
@@ -446,11 +445,3 @@ class Cluster:
     def exit_code(self) -> int:
         """The exit code of the process: 1 if the run failed, else 0."""
         return 1 if self.run.record.state == "failed" else 0
-
-
-def _check_protocol(version: int) -> None:
-    if version != PROTOCOL_VERSION:
-        raise BadInput(
-            "the sender uses another protocol version; install the same version of Gradpost on all machines",
-            code="unsupported_protocol", expected=PROTOCOL_VERSION, actual=version,
-        )  # fmt: skip

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 
-from ps_protocol.errors import Conflict, ModelMismatch, NotReady
+from ps_protocol.errors import BadInput, Conflict, ModelMismatch, NotReady
 from ps_protocol.membership import Membership
 from ps_protocol.messages import DeclareModel, JoinTrainer
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 
 from .model import check_same_model, check_same_tensors, plan_model
@@ -79,6 +79,15 @@ def _fix_num_trainers(run: Run, num_trainers: int) -> Run:
         incarnations={**run.incarnations, **moved},
         reports={rank: run.reports[trainer.rank] for rank, trainer in before.items()},
     )
+
+
+def check_protocol(version: int) -> None:
+    """Raise BadInput (`unsupported_protocol`) for a process with another version of the protocol."""
+    if version != PROTOCOL_VERSION:
+        raise BadInput(
+            "the sender uses another protocol version; install the same version of Gradpost on all machines",
+            code="unsupported_protocol", expected=PROTOCOL_VERSION, actual=version,
+        )  # fmt: skip
 
 
 def check_expectations(run: Run, request: JoinTrainer) -> None:

@@ -46,7 +46,7 @@ def complete(folder: Path, line: str, last: str = "", **environment: str) -> lis
 
 
 def test_commands_and_options(tmp_path: Path) -> None:
-    assert complete(tmp_path, "gradpost", "st") == ["status"]
+    assert complete(tmp_path, "gradpost", "st") == ["status", "stop"]
     assert sorted(complete(tmp_path, "gradpost checkpoint")) == ["create", "export", "list", "restore"]
 
 

@@ -13,6 +13,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadInput, BadModel
 from trainer_client import RemoteOptimizer
 from trainer_client.client.settings import TrainerSettings
+from trainer_client.engines.combined_optimizer import CombinedOptimizer
 from trainer_client.optimizer.choice import check_combination
 from trainer_client.optimizer.wrapped_optimizer import describe_optimizer
 
@@ -27,6 +28,7 @@ def check(
     has_host: bool = False,
     has_outer: bool = False,
     is_declared: bool = False,
+    has_several: bool = False,
 ) -> None:
     client = SimpleNamespace(
         settings=TrainerSettings(**settings),
@@ -35,7 +37,9 @@ def check(
     )
     session = SimpleNamespace(client=client, host=object() if has_host else None)
     model = SimpleNamespace(module=nn.Linear(2, 2) if has_module else None, parameters={})
-    check_combination(cast(Any, session), cast(Any, model), has_outer=has_outer)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    wrapped = CombinedOptimizer({"D": optimizer}) if has_several else optimizer
+    check_combination(cast(Any, session), wrapped, cast(Any, model), has_outer=has_outer)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +61,8 @@ def check(
         ({"overlap_pulls": True}, {}, {}, "needs overlap=True"),
         (BOTH, {}, {"has_host": True}, "overlap_pulls needs trainers of one process"),
         (BOTH, {"max_delay": 1}, {}, "overlap_pulls cannot be used with max_delay"),
+        ({}, {"mode": "async"}, {"has_several": True}, "several optimizers need mode sync or strategy ring"),
+        ({}, {"max_delay": 1}, {"has_several": True}, "several optimizers need mode sync or strategy ring"),
         ({}, {}, {"is_declared": True}, r"a session has one RemoteOptimizer.* optimizer\.session\.close"),
     ],
     ids=str,
@@ -75,6 +81,7 @@ def test_what_does_not_work_together_is_refused(
         ({"overlap": True, "max_grad_norm": 1.0}, {}),
         ({"local_steps": 2, "outer_momentum": 0.9}, {}),
         ({"overlap": True}, {"has_host": True}),
+        ({}, {"has_several": True, "has_host": True}),
     ],
     ids=str,
 )

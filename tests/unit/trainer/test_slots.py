@@ -11,13 +11,13 @@ from torch import nn
 
 from ps_protocol.errors import BadModel
 from ps_protocol.frames import parse_frame
-from ps_protocol.optimizers import FRESH, RULES, StepState, read_states, split_key
+from ps_protocol.optimizers import RULES, StepState, read_states, split_key
 from ps_protocol.plan import make_plan
 from ps_protocol.requests import STATES_KEY
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client.client.pserver_group import DeclaredRun
 from trainer_client.engines.state_transfer import Loading, make_state_frames
-from trainer_client.engines.torch_state import ParameterState, read_state, write_state
+from trainer_client.engines.torch_state import NO_STATE, ParameterState, read_state, write_state
 from trainer_client.optimizer.wrapped_optimizer import describe_optimizer
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def test_each_slot_and_step_count_is_in_one_frame(bucket_bytes: int) -> None:
             here += [entry.name for entry in frame.tensors] + list(its)
         assert one.num_slots == len(here)
         assert {split_key(key)[1] for key in here if "/" in key} <= {block.name for block in shard}
-    assert states == {b.name: SLOTS[b.parameter].state if b.parameter in SLOTS else FRESH for b in PLAN.blocks}
+    assert states == {b.name: SLOTS[b.parameter].state for b in PLAN.blocks if b.parameter in SLOTS}
     assert len(found) == 2 * sum(block.parameter in SLOTS for block in PLAN.blocks)
     for block in PLAN.blocks:
         for slot in "xy" if block.parameter in SLOTS else "":
@@ -167,10 +167,12 @@ def test_state_loaded_before_the_first_step_does_not_replace_the_runs_own() -> N
     assert one.frames_for(9)
 
 
-def test_empty_state_is_pushed_only_after_a_step() -> None:
+def test_state_is_removed_only_after_a_step() -> None:
     one, _ = loading()
     one.load(SLOTS, 0)
-    one.load({}, 0)
+    one.load(dict.fromkeys(SLOTS, NO_STATE), 0)
     assert one.frames_for(1) is None
-    one.load({}, 1)
+    one.load({"a": NO_STATE}, 1)
+    one.load({"b": SLOTS["b"]}, 1)  # of another optimizer
+    assert one.states == {"a": NO_STATE, "b": SLOTS["b"]}
     assert one.frames_for(2)
