@@ -90,8 +90,8 @@ def wandb(
     try:
         export_run(coordinator, token_file, partial(WandbRun, project), every, f"project {project} of W&B")
     except Error as error:
-        advice = "Log in with `wandb login`, or set WANDB_MODE=offline"
-        raise CommandError(f"W&B refuses the run: {error}. {advice}", exit_code=EXIT_FAILED) from None
+        cause, advice = str(error).rstrip("."), "To write local files instead, set WANDB_MODE=offline"
+        raise CommandError(f"W&B refuses the run: {cause}. {advice}", exit_code=EXIT_FAILED) from None
 
 
 @contextmanager

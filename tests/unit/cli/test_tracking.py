@@ -16,7 +16,7 @@ import pytest
 from gradpost.tracking.export import Export, TrackedRun
 from gradpost.tracking.tensorboard import EventFiles
 
-from .conftest import RunCommand, run_process, serving
+from .conftest import Outcome, RunCommand, run_process, serving
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ CURVES = {
 }
 
 
-def export_with(command: str, state: str, num_trainers: int = 2, **environment: str) -> None:
+def export_with(command: str, state: str, num_trainers: int = 2, **environment: str) -> Outcome:
     """Run the command beside a coordinator whose run is over."""
     status = {
         "run": "5f0c", "state": state, "mode": "ssp", "num_pservers": 3, "num_trainers": num_trainers,
@@ -138,9 +138,8 @@ def export_with(command: str, state: str, num_trainers: int = 2, **environment: 
     }
     with serving({path: json.dumps(answer) for path, answer in answers.items()}) as address:
         outcome = run_process("-P", "-m", "gradpost", command, "--coordinator", address, **environment)
-    assert outcome.exit_code == 0, outcome.stderr
-    assert outcome.stdout.startswith("run 5f0c goes to ")
-    assert f"4 points of curves and {0 if command == 'mlflow' else 1} histogram" in outcome.stdout
+    assert outcome.stdout.startswith("run 5f0c goes to "), outcome.stderr
+    return outcome
 
 
 @pytest.mark.extended
@@ -149,7 +148,9 @@ def test_mlflow_has_the_run_its_settings_and_its_metrics(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlflow = pytest.importorskip("mlflow", reason="pip install 'gradpost[mlflow]'")
-    export_with("mlflow", state, MLFLOW_TRACKING_URI=str(tmp_path / "mlruns"))
+    outcome = export_with("mlflow", state, MLFLOW_TRACKING_URI=str(tmp_path / "mlruns"))
+    assert outcome.exit_code == 0, outcome.stderr
+    assert "4 points of curves and 0 histograms" in outcome.stdout
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     client = mlflow.MlflowClient(str(tmp_path / "mlruns"))
     [run] = client.search_runs([client.get_experiment_by_name("gradpost").experiment_id])
@@ -194,7 +195,9 @@ def read_records(folder: Path) -> Iterator[Any]:
 @pytest.mark.parametrize(("num_trainers", "prefix"), [(1, ""), (2, "trainer-0/")])
 def test_wandb_has_the_run_its_settings_and_its_metrics(num_trainers: int, prefix: str, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="pip install 'gradpost[wandb]'")
-    export_with("wandb", "failed", num_trainers, WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
+    outcome = export_with("wandb", "failed", num_trainers, WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
+    assert outcome.exit_code == 0, outcome.stderr
+    assert "4 points of curves and 1 histogram" in outcome.stdout
     records = defaultdict(list)
     for record in read_records(tmp_path):
         records[record.WhichOneof("record_type")].append(record)
@@ -219,3 +222,13 @@ def test_wandb_has_the_run_its_settings_and_its_metrics(num_trainers: int, prefi
     assert (norm["norm/w"], norm["round"]) == (2, 2)
     chart = "histogram/w."
     assert (histogram[f"{chart}values"], histogram[f"{chart}bins"], histogram["round"]) == ([1, 1], [0, 0.5, 1], 2)
+
+
+@pytest.mark.extended
+def test_wandb_without_an_account_names_the_offline_mode(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="pip install 'gradpost[wandb]'")
+    home = str(tmp_path)  # without ~/.netrc
+    outcome = export_with("wandb", "finished", WANDB_MODE="online", WANDB_API_KEY="", WANDB_DIR=home, HOME=home)
+    assert outcome.exit_code == 1
+    assert outcome.stderr.startswith("gradpost: error: W&B refuses the run: ")
+    assert outcome.stderr.endswith(". To write local files instead, set WANDB_MODE=offline\n")
