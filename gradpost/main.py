@@ -22,6 +22,7 @@ from ps_protocol.vocabulary import DEFAULT_PSERVERS, DEFAULT_TRAINERS, Placement
 from .control import app as control_app
 from .options import Coordinator, Json, SettingsCommand, TokenPath, complete_parameter
 from .output import CommandError, exit_with
+from .tracking.commands import app as tracking_app
 
 app = typer.Typer(
     name="gradpost",
@@ -300,25 +301,7 @@ def events(
 
 
 app.add_typer(control_app)
-
-
-@app.command()
-def tensorboard(
-    logdir: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write to, in a subfolder for the run.")],
-    every: Annotated[
-        float,
-        typer.Option("--every-seconds", metavar="X", min=0, help="The time between histograms; 0: no histograms."),
-    ] = 30.0,
-    coordinator: Coordinator = None,
-    token_file: TokenPath = None,
-) -> None:
-    """Write the trainers' results and histograms of the parameters for TensorBoard, until the run is over or Ctrl-C.
-
-    It begins with the results that the coordinator still has. It needs TensorBoard: pip install "gradpost[tensorboard]"
-    """
-    from .tensorboard import export_events
-
-    export_events(coordinator, token_file, logdir, every)
+app.add_typer(tracking_app)
 
 
 token_app = typer.Typer(help="Create and show the tokens of a cluster.", rich_markup_mode=None, no_args_is_help=True)

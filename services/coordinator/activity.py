@@ -331,6 +331,7 @@ class Curves:
         if run != self._run:
             self._run = run
             self._points.clear()
+        now = time.time()
         for name, value in results.items():
             points = self._points.get((name, rank))
             if points is None:
@@ -341,7 +342,7 @@ class Curves:
                 if points[-1][0] == round_:
                     continue
                 del points[bisect_left(points, round_, key=itemgetter(0)) :]  # a rollback
-            points.append((round_, time.time(), value))
+            points.append((round_, now, value))
             if len(points) > MAX_POINTS:
                 del points[1:-1:2]
 

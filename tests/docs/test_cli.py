@@ -16,8 +16,8 @@ from .markdown import ROOT, examples, read, section
 from .stage import arguments_of_up, needs_curl, run_shell, status_of
 
 TEXT = read("cli.md")
-COMMANDS = "\n".join(block.text for block in examples(TEXT[: TEXT.index("## TensorBoard")], "sh"))
-examples(section(TEXT, "TensorBoard"), "sh")  # tests/cluster/test_administration.py exports
+COMMANDS = "\n".join(block.text for block in examples(TEXT[: TEXT.index("## TensorBoard,")], "sh"))
+examples(section(TEXT, "TensorBoard, MLflow and W&B"), "sh")  # tests/unit/cli/test_tracking.py exports
 
 
 @pytest.mark.cluster

@@ -1,0 +1,1 @@
+"""The trackers of a run: TensorBoard, MLflow and Weights & Biases."""
