@@ -216,6 +216,8 @@ def test_it_can_be_read(browser: Browser, closed: Closed, theme: Any, width: int
         background = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == {"light": "rgb(245, 246, 248)", "dark": "rgb(16, 20, 24)"}[theme]
         assert visit.page.evaluate(CONTRAST) == []
+        after = "getComputedStyle(document.querySelector('#trainers > header'), '::after').content"
+        assert ("scrolls" in visit.page.evaluate(after)) == (width == 390)
         visit.page.keyboard.press("t")  # auto, light, dark
         if theme == "light":
             visit.page.keyboard.press("t")
