@@ -116,13 +116,30 @@ def check_result_name(name: str) -> str:
     return name
 
 
-Results: TypeAlias = Annotated[
-    dict[Annotated[str, AfterValidator(check_result_name)], Number],
-    Field(
-        max_length=MAX_RESULTS,
-        json_schema_extra={"propertyNames": {"minLength": 1, "maxLength": MAX_RESULT_NAME, "pattern": r"^\P{C}+$"}},
-    ),
-]
+_RESULT_NAMES: dict[str, Any] = {
+    "propertyNames": {"minLength": 1, "maxLength": MAX_RESULT_NAME, "pattern": r"^\P{C}+$"}
+}
+ResultName: TypeAlias = Annotated[str, AfterValidator(check_result_name)]
+Results: TypeAlias = Annotated[dict[ResultName, Number], Field(max_length=MAX_RESULTS, json_schema_extra=_RESULT_NAMES)]
+
+
+class Mean(Message):
+    """The mean of values that a script reported, and their number. A mean with a NaN is NaN."""
+
+    count: Positive
+    value: Number
+
+    def merge(self, other: Mean) -> Mean:
+        """Return the mean of the values of both.
+
+        >>> Mean(count=3, value=1.0).merge(Mean(count=1, value=5.0))
+        Mean(count=4, value=2.0)
+        """
+        count = self.count + other.count
+        return Mean(count=count, value=self.value + (other.value - self.value) * (other.count / count))
+
+
+Means: TypeAlias = Annotated[dict[ResultName, Mean], Field(max_length=MAX_RESULTS, json_schema_extra=_RESULT_NAMES)]
 
 
 def _check_base_url(value: str) -> str:

@@ -23,6 +23,7 @@ from .fields import (
     Integer,
     Label,
     LocalName,
+    Means,
     Message,
     Name,
     Note,
@@ -290,6 +291,10 @@ class TrainerHeartbeat(TrainerProgress):
     """The heartbeat of a trainer."""
 
     run: Identifier
+    means: Means | None = Field(
+        default=None,
+        description="means of the values that were reported since the last answered heartbeat; null: of `results`",
+    )
     attempt: Ordinal = Field(default=0, description="attempt that `round` belongs to")
     unreachable: ByOrdinal[tuple[Incarnation, Real]] = Field(
         default={}, description="pservers that do not answer this trainer: incarnation and seconds"

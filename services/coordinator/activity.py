@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import itemgetter
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel, Field
 
-from ps_protocol.fields import ByOrdinal, Message
+from ps_protocol.fields import ByOrdinal, Mean, Message
 from ps_protocol.messages import PserverHeartbeat, PserverLoad, TrainerHeartbeat
 from ps_protocol.vocabulary import Mode, PserverIndex, Rank, Round
 
@@ -24,7 +26,7 @@ WINDOW_SECONDS = 5.0  # of a rate: heartbeats come once a second, each with a wh
 SAMPLE_SECONDS = 1.0
 MAX_SAMPLES = 300  # of the run; older ones are dropped
 LATE_SECONDS = 2.0  # heartbeats come once a second
-MAX_POINTS = 1000  # of one curve; beyond it every second point is dropped
+MAX_POINTS = 1000  # of one curve; beyond it neighbours are merged in pairs
 MAX_CURVES = 1000
 MAX_ANSWERED = 100_000  # points in one answer, which takes about 0.1 s to encode
 
@@ -305,11 +307,15 @@ def _add_staleness(newest: Sequence[PserverReport]) -> tuple[tuple[float | None,
 
 
 class Curve(BaseModel):
-    """The points of one result of one trainer, in columns. A value that JSON cannot express is null."""
+    """The points of one result of one trainer, in columns.
+
+    A point is the mean of `count` reported values. A mean that JSON cannot express is null.
+    """
 
     round: list[Round]
     at: list[float]  # seconds since 1970
     value: list[float | None]
+    count: list[int]
 
 
 class CurveList(BaseModel):
@@ -319,47 +325,70 @@ class CurveList(BaseModel):
     curves: dict[str, ByOrdinal[Curve]]
 
 
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The mean of the values that a trainer reported up to a round and a time, since the point before."""
+
+    round: Round
+    at: float
+    mean: Mean
+
+
 class Curves:
     """The curves of the newest run: one for each trainer and result."""
 
     def __init__(self) -> None:
         self._run = ""
-        self._points: dict[tuple[str, Rank], list[tuple[Round, float, float]]] = {}
+        self._points: dict[tuple[str, Rank], list[Point]] = {}
 
-    def add(self, run: str, rank: Rank, round_: Round, results: Mapping[str, float]) -> None:
-        """Add the results of a heartbeat."""
-        if run != self._run:
-            self._run = run
+    def add(self, rank: Rank, message: TrainerHeartbeat) -> None:
+        """Add the means of a heartbeat. A client without means reports `results` once for each round."""
+        if message.run != self._run:
+            self._run = message.run
             self._points.clear()
-        now = time.time()
-        for name, value in results.items():
+        now, means = time.time(), message.means
+        if means is None:
+            means = {name: Mean(count=1, value=value) for name, value in message.results.items()}
+        for name, mean in means.items():
             points = self._points.get((name, rank))
             if points is None:
                 if len(self._points) >= MAX_CURVES:
                     continue
                 points = self._points[name, rank] = []
-            if points and points[-1][0] >= round_:
-                if points[-1][0] == round_:
+            del points[bisect_right(points, message.round, key=_round_of) :]  # a rollback
+            if points and points[-1].round == message.round:
+                if message.means is None:
                     continue
-                del points[bisect_left(points, round_, key=itemgetter(0)) :]  # a rollback
-            points.append((round_, now, value))
+                mean = points.pop().mean.merge(mean)
+            points.append(Point(message.round, now, mean))
             if len(points) > MAX_POINTS:
-                del points[1:-1:2]
+                points[:] = _thin_out(points, MAX_POINTS // 2 + 1)
 
     def describe(self, max_points: int = MAX_POINTS) -> dict[str, Any]:
-        """Return the curves by name and rank, evenly thinned out to at most `max_points` points.
+        """Return the curves by name and rank, with at most `max_points` points, which are means of the stored points.
 
         With many curves each curve has fewer points, so that the answer has at most `MAX_ANSWERED` points.
         """
         max_points = min(max_points, MAX_ANSWERED // max(1, len(self._points)))
         curves: dict[str, dict[Rank, dict[str, list[float]]]] = {}
         for (name, rank), points in sorted(self._points.items()):
-            rounds, times, values = zip(*_thin_out(points, max_points), strict=True)
-            curves.setdefault(name, {})[rank] = {"round": list(rounds), "at": list(times), "value": list(values)}
+            thin = _thin_out(points, max_points)
+            curves.setdefault(name, {})[rank] = {
+                "round": [point.round for point in thin],
+                "at": [point.at for point in thin],
+                "value": [point.mean.value for point in thin],
+                "count": [point.mean.count for point in thin],
+            }
         return {"run": self._run, "curves": curves}
 
 
-def _thin_out(points: list[tuple[Round, float, float]], most: int) -> list[tuple[Round, float, float]]:
+_round_of = attrgetter("round")
+
+
+def _thin_out(points: list[Point], most: int) -> list[Point]:
+    """Return at most `most` points. The first is kept, and each other one is the mean of the points up to it."""
     if len(points) <= most:
         return points
-    return [points[i * (len(points) - 1) // (most - 1)] for i in range(most)]
+    ends = [i * (len(points) - 1) // (most - 1) for i in range(most)]
+    merged = [reduce(Mean.merge, (p.mean for p in points[a + 1 : b + 1])) for a, b in pairwise([-1, *ends])]
+    return [replace(points[end], mean=mean) for end, mean in zip(ends, merged, strict=True)]

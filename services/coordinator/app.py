@@ -104,7 +104,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     async def trainer_heartbeat(rank: OrdinalText, message: TrainerHeartbeat) -> TrainerHeartbeatReply:
         """Renew a trainer's lease, and return the state of the run."""
         reply = cluster.trainer_heartbeat(rank, message, coordinator.now())
-        coordinator.curves.add(message.run, rank, message.round, message.results)
+        coordinator.curves.add(rank, message)
         coordinator.activity.record_trainer(cluster, rank, message, coordinator.now())
         coordinator.changed()
         return reply

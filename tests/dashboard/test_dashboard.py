@@ -56,10 +56,10 @@ def test_it_lives_while_the_cluster_trains(browser: Browser, closed: Closed) -> 
         text = f"checkpoint of round {made} is complete"
         visit.wait_until("text => document.querySelector('#event-list').textContent.includes(text)", text)
         visit.see("#curves")
-        lines = "() => document.querySelectorAll('#curve-chart .scatterlayer .trace').length === 2"
+        lines = "() => document.querySelectorAll('#curve-loss .scatterlayer .trace').length === 2"
         visit.wait_until(lines)
-        shown = visit.page.evaluate("document.querySelector('#curve-chart').data[0].x.length")
-        visit.wait_until("n => document.querySelector('#curve-chart').data[0].x.length > n", shown)
+        shown = visit.page.evaluate("document.querySelector('#curve-loss').data[0].x.length")
+        visit.wait_until("n => document.querySelector('#curve-loss').data[0].x.length > n", shown)
         assert visit.errors == []
 
 
@@ -100,7 +100,7 @@ def test_every_panel_shows_what_the_api_says(browser: Browser, closed: Closed) -
         visit.wait_until(f"counts => JSON.stringify({drawn}) === counts", counts)
         newest = {rank: curve["value"][-1] for rank, curve in curves["curves"]["loss"].items()}
         wanted = json.dumps(newest, separators=(",", ":"))
-        visit.wait_until("wanted => document.querySelector('#curve-chart').dataset.value === wanted", wanted)
+        visit.wait_until("wanted => document.querySelector('#curve-loss').dataset.value === wanted", wanted)
         ids = "() => [...document.querySelectorAll('[id]')].map(one => one.id)"
         assert len(known := visit.page.evaluate(ids)) == len(set(known))
         check_parameters(visit, closed.ask("GET", "/v1/parameters").json()["parameters"])
@@ -216,12 +216,14 @@ def test_it_can_be_read(browser: Browser, closed: Closed, theme: Any, width: int
         background = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == {"light": "rgb(245, 246, 248)", "dark": "rgb(16, 20, 24)"}[theme]
         assert visit.page.evaluate(CONTRAST) == []
+        after = "getComputedStyle(document.querySelector('#trainers > header'), '::after').content"
+        assert ("scrolls" in visit.page.evaluate(after)) == (width == 390)
         visit.page.keyboard.press("t")  # auto, light, dark
         if theme == "light":
             visit.page.keyboard.press("t")
         assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") != background
         visit.see("#curves")
-        visit.wait_until("() => document.querySelector('#curve-chart .scatterlayer .trace')")
+        visit.wait_until("() => document.querySelector('#curve-loss .scatterlayer .trace')")
         assert visit.errors == []
 
 
@@ -249,7 +251,40 @@ def test_it_can_be_used_from_the_keyboard(browser: Browser, closed: Closed) -> N
         visit.wait_until("() => document.querySelector('#statistics dd')")
         page.focus("#curve-names button:last-child")
         page.keyboard.press("Enter")
-        assert page.get_attribute("#curve-names button:nth-child(2)", "aria-pressed") == "true"
+        assert page.get_attribute("#curve-names button:nth-child(2)", "aria-pressed") == "false"
+        assert not page.is_visible("#curve-accuracy")
+
+
+def test_curves_are_shown_as_chosen(browser: Browser, closed: Closed) -> None:
+    def curve(value: list[float | None], count: list[int], after: float = 0) -> dict[str, list[Any]]:
+        return {"round": [1, 2, 4], "at": [100.0 + after, 102.0 + after, 104.0 + after], "value": value, "count": count}
+
+    curves = {"loss": {"0": curve([8, 4, None], [1, 1, 2]), "1": curve([4, 1, 1], [3, 2, 2], 0.5)}}
+    answer = {"run": "r", "curves": curves | {"accuracy": {"0": curve([0.5, 0.75, 1], [1, 1, 1])}}}
+    drawn = "wanted => JSON.stringify(document.querySelector('#curve-loss')?.data?.map(one => one.y)) === wanted"
+
+    def wait_for(visit: Visit, *lines: list[float | None]) -> None:
+        visit.wait_until(drawn, json.dumps(lines, separators=(",", ":")))
+
+    with Visit(browser, closed.address, token=closed.token()) as visit:
+        page = visit.page
+        page.route("**/v1/curves?*", lambda route: route.fulfill(json=answer))
+        wait_for(visit, [8, 4, None], [4, 1, 1])
+        assert page.is_visible("#curve-accuracy")
+        visit.wait_until("() => document.querySelector('#curve-loss')._fullLayout.xaxis.type === 'linear'")
+        page.check("#curve-mean")  # weighted by the counts
+        wait_for(visit, [5, 2, None])
+        page.select_option("#curve-x", "time")
+        page.check("#curve-log")
+        page.fill("#curve-smoothing", "0.5")
+        page.click("#curve-names button:has-text('accuracy')")
+        wait_for(visit, [5, 2, None], [5, 3, None])
+        page.reload()
+        wait_for(visit, [5, 2, None], [5, 3, None])
+        axes = "['xaxis', 'yaxis'].map(axis => document.querySelector('#curve-loss')._fullLayout[axis].type)"
+        assert page.evaluate(axes) == ["date", "log"]
+        assert not page.is_visible("#curve-accuracy")
+        assert visit.errors == []
 
 
 def test_it_asks_nothing_while_nobody_looks(browser: Browser, closed: Closed) -> None:
@@ -272,7 +307,7 @@ def test_a_path_before_it_changes_nothing(browser: Browser, closed: Closed) -> N
     with Visit(browser, closed.address, token=closed.token(), path="/team/gradpost/") as visit:
         visit.wait_until_live()
         visit.page.wait_for_selector("#event-list li")
-        visit.wait_until("() => document.querySelector('#curve-chart .scatterlayer .trace')")
+        visit.wait_until("() => document.querySelector('#curve-loss .scatterlayer .trace')")
         requested = visit.page.evaluate("performance.getEntriesByType('resource').map(one => one.name)")
         assert requested
         assert all(urlsplit(url).path.startswith("/team/gradpost/") for url in requested)

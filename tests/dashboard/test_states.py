@@ -78,7 +78,7 @@ def test_a_ring_is_shown_without_what_it_has_not(browser: Browser) -> None:
         for part in ("headline", "trainers", "barrier"):
             assert "pserver" not in page.inner_text(f"#{part}").lower()
         assert (page.inner_text("#taking-part"), page.inner_text("#rounds-more")) == ("2 of 2", "of all trainers")
-        visit.wait_until("() => document.querySelectorAll('#curve-chart .scatterlayer .trace').length === 2")
+        visit.wait_until("() => document.querySelectorAll('#curve-loss .scatterlayer .trace').length === 2")
 
         second.signal(SIGSTOP)
         visit.wait_until(WAITS, "Waiting for trainer 1")

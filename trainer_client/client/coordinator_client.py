@@ -19,7 +19,7 @@ from ps_config.certificates import hint_at_tls
 from ps_config.control_client import GatewayPage, raise_for_problem
 from ps_config.versions import installed_versions
 from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
-from ps_protocol.fields import Message
+from ps_protocol.fields import Mean, Message
 from ps_protocol.messages import (
     DeclareModel,
     JoinTrainer,
@@ -61,6 +61,7 @@ class CoordinatorClient:
         self.round: Round = 0  # the newest round that was pulled from every pserver
         self._counted_round: Round = 0  # the newest round that pservers may count this trainer in
         self.results: dict[str, float] = {}
+        self._means: dict[str, Mean] = {}  # of the values that no answered heartbeat has carried
         self.failure: GradpostError | None = None  # the error that ended the run
         self.news = News()
         self.links: Mapping[PserverIndex, LinkMeter] = {}
@@ -119,8 +120,13 @@ class CoordinatorClient:
         self._counted_round = 0
 
     def report_results(self, results: Mapping[str, float]) -> None:
-        """Report the newest numbers of the script with the heartbeats."""
+        """Report the newest numbers of the script with the heartbeats, and the means of all numbers."""
         self.results.update(results)
+        self._add_means({name: Mean(count=1, value=value) for name, value in results.items()})
+
+    def _add_means(self, means: Mapping[str, Mean]) -> None:
+        for name, mean in means.items():
+            self._means[name] = self._means[name].merge(mean) if name in self._means else mean
 
     @contextlib.contextmanager
     def reporting_wait(self) -> Iterator[None]:
@@ -160,7 +166,7 @@ class CoordinatorClient:
                 await self._heartbeats
             self._heartbeats = None
             # The last heartbeat carries what was reported since the one before it.
-            await self._try_post(TRAINER_HEARTBEAT, self._heartbeat())
+            await self._try_heartbeat()
             message = Leave(
                 run=self.joined.run,
                 incarnation=self.joined.incarnation,
@@ -171,7 +177,8 @@ class CoordinatorClient:
                 code=code,
             )
             if outcome != "done":
-                await self._try_post(LEAVE, message)
+                with contextlib.suppress(httpx.TransportError, GradpostError):
+                    await self._request("POST", LEAVE.format(rank=self.joined.rank), message)
                 return
             # The others wait for a trainer that does not report its end, and its loss may end their run.
             try:
@@ -182,15 +189,26 @@ class CoordinatorClient:
             except GradpostError:
                 pass  # the run is over, or continues without it
 
-    async def _try_post(self, path: str, message: Message) -> None:
-        with contextlib.suppress(httpx.TransportError, GradpostError):
-            await self._request("POST", path.format(rank=self.joined.rank), message)
-
     # ------------------------------------------------------------------ heartbeats
 
-    def _heartbeat(self) -> TrainerHeartbeat:
+    async def _try_heartbeat(self) -> None:
+        with contextlib.suppress(httpx.TransportError, GradpostError):
+            await self._send_heartbeat()
+
+    async def _send_heartbeat(self) -> bytes:
+        """Send a heartbeat, and return the answer. Without an answer, the next heartbeat has its means, too."""
+        means, self._means = self._means, {}
+        path = TRAINER_HEARTBEAT.format(rank=self.joined.rank)
+        try:
+            return await self._request("POST", path, self._heartbeat(means))
+        except BaseException:
+            self._add_means(means)
+            raise
+
+    def _heartbeat(self, means: dict[str, Mean]) -> TrainerHeartbeat:
         now = asyncio.get_running_loop().time()
         return TrainerHeartbeat(
+            means=means,
             run=self.joined.run,
             incarnation=self.joined.incarnation,
             round=self.round,
@@ -205,12 +223,11 @@ class CoordinatorClient:
         )
 
     async def _send_heartbeats(self) -> None:
-        path = TRAINER_HEARTBEAT.format(rank=self.joined.rank)
         period = heartbeat_period(self.joined.lease_seconds)
         while True:
             await self.news.wait_for_next_heartbeat(period)
             try:
-                reply = TrainerHeartbeatReply.from_answer(await self._request("POST", path, self._heartbeat()))
+                reply = TrainerHeartbeatReply.from_answer(await self._send_heartbeat())
             except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
                 # Training continues without the coordinator.
                 cause = error if isinstance(error, GatewayPage) else type(error).__name__
@@ -257,7 +274,7 @@ class CoordinatorClient:
     async def summary(self) -> RunSummary:
         """Send the newest reported numbers, and return the results of the run."""
         if self._heartbeats is not None:
-            await self._try_post(TRAINER_HEARTBEAT, self._heartbeat())
+            await self._try_heartbeat()
         return RunSummary.from_answer(await self._request_with_retry("GET", SUMMARY))
 
     # ------------------------------------------------------------------ requests

@@ -119,8 +119,8 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     async def curves(max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = MAX_POINTS) -> dict[str, Any]:
         """Return the results that trainers report (`Session.report`), as curves by name and rank, in columns.
 
-        A curve is thinned out to `max_points` points with the first and the last; all curves together have at most
-        100,000.
+        A point is the mean of `count` values. A curve has at most `max_points` points, which are means of more values
+        if there are more; all curves together have at most 100,000.
         """
         return coordinator.curves.describe(max_points)
 

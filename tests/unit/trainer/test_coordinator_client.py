@@ -16,6 +16,7 @@ from ps_config.control_client import GatewayPage, raise_for_problem
 from ps_config.environment import PREFIX
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, GradpostError, NotReady, StaleRun, TrainerLost, TryAgain, Unreachable
+from ps_protocol.fields import Mean
 from ps_protocol.messages import Leave, TrainerHeartbeat, TrainerHeartbeatReply, TrainerJoined
 from trainer_client.client import coordinator_client
 from trainer_client.client.coordinator_client import CoordinatorClient
@@ -264,6 +265,19 @@ async def test_leaving_sends_the_last_progress_and_results_first_and_counts_once
         assert (message.outcome, len(message.reason)) == (expected, 2000)
         await client.leave("done")
         assert coordinator.num_requests("leave") == 1
+
+
+async def test_heartbeats_carry_each_reported_value_until_one_is_answered():
+    coordinator = FakeCoordinator(heartbeat=[httpx.ConnectError("refused"), TryAgain("busy"), TRAINING])
+    async with member(coordinator) as client:
+        client.report_results({"loss": 4.0})
+        client.report_results({"loss": 1.0})
+        await eventually(lambda: coordinator.num_requests("heartbeat") == 1)
+        client.report_results({"loss": 1.0, "accuracy": 0.5})
+        await eventually(lambda: coordinator.num_requests("heartbeat") > 4)
+    sent = [TrainerHeartbeat.model_validate_json(beat).means for beat in coordinator.bodies("heartbeat")]
+    loss, all_ = Mean(count=2, value=2.5), {"loss": Mean(count=3, value=2.0), "accuracy": Mean(count=1, value=0.5)}
+    assert sent[:4] == [{"loss": loss}, all_, all_, {}]
 
 
 @pytest.mark.parametrize("answer", [StaleRun("another run"), httpx.Response(500, text="?")])

@@ -2,7 +2,7 @@
 
 import { ask, forgetToken, hasToken, keepToken } from "./api.js";
 import { loadCharts } from "./charts.js";
-import { showCurves } from "./curves.js";
+import { setUpCurves, showCurves } from "./curves.js";
 import { byId, flag, show } from "./dom.js";
 import { followEvents, leaveEvents, setUpEvents } from "./events.js";
 import * as format from "./format.js";
@@ -128,6 +128,7 @@ document.addEventListener("keydown", (event) => {
   } else if (event.key === "t") byId("theme").click();
 });
 setUpTheme();
+setUpCurves();
 setUpEvents();
 parameters.setUpParameters(() => refreshStatistics().catch(() => {}));
 for (const section of document.querySelectorAll("section")) flag(section, "data-empty", true);

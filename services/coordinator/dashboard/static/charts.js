@@ -19,8 +19,10 @@ const observer = new IntersectionObserver((entries) => {
   drawDue();
 });
 
+export const watchChart = (element) => observer.observe(element);
+
 export function loadCharts() {
-  for (const element of document.querySelectorAll(".chart")) observer.observe(element);
+  document.querySelectorAll(".chart").forEach(watchChart);
   const script = document.createElement("script");
   script.src = new URL("plotly.min.js", import.meta.url);
   script.onload = () => {
@@ -62,7 +64,7 @@ function drawDue(again = false) {
   const time = performance.now();
   for (const id of visible) {
     const figure = wanted.get(id) ?? (again ? drawn.get(id) : undefined);
-    if (figure === undefined || time - (drawnAt.get(id) ?? -Infinity) < EVERY_MS) continue;
+    if (figure === undefined || byId(id) === null || time - (drawnAt.get(id) ?? -Infinity) < EVERY_MS) continue;
     drawnAt.set(id, time);
     wanted.delete(id);
     drawn.set(id, figure);

@@ -33,8 +33,8 @@ export function keep(parent, items, key, create, update) {
       child.dataset.key = name;
     }
     old.delete(name);
-    update(child, item);
     if (parent.children[i] !== child) parent.insertBefore(child, parent.children[i] ?? null);
+    update(child, item);
   });
   for (const child of old.values()) child.remove();
 }
