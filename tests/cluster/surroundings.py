@@ -20,7 +20,7 @@ import pytest
 # The rules and the link last as long as a process in the namespace, which is not long even if the test is killed.
 
 HOST = "10.213.77.1"  # of the machine, for the namespace
-_INSIDE = "10.213.77.2"
+INSIDE = "10.213.77.2"  # of the namespace, for the machine
 Direction = Literal["out", "in", "both"]
 _TABLE = "add table inet cut; add chain inet cut {0} {{ type filter hook {0} priority 0 ; }}"
 
@@ -34,7 +34,7 @@ class Namespace:
         run("ip", "link", "add", outside, "type", "veth", "peer", "name", inside, "netns", str(pid))
         run("ip", "address", "add", f"{HOST}/30", "dev", outside)
         run("ip", "link", "set", outside, "up")
-        for command in (f"address add {_INSIDE}/30 dev {inside}", f"link set {inside} up", "link set lo up"):
+        for command in (f"address add {INSIDE}/30 dev {inside}", f"link set {inside} up", "link set lo up"):
             run(*self.prefix, "ip", *command.split())
         for hook in ("input", "output"):
             self._nft(_TABLE.format(hook))

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,13 +12,12 @@ from trainer_client.testing import LocalCluster
 
 from ..cluster.trainer_processes import Plot, Trainer
 from .markdown import ROOT, examples, read
-from .stage import Stage, environment, needs_curl, run_gradpost
+from .stage import Stage, needs_curl
 
 TEXT = read("operations.md")
 SCRIPTS = [block.text for block in examples(TEXT, "sh")]
 [UP] = [script for script in SCRIPTS if "gradpost up" in script]
 SHELL = "".join(script for script in SCRIPTS if script != UP)
-[MACHINES] = examples(TEXT, "console")
 
 
 @pytest.fixture
@@ -74,37 +67,3 @@ def test_another_number_of_pservers(tmp_path: Path, stage: Stage) -> None:
     digests = re.findall(r"result (\w+ 20)", printed)
     assert len(digests) == 4, printed
     assert len(set(digests)) == 1
-
-
-@pytest.mark.cluster
-@pytest.mark.extended
-@pytest.mark.timeout(400)
-def test_several_machines(tmp_path: Path) -> None:
-    """Each machine is an address on loopback; all share the folder of tokens."""
-    run_gradpost("token", "create", "--dir", str(tmp_path / "tokens"))
-    script = (ROOT / "tests" / "cluster" / "training_script.py").read_text()
-    (tmp_path / "train.py").write_text(script.replace("sys.argv[1:]", '["20"]'))
-    with socket.create_server(("127.0.0.5", 0)) as taken:
-        port = str(taken.getsockname()[1])
-    text = MACHINES.text.replace("10.0.0.", "127.0.0.").replace("7070", port).replace("/var/lib", str(tmp_path))
-    coordinator, pserver, trainer = (line.removeprefix("$ ") for line in text.splitlines())
-    services = [coordinator, *(pserver.replace("--pserver-index 0", f"--pserver-index {i}") for i in range(2))]
-    trainers = [trainer.replace("RANK=0", f"RANK={rank}") for rank in range(4)]
-    env = environment({
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "GRADPOST_TOKENS_DIR": str(tmp_path / "tokens"),
-    })  # fmt: skip
-    started: list[subprocess.Popen[str]] = []
-    try:
-        for command in [*services, *trainers]:
-            words = ["env", *shlex.split(command)]
-            started.append(subprocess.Popen(words, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE))
-        results = [trainer.communicate(timeout=200)[0].splitlines()[-1] for trainer in started[3:]]
-        assert len(set(results)) == 1, results
-        assert re.fullmatch(r"result \w+ 20", results[0])
-        for service in started[:3]:
-            service.send_signal(signal.SIGTERM)
-        assert [process.wait(100) for process in started] == [0] * 7
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()

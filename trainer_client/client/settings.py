@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -26,6 +27,11 @@ def _fixed_number(value: object) -> object:
     return None if isinstance(value, str) and ":" in value else value
 
 
+def _rank_in_step(value: object) -> object:
+    """Return the rank that `srun` sets if there is no other. A batch script has `SLURM_PROCID`, too, but no rank."""
+    return os.environ.get("SLURM_PROCID") if value is None and "SLURM_STEP_NUM_TASKS" in os.environ else value
+
+
 def _expected(name: str) -> Any:
     return declare_setting(
         name, default=None, description="expected value; the trainer is refused if the servers have another value"
@@ -37,25 +43,26 @@ class TrainerSettings(Settings):
 
     Rank and world size are read as torchrun sets them for each of its processes (`RANK`, `WORLD_SIZE`) or, where there
     is one process to a pod, as a Kubeflow TrainJob (`PET_NODE_RANK`, `PET_NNODES`) or any Indexed Job
-    (`JOB_COMPLETION_INDEX`) sets them for the pod.
+    (`JOB_COMPLETION_INDEX`) sets them for the pod. Else each task of Slurm's `srun` is a trainer.
     """
 
     model_config = SettingsConfigDict(extra="ignore", populate_by_name=True)
     sent_scope = "train"
 
-    rank: int | None = Field(
+    rank: Annotated[int | None, BeforeValidator(_rank_in_step)] = Field(
         default=None,
         ge=0,
         validation_alias=AliasChoices("rank", "RANK", "PET_NODE_RANK", "JOB_COMPLETION_INDEX"),
         description="rank of this trainer, from 0; else `PET_NODE_RANK` (of a Kubeflow TrainJob's pod) or "
-        "`JOB_COMPLETION_INDEX` (of any Indexed Job's); none: the coordinator chooses",
+        "`JOB_COMPLETION_INDEX` (of any Indexed Job's) or `SLURM_PROCID` (of a task of `srun`); none: the "
+        "coordinator chooses",
     )
     world_size: Annotated[int | None, BeforeValidator(_fixed_number)] = Field(
         default=None,
         ge=1,
-        validation_alias=AliasChoices("world_size", "WORLD_SIZE", "PET_NNODES"),
+        validation_alias=AliasChoices("world_size", "WORLD_SIZE", "PET_NNODES", "SLURM_STEP_NUM_TASKS"),
         description="number of trainers; refused if the coordinator has another number. Else `PET_NNODES`, "
-        "unless that is a range",
+        "unless that is a range, or `SLURM_STEP_NUM_TASKS`, which only `srun` sets",
     )
     one_trainer_per_host: bool = Field(
         default=True,

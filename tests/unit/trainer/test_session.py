@@ -42,6 +42,9 @@ def test_an_argument_wins_over_the_environment_and_that_over_the_file(
 # https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go: of a pod, for torchrun
 TRAIN_JOB = {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "2", "JOB_COMPLETION_INDEX": "2"}
 
+# https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+TASK = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0"}
+
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
@@ -53,12 +56,16 @@ TRAIN_JOB = {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "
         ({"JOB_COMPLETION_INDEX": "3", "WORLD_SIZE": "6"}, (3, 6)),
         ({**TRAIN_JOB, "PET_NNODES": "1:4"}, (2, None)),
         ({**TRAIN_JOB, "RANK": "", "WORLD_SIZE": ""}, (2, 4)),
+        (TASK, (1, 3)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}, (None, None)),  # a batch script
+        ({**TASK, "RANK": "5", "WORLD_SIZE": "8"}, (5, 8)),  # torchrun in it
+        ({**TASK, **TRAIN_JOB}, (2, 4)),
     ],
 )
 def test_rank_and_world_size_are_read_as_launchers_set_them(
     environ: dict[str, str], expected: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", *TRAIN_JOB):
+    for name in ("RANK", "WORLD_SIZE", *TRAIN_JOB, *TASK):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
