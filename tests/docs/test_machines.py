@@ -104,7 +104,10 @@ def check_results(printed: str) -> None:
 
 @pytest.fixture
 def ssh(tmp_path: Path) -> Iterator[None]:
-    """Serve ssh on this machine and in a namespace; `ssh` and `scp` of `tmp_path`/bin know both hosts."""
+    """Serve ssh on this machine and in a namespace; `ssh` and `scp` of `tmp_path`/bin know both hosts.
+
+    With another HOME no .bashrc changes the path.
+    """
     need_root("sshd", "ssh", "scp")
     make_folder(tmp_path, "20")
     port, key = free_port(), tmp_path / "key"
@@ -117,7 +120,7 @@ StrictModes no
 PermitRootLogin prohibit-password
 PidFile none
 Subsystem sftp internal-sftp
-SetEnv PATH={tmp_path}/bin:{os.environ["PATH"]} PYTHONPATH={ROOT}
+SetEnv HOME={tmp_path} PATH={tmp_path}/bin:{os.environ["PATH"]} PYTHONPATH={ROOT}
 """)
     (tmp_path / "ssh_config").write_text(f"""
 Port {port}
