@@ -64,8 +64,7 @@ def freeze(
     name: ParameterName, coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False
 ) -> None:
     """Freeze a parameter: it does not change, as if it had no gradient."""
-    path = FROZEN.replace("{name:path}", quote(name))
-    _change_run(coordinator, token_file, as_json, "PUT", path, f"does not change parameter {name}")
+    _change_run(coordinator, token_file, as_json, "PUT", _frozen_path(name), f"does not change parameter {name}")
 
 
 @app.command()
@@ -73,8 +72,7 @@ def unfreeze(
     name: ParameterName, coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False
 ) -> None:
     """Unfreeze a parameter."""
-    path = FROZEN.replace("{name:path}", quote(name))
-    _change_run(coordinator, token_file, as_json, "DELETE", path, f"changes parameter {name}")
+    _change_run(coordinator, token_file, as_json, "DELETE", _frozen_path(name), f"changes parameter {name}")
 
 
 @app.command()
@@ -100,6 +98,10 @@ def stop(
     """End the run after a checkpoint; the scripts get the error run_stopped. The next trainers begin a new run."""
     outcome = "failed" if fail else "ended"
     _change_run(coordinator, token_file, as_json, "POST", STOP, outcome, {"fail": fail}, "after round")
+
+
+def _frozen_path(name: str) -> str:
+    return FROZEN.replace("{name:path}", quote(name))
 
 
 def _change_run(

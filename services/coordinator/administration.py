@@ -178,14 +178,9 @@ class Administration:
     async def _save_before_stop(self, run: Run) -> None:
         try:
             await self._await_checkpoint(run)
-        except TryAgain as error:
-            raise TryAgain(
-                f"{error.detail}. To stop without a checkpoint: gradpost stop --fail", **error.facts
-            ) from None
-        except NotReady as error:
-            raise NotReady(
-                f"{error.detail}. To stop without a checkpoint: gradpost stop --fail", **error.facts
-            ) from None
+        except TryAgain as error:  # or NotReady, which is one
+            text = f"{error.detail}. To stop without a checkpoint: gradpost stop --fail"
+            raise type(error)(text, code=error.code, **error.facts) from None
 
     async def roll_back(self, by: Requester, message: RollBack) -> ChangeDone:
         """Roll back to a checkpoint."""
