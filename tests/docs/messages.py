@@ -26,20 +26,18 @@ from ps_protocol.messages import (
     DeclareModel,
     JoinTrainer,
     Leave,
-    Link,
     PlanReady,
     PserverHeartbeat,
     PserverHeartbeatReply,
     PserverInfo,
     PserverLoad,
     ShardFile,
-    Software,
-    Traffic,
     TrainerHeartbeat,
     TrainerHeartbeatReply,
     TrainerJoined,
 )
 from ps_protocol.plan import SlicePlan
+from ps_protocol.process_facts import Link, Software, Traffic
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
 
 from .markdown import example_plan, read

@@ -26,12 +26,12 @@ from ps_protocol.messages import (
     Leave,
     PlanReady,
     RunSummary,
-    Software,
     TrainerHeartbeat,
     TrainerHeartbeatReply,
     TrainerJoined,
 )
 from ps_protocol.printable import escape_event
+from ps_protocol.process_facts import Software
 from ps_protocol.retry import Patience, choose_pause, heartbeat_period
 from ps_protocol.routes import (
     DECLARE_MODEL,
