@@ -42,7 +42,7 @@ from .fields import (
     Round,
     Text,
 )
-from .process_facts import Link, Software
+from .process_facts import Link, ScriptInfo, Software
 from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
 
@@ -245,6 +245,7 @@ class TrainerProgress(Message):
     )
     results: Results = Field(default_factory=dict)
     software: Software | None = None
+    script: ScriptInfo | None = None
     links: ByOrdinal[Link] = Field(default={}, description="the trainer's connection to each pserver")
     waiting_seconds: Real = Field(
         default=0.0,
@@ -369,6 +370,7 @@ class ClusterStatus(Message):
     num_trainers: Count
     waiting_for: tuple[Note, ...] = Field(max_length=MAX_TENSORS)
     is_paused: bool = False
+    elapsed_seconds: Real | None = Field(default=None, description="time since the training began, until its end")
     prospects: tuple[Note, ...] = Field(
         default=(), max_length=MAX_TENSORS, description="lost members and the time when the run fails"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .fields import Count, Flag, Label, Message, Real
+from .fields import Count, Flag, Label, Message, Note, Real
 
 
 class Software(Message):
@@ -13,6 +13,18 @@ class Software(Message):
     gradpost: Label
     python: Label
     torch: Label
+
+
+class ScriptInfo(Message):
+    """The script of a trainer, for its readers."""
+
+    command: Note = Field(description="command line, as the script sees it")
+    host: Label = Field(description="name of the host")
+    run_name: Label | None = Field(default=None, description="name that the script gave to the run")
+    optimizer: Note = Field(default="", description="optimizer with the hyperparameters that are not its defaults")
+    total_rounds: Count | None = Field(
+        default=None, description="rounds, or steps of the trainer, after which the script ends, if it is known"
+    )
 
 
 class Traffic(Message):

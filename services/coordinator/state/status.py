@@ -81,6 +81,7 @@ def describe_status(run: Run, registry: PserverRegistry, now: float) -> ClusterS
         num_trainers=run.sizes[0],
         waiting_for=tuple(list_waits(run, registry)),
         is_paused=bool(describe_pause(run)),
+        elapsed_seconds=None if run.started_at is None else (run.ended_at or now) - run.started_at,
         prospects=tuple(
             f"{what}; the run fails in {left:.0f} s unless this member returns" for what, left in prospects
         ),

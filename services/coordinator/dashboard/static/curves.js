@@ -39,7 +39,7 @@ export function showCurves(answer, unitOfRounds, now = false) {
     item.dataset.series = ranks.indexOf(rank) + 1;
   });
   keep(byId("curve-names"), names, (name) => name, makeTab, (tab, name) => {
-    show(tab, name);
+    show(tab, titleOf(name));
     tab.setAttribute("aria-pressed", String(!choice.hidden.includes(name)));
   });
   keep(byId("curve-charts"), names, (name) => name, makeFigure, (figure, name) => {
@@ -47,6 +47,15 @@ export function showCurves(answer, unitOfRounds, now = false) {
     if (!figure.hidden) drawCurves(figure, name, (rank) => series(isFew ? ranks.indexOf(rank) : 0), isFew, now);
   });
 }
+
+// The newest value of each curve whose name begins so, of the lowest rank.
+export function newestOf(name) {
+  const found = Object.entries(newest.curves).filter(([one]) => one.startsWith(name));
+  return [...new Set(found.map(([, curves]) => Object.values(curves)[0].value.at(-1)))];
+}
+
+// The curves that trainers measure themselves are shown in words.
+const titleOf = (name) => (name.startsWith("gradpost/") ? name.slice("gradpost/".length).replaceAll("_", " ") : name);
 
 function makeTab(name) {
   const tab = make("button", { type: "button" });
@@ -71,7 +80,7 @@ function drawCurves(figure, name, colourOf, isFew, now) {
   const nameOf = (rank) => (choice.mean ? `mean of ${ofTrainers.length} trainers` : `trainer ${rank}`);
   const last = Object.entries(ends).map(([rank, end]) => `${nameOf(rank)} ${format.digits(end, 4)}`);
   chart.dataset.value = JSON.stringify(ends);
-  show(caption.firstChild, name);
+  show(caption.firstChild, titleOf(name));
   show(caption.lastChild, format.digits(meanOf(ofTrainers.map(([, curve]) => curve)).value.at(-1), 4));
   const isSmooth = choice.smoothing > 0;
   const line = ([rank, curve], values, more) => ({
@@ -80,7 +89,7 @@ function drawCurves(figure, name, colourOf, isFew, now) {
     line: { color: choice.mean ? series(0) : colourOf(rank), width: isFew ? 1.8 : 1 }, hovertemplate: "%{y:.4~g}", ...more,
   });
   draw(chart.id, {
-    label: `${name}, newest: ${last.slice(0, MAX_NAMED).join(", ")}`,
+    label: `${titleOf(name)}, newest: ${last.slice(0, MAX_NAMED).join(", ")}`,
     traces: () => [
       ...(isSmooth ? curves.map((one) => line(one, gaps(one[1].value), { opacity: 0.2, hoverinfo: "skip", hovertemplate: undefined })) : []),
       ...curves.map((one) => line(one, gaps(smooth(one[1].value, choice.smoothing)))),
