@@ -258,9 +258,9 @@ def test_it_can_be_used_from_the_keyboard(browser: Browser, closed: Closed) -> N
             page.keyboard.press(key)
             assert page.inner_text("#parameter-name") == name
         visit.wait_until("() => document.querySelector('#statistics dd')")
-        page.focus("#curve-names button:last-child")
+        page.focus("#curve-names [data-key='accuracy']")
         page.keyboard.press("Enter")
-        assert page.get_attribute("#curve-names button:nth-child(2)", "aria-pressed") == "false"
+        assert page.get_attribute("#curve-names [data-key='accuracy']", "aria-pressed") == "false"
         assert not page.is_visible("#curve-accuracy")
 
 
