@@ -22,7 +22,12 @@ class Ending:
     reason: str
     signal_at: float  # by the monotonic clock
     stop_signal: signal.Signals = signal.SIGTERM
-    by_script: bool = False  # the exit code is a script's
+    rank: int | None = None  # the trainer whose script gave the exit code
+
+    @property
+    def by_script(self) -> bool:
+        """True if the exit code is a script's."""
+        return self.rank is not None
 
     @property
     def kill_at(self) -> float:
@@ -44,7 +49,7 @@ def end_by_signal(received: signal.Signals, now: float) -> Ending:
 def end_by_script(rank: int, code: int, now: float, *, others_know: bool) -> Ending:
     """Return the ending for a failed script: the others are stopped after they had time to report it."""
     grace = FAILED_GRACE_SECONDS if others_know else HOPELESS_GRACE_SECONDS
-    return Ending(exit_code_of(code), f"trainer {rank} {describe_end(code)}", now + grace, by_script=True)
+    return Ending(exit_code_of(code), f"trainer {rank} {describe_end(code)}", now + grace, rank=rank)
 
 
 def blame(ending: Ending, codes: Mapping[int, int], failure: Mapping[str, Any], ended_by_us: Collection[int]) -> Ending:

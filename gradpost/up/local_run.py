@@ -140,7 +140,7 @@ class LocalRun:
             return ending.reason
         if summary.state == "finished" and ending.exit_code != 0:  # nothing is left to train
             return ending.reason
-        return f"{ending.reason} at round {summary.rounds:,}. Continue: {self._resume_command}"
+        return f"{ending.reason} (at round {summary.rounds:,}). Continue: {self._resume_command}"
 
     def _start(self) -> bool:
         cluster, now = self._cluster, time.monotonic()
@@ -301,6 +301,10 @@ class LocalRun:
             self._ending = blame(self._ending, self._codes, failure, self._ended_by_us)
             if self._ending.by_script and "its process" not in failure["detail"]:  # it has the script's exception
                 self._ending.reason = failure["detail"]
+        elif self._ending is not None and self._ending.exit_code == EXIT_FAILED:
+            name = f"trainer {self._ending.rank}"
+            if exception := self._screen.exceptions.get(name):  # it ended before the run began
+                self._ending.reason = f"{name} failed: {exception}"
 
     def _report_death(self, service: Child, how: str) -> None:
         self._screen.reveal(service.name)

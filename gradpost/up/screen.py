@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 import threading
 from collections import defaultdict, deque
@@ -93,6 +94,7 @@ class Screen:
         self._lock = threading.Lock()
         self._hides_interrupts = False
         self._in_traceback: set[str] = set()  # names of processes
+        self.exceptions: dict[str, str] = {}  # the newest one of each process that printed a traceback
         self._hidden: defaultdict[str, deque[LogLine]] = defaultdict(lambda: deque(maxlen=MAX_HIDDEN_LINES))
 
     @property
@@ -122,7 +124,8 @@ class Screen:
         """Show a line of a process, or keep it hidden."""
         entry = parse_log_line(line)
         if entry is None:
-            if not self._hides(name, line):
+            is_in_traceback = self._follow_traceback(name, line)
+            if not (self._hides_interrupts and is_in_traceback):
                 self._print(name, line)
         elif self._verbose or name.startswith("trainer") or (entry.is_warning and not entry.text.startswith(_ENDING)):
             self._show_entry(name, entry)
@@ -133,14 +136,15 @@ class Screen:
         """Hide tracebacks of KeyboardInterrupt from now on: every script prints one after Ctrl-C."""
         self._hides_interrupts = True
 
-    def _hides(self, name: str, line: str) -> bool:
-        """Return whether the line is part of such a traceback, of which only the last line tells the exception."""
-        if self._hides_interrupts and line.startswith("Traceback "):
+    def _follow_traceback(self, name: str, line: str) -> bool:
+        """Return whether the line is part of a traceback; its last line, the exception, is so after Ctrl-C only."""
+        if line.startswith("Traceback "):
             self._in_traceback.add(name)
         if name not in self._in_traceback:
             return False
         if line and not line.startswith((" ", "Traceback ")):
             self._in_traceback.remove(name)
+            self.exceptions[name] = re.sub(r"^[\w.]+\.", "", line)
             return line == "KeyboardInterrupt"
         return True
 

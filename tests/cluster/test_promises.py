@@ -1,4 +1,4 @@
-"""What README.md promises of one script, through `gradpost up`: the bits of one process, and every mode.
+"""The promises that README.md makes of one script, through `gradpost up`: every mode, and the bits of one process.
 
 Killed processes are in test_up.py and test_faults.py, the commands in test_endings.py and tests/docs.
 """

@@ -105,7 +105,7 @@ def ends_with_a_way_on(output: str, reason: str) -> bool:
     """Return whether the last line has the reason, once, and the command that continues the run."""
     last = output.rstrip("\n").rpartition("\n")[2]
     return (
-        re.match(rf"gradpost: {re.escape(reason)} at round \d+\. Continue: gradpost up --resume .*-- python", last)
+        re.match(rf"gradpost: {re.escape(reason)} \(at round \d+\)\. Continue: gradpost up --resume .*-- python", last)
         is not None
     )
 
@@ -122,7 +122,7 @@ def test_the_first_failure_gives_the_code_and_the_others_name_it(tmp_path: Path)
     assert summary["seconds_a_round"] == pytest.approx(summary["seconds"] / summary["rounds"])
     named = "trainer 1 failed: its process failed with exit code 7"
     assert f"[trainer 0] ps_protocol.errors.TrainerLost: {named}\n" in stderr
-    assert re.findall(r"trainer_client/\S+\.py", stderr) == ["trainer_client/optimizer/wrapped_optimizer.py"]
+    assert re.findall(r"trainer_client/\S+\.py", stderr) == ["trainer_client/session/frames.py"]
     assert ends_with_a_way_on(stderr, "trainer 1 failed with exit code 7")
     assert "run failed" not in stderr  # each service would repeat it
 
@@ -132,7 +132,9 @@ def test_the_trainer_that_the_others_waited_for_is_blamed(tmp_path: Path) -> Non
     script = train_script(tmp_path, in_each_round="if session.rank == 0 and step == 2: time.sleep(600)")
     code, _, stderr = run_up("--round-timeout", 3, "--pservers", 1, "--", "python", script, folder=tmp_path)
     assert code == 1
-    reason = r"trainer 0 did not reach the batch barrier of round 4 .* \(raise --round-timeout-seconds .*\) at round 3"
+    reason = (
+        r"trainer 0 did not reach the batch barrier of round 4 .* \(raise --round-timeout-seconds .*\) \(at round 3\)"
+    )
     assert re.search(rf"\ngradpost: {reason}\. Continue: gradpost up --resume .*\n$", stderr), stderr
 
 
@@ -225,6 +227,12 @@ def test_a_failure_before_joining_ends_the_others(tmp_path: Path) -> None:
     code, _, stderr = run_up("--", "python", "-c", script, folder=tmp_path)
     assert code == 3
     assert stderr.endswith("gradpost: trainer 1 failed with exit code 3\n")
+    script = "import gradpost, os, time\nif os.environ['RANK'] == '0': time.sleep(600)\ngradpost.connect(world_size=7)"
+    code, stdout, stderr = run_up("--", "python", "-c", script, folder=tmp_path)
+    assert code == 1
+    reported = [line for line in stdout.splitlines() if "trainer_client/" in line]
+    assert len(reported) == 1, stdout  # of all frames of Gradpost
+    assert re.search(r"\ngradpost: trainer 1 failed: Conflict: .*7.*\n$", stderr), stderr
 
 
 def test_kept_services_are_found_in_the_folder_of_the_run(
@@ -264,7 +272,7 @@ def test_a_run_that_is_stopped_can_be_continued(
         assert up.has_left_nothing(), up.left()
     assert actual == code, stderr
     assert re.search(rf"^{outcome}: mode=sync ", stdout, re.MULTILINE), stdout
-    way_on = r"gradpost: an administrator stopped run \w+ at round [\d,]+\. Continue: gradpost up --resume .*\n"
+    way_on = r"gradpost: an administrator stopped run \w+ \(at round [\d,]+\)\. Continue: gradpost up --resume .*\n"
     assert re.fullmatch(way_on, stderr.splitlines(keepends=True)[-1]), stderr
     assert "RunStopped: an administrator stopped run" in stdout + stderr
     saved = run_command("checkpoint", "list", "--json")

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from ps_protocol.errors import BadModel
 
 from ..engines.combined_optimizer import CombinedOptimizer, step_without_hooks
+from ..session.frames import hide_frames
 from ..session.session import Session
 from .remote_optimizer import RemoteOptimizer
-from .wrapped_optimizer import WrappingOptimizer, hide_frames
+from .wrapped_optimizer import WrappingOptimizer
 
 
 class NamedOptimizer(WrappingOptimizer):

@@ -16,6 +16,7 @@ from ps_protocol.vocabulary import Round
 
 from ..client.settings import TrainerArguments
 from ..engines.model_tensors import find_tensors
+from ..session.frames import hide_frames
 from ..session.session import Session, use_session
 from .choice import check_combination, make_state, start_engine
 from .divided_work import divide_work
@@ -24,7 +25,7 @@ from .resumable_batches import Position, ResumableBatches
 from .script_guard import ScriptGuard
 from .step_measures import StepMeasures
 from .step_scaling import StepScaling
-from .wrapped_optimizer import WrappingOptimizer, describe_hyper_parameters, hide_frames
+from .wrapped_optimizer import WrappingOptimizer, describe_hyper_parameters
 
 
 class RemoteOptimizer(WrappingOptimizer):

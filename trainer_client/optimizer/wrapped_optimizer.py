@@ -6,14 +6,13 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from types import MethodType
-from typing import Any, NoReturn, ParamSpec, SupportsIndex, TypeVar
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ps_config.environment import find_setting
-from ps_protocol.errors import BadInput, BadModel, GradpostError
+from ps_protocol.errors import BadInput, BadModel
 from ps_protocol.optimizers import RING_ADVICE, RULES, HyperParameters, OptimizerSpec, check_optimizer
 
 from ..engines.combined_optimizer import CombinedOptimizer
@@ -23,25 +22,6 @@ from .wrapped_state import StateInTrainer, WrappedState
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 STATE_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def hide_frames(method: Callable[P, T]) -> Callable[P, T]:
-    """Raise the errors of Gradpost without the frames below this one, unless GRADPOST_LOG_LEVEL is `debug`."""
-
-    @wraps(method)
-    def call(*arguments: P.args, **options: P.kwargs) -> T:
-        try:
-            return method(*arguments, **options)
-        except GradpostError as error:
-            if find_setting("log_level") == "debug":
-                raise
-            raise error.with_traceback(None) from None
-
-    return call
 
 
 class WrappingOptimizer(Optimizer):

@@ -14,6 +14,7 @@ from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
 from ..client.run_client import RunClient
 from ..client.settings import TrainerArguments, read_settings
+from .frames import hide_frames
 from .host import Host
 from .io_thread import IoThread
 from .rendezvous import HostPlace, find_place
@@ -206,6 +207,7 @@ def open_session() -> Session | None:
     return _current if _current is not None and _current.is_open else None
 
 
+@hide_frames
 def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> Session:
     """Join the run and return the session; the same open session if called again without arguments.
 

@@ -34,8 +34,8 @@ def make_pserver(waiting_seconds: float) -> PserverStatus:
 
 
 SHARD = {"pushed_bytes_per_second": 45_600_000.0, "pulled_bytes_per_second": None}
-ACTIVITY = {"rounds_per_second": 12.34, "pservers": [SHARD]}
-IDLE = {"rounds_per_second": None, "pservers": []}
+ACTIVITY = {"rounds_per_second": 12.34, "remaining_seconds": 83.0, "pservers": [SHARD]}
+IDLE = {"rounds_per_second": None, "remaining_seconds": None, "pservers": []}
 
 
 def test_the_live_line() -> None:
@@ -43,7 +43,8 @@ def test_the_live_line() -> None:
         "waiting for trainer 0, pserver 1"
     )
     line = describe(make_status(), make_summary(), ACTIVITY)
-    assert line == "training: round 1,234  12.3 rounds/s  45.6 MB/s  accuracy 0.9833  loss 0.25  elapsed 1:01"
+    figures = "round 1,234  12.3 rounds/s  45.6 MB/s  accuracy 0.9833  loss 0.25"
+    assert line == f"training: {figures}  elapsed 1:01  remaining 1:23"
     ended = describe(make_status(state="finished"), make_summary(results={}), IDLE)
     assert ended == "finished: round 1,234  elapsed 1:01"
 

@@ -66,6 +66,25 @@ def test_only_warnings_and_crashes_of_services_are_shown(capsys: pytest.CaptureF
     assert capsys.readouterr().out.splitlines() == ["[pserver 0] registered"]
 
 
+def test_the_exception_of_a_process_is_that_of_its_newest_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = make_screen()
+    for line in (
+        "ValueError: not in a traceback",
+        "Traceback (most recent call last):",
+        '  File "train.py", line 3, in <module>',
+        "KeyError: 'fc'",
+        "",
+        "During handling of the above exception, another exception occurred:",
+        "",
+        "Traceback (most recent call last):",
+        '  File "train.py", line 5, in <module>',
+        "ps_protocol.errors.BadModel: a module.py: is missing",
+    ):
+        screen.show_line("trainer 1", line)
+    assert screen.exceptions == {"trainer 1": "BadModel: a module.py: is missing"}
+    assert len(capsys.readouterr().out.splitlines()) == 10
+
+
 def test_a_terminal_gets_colours_and_no_movements(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, terminal = on_terminal(monkeypatch)
     screen.show_line("trainer 0", "a \x1b[31mred\x1b[0m \x1b[2J\x1b[1;1H[bold]")
