@@ -14,6 +14,7 @@ let compared = JSON.parse(localStorage.getItem(KEY)); // null until the user has
 let selected = null;
 let runs = [];
 const records = new Map(); // of compared and selected runs, by run
+let drawn = "[]"; // the compared runs in the charts
 let changed = () => {};
 
 // `onChange` is called when other curves are to be shown.
@@ -38,7 +39,6 @@ export async function refreshHistory(current = null) {
 }
 
 async function showRuns() {
-  const before = JSON.stringify(comparedRuns().map(({ run }) => run));
   const wanted = runs.filter(({ run }) => run === selected || compared?.includes(run));
   const isNew = ({ run, ended_at: at }) => records.get(run)?.at !== at; // a resumed run has ended again
   const missing = wanted.filter(isNew);
@@ -61,7 +61,10 @@ async function showRuns() {
     ["number", (cell, { results }) => show(cell, format.digits(results.loss, 4), results.loss)],
   ]);
   showEnd(runs.find(({ run }) => run === selected));
-  if (missing.length || before !== JSON.stringify(comparedRuns().map(({ run }) => run))) changed();
+  const now = JSON.stringify(comparedRuns().map(({ run }) => [run, records.get(run).at]));
+  if (now === drawn) return;
+  drawn = now;
+  changed();
 }
 
 function stateOf({ state, failure }) {
