@@ -26,7 +26,7 @@ LINES = "number => document.querySelectorAll('#curve-loss .scatterlayer .trace')
 
 
 def write_runs(folder: Path) -> None:
-    """Write a finished run, and a later run that failed; the loss of both is known at rounds 10, 20, …"""
+    """Write a finished run, and a later run that failed, whose losses are those of every tenth round."""
     runs = RunHistory(folder)
     runs.write(make_history_record("aaa1", HOUR, [4.0, 3.0, 1.0]))
     failure = {"detail": "trainer 1 failed: <b>ValueError</b>", "code": "trainer_lost"}
