@@ -154,8 +154,8 @@ class HistoryWriter:
         stage = record.name, record.state, record.is_deserted, run.is_result_saved
         if stage == self._noted or not (record.is_over or is_stopping):
             return
-        is_restored = run.started_at is None or run.started_at == run.ended_at
-        if is_restored or not record.has_begun or self._curves.run != record.name:
+        is_restored = run.started_at == run.ended_at
+        if not record.has_begun or is_restored or self._curves.run != record.name:
             return
         self._noted = stage
         since_1970 = time.time() - now

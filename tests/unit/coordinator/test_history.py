@@ -184,6 +184,16 @@ async def test_a_run_that_was_restored_after_its_end_keeps_its_file(tmp_path: Pa
     assert [entry.results for entry in RunHistory(tmp_path).entries()] == [{"loss": 5.0}]
 
 
+async def test_a_resumed_run_whose_trainers_have_not_come_back_keeps_its_file(tmp_path: Path) -> None:
+    async with training(history_dir=tmp_path) as coordinator:
+        record, run = coordinator.cluster.describe(), coordinator.cluster.run.record.name
+    RunHistory(tmp_path).write(make_history_record(run, losses=[5.0]))
+    async with coordinating(FakePservers(), history_dir=tmp_path, lease_seconds=30) as coordinator:
+        coordinator.cluster.restore(record, coordinator.now())
+        assert coordinator.cluster.run.record.has_begun
+    assert [entry.results for entry in RunHistory(tmp_path).entries()] == [{"loss": 5.0}]
+
+
 async def test_a_history_that_cannot_be_written_is_logged_and_changes_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with capture_logs() as lines:
