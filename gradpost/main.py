@@ -126,6 +126,10 @@ def up(
     trainers: Annotated[
         int, typer.Option(metavar="N", min=1, envvar="GRADPOST_NUM_TRAINERS", help="Number of trainers.")
     ] = DEFAULT_TRAINERS,
+    run_name: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", envvar="GRADPOST_RUN_NAME", help="A name of the run for people [default: none]."),
+    ] = None,
     port: Annotated[
         int | None,
         typer.Option(metavar="N", help="The port of the dashboard; 0: any [default: 7070 if it is free, else 0]."),
@@ -164,7 +168,7 @@ def up(
     from .up.local_run import UpOptions
 
     settings = {**ctx.obj, **({} if port is None else {"port": port}), **({"slice_parameters": False} if whole else {})}
-    options = UpOptions(max_restarts=max_restarts, keep=keep, verbose=verbose, as_json=as_json)
+    options = UpOptions(max_restarts=max_restarts, run_name=run_name, keep=keep, verbose=verbose, as_json=as_json)
     sys.exit(run_up(command, pservers, trainers, settings, options))
 
 

@@ -105,7 +105,8 @@ def print_status(status: ClusterStatus) -> None:
     """Print the status as tables."""
     mode = status.mode if status.num_pservers else f"{status.mode} in a ring"
     state = "paused" if status.is_paused else status.state
-    line = f"run {status.run}: {state}, mode {mode}, round {status.round:,}"
+    names = sorted({t.script.run_name for t in status.trainers if t.script and t.script.run_name})
+    line = f"run {status.run}{f' ({names[0]})' if names else ''}: {state}, mode {mode}, round {status.round:,}"
     if status.plan_digest:
         line += f", {count(status.num_parameters, 'parameter')}, {count(status.parameter_bytes, 'byte')}"
     print_line(line)

@@ -23,6 +23,8 @@ MAX_NAME = 1000  # characters of a tensor's name
 MAX_REASON = 2000  # characters of the reason of a trainer's end
 MAX_NOTE = 10_000
 MAX_RESULTS = 256  # results of a trainer
+OWN_RESULTS = "gradpost/"  # begins the names of curves that trainers measure themselves
+MAX_OWN_RESULTS = 64
 MAX_RESULT_NAME = 200
 MAX_URL = 500
 
@@ -139,7 +141,9 @@ class Mean(Message):
         return Mean(count=count, value=self.value + (other.value - self.value) * (other.count / count))
 
 
-Means: TypeAlias = Annotated[dict[ResultName, Mean], Field(max_length=MAX_RESULTS, json_schema_extra=_RESULT_NAMES)]
+Means: TypeAlias = Annotated[
+    dict[ResultName, Mean], Field(max_length=MAX_RESULTS + MAX_OWN_RESULTS, json_schema_extra=_RESULT_NAMES)
+]
 
 
 def _check_base_url(value: str) -> str:

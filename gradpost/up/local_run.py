@@ -46,6 +46,7 @@ class UpOptions:
     """The options of `gradpost up` that are no settings of the cluster."""
 
     max_restarts: int = 0  # of each process
+    run_name: str | None = None
     keep: bool = False  # leave the services up after the run, until a signal
     verbose: bool = False
     as_json: bool = False
@@ -165,6 +166,8 @@ class LocalRun:
         own = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self._cluster.num_trainers)}  # as torchrun
         if self._options.verbose:
             own["GRADPOST_LOG_LEVEL"] = "debug"  # tracebacks with all frames
+        if self._options.run_name is not None:
+            own["GRADPOST_RUN_NAME"] = self._options.run_name
         self._cluster.start_trainer(rank, self._command, own, self._inherited)
 
     # ------------------------------------------------------------------ while it runs

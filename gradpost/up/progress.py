@@ -33,12 +33,18 @@ def describe(status: ClusterStatus, summary: RunSummary, activity: Mapping[str, 
         bytes_per_second = sum(pserver[rate] or 0.0 for pserver in activity["pservers"] for rate in rates)
         parts += [f"{activity['rounds_per_second'] or 0.0:.1f} rounds/s", f"{bytes_per_second / 1e6:.1f} MB/s"]
     parts += [f"{name} {value:.4g}" for name, value in sorted(summary.results.items())]
-    parts.append(f"elapsed {int(summary.seconds) // 60}:{int(summary.seconds) % 60:02}")
+    parts.append(f"elapsed {_clock(summary.seconds)}")
+    if activity["remaining_seconds"] is not None:
+        parts.append(f"remaining {_clock(activity['remaining_seconds'])}")
     slowest = max(status.pservers, key=lambda p: p.waiting_seconds, default=None)
     if slowest is not None and slowest.missing and slowest.waiting_seconds > SLOW_ROUND_SECONDS:
         names = ", ".join(f"trainer {rank}" for rank in slowest.missing)
         parts.append(f"waiting for {names} ({slowest.waiting_seconds:.0f} s)")
     return "  ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 class Progress:

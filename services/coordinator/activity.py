@@ -112,6 +112,9 @@ class Activity(Message):
     )
     rounds_per_second: float | None
     steps_per_second: float | None
+    remaining_seconds: float | None = Field(
+        description="time until the slowest trainer has taken its steps at the present speed; null if not known"
+    )
     rates: Rates
     barrier: Barrier | None = Field(description="incomplete barrier with the longest wait; null if there is none")
     pservers: tuple[PserverActivity, ...]
@@ -183,6 +186,7 @@ class ActivityLog:
                 tuple(rank for rank in with_batches if rank in run.record.membership.members) if round_ else ()
             )
             barrier = _find_ring_barrier(run, now, wall)
+        trainers = self._describe_trainers(run, list(newest.values()), participants, now)
         return Activity(
             run=run.record.name,
             attempt=run.record.attempt,
@@ -192,6 +196,7 @@ class ActivityLog:
             participants=participants,
             rounds_per_second=last.rounds_per_second if last else None,
             steps_per_second=last.steps_per_second if last else None,
+            remaining_seconds=_remaining_seconds(run, trainers),
             rates=Rates(
                 at=tuple(round(sample.wall, 3) for sample in self.samples),
                 rounds_per_second=tuple(_round_rate(sample.rounds_per_second) for sample in self.samples),
@@ -199,7 +204,7 @@ class ActivityLog:
             ),
             barrier=barrier if run.record.state == "training" else None,
             pservers=tuple(_describe_pserver(index, self.pservers[index]) for index in newest),
-            trainers=self._describe_trainers(run, list(newest.values()), participants, now),
+            trainers=trainers,
             staleness=_add_staleness(list(newest.values())),
         )
 
@@ -237,6 +242,15 @@ def rate(before: float, after: float, since: float, until: float) -> float | Non
     (3.0, None, 0.0)
     """
     return max(after - before, 0.0) / (until - since) if until > since else None
+
+
+def _remaining_seconds(run: Run, trainers: Sequence[TrainerActivity]) -> float | None:
+    left = []
+    for trainer in trainers:
+        script = run.reports[trainer.rank].heartbeat.script
+        if script is not None and script.total_rounds is not None and trainer.steps_per_second:
+            left.append(max(0, script.total_rounds - trainer.steps) / trainer.steps_per_second)
+    return max(left, default=None)
 
 
 def _round_rate(rate_: float | None) -> float | None:

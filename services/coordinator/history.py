@@ -38,9 +38,10 @@ class HistoryEntry(Message):
     """A run of the history, as `GET /v1/history` lists it. Times are in seconds since 1970."""
 
     run: Identifier
+    name: Label | None = Field(description="name that the script gave to the run")
     state: RunState = Field(description="`training`: the coordinator stopped while the run trained")
     mode: Mode
-    optimizer: Label | None
+    optimizer: Note | None = Field(description="optimizer with the hyperparameters that are not its defaults")
     started_at: Real
     ended_at: Real
     rounds: Round
@@ -52,7 +53,6 @@ class HistoryRecord(Message):
     """A run of the history. Times are in seconds since 1970."""
 
     status: ClusterStatus = Field(description="answer of `GET /v1/status` at the end of the run")
-    optimizer: Label | None
     started_at: Real = Field(description="when training began, in the newest process of the coordinator")
     ended_at: Real
     summary: RunSummary | None = Field(description="null if the coordinator stopped before it was made")
@@ -64,11 +64,13 @@ class HistoryRecord(Message):
         status, results = self.status, dict[str, float]()
         for trainer in sorted(status.trainers, key=lambda trainer: -trainer.rank):
             results.update(trainer.results)
+        scripts = [trainer.script for trainer in status.trainers if trainer.script is not None]
         return HistoryEntry(
             run=status.run,
+            name=next((script.run_name for script in scripts if script.run_name), None),
             state=status.state,
             mode=status.mode,
-            optimizer=self.optimizer,
+            optimizer=next((script.optimizer for script in scripts if script.optimizer), None),
             started_at=self.started_at,
             ended_at=self.ended_at,
             rounds=self.summary.rounds if self.summary else status.round,
@@ -161,14 +163,12 @@ class HistoryWriter:
         since_1970 = time.time() - now
         started_at = since_1970 + (run.started_at or 0.0)
         ended_at = since_1970 + (now if run.ended_at is None else run.ended_at)
-        optimizer = record.declaration and record.declaration.optimizer
         status, summary = describe_status(run, self._cluster.registry, now), self._result.find_summary(record.name)
         curves = self._curves.copy()  # means of thousands of points take too long for the event loop
 
         def make_record() -> HistoryRecord:
             return HistoryRecord(
                 status=status,
-                optimizer=optimizer,
                 started_at=started_at,
                 ended_at=ended_at,
                 summary=summary,

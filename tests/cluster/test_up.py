@@ -232,12 +232,12 @@ def test_kept_services_are_found_in_the_folder_of_the_run(
 ) -> None:  # fmt: skip
     script = train_script(tmp_path)
     monkeypatch.chdir(tmp_path)
-    arguments = ("--keep", "--pservers", 1, "--trainers", 1, "--", "python", script)
+    arguments = ("--keep", "--run-name", "first try", "--pservers", 1, "--trainers", 1, "--", "python", script)
     with RunningUp(*arguments, folder=tmp_path) as up:
         assert up.process.stdout is not None
         assert any(line.startswith("trained: ") for line in up.process.stdout)
         status = run_command("status")
-        assert "finished, mode sync, round 5" in status.stdout, status.stderr
+        assert "(first try): finished, mode sync, round 5" in status.stdout, status.stderr
         assert "weight" in run_command("params").stdout
         up.signal(signal.SIGINT)
         code, _, stderr = up.finish()

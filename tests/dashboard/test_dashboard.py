@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 from playwright.sync_api import Browser
 
 from ..soaking import parametrize_sampled
@@ -60,6 +61,8 @@ def test_it_lives_while_the_cluster_trains(browser: Browser, closed: Closed) -> 
         visit.wait_until(lines)
         shown = visit.page.evaluate("document.querySelector('#curve-loss').data[0].x.length")
         visit.wait_until("n => document.querySelector('#curve-loss').data[0].x.length > n", shown)
+        for name in ("gradient_norm", "update_ratio", "waiting_share"):
+            visit.wait_until(lines.replace("#curve-loss", f'[id="curve-gradpost/{name}"]'))
         assert visit.errors == []
 
 
@@ -117,6 +120,12 @@ def check_headline(visit: Visit, status: dict[str, Any], activity: dict[str, Any
     assert page.inner_text("#num-pservers") == "2 of 2"
     assert visit.exact("#model-bytes") == status["parameter_bytes"]
     assert page.inner_text("#round") == f"{activity['round']:,}"
+    script = status["trainers"][0]["script"]
+    assert page.inner_text("#fact-name") == script["run_name"] == "nightly"
+    assert page.inner_text("#fact-script") == script["command"]
+    assert page.inner_text("#fact-optimizer") == "AdamW(lr=0.0003)"
+    assert page.inner_text("#fact-rate") == "3.00e−4"
+    assert page.inner_text("#fact-torch") == torch.__version__
 
 
 def check_members(visit: Visit, status: dict[str, Any], activity: dict[str, Any]) -> None:
@@ -249,9 +258,9 @@ def test_it_can_be_used_from_the_keyboard(browser: Browser, closed: Closed) -> N
             page.keyboard.press(key)
             assert page.inner_text("#parameter-name") == name
         visit.wait_until("() => document.querySelector('#statistics dd')")
-        page.focus("#curve-names button:last-child")
+        page.focus("#curve-names [data-key='accuracy']")
         page.keyboard.press("Enter")
-        assert page.get_attribute("#curve-names button:nth-child(2)", "aria-pressed") == "false"
+        assert page.get_attribute("#curve-names [data-key='accuracy']", "aria-pressed") == "false"
         assert not page.is_visible("#curve-accuracy")
 
 

@@ -28,7 +28,7 @@ LINES = "number => document.querySelectorAll('#curve-loss .scatterlayer .trace')
 def write_runs(folder: Path) -> None:
     """Write a finished run, and a later run that failed, whose losses are those of every tenth round."""
     runs = RunHistory(folder)
-    runs.write(make_history_record("aaa1", HOUR, [4.0, 3.0, 1.0]))
+    runs.write(make_history_record("aaa1", HOUR, [4.0, 3.0, 1.0], name="baseline"))
     failure = {"detail": "trainer 1 failed: <b>ValueError</b>", "code": "trainer_lost"}
     runs.write(make_history_record("bbb2", 2 * HOUR, [5.0, 2.0], state="failed", failure=failure))
 
@@ -56,14 +56,14 @@ def test_runs_are_compared_without_a_cluster(browser: Browser, tmp_path: Path) -
         assert not page.is_visible("#headline")
         assert [row[1] for row in visit.table("#history")] == ["bbb2", "aaa1"]
         assert [row[-2:] for row in visit.table("#history")] == [[20, 2.0], [30, 1.0]]
-        assert page.locator("#history td:nth-child(3)").all_inner_texts() == ["failed", "finished"]
+        assert page.locator("#history td:nth-child(4)").all_inner_texts() == ["failed", "finished"]
         check_box(visit, "aaa1")
         visit.wait_until(LINES, 2)
         newest, oldest = traces(visit)
         assert (newest["name"], newest["x"], newest["y"]) == ("run bbb2", [10, 20], [5, 2])
-        assert (oldest["name"], oldest["x"], oldest["y"]) == ("run aaa1", [10, 20, 30], [4, 3, 1])
+        assert (oldest["name"], oldest["x"], oldest["y"]) == ("baseline aaa1", [10, 20, 30], [4, 3, 1])
         assert len({newest["color"], oldest["color"]}) == len({newest["dash"], oldest["dash"]}) == 2
-        assert page.locator("#curve-legend li").all_inner_texts() == ["run bbb2", "run aaa1"]
+        assert page.locator("#curve-legend li").all_inner_texts() == ["run bbb2", "baseline aaa1"]
         page.select_option("#curve-x", "time")
         visit.wait_until("() => document.querySelector('#curve-loss').data[1].x[2] === 2")
         assert [line["x"] for line in traces(visit)] == [[0, 1], [0, 1, 2]]
@@ -71,7 +71,7 @@ def test_runs_are_compared_without_a_cluster(browser: Browser, tmp_path: Path) -
         visit.wait_until(LINES, 2)
         check_box(visit, "bbb2")
         visit.wait_until(LINES, 1)
-        assert [line["name"] for line in traces(visit)] == ["run aaa1"]
+        assert [line["name"] for line in traces(visit)] == ["baseline aaa1"]
         assert visit.errors == []
 
 
@@ -92,7 +92,7 @@ def test_the_end_of_a_run_is_shown_by_the_keyboard(browser: Browser, tmp_path: P
             name: figures[name] for name in ("State", "Rounds", "Trainers", "Pservers", "Optimizer", "Duration", "loss")
         }
         assert shown == {
-            "State": "failed", "Rounds": "20", "Trainers": "2 done", "Pservers": "2", "Optimizer": "SGD",
+            "State": "failed", "Rounds": "20", "Trainers": "2 done", "Pservers": "2", "Optimizer": "SGD(lr=0.1)",
             "Duration": "3.0 s", "loss": "2",
         }  # fmt: skip
         page.keyboard.press("Enter")
@@ -114,21 +114,21 @@ def test_a_run_that_trains_is_compared_with_earlier_ones(browser: Browser, tmp_p
         assert page.evaluate("Object.values(localStorage)") == []
         check_box(visit, "aaa1")
         visit.wait_until(LINES, 3)
-        assert [line["name"] for line in traces(visit)] == ["trainer 0", "trainer 1", "run aaa1"]
+        assert [line["name"] for line in traces(visit)] == ["trainer 0", "trainer 1", "baseline aaa1"]
         assert [line["dash"] for line in traces(visit)] == ["solid", "solid", "dash"]
         assert len({line["color"] for line in traces(visit)}) == 3
-        assert page.locator("#curve-legend li").all_inner_texts() == ["trainer 0", "trainer 1", "run aaa1"]
+        assert page.locator("#curve-legend li").all_inner_texts() == ["trainer 0", "trainer 1", "baseline aaa1"]
         page.select_option("#curve-x", "time")
         visit.wait_until("() => document.querySelector('#curve-loss').data[2].x[2] === 2")
         first, _, _ = traces(visit)
         assert 0 <= first["x"][0] < 2  # seconds, and not a date
         page.check("#curve-mean")
         visit.wait_until(LINES, 2)
-        assert page.locator("#curve-legend li").all_inner_texts() == ["this run", "run aaa1"]
+        assert page.locator("#curve-legend li").all_inner_texts() == ["this run", "baseline aaa1"]
 
         run = page.inner_text("#run-name")
         httpx.post(f"{cluster.address}/v1/stop", json={}, timeout=30).raise_for_status()
         page.get_by_role("button", name=run).wait_for()  # it has ended, and is listed first
         assert [row[1] for row in visit.table("#history")] == [run, "bbb2", "aaa1"]
-        assert page.inner_text("#history td:nth-child(3)") == "stopped"
+        assert page.inner_text("#history td:nth-child(4)") == "stopped"
         assert visit.errors == []

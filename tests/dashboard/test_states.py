@@ -37,8 +37,8 @@ def test_the_states_from_an_empty_cluster_to_a_stopped_one(browser: Browser) -> 
         for rank in range(2):
             cluster.start_trainer(rank, [sys.executable, str(SCRIPT), "1000000", "0.02"])
         visit.wait_until("() => document.querySelector('#state').textContent === 'training'")
-        visit.see("#staleness")
-        visit.wait_until("() => document.querySelector('#staleness-chart .bars path')")
+        see = "document.querySelector('#staleness').scrollIntoView()"  # again, as more charts come above it
+        visit.wait_until(f"() => ({see}, document.querySelector('#staleness-chart .bars path'))")
         staleness = visit.exact("#staleness-note")
         assert sum(number for _, number in staleness) > 0
         drawn = page.evaluate("document.querySelector('#staleness-chart').data[0]")

@@ -31,7 +31,7 @@ def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     rounds, seconds = int(sys.argv[1]), float(sys.argv[2])
     torch.set_num_threads(1)
-    session = connect()
+    session = connect(run_name="nightly")
     model = make_model()
     optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=3e-4))
     teacher = torch.randn(32, 10)

@@ -26,20 +26,18 @@ from ps_protocol.messages import (
     DeclareModel,
     JoinTrainer,
     Leave,
-    Link,
     PlanReady,
     PserverHeartbeat,
     PserverHeartbeatReply,
     PserverInfo,
     PserverLoad,
     ShardFile,
-    Software,
-    Traffic,
     TrainerHeartbeat,
     TrainerHeartbeatReply,
     TrainerJoined,
 )
 from ps_protocol.plan import SlicePlan
+from ps_protocol.process_facts import Link, ScriptInfo, Software, Traffic
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
 
 from .markdown import example_plan, read
@@ -51,6 +49,9 @@ INSTANCE = "9f3c5e2a7b1d4c60"
 ADDRESS = "http://10.0.0.7:7071"
 SOCKET = "gradpost-1f0b3c5d7e9a2b4c6d8e0f1a3b5c7d9e"
 VERSIONS = Software(gradpost="0.1.0", python="3.11.7", torch="2.13.0")
+SCRIPT = ScriptInfo(
+    command="train.py --epochs 3", host="node7", run_name="nightly", optimizer="SGD(lr=0.1)", total_rounds=100
+)
 PSERVER = PserverInfo(index=0, address=ADDRESS, incarnation=2, http2=True, local=SOCKET)
 PUSHES = Traffic(num_requests=20, num_bytes=5480, seconds=0.03)
 PULLS = Traffic(num_requests=20, num_bytes=5480, seconds=0.05)
@@ -79,6 +80,7 @@ EXAMPLES: tuple[Any, ...] = (
     TrainerHeartbeat(
         run=RUN, incarnation=1, round=41, results={"loss": 0.31}, software=VERSIONS, unreachable={0: (1, 2.5)},
         links={0: Link(is_local=True, round_trip_seconds=0.0004, pushes=PUSHES, pulls=PULLS)}, ahead_of={0: 2},
+        script=SCRIPT,
     ),
     TrainerHeartbeatReply(state="failed", failure=LOST, attempt=1, resume=40, pservers=(PSERVER,)),
     Leave(run=RUN, incarnation=1, outcome="done", round=100, attempt=0),

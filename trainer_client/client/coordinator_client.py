@@ -26,12 +26,12 @@ from ps_protocol.messages import (
     Leave,
     PlanReady,
     RunSummary,
-    Software,
     TrainerHeartbeat,
     TrainerHeartbeatReply,
     TrainerJoined,
 )
 from ps_protocol.printable import escape_event
+from ps_protocol.process_facts import Software
 from ps_protocol.retry import Patience, choose_pause, heartbeat_period
 from ps_protocol.routes import (
     DECLARE_MODEL,
@@ -45,6 +45,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
 from .metrics import LinkMeter
 from .news import Attempt, News, Waits
+from .script_info import describe_script
 from .settings import TrainerSettings
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class CoordinatorClient:
         self.round: Round = 0  # the newest round that was pulled from every pserver
         self._counted_round: Round = 0  # the newest round that pservers may count this trainer in
         self.results: dict[str, float] = {}
+        self.script = describe_script(settings.run_name)
         self._means: dict[str, Mean] = {}  # of the values that no answered heartbeat has carried
         self.failure: GradpostError | None = None  # the error that ended the run
         self.news = News()
@@ -122,11 +124,19 @@ class CoordinatorClient:
     def report_results(self, results: Mapping[str, float]) -> None:
         """Report the newest numbers of the script with the heartbeats, and the means of all numbers."""
         self.results.update(results)
-        self._add_means({name: Mean(count=1, value=value) for name, value in results.items()})
+        self.report_measures(results)
+
+    def report_measures(self, measures: Mapping[str, float]) -> None:
+        """Report the means of numbers that are curves only."""
+        self._add_means({name: Mean(count=1, value=value) for name, value in measures.items()})
 
     def _add_means(self, means: Mapping[str, Mean]) -> None:
         for name, mean in means.items():
             self._means[name] = self._means[name].merge(mean) if name in self._means else mean
+
+    def note_script(self, **changed: Any) -> None:
+        """Change the description of the script that the heartbeats carry. Any thread may call it."""
+        self.script = self.script.model_copy(update=changed)
 
     @contextlib.contextmanager
     def reporting_wait(self) -> Iterator[None]:
@@ -217,6 +227,7 @@ class CoordinatorClient:
             unreachable=self.news.unreachable(now),
             ahead_of=dict(self.news.ahead_of),
             software=Software(**installed_versions()),
+            script=self.script,
             links={index: meter.describe() for index, meter in self.links.items()},
             waiting_seconds=0.0 if self._waiting_since is None else now - self._waiting_since,
             is_done=self.is_done,

@@ -13,6 +13,7 @@ from pydantic_settings import SettingsConfigDict
 
 from ps_config.settings import Settings
 from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, declare_setting
+from ps_protocol.fence import MAX_TEXT
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import PullType, PushType
 
@@ -63,6 +64,9 @@ class TrainerSettings(Settings):
         validation_alias=AliasChoices("world_size", "WORLD_SIZE", "PET_NNODES", "SLURM_STEP_NUM_TASKS"),
         description="number of trainers; refused if the coordinator has another number. Else `PET_NNODES`, "
         "unless that is a range, or `SLURM_STEP_NUM_TASKS`, which only `srun` sets",
+    )
+    run_name: str | None = Field(
+        default=None, max_length=MAX_TEXT, description="name of the run for people, which the dashboard shows"
     )
     one_trainer_per_host: bool = Field(
         default=True,
@@ -194,6 +198,7 @@ class TrainerArguments(TypedDict, total=False):
     token_file: str | Path | None
     rank: int | None
     world_size: int | None
+    run_name: str | None
     one_trainer_per_host: bool | None
     strategy: Strategy | Literal["local"] | None
     mode: Mode | None

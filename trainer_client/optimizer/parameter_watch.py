@@ -164,7 +164,7 @@ class _Samples:
         """Return a 1-dimensional view of the elements of each parameter, or copies if it has moved."""
         found = []
         for name, parameter in self._parameters.items():
-            flat = parameter.detach().permute(self._orders[name]).reshape(-1)
+            flat = view_in_memory(parameter, self._orders[name])
             stride = max(1, flat.numel() // SAMPLED)
             found.append(flat.view(BITS[flat.element_size()])[turn * stride // NUM_TURNS :: stride][:SAMPLED])
         return found
@@ -177,6 +177,11 @@ def _group_samples(parameters: Mapping[str, Tensor]) -> list[_Samples]:
         if parameter.numel() and parameter.detach().permute(order).is_contiguous():  # else no view has its elements
             groups.setdefault((parameter.device, parameter.element_size()), {})[name] = parameter
     return [_Samples(group) for group in groups.values()]
+
+
+def view_in_memory(parameter: Tensor, order: _Order | None = None) -> Tensor:
+    """Return all elements in the order of the memory: a view, or a copy of a tensor with gaps. `order` saves time."""
+    return parameter.detach().permute(_memory_order(parameter) if order is None else order).reshape(-1)
 
 
 def _memory_order(tensor: Tensor) -> _Order:

@@ -22,8 +22,9 @@ from .divided_work import divide_work
 from .overlap import attach_overlap
 from .resumable_batches import Position, ResumableBatches
 from .script_guard import ScriptGuard
+from .step_measures import StepMeasures
 from .step_scaling import StepScaling
-from .wrapped_optimizer import WrappingOptimizer, hide_frames
+from .wrapped_optimizer import WrappingOptimizer, describe_hyper_parameters, hide_frames
 
 
 class RemoteOptimizer(WrappingOptimizer):
@@ -73,6 +74,7 @@ class RemoteOptimizer(WrappingOptimizer):
         check_combination(self._session, optimizer, tensors, has_outer=outer is not None)
         self._work = divide_work(self._session, optimizer, outer, tensors)
         # 3. Declare the model, and pull the initial values. Blocks for all trainers and pservers.
+        client.coordinator.note_script(optimizer=describe_hyper_parameters(optimizer))
         started = start_engine(self._session, self._work)
         self._engine = started.engine
         # 4. Attach to the script's optimizer and model, which have the initial values now.
@@ -82,10 +84,12 @@ class RemoteOptimizer(WrappingOptimizer):
         self._overlap = attach_overlap(self._session, self._work, started, self._guard.watch, self.synchronize)
         progress = self._engine.progress
         self.scaling = StepScaling(self._session, self, self._work, progress, self._overlap)
+        self._measures = StepMeasures(optimizer, tensors.parameters, self._session.report_measures)
         self._batches = ResumableBatches(
             lambda: Position(progress.num_rollbacks, progress.begun // self._work.num_optimizers),
             client.settings.local_steps,
             client.log.warning,
+            lambda rounds: client.coordinator.note_script(total_rounds=rounds * self._work.num_optimizers),
         )
 
     @property
@@ -176,7 +180,7 @@ class RemoteOptimizer(WrappingOptimizer):
                 self._overlap.finish_passes(is_scaled=getattr(self, "found_inf", None) is not None)
             contribution = self._work.contribute(self.scaling.unscale(), self.scaling.describe())
             if contribution is not None:
-                with self._session.client.metrics.step_seconds.time():
+                with self._measures.step(contribution.gradients), self._session.client.metrics.step_seconds.time():
                     self._engine.step(contribution)
         finally:
             self._guard.note()

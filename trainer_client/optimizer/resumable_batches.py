@@ -46,9 +46,17 @@ class ResumableBatches:
     """
 
     def __init__(
-        self, position: Callable[[], Position], steps_per_round: int = 1, warn: Callable[[str], object] = warnings.warn
+        self,
+        position: Callable[[], Position],
+        steps_per_round: int = 1,
+        warn: Callable[[str], object] = warnings.warn,
+        note_total: Callable[[Round], object] = lambda _: None,
     ) -> None:
-        """`steps_per_round`: the number of local steps, or 0. `warn` is called with a message."""
+        """`steps_per_round`: the number of local steps, or 0. `warn` is called with a message.
+
+        `note_total` is called with the rounds at the end of a call, if the loader has a length.
+        """
+        self._note_total = note_total
         self._position = position
         self._steps_per_round = max(1, steps_per_round)
         self._warn = warn
@@ -88,6 +96,8 @@ class ResumableBatches:
                 "result to every call"
             )
         self._calls.append(call)
+        if (length := _length(loader)) is not None:
+            self._note_total(call.begin + epochs * length // batches_per_round)
         yielded = False
         try:
             while True:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from types import MethodType
 from typing import Any, NoReturn, ParamSpec, SupportsIndex, TypeVar
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_config.environment import find_setting
@@ -210,3 +212,20 @@ def read_hyper_parameters(spec: OptimizerSpec, optimizer: torch.optim.Optimizer)
 
 def _plain(value: Any) -> float | list[float]:
     return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)
+
+
+def describe_hyper_parameters(optimizer: Optimizer) -> str:
+    """Return an optimizer as its constructor is called: the numbers of its first group that are not the defaults."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return ", ".join(f"{name}: {describe_hyper_parameters(one)}" for name, one in optimizer.members.items())
+    defaults = {name: parameter.default for name, parameter in signature(type(optimizer)).parameters.items()}
+    group = optimizer.param_groups[0]
+    shown = [f"{name}={_show(group[name])}" for name in defaults if name in group and name != "params"
+             and (name == "lr" or group[name] != defaults[name])]  # fmt: skip
+    rest = len(optimizer.param_groups) - 1
+    more = f" and {rest} more parameter groups" if rest else ""
+    return f"{type(optimizer).__name__}({', '.join(shown)}){more}"
+
+
+def _show(value: Any) -> str:
+    return f"{float(value):g}" if isinstance(value, float | Tensor) else repr(value)

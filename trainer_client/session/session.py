@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal, Unpack
 
 from ps_protocol.errors import GradpostError
-from ps_protocol.fields import MAX_RESULTS, check_result_name
+from ps_protocol.fields import MAX_RESULTS, OWN_RESULTS, check_result_name
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
@@ -110,11 +110,15 @@ class Session:
 
         Costs nothing: they travel with the next heartbeat, and stand on the trainer's `/metrics`. The summary contains
         the numbers of the lowest rank, and of a host's processes those of the first. Its line omits `loss`, which is
-        progress and not a result. Raises ValueError for more than 256 names, or one that is longer than 200 characters
-        or cannot be printed.
+        progress and not a result. Raises ValueError for more than 256 names, or one that is longer than 200 characters,
+        cannot be printed or begins with `gradpost/`.
         """
         self.check_open("report()")
         update = {check_result_name(name): float(value) for name, value in results.items()}
+        if taken := [name for name in update if name.startswith(OWN_RESULTS)]:
+            raise ValueError(
+                f"names that begin with {OWN_RESULTS} are those of curves of Gradpost; rename {taken[0]!r}"
+            )
         names = self._reported | update.keys()
         if len(names) > MAX_RESULTS:
             raise ValueError(f"a trainer reports at most {MAX_RESULTS} results; this call would make {len(names)}")
@@ -122,6 +126,10 @@ class Session:
         for name, value in update.items():
             self.client.metrics.reported.labels(name).set(value)
         self.io.loop.call_soon_threadsafe(self.client.coordinator.report_results, update)
+
+    def report_measures(self, measures: dict[str, float]) -> None:
+        """Report numbers that Gradpost measures, as curves. Their names begin with `OWN_RESULTS`."""
+        self.io.loop.call_soon_threadsafe(self.client.coordinator.report_measures, measures)
 
     def summary(self) -> RunSummary:
         """Return the run in a few numbers, as the servers saw it. Blocks for an answer of the coordinator."""

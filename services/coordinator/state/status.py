@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from ps_config.versions import installed_versions
 from ps_protocol.fields import Message
-from ps_protocol.messages import ClusterStatus, PserverStatus, Software, TrainerStatus
+from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
+from ps_protocol.process_facts import Software
 from ps_protocol.vocabulary import Round
 
 from .pservers import PserverRegistry
@@ -80,6 +81,7 @@ def describe_status(run: Run, registry: PserverRegistry, now: float) -> ClusterS
         num_trainers=run.sizes[0],
         waiting_for=tuple(list_waits(run, registry)),
         is_paused=bool(describe_pause(run)),
+        elapsed_seconds=None if run.started_at is None else (run.ended_at or now) - run.started_at,
         prospects=tuple(
             f"{what}; the run fails in {left:.0f} s unless this member returns" for what, left in prospects
         ),

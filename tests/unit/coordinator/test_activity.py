@@ -13,6 +13,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import TrainerLost
 from ps_protocol.fields import Mean
 from ps_protocol.messages import PserverLoad, TrainerHeartbeat
+from ps_protocol.process_facts import ScriptInfo
 from services.coordinator.activity import (
     MAX_ANSWERED,
     MAX_CURVES,
@@ -128,6 +129,20 @@ def test_the_activity_names_participants_and_the_barrier() -> None:
     cluster.pserver_heartbeat(1, beat(run="run1", round_=24), LEASE + 3)
     cluster.expire(LEASE + 5)
     assert [p.index for p in describe(log, cluster, LEASE + 5).pservers] == [1]
+
+
+def test_the_remaining_time_is_that_of_the_slowest_trainer() -> None:
+    cluster, log = make_cluster(), ActivityLog()
+    train(cluster)
+    script = ScriptInfo(command="train.py", host="h", total_rounds=100)
+    for second in range(5):
+        record(log, cluster, 10 * second, float(second))
+        assert describe(log, cluster, float(second)).remaining_seconds is None  # no script has said its end
+    for rank, round_ in ((0, 50), (1, 60)):
+        message = alive(round_=round_).model_copy(update={"script": script})
+        cluster.trainer_heartbeat(rank, message, 5.0)
+        log.record_trainer(cluster, rank, message, 5.0)
+    assert describe(log, cluster, 5.0).remaining_seconds == 50 / 10
 
 
 def test_asynchronous_trainers_are_behind_the_fastest() -> None:

@@ -32,11 +32,12 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     failed = make_history_record(
         "run2", 2000.0, [3.0, math.nan], state="failed", failure={"detail": "trainer 1 failed"}
     )
-    for record in (make_history_record("run1", 1000.0), failed):
+    for record in (make_history_record("run1", 1000.0, name="baseline"), failed):
         runs.write(record)
     newest, oldest = runs.entries()
     assert (newest.run, newest.state, newest.failure, newest.rounds) == ("run2", "failed", "trainer 1 failed", 20)
-    assert (oldest.run, oldest.results, oldest.optimizer, oldest.failure) == ("run1", {"loss": 1.0}, "SGD", None)
+    assert (oldest.run, oldest.name, oldest.optimizer) == ("run1", "baseline", "SGD(lr=0.1)")
+    assert (oldest.results, oldest.failure, newest.name) == ({"loss": 1.0}, None, None)
     first, second = runs.read("run2").curves.curves["loss"][1].value
     assert (first, second is None or math.isnan(second)) == (3.0, True)
     runs.write(make_history_record("run1", 1000.0, [9.0]))  # the run was resumed
@@ -125,7 +126,7 @@ async def test_a_finished_run_is_written_with_its_curves_before_the_next_one() -
         await eventually(lambda: [entry.run for entry in coordinator.history.entries()] == [run])
         [entry] = coordinator.history.entries()
         record = coordinator.history.read(run)
-        assert (entry.state, entry.optimizer, entry.results) == ("finished", "SGD", {"loss": 1 / (MAX_POINTS - 1)})
+        assert (entry.state, entry.results) == ("finished", {"loss": 1 / (MAX_POINTS - 1)})
         assert [trainer.state for trainer in record.status.trainers] == ["done", "done"]
         assert record.ended_at > record.started_at
         curve = record.curves.curves["loss"][0]

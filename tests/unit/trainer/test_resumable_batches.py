@@ -159,6 +159,18 @@ def test_each_call_continues_behind_those_before_it() -> None:
             assert back["taken"] == whole["taken"], (lost_at, back_to)
 
 
+def test_the_rounds_at_the_end_of_a_call_are_told_where_the_loader_has_a_length() -> None:
+    totals: list[int] = []
+    round_ = 0
+    batches = ResumableBatches(lambda: Position(0, round_), note_total=totals.append)
+    for taken, _ in enumerate(batches.iterate(range(10), epochs=3, batches_per_step=2), 1):
+        round_ = taken // 2
+    for _ in batches.iterate(Stream(), epochs=1):
+        round_ += 1
+    list(batches.iterate(range(4), epochs=1))
+    assert totals == [15, 26]
+
+
 def test_a_call_before_the_end_of_the_previous_one_is_refused() -> None:
     batches = ResumableBatches(lambda: Position(0, 0))
     unfinished = batches.iterate([1, 2], 1)

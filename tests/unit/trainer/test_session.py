@@ -132,6 +132,8 @@ def test_a_result_that_the_coordinator_would_refuse_is_refused_at_once(session: 
     for name in ("", "x" * (MAX_RESULT_NAME + 1), "loss\n", "\x1b[2A"):
         with pytest.raises(ValueError, match="the name of a result must have 1 to 200 printable characters"):
             session.report(**{name: 0.5})
+    with pytest.raises(ValueError, match="rename 'gradpost/loss'"):
+        session.report(**{"gradpost/loss": 0.5})
     session.report(**{f"val/{number}": 0.5 for number in range(MAX_RESULTS)})
     with pytest.raises(ValueError, match="at most 256 results"):
         session.report(loss=0.5)

@@ -2,11 +2,11 @@
 
 import { ask, forgetToken, hasToken, keepToken } from "./api.js";
 import { loadCharts } from "./charts.js";
-import { redrawCurves, setUpCurves, showCurves } from "./curves.js";
+import { newestOf, redrawCurves, setUpCurves, showCurves } from "./curves.js";
 import { byId, flag, show } from "./dom.js";
 import { followEvents, leaveEvents, setUpEvents } from "./events.js";
 import * as format from "./format.js";
-import { isRing, isSync, showHeadline, showNotices } from "./headline.js";
+import { isRing, isSync, showFacts, showHeadline, showNotices } from "./headline.js";
 import { keptFolder, refreshHistory, setUpHistory } from "./history.js";
 import { showBarrier, showPservers, showTrainers } from "./members.js";
 import * as parameters from "./parameters.js";
@@ -39,6 +39,7 @@ async function refresh() {
     const most = Math.max(50, Math.min(500, Math.floor(POINTS / Math.max(1, status.trainers.length))));
     showCurves(await ask(`v1/curves?max_points=${most}`), isSync(status) ? "round" : "step of the trainer");
   }
+  showFacts(status, activity, newestOf("gradpost/learning_rate"));
   if (turn % HISTORY_EVERY === 0) await refreshHistory(status);
   const canRead = status.plan_digest !== null && !isRing(status);
   if (!canRead) parameters.forgetParameters();

@@ -43,14 +43,14 @@ export function showCurves(answer, unitOfRounds, now = false) {
   const legend = isFew && !choice.mean ? ranks.map((rank) => ({ name: `trainer ${rank}` })) : [];
   if (others.length && ranks.length && !legend.length) legend.push({ name: "this run" });
   const first = legend.length; // of the colours that the compared runs have
-  legend.push(...others.map(({ run, dash }) => ({ name: `run ${run}`, dash })));
+  legend.push(...others.map(({ title, dash }) => ({ name: title, dash })));
   keep(byId("curve-legend"), legend, ({ name }) => name, () => make("li"), (item, { name, dash }) => {
     show(item, name);
     item.dataset.series = (legend.findIndex((one) => one.name === name) % SERIES.length) + 1;
     if (dash) item.dataset.dash = dash;
   });
   keep(byId("curve-names"), names, (name) => name, makeTab, (tab, name) => {
-    show(tab, name);
+    show(tab, titleOf(name));
     tab.setAttribute("aria-pressed", String(!choice.hidden.includes(name)));
   });
   keep(byId("curve-charts"), names, (name) => name, makeFigure, (figure, name) => {
@@ -60,6 +60,15 @@ export function showCurves(answer, unitOfRounds, now = false) {
     if (!figure.hidden) drawCurves(figure, name, colourOf, compared, isFew, now);
   });
 }
+
+// The newest value of each curve whose name begins so, of the lowest rank.
+export function newestOf(name) {
+  const found = Object.entries(newest.curves).filter(([one]) => one.startsWith(name));
+  return [...new Set(found.map(([, curves]) => Object.values(curves)[0].value.at(-1)))];
+}
+
+// The curves that trainers measure themselves are shown in words.
+const titleOf = (name) => (name.startsWith("gradpost/") ? name.slice("gradpost/".length).replaceAll("_", " ") : name);
 
 function makeTab(name) {
   const tab = make("button", { type: "button" });
@@ -85,11 +94,11 @@ function drawCurves(figure, name, colourOf, compared, isFew, now) {
   const curves = isMean
     ? [{ key: "mean", name: `mean of ${ofTrainers.length} trainers`, curve: mean, colour: () => series(0), start }]
     : ofTrainers.map(([rank, curve]) => ({ key: rank, name: `trainer ${rank}`, curve, colour: () => colourOf(rank), isPale: !isFew, start }));
-  curves.push(...compared.map((one) => ({ ...one, key: one.run, name: `run ${one.run}`, curve: meanOf(Object.values(one.curves[name])), start: startOf(one.curves) })));
+  curves.push(...compared.map((one) => ({ ...one, key: one.run, name: one.title, curve: meanOf(Object.values(one.curves[name])), start: startOf(one.curves) })));
   const ends = Object.fromEntries(curves.map(({ key, curve }) => [key, curve.value.at(-1)]));
   const last = curves.map(({ key, name: text }) => `${text} ${format.digits(ends[key], 4)}`);
   chart.dataset.value = JSON.stringify(ends);
-  show(caption.firstChild, name);
+  show(caption.firstChild, titleOf(name));
   show(caption.lastChild, format.digits((ofTrainers.length ? mean : curves[0].curve).value.at(-1), 4));
   const isSmooth = choice.smoothing > 0;
   const isRelative = choice.x === "time" && comparedRuns().length > 0;
@@ -101,7 +110,7 @@ function drawCurves(figure, name, colourOf, compared, isFew, now) {
   });
   const timeAxis = isRelative ? { title: "seconds since the first value", hoverformat: ".1f" } : { tickformat: "%H:%M:%S", nticks: 4 };
   draw(chart.id, {
-    label: `${name}, newest: ${last.slice(0, MAX_NAMED).join(", ")}`,
+    label: `${titleOf(name)}, newest: ${last.slice(0, MAX_NAMED).join(", ")}`,
     traces: () => [
       ...(isSmooth ? curves.map((one) => line(one, gaps(one.curve.value), { opacity: 0.2, hoverinfo: "skip", hovertemplate: undefined })) : []),
       ...curves.map((one) => line(one, gaps(smooth(one.curve.value, choice.smoothing)))),

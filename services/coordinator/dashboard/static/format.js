@@ -48,6 +48,15 @@ export function seconds(value) {
 // The age of a heartbeat: tenths of a second show that it is late.
 export const age = (value) => (value < 60 ? `${value.toFixed(1)} s` : seconds(value));
 
+// A duration in whole seconds.
+export const duration = (value) => (value < 60 ? `${Math.round(value)} s` : seconds(value));
+
+// A time with its day, unless that is today.
+export function moment(at) {
+  const date = new Date(at * 1000);
+  return date.toDateString() === new Date().toDateString() ? clock(at) : `${date.toLocaleDateString("en-CA")} ${clock(at)}`;
+}
+
 export const clock = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");
 
 export function names(kind, ranks) {

@@ -42,6 +42,27 @@ export function showHeadline(status, activity) {
   show(byId("model-more"), number ? `${format.count(number)} parameters` : "not declared");
 }
 
+// What runs: the scripts of the trainers, which are usually alike.
+export function showFacts(status, activity, learningRate) {
+  const scripts = status.trainers.map(({ script }) => script).filter(Boolean);
+  const distinct = (values) => [...new Set(values.filter(Boolean))];
+  const fact = (name, values) => {
+    const line = byId(`fact-${name}`);
+    show(line, values.length ? values.slice(0, 3).join(", ") + (values.length > 3 ? ` and ${values.length - 3} more` : "") : "–");
+    line.title = values.join("\n");
+  };
+  const elapsed = status.elapsed_seconds;
+  fact("name", distinct(scripts.map((script) => script.run_name)));
+  fact("script", distinct(scripts.map((script) => script.command)));
+  fact("optimizer", distinct(scripts.map((script) => script.optimizer)));
+  fact("rate", learningRate.map((rate) => format.digits(rate)));
+  fact("started", elapsed === null ? [] : [format.moment(activity.at - elapsed)]);
+  fact("elapsed", elapsed === null ? [] : [format.duration(elapsed)]);
+  fact("remaining", format.isNumber(activity.remaining_seconds) ? [format.duration(activity.remaining_seconds)] : []);
+  fact("host", distinct(scripts.map((script) => script.host)));
+  fact("torch", distinct(status.trainers.map(({ software }) => software?.torch)));
+}
+
 export function showNotices(status, activity) {
   const create = ({ kind }) => make("p", { class: kind }, make("b"), make("span"));
   const key = ({ kind, title }) => `${kind} ${title}`;

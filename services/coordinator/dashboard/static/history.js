@@ -27,7 +27,8 @@ export function comparedRuns() {
   const listed = new Set(runs.map(({ run }) => run));
   return (compared ?? []).filter((run) => listed.has(run) && records.has(run)).map((run, i) => {
     const { record } = records.get(run);
-    return { run, mode: record.status.mode, curves: record.curves.curves, dash: DASHES[i % DASHES.length] };
+    const { name } = runs.find((one) => one.run === run);
+    return { run, title: `${name ?? "run"} ${run}`, mode: record.status.mode, curves: record.curves.curves, dash: DASHES[i % DASHES.length] };
   });
 }
 
@@ -49,12 +50,16 @@ async function showRuns() {
   keepRows(byId("history"), runs, ({ run }) => run, [
     ["compare", showCheck],
     ["", showButton],
+    ["", (cell, { name }) => show(cell, name ?? "–", name)],
     ["", (cell, one) => {
       show(cell, stateOf(one), one.state);
       cell.dataset.state = one.state;
     }],
     ["", (cell, { mode }) => show(cell, mode, mode)],
-    ["", (cell, { optimizer }) => show(cell, optimizer ?? "–", optimizer)],
+    ["long", (cell, { optimizer }) => {
+      show(cell, optimizer ?? "–", optimizer);
+      cell.title = optimizer ?? "";
+    }],
     ["", (cell, one) => show(cell, dateOf(one.started_at), one.started_at)],
     ["number", (cell, one) => show(cell, format.seconds(one.ended_at - one.started_at))],
     ["number", (cell, { rounds }) => show(cell, format.count(rounds), rounds)],
@@ -107,7 +112,7 @@ function showEnd(entry) {
   const record = entry && records.get(entry.run)?.record;
   byId("history-end").hidden = !record;
   if (!record) return;
-  show(byId("history-run"), `Run ${entry.run}`, entry.run);
+  show(byId("history-run"), `${entry.name ?? "Run"} ${entry.run}`, entry.run);
   show(byId("history-failure"), entry.failure ?? "");
   const create = ([name]) => make("div", {}, make("dt", {}, name), make("dd"));
   keep(byId("history-figures"), figuresOf(entry, record), ([name]) => name, create, (item, [, text]) => {
@@ -124,7 +129,7 @@ function figuresOf(entry, { status, summary }) {
     ["Duration", format.seconds(entry.ended_at - entry.started_at)], ["Rounds", format.count(entry.rounds)],
     ["Trainers", trainers || "–"], ["Pservers", status.num_pservers ? format.count(status.num_pservers) : "none, a ring"],
     ["Model", `${format.count(status.num_parameters)} parameters, ${format.bytes(status.parameter_bytes)}`],
-    ["Optimizer", entry.optimizer ?? "–"], ["Transport", summary?.transport ?? "–"],
+    ["Optimizer", entry.optimizer ?? "–"], ["Script", status.trainers[0]?.script?.command ?? "–"], ["Transport", summary?.transport ?? "–"],
     ["Pushed", total("pushed_bytes")], ["Pulled", total("pulled_bytes")],
     ...Object.entries(entry.results).sort().map(([name, value]) => [name, format.digits(value, 4)]),
   ];
