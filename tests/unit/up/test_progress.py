@@ -34,8 +34,8 @@ def make_pserver(waiting_seconds: float) -> PserverStatus:
 
 
 SHARD = {"pushed_bytes_per_second": 45_600_000.0, "pulled_bytes_per_second": None}
-ACTIVITY = {"rounds_per_second": 12.34, "pservers": [SHARD]}
-IDLE = {"rounds_per_second": None, "pservers": []}
+ACTIVITY = {"rounds_per_second": 12.34, "remaining_seconds": None, "pservers": [SHARD]}
+IDLE = {"rounds_per_second": None, "remaining_seconds": None, "pservers": []}
 
 
 def test_the_live_line() -> None:
