@@ -172,6 +172,23 @@ def up(
     sys.exit(run_up(command, pservers, trainers, settings, options))
 
 
+@app.command()
+def dashboard(
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The folder of `up` or of a coordinator [default: GRADPOST_STATE_DIR, else .gradpost]."
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="HOST", help="The loopback address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="The port; 0: any.")] = 7080,
+) -> None:
+    """Show the runs that have ended, with their curves, in a browser without a cluster, until Ctrl-C."""
+    from .dashboard import show_dashboard
+
+    show_dashboard(state_dir, host, port)
+
+
 checkpoint_app = typer.Typer(
     help="Make, list, restore and export checkpoints.", rich_markup_mode=None, no_args_is_help=True
 )

@@ -22,7 +22,7 @@ EXIT_BAD_INPUT = 2
 
 # Documented in docs/cli.md. `up` and `serve` also exit with the codes of the scripts and of the service.
 EXIT_CODES = {
-    0: "done, or ended by Ctrl-C where that is how it ends (`--follow`, `tensorboard`, `mlflow`, `wandb`)",
+    0: "done, or ended by Ctrl-C where that is how it ends (`--follow`, `dashboard`, `tensorboard`, `mlflow`, `wandb`)",
     EXIT_FAILED: "the cluster is missing, refuses the request, or has failed; or a file cannot be read or written; "
     "or `doctor` found something broken",
     EXIT_BAD_INPUT: "the request is impossible: a wrong option or setting, or a parameter or round that does not exist",

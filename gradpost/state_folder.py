@@ -1,6 +1,7 @@
-"""The state folders of `gradpost up`, one for each run; the newest are kept.
+"""The state folders of `gradpost up`, one for each run; the newest are kept. The history has a file for each run.
 
 .gradpost/up-20261121-104811/pserver-0/…, checkpoints/…
+.gradpost/history/4f1c….json
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ _PREFIX = "up-"
 def named_root() -> Path:
     """Return the folder that the environment or the settings file names, else `.gradpost`."""
     return find_path("state_dir") or DEFAULT_ROOT
+
+
+def history_folder(root: Path) -> Path:
+    """Return the folder of the history of runs, which outlives the folders of the runs."""
+    return find_path("history_dir") or root / "history"
 
 
 def newest_folder(root: Path) -> Path | None:

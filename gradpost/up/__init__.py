@@ -21,7 +21,7 @@ from trainer_client.testing.local_cluster import use_this_python
 
 from ..output import CommandError
 from ..settings import read_settings
-from ..state_folder import named_root, new_folder, resume_folder
+from ..state_folder import history_folder, named_root, new_folder, resume_folder
 from .ending import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
 from .local_run import LocalRun, UpOptions
 
@@ -57,6 +57,7 @@ def run_up(
     resolved = resolve_command(command)  # before a folder is made for the run
     root = Path(given.pop("state_dir", named_root()))
     given.setdefault("port", choose_port())
+    given["history_dir"] = history_folder(root)
     given["state_dir"] = (resume_folder(root) if given.get("resume") else new_folder(root)).path
     run = LocalRun(
         resolved,

@@ -351,14 +351,20 @@ class Point:
 class Curves:
     """The curves of the newest run: one for each trainer and result."""
 
-    def __init__(self) -> None:
-        self._run = ""
+    def __init__(self, run: str = "") -> None:
+        self.run = run
         self._points: dict[tuple[str, Rank], list[Point]] = {}
+
+    def copy(self) -> Curves:
+        """Return a copy, which another thread may use."""
+        copy = Curves(self.run)
+        copy._points = {key: list(points) for key, points in self._points.items()}
+        return copy
 
     def add(self, rank: Rank, message: TrainerHeartbeat) -> None:
         """Add the means of a heartbeat. A client without means reports `results` once for each round."""
-        if message.run != self._run:
-            self._run = message.run
+        if message.run != self.run:
+            self.run = message.run
             self._points.clear()
         now, means = time.time(), message.means
         if means is None:
@@ -378,12 +384,12 @@ class Curves:
             if len(points) > MAX_POINTS:
                 points[:] = _thin_out(points, MAX_POINTS // 2 + 1)
 
-    def describe(self, max_points: int = MAX_POINTS) -> dict[str, Any]:
+    def describe(self, max_points: int = MAX_POINTS, max_answered: int = MAX_ANSWERED) -> dict[str, Any]:
         """Return the curves by name and rank, with at most `max_points` points, which are means of the stored points.
 
-        With many curves each curve has fewer points, so that the answer has at most `MAX_ANSWERED` points.
+        With many curves each curve has fewer points, so that the answer has at most `max_answered` points.
         """
-        max_points = min(max_points, MAX_ANSWERED // max(1, len(self._points)))
+        max_points = min(max_points, max_answered // max(1, len(self._points)))
         curves: dict[str, dict[Rank, dict[str, list[float]]]] = {}
         for (name, rank), points in sorted(self._points.items()):
             thin = _thin_out(points, max_points)
@@ -393,7 +399,7 @@ class Curves:
                 "value": [point.mean.value for point in thin],
                 "count": [point.mean.count for point in thin],
             }
-        return {"run": self._run, "curves": curves}
+        return {"run": self.run, "curves": curves}
 
 
 _round_of = attrgetter("round")

@@ -29,6 +29,7 @@ from services.runtime.security import KnownHosts
 
 from .administration import add_administration_routes
 from .coordinator import Coordinator
+from .dashboard.history import add_history_routes
 from .dashboard.routes import add_dashboard_routes
 from .inspection.routes import add_inspection_routes
 from .metrics import TargetGroup, describe_targets, is_own_address
@@ -136,5 +137,6 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
 
     add_inspection_routes(app, coordinator)
     add_administration_routes(app, coordinator)
+    add_history_routes(app, coordinator.history)
     add_dashboard_routes(app)
     return app

@@ -20,6 +20,7 @@ from .activity import ActivityLog, Curves
 from .audit import AuditLog
 from .checkpoints import CheckpointSchedule, Manifests
 from .events import Events
+from .history import HistoryWriter, RunHistory
 from .reconcile import Reconciler
 from .restore import RecordFile, restore_state
 from .result import RunResult
@@ -49,6 +50,8 @@ class Coordinator:
         self._reconciler = Reconciler(self.cluster, http, self.now, self.persist)
         self.result = RunResult(self.cluster, http, self.now, self.wait_until)
         self._saving: asyncio.Task[None] | None = None  # saves the result
+        self.history = RunHistory(settings.history_folder)
+        self._history_writer = HistoryWriter(self.history, self.cluster, self.curves, self.result)
         self.place = open_checkpoint_storage(settings.checkpoints or str(settings.state_dir / "checkpoints"))
         self._manifests = Manifests(self.cluster, self.place, settings.keep_checkpoints)
         self.schedule = CheckpointSchedule(self.cluster, http, self.now)
@@ -61,8 +64,9 @@ class Coordinator:
         return asyncio.get_running_loop().time()
 
     def changed(self) -> None:
-        """Add the events of a change of the cluster, before another change hides it, and wake the background tasks."""
+        """Note the events of a change of the cluster, before another change hides it, and wake the background tasks."""
         self.events.detect_changes(self.cluster)
+        self._history_writer.note(self.now())
         self._wake.set()
         self._wake_manifests.set()
 
@@ -115,13 +119,16 @@ class Coordinator:
         """Expire leases and reconcile the pservers until `stop` is set. Sets `stop` when the work is done."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [tasks.create_task(self._expire_leases()), tasks.create_task(self._complete_checkpoints())]
+                others = self._expire_leases(), self._complete_checkpoints(), self._history_writer.write_notes()
+                beside = [tasks.create_task(other) for other in others]
                 await self._reconcile_until(stop)
                 for task in beside:
                     task.cancel()
         finally:
             self.is_stopping = True
             await self._notify_waiters()
+            self._history_writer.note(self.now(), is_stopping=True)
+            await self._history_writer.flush()
             self._file.unlock()
 
     async def _expire_leases(self) -> None:

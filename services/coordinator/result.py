@@ -49,6 +49,10 @@ class RunResult:
             await self._make_summary()  # again, in case the checkpoint lacks rounds and the run has failed
         cluster.update(run, Run.note_saved_result)
 
+    def find_summary(self, run: str) -> RunSummary | None:
+        """Return the summary of a run that is over; None if it is not made yet, or another run has begun."""
+        return self._last_summary if self._last_summary is not None and self._last_summary.run == run else None
+
     async def _write_checkpoint(self, run: Run) -> None:
         """Write the run's last checkpoint. A pserver that dies meanwhile may return within the rejoin time-out."""
         deadline = self._now() + run.settings.rejoin_timeout_seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -141,6 +142,11 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
         description="number of complete checkpoints that are kept; a pserver's log reaches back over the same number",
     )
 
+    history_dir: Path | None = Field(
+        default=None,
+        description="folder of the history of runs, which several coordinators may share; none: `history` in "
+        "`state_dir`",
+    )
     port: int = Field(default=7070, ge=0, le=65535, description="port to listen on; 0 for a free port")
     num_pservers: int = Field(default=DEFAULT_PSERVERS, ge=1, description="number of pservers of a complete cluster")
     resume: bool = Field(
@@ -163,6 +169,11 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
         """The durability, with the default of the mode."""
         has_log = not (self.consistency.is_async or self.consistency.is_ring)
         return self.durability or ("log" if has_log else "none")
+
+    @property
+    def history_folder(self) -> Path:
+        """The folder of the history of runs."""
+        return self.history_dir or self.state_dir / "history"
 
     def checkpoint_interval(self, plan: SlicePlan) -> Round:
         """Return the rounds (in asynchronous modes contributions) between checkpoints on every pserver; 0 for none.

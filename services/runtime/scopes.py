@@ -47,6 +47,8 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.MODEL): "read",
     ("GET", routes.ACTIVITY): "read",
     ("GET", routes.CURVES): "read",
+    ("GET", routes.HISTORY): "read",
+    ("GET", routes.HISTORY_RUN): "read",
     ("GET", routes.EVENTS): "read",
     ("GET", routes.EVENT_STREAM): "read",
     ("GET", routes.AUDIT): "read",

@@ -11,6 +11,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,14 +32,14 @@ _HEADERS = PAGE_HEADERS | {
 }
 
 
-def add_dashboard_routes(app: FastAPI) -> None:
-    """Add the routes to the application."""
+def add_dashboard_routes(app: FastAPI, kept_runs: str = "") -> None:
+    """Add the routes to the application. `kept_runs` is the folder of the history if there is no cluster."""
 
     @app.get(DASHBOARD, include_in_schema=False)
     async def dashboard(request: Request) -> Response:
         """Return the page."""
         wants_token = getattr(app.state, "wants_token", False)
-        return _send(await asyncio.to_thread(read_page, wants_token=wants_token), request)
+        return _send(await asyncio.to_thread(read_page, wants_token=wants_token, kept_runs=kept_runs), request)
 
     @app.get(DASHBOARD_FILE, include_in_schema=False)
     async def dashboard_file(name: str, request: Request) -> Response:
@@ -85,14 +86,15 @@ def read_file(name: str) -> File | None:
 
 
 @cache
-def read_page(*, wants_token: bool) -> File:
-    """Return the page. With `wants_token` the page sends no request before it has a token."""
+def read_page(*, wants_token: bool, kept_runs: str = "") -> File:
+    """Return the page. With `wants_token` it sends no request before it has a token; `kept_runs` is for its text."""
     ids = _STYLE_ID.findall(_read_charts())
     body = (_FOLDER / _PAGE).read_bytes()
     body = body.replace(_MARK, b"".join(b'<template id="%s"></template>' % style for style in ids))
-    return _pack(
-        body.replace(b"<body>", b"<body data-wants-token>") if wants_token else body, "text/html; charset=utf-8"
-    )
+    attributes = " data-wants-token" if wants_token else ""
+    if kept_runs:
+        attributes += f' data-kept-runs="{escape(kept_runs)}"'
+    return _pack(body.replace(b"<body>", f"<body{attributes}>".encode()), "text/html; charset=utf-8")
 
 
 @cache

@@ -17,10 +17,14 @@ from ps_protocol.messages import (
     TrainerHeartbeat,
     TrainerJoined,
 )
+from ps_protocol.process_facts import ScriptInfo
 from ps_protocol.vocabulary import PROTOCOL_VERSION
+from services.coordinator.activity import CurveList
+from services.coordinator.history import HistoryRecord
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.run import Run
+from services.coordinator.state.status import describe_status
 
 LEASE = 10.0
 SGD_FLAGS = {"nesterov": False, "maximize": False}
@@ -120,3 +124,31 @@ def train(cluster: Cluster, now: float = 0.0) -> None:
     cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     for index in range(cluster.registry.num_pservers):
         cluster.pserver_heartbeat(index, beat(run=cluster.run.record.name), now)
+
+
+def make_history_record(
+    run: str = "run1",
+    started_at: float = 1000.0,
+    losses: Sequence[float] = (2.0, 1.0),
+    name: str | None = None,
+    **status: Any,
+) -> HistoryRecord:
+    """Return the record of a run of two trainers, each of which reported these losses in every tenth round."""
+    cluster = make_cluster()
+    train(cluster)
+    described = describe_status(cluster.run, cluster.registry, 0.0)
+    results = {"loss": losses[-1]}
+    script = ScriptInfo(command="train.py", host="h", run_name=name, optimizer="SGD(lr=0.1)")
+    ended = {"results": results, "state": "done", "script": script}
+    trainers = tuple(trainer.model_copy(update=ended) for trainer in described.trainers)
+    changed = {"run": run, "state": "finished", "round": 10 * len(losses), "trainers": trainers, **status}
+    rounds = [10 * (i + 1) for i in range(len(losses))]
+    times = [started_at + i + 1 for i in range(len(losses))]
+    curve = {"round": rounds, "at": times, "value": list(losses), "count": [10] * len(losses)}
+    return HistoryRecord(
+        status=described.model_copy(update=changed),
+        started_at=started_at,
+        ended_at=started_at + len(losses) + 1,
+        summary=None,
+        curves=CurveList(run=run, curves={"loss": {0: curve, 1: curve}}),
+    )

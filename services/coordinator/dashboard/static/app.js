@@ -2,11 +2,12 @@
 
 import { ask, forgetToken, hasToken, keepToken } from "./api.js";
 import { loadCharts } from "./charts.js";
-import { newestOf, setUpCurves, showCurves } from "./curves.js";
+import { newestOf, redrawCurves, setUpCurves, showCurves } from "./curves.js";
 import { byId, flag, show } from "./dom.js";
 import { followEvents, leaveEvents, setUpEvents } from "./events.js";
 import * as format from "./format.js";
 import { isRing, isSync, showFacts, showHeadline, showNotices } from "./headline.js";
+import { keptFolder, refreshHistory, setUpHistory } from "./history.js";
 import { showBarrier, showPservers, showTrainers } from "./members.js";
 import * as parameters from "./parameters.js";
 import { showSpeed, showStaleness } from "./rates.js";
@@ -14,6 +15,7 @@ import { setUpTheme } from "./theme.js";
 
 const PERIOD_MS = 1000;
 const CURVES_EVERY = 2; // polls
+const HISTORY_EVERY = 5;
 const MAX_RETRY_MS = 5000;
 const POINTS = 3000; // of all curves of one result
 
@@ -38,12 +40,18 @@ async function refresh() {
     showCurves(await ask(`v1/curves?max_points=${most}`), isSync(status) ? "round" : "step of the trainer");
   }
   showFacts(status, activity, newestOf("gradpost/learning_rate"));
+  if (turn % HISTORY_EVERY === 0) await refreshHistory(status);
   const canRead = status.plan_digest !== null && !isRing(status);
   if (!canRead) parameters.forgetParameters();
   else if (parameters.needsParameters(status)) parameters.showParameters(await ask("v1/parameters"));
   turn += 1;
   followEvents();
   if (canRead && isSeen(byId("parameter"))) await refreshStatistics();
+}
+
+async function refreshKept() {
+  await refreshHistory();
+  flag(byId("main"), "data-loading", false);
 }
 
 // A missing pserver or value must not hide the others.
@@ -69,17 +77,18 @@ async function run() {
   }
   asking = true;
   clearTimeout(timer);
-  let wait = PERIOD_MS;
+  let wait = keptFolder ? MAX_RETRY_MS : PERIOD_MS;
   try {
-    await refresh();
+    await (keptFolder ? refreshKept() : refresh());
     silentSince = null;
-    connection("live", "live");
+    if (keptFolder) connection("kept", `no cluster: kept runs of ${keptFolder}`);
+    else connection("live", "live");
   } catch (error) {
     if (error.wantsToken) askForToken(error);
     else {
       silentSince ??= Date.now() / 1000;
       wait = Math.min(MAX_RETRY_MS, PERIOD_MS * 2);
-      const why = error.status ? error.message : "the coordinator does not answer";
+      const why = error.status ? error.message : `${keptFolder ? "gradpost dashboard" : "the coordinator"} does not answer`;
       connection("gone", `${why}, since ${format.clock(silentSince)}; retrying`);
     }
   } finally {
@@ -130,6 +139,7 @@ document.addEventListener("keydown", (event) => {
 });
 setUpTheme();
 setUpCurves();
+setUpHistory(redrawCurves);
 setUpEvents();
 parameters.setUpParameters(() => refreshStatistics().catch(() => {}));
 for (const section of document.querySelectorAll("section")) flag(section, "data-empty", true);

@@ -3,7 +3,7 @@
 import { byId } from "./dom.js";
 
 const EVERY_MS = 1900;
-const SERIES = ["series-1", "series-2", "series-3", "series-4", "series-5", "series-6"];
+export const SERIES = ["series-1", "series-2", "series-3", "series-4", "series-5", "series-6"];
 const narrow = matchMedia("(max-width: 700px)");
 
 let library = null;

@@ -1,8 +1,9 @@
 // Reported results: a chart for each name, with one curve for each trainer, or their mean.
 
-import { draw, series, watchChart } from "./charts.js";
+import { SERIES, draw, series, watchChart } from "./charts.js";
 import { byId, flag, keep, make, show } from "./dom.js";
 import * as format from "./format.js";
+import { comparedRuns, keptFolder } from "./history.js";
 
 const MAX_NAMED = 6; // with more trainers than colours, all are pale
 const KEY = "gradpost.curves";
@@ -23,20 +24,30 @@ export function setUpCurves() {
 function choose(changed) {
   Object.assign(choice, changed);
   localStorage.setItem(KEY, JSON.stringify(choice));
-  showCurves(newest, unit, true);
+  redrawCurves();
 }
+
+export const redrawCurves = () => showCurves(newest, unit, true);
 
 export function showCurves(answer, unitOfRounds, now = false) {
   newest = answer;
   unit = unitOfRounds;
-  const names = Object.keys(answer.curves).sort((a, b) => (b === "loss") - (a === "loss") || a.localeCompare(b));
+  const others = comparedRuns();
+  if (keptFolder) unit = others.every(({ mode }) => mode === "sync") ? "round" : "step of a trainer";
+  const all = new Set([answer, ...others].flatMap(({ curves }) => Object.keys(curves)));
+  const names = [...all].sort((a, b) => (b === "loss") - (a === "loss") || a.localeCompare(b));
   flag(byId("curves"), "data-empty", names.length === 0);
   show(byId("curve-smoothing-value"), choice.smoothing.toFixed(2));
-  const ranks = [...new Set(names.flatMap((name) => Object.keys(answer.curves[name])))].sort((a, b) => a - b);
+  const ranks = [...new Set(Object.values(answer.curves).flatMap(Object.keys))].sort((a, b) => a - b);
   const isFew = ranks.length <= MAX_NAMED;
-  keep(byId("curve-legend"), isFew && !choice.mean ? ranks : [], (rank) => rank, () => make("li"), (item, rank) => {
-    show(item, `trainer ${rank}`);
-    item.dataset.series = ranks.indexOf(rank) + 1;
+  const legend = isFew && !choice.mean ? ranks.map((rank) => ({ name: `trainer ${rank}` })) : [];
+  if (others.length && ranks.length && !legend.length) legend.push({ name: "this run" });
+  const first = legend.length; // of the colours that the compared runs have
+  legend.push(...others.map(({ title, dash }) => ({ name: title, dash })));
+  keep(byId("curve-legend"), legend, ({ name }) => name, () => make("li"), (item, { name, dash }) => {
+    show(item, name);
+    item.dataset.series = (legend.findIndex((one) => one.name === name) % SERIES.length) + 1;
+    if (dash) item.dataset.dash = dash;
   });
   keep(byId("curve-names"), names, (name) => name, makeTab, (tab, name) => {
     show(tab, titleOf(name));
@@ -44,7 +55,9 @@ export function showCurves(answer, unitOfRounds, now = false) {
   });
   keep(byId("curve-charts"), names, (name) => name, makeFigure, (figure, name) => {
     figure.hidden = choice.hidden.includes(name);
-    if (!figure.hidden) drawCurves(figure, name, (rank) => series(isFew ? ranks.indexOf(rank) : 0), isFew, now);
+    const colourOf = (rank) => series(isFew ? ranks.indexOf(rank) : 0);
+    const compared = others.map((one, i) => ({ ...one, colour: () => series(first + i) })).filter(({ curves }) => name in curves);
+    if (!figure.hidden) drawCurves(figure, name, colourOf, compared, isFew, now);
   });
 }
 
@@ -72,35 +85,46 @@ function makeFigure(name) {
   return make("figure", {}, make("figcaption", {}, make("b"), make("span")), chart);
 }
 
-function drawCurves(figure, name, colourOf, isFew, now) {
+function drawCurves(figure, name, colourOf, compared, isFew, now) {
   const [caption, chart] = figure.children;
-  const ofTrainers = Object.entries(newest.curves[name]);
-  const curves = choice.mean ? [["mean", meanOf(ofTrainers.map(([, curve]) => curve))]] : ofTrainers;
-  const ends = Object.fromEntries(curves.map(([rank, curve]) => [rank, curve.value.at(-1)]));
-  const nameOf = (rank) => (choice.mean ? `mean of ${ofTrainers.length} trainers` : `trainer ${rank}`);
-  const last = Object.entries(ends).map(([rank, end]) => `${nameOf(rank)} ${format.digits(end, 4)}`);
+  const ofTrainers = Object.entries(newest.curves[name] ?? {});
+  const isMean = choice.mean && ofTrainers.length > 0;
+  const mean = meanOf(ofTrainers.map(([, curve]) => curve));
+  const start = startOf(newest.curves);
+  const curves = isMean
+    ? [{ key: "mean", name: `mean of ${ofTrainers.length} trainers`, curve: mean, colour: () => series(0), start }]
+    : ofTrainers.map(([rank, curve]) => ({ key: rank, name: `trainer ${rank}`, curve, colour: () => colourOf(rank), isPale: !isFew, start }));
+  curves.push(...compared.map((one) => ({ ...one, key: one.run, name: one.title, curve: meanOf(Object.values(one.curves[name])), start: startOf(one.curves) })));
+  const ends = Object.fromEntries(curves.map(({ key, curve }) => [key, curve.value.at(-1)]));
+  const last = curves.map(({ key, name: text }) => `${text} ${format.digits(ends[key], 4)}`);
   chart.dataset.value = JSON.stringify(ends);
   show(caption.firstChild, titleOf(name));
-  show(caption.lastChild, format.digits(meanOf(ofTrainers.map(([, curve]) => curve)).value.at(-1), 4));
+  show(caption.lastChild, format.digits((ofTrainers.length ? mean : curves[0].curve).value.at(-1), 4));
   const isSmooth = choice.smoothing > 0;
-  const line = ([rank, curve], values, more) => ({
-    x: choice.x === "round" ? curve.round : curve.at.map((at) => new Date(at * 1000)), y: values, name: nameOf(rank),
-    mode: values.length > 1 ? "lines" : "markers", opacity: isFew || choice.mean ? 1 : 0.4,
-    line: { color: choice.mean ? series(0) : colourOf(rank), width: isFew ? 1.8 : 1 }, hovertemplate: "%{y:.4~g}", ...more,
+  const isRelative = choice.x === "time" && comparedRuns().length > 0;
+  const positions = ({ curve, start: zero }) => (choice.x === "round" ? curve.round : curve.at.map((at) => (isRelative ? at - zero : new Date(at * 1000))));
+  const line = (one, values, more) => ({
+    x: positions(one), y: values, name: one.name,
+    mode: values.length > 1 ? "lines" : "markers", opacity: one.isPale ? 0.4 : 1,
+    line: { color: one.colour(), width: one.isPale ? 1 : 1.8, dash: one.dash ?? "solid" }, hovertemplate: "%{y:.4~g}", ...more,
   });
+  const timeAxis = isRelative ? { title: "seconds since the first value", hoverformat: ".1f" } : { tickformat: "%H:%M:%S", nticks: 4 };
   draw(chart.id, {
     label: `${titleOf(name)}, newest: ${last.slice(0, MAX_NAMED).join(", ")}`,
     traces: () => [
-      ...(isSmooth ? curves.map((one) => line(one, gaps(one[1].value), { opacity: 0.2, hoverinfo: "skip", hovertemplate: undefined })) : []),
-      ...curves.map((one) => line(one, gaps(smooth(one[1].value, choice.smoothing)))),
+      ...(isSmooth ? curves.map((one) => line(one, gaps(one.curve.value), { opacity: 0.2, hoverinfo: "skip", hovertemplate: undefined })) : []),
+      ...curves.map((one) => line(one, gaps(smooth(one.curve.value, choice.smoothing)))),
     ],
     layout: {
-      hovermode: isFew || choice.mean ? "x unified" : "closest", uirevision: `${choice.x} ${choice.log}`,
-      xaxis: choice.x === "round" ? { title: unit, hoverformat: ",d" } : { tickformat: "%H:%M:%S", nticks: 4 },
+      hovermode: isFew || choice.mean ? "x unified" : "closest", uirevision: `${choice.x} ${choice.log} ${isRelative}`,
+      xaxis: choice.x === "round" ? { title: unit, hoverformat: ",d" } : { type: isRelative ? "linear" : "date", ...timeAxis },
       yaxis: { rangemode: "normal", type: choice.log ? "log" : "linear" },
     },
   }, { now });
 }
+
+// The time of the first point of a run, from which the times of compared runs count.
+const startOf = (curves) => Math.min(...Object.values(curves).flatMap(Object.values).map(({ at }) => at[0]));
 
 const gaps = (values) => values.map((one) => (format.isNumber(one) ? one : null)); // NaN is a gap
 

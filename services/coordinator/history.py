@@ -1,0 +1,197 @@
+"""The history of runs: one file for each run that has trained, written when the run ends.
+
+The folder may be shared by several coordinators, such as those of several `gradpost up`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import Field
+
+from ps_protocol.errors import NotFound
+from ps_protocol.fields import Identifier, Label, Message, Name, Note, Number, Real, Round
+from ps_protocol.messages import ClusterStatus, RunState, RunSummary
+from ps_protocol.vocabulary import Mode
+from services.runtime.logs import get_logger
+from services.runtime.storage import seal, unseal, write_file
+
+from .activity import CurveList, Curves
+from .result import RunResult
+from .state.cluster import Cluster
+from .state.status import describe_status
+
+log = get_logger()
+
+MAX_RUNS = 100
+MAX_POINTS = 300  # of one curve in a file
+MAX_ALL_POINTS = 20_000  # of all curves in a file, which then has about 1 MB
+
+
+class HistoryEntry(Message):
+    """A run of the history, as `GET /v1/history` lists it. Times are in seconds since 1970."""
+
+    run: Identifier
+    name: Label | None = Field(description="name that the script gave to the run")
+    state: RunState = Field(description="`training`: the coordinator stopped while the run trained")
+    mode: Mode
+    optimizer: Note | None = Field(description="optimizer with the hyperparameters that are not its defaults")
+    started_at: Real
+    ended_at: Real
+    rounds: Round
+    results: dict[Name, Number] = Field(description="newest reported results; those of the lowest rank win")
+    failure: Note | None = Field(description="reason of a failed or stopped run")
+
+
+class HistoryRecord(Message):
+    """A run of the history. Times are in seconds since 1970."""
+
+    status: ClusterStatus = Field(description="answer of `GET /v1/status` at the end of the run")
+    started_at: Real = Field(description="when training began, in the newest process of the coordinator")
+    ended_at: Real
+    summary: RunSummary | None = Field(description="null if the coordinator stopped before it was made")
+    curves: CurveList = Field(description=f"results that trainers reported, with at most {MAX_POINTS} points each")
+
+    @property
+    def entry(self) -> HistoryEntry:
+        """The record in short."""
+        status, results = self.status, dict[str, float]()
+        for trainer in sorted(status.trainers, key=lambda trainer: -trainer.rank):
+            results.update(trainer.results)
+        scripts = [trainer.script for trainer in status.trainers if trainer.script is not None]
+        return HistoryEntry(
+            run=status.run,
+            name=next((script.run_name for script in scripts if script.run_name), None),
+            state=status.state,
+            mode=status.mode,
+            optimizer=next((script.optimizer for script in scripts if script.optimizer), None),
+            started_at=self.started_at,
+            ended_at=self.ended_at,
+            rounds=self.summary.rounds if self.summary else status.round,
+            results=results,
+            failure=status.failure and str(status.failure.get("detail")),
+        )
+
+
+class RunHistory:
+    """The folder of records. Its methods block on the disk, and may be called by any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()  # of writes, whose temporary file has the name of the run
+        self._entries: dict[tuple[str, int], HistoryEntry | None] = {}  # by file and time of its last change
+
+    def entries(self) -> list[HistoryEntry]:
+        """Return the entries of all readable records, newest first. An unreadable file is logged once."""
+        entries: dict[tuple[str, int], HistoryEntry | None] = {}
+        for file, stat in self._files().items():
+            key = file.name, stat.st_mtime_ns
+            entries[key] = self._entries[key] if key in self._entries else _read_entry(file)
+        self._entries = entries
+        return sorted(filter(None, entries.values()), key=lambda entry: entry.started_at, reverse=True)
+
+    def read(self, run: str) -> HistoryRecord:
+        """Return the record of a run. Raises NotFound."""
+        with suppress(OSError):  # damaged, or deleted by another process
+            for file in self._files():  # a name with `..` or `/` is none of these
+                if file.name == f"{run}.json":
+                    return _read_record(file)
+        raise NotFound(f"the history has no readable record of run {run!r:.80}; GET /v1/history lists all runs")
+
+    def write(self, record: HistoryRecord) -> None:
+        """Write a record, or replace that of its run, and delete the oldest beyond `MAX_RUNS`. Raises OSError."""
+        with self._lock:
+            write_file(self.folder / f"{record.status.run}.json", [seal(record)])
+            files = self._files()
+            for old in sorted(files, key=lambda file: files[file].st_mtime_ns)[:-MAX_RUNS]:
+                old.unlink(missing_ok=True)
+
+    def _files(self) -> dict[Path, os.stat_result]:
+        found = {}
+        for file in self.folder.glob("*.json"):
+            with suppress(FileNotFoundError):  # deleted by another process
+                found[file] = file.stat()
+        return found
+
+
+def _read_record(file: Path) -> HistoryRecord:
+    return unseal(file.read_bytes(), HistoryRecord, str(file))
+
+
+def _read_entry(file: Path) -> HistoryEntry | None:
+    try:
+        return _read_record(file).entry
+    except OSError as error:
+        log.warning("a run is left out of the history, because its file cannot be read", error=str(error))
+        return None
+
+
+class HistoryWriter:
+    """Writes the record of each run that ends. Used on the event loop alone.
+
+    A record is written when the run is over, and again when its trainers have left and when its result is saved.
+    """
+
+    def __init__(self, history: RunHistory, cluster: Cluster, curves: Curves, result: RunResult) -> None:
+        self._history = history
+        self._cluster = cluster
+        self._curves = curves
+        self._result = result
+        self._noted: tuple[object, ...] = ()
+        self._make_record: Callable[[], HistoryRecord] | None = None  # of the newest change, until it is written
+        self._has_news = asyncio.Event()
+
+    def note(self, now: float, *, is_stopping: bool = False) -> None:
+        """Note the end of the run, or with `is_stopping` the end of the process, before another run begins.
+
+        A run without heartbeats in this process, or restored after its end, has no curves here and keeps its file.
+        """
+        run, record = self._cluster.run, self._cluster.run.record
+        stage = record.name, record.state, record.is_deserted, run.is_result_saved
+        if stage == self._noted or not (record.is_over or is_stopping):
+            return
+        is_restored = run.started_at == run.ended_at
+        if not record.has_begun or is_restored or self._curves.run != record.name:
+            return
+        self._noted = stage
+        since_1970 = time.time() - now
+        started_at = since_1970 + (run.started_at or 0.0)
+        ended_at = since_1970 + (now if run.ended_at is None else run.ended_at)
+        status, summary = describe_status(run, self._cluster.registry, now), self._result.find_summary(record.name)
+        curves = self._curves.copy()  # means of thousands of points take too long for the event loop
+
+        def make_record() -> HistoryRecord:
+            return HistoryRecord(
+                status=status,
+                started_at=started_at,
+                ended_at=ended_at,
+                summary=summary,
+                curves=CurveList.model_validate(curves.describe(MAX_POINTS, MAX_ALL_POINTS)),
+            )
+
+        self._make_record = make_record
+        self._has_news.set()
+
+    async def write_notes(self) -> None:
+        """Write each noted record until the task is cancelled."""
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write the noted record, if any. A failure is logged."""
+        if (make_record := self._make_record) is None:
+            return
+        try:
+            await asyncio.to_thread(lambda: self._history.write(make_record()))
+        except OSError as error:
+            log.error("the run is missing in the history, because its file cannot be written", error=str(error))
+        if self._make_record is make_record:  # otherwise, there is a newer one
+            self._make_record = None
