@@ -42,7 +42,7 @@ from .fields import (
     Round,
     Text,
 )
-from .process_facts import Link, ScriptInfo, Software
+from .process_reports import Link, ScriptInfo, Software
 from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
 

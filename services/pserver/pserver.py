@@ -33,7 +33,7 @@ from ps_protocol.membership import (
 )
 from ps_protocol.messages import PserverHeartbeat, PserverHeartbeatReply, PserverLoad, PserverState
 from ps_protocol.plan import SlicePlan
-from ps_protocol.process_facts import Software
+from ps_protocol.process_reports import Software
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint

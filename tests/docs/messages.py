@@ -37,7 +37,7 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from ps_protocol.plan import SlicePlan
-from ps_protocol.process_facts import Link, ScriptInfo, Software, Traffic
+from ps_protocol.process_reports import Link, ScriptInfo, Software, Traffic
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
 
 from .markdown import example_plan, read

@@ -22,7 +22,7 @@ import gradpost
 from gradpost.output import EXIT_CODES
 from ps_config.environment import PREFIX
 from ps_config.settings import Settings
-from ps_protocol import errors, membership, messages, process_facts, requests
+from ps_protocol import errors, membership, messages, process_reports, requests
 from ps_protocol.errors import ERRORS
 from ps_protocol.fields import Message
 from ps_protocol.membership import Membership
@@ -155,7 +155,7 @@ def list_messages() -> list[type[Message]]:
     """Return the classes of all messages, except those for reading."""
     return [
         cls
-        for name, cls in {**vars(messages), **vars(process_facts), **vars(requests), **vars(membership)}.items()
+        for name, cls in {**vars(messages), **vars(process_reports), **vars(requests), **vars(membership)}.items()
         if inspect.isclass(cls) and (cls is Membership or issubclass(cls, Message)) and cls is not Message
         and cls.__module__.startswith("ps_protocol") and name not in INSPECTION
     ]  # fmt: skip

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from ps_config.certificates import TlsFiles, server_context
 from ps_config.hosts import authority, reachable_host
-from ps_protocol.process_facts import Link, Traffic
+from ps_protocol.process_reports import Link, Traffic
 
 LAG_INTERVAL_SECONDS = 0.25
 M = TypeVar("M", Counter, Gauge, Histogram)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ps_protocol.fence import MAX_TEXT
-from ps_protocol.process_facts import ScriptInfo
+from ps_protocol.process_reports import ScriptInfo
 
 
 def describe_script(run_name: str | None) -> ScriptInfo:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from ps_config.versions import installed_versions
 from ps_protocol.fields import Message
 from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
-from ps_protocol.process_facts import Software
+from ps_protocol.process_reports import Software
 from ps_protocol.vocabulary import Round
 
 from .pservers import PserverRegistry

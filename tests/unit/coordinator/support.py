@@ -17,7 +17,7 @@ from ps_protocol.messages import (
     TrainerHeartbeat,
     TrainerJoined,
 )
-from ps_protocol.process_facts import ScriptInfo
+from ps_protocol.process_reports import ScriptInfo
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator.activity import CurveList
 from services.coordinator.history import HistoryRecord

@@ -13,7 +13,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import TrainerLost
 from ps_protocol.fields import Mean
 from ps_protocol.messages import PserverLoad, TrainerHeartbeat
-from ps_protocol.process_facts import ScriptInfo
+from ps_protocol.process_reports import ScriptInfo
 from services.coordinator.activity import (
     MAX_ANSWERED,
     MAX_CURVES,
