@@ -28,8 +28,9 @@ from ps_config.hosts import is_loopback
 from ps_config.tokens import TokenFile, TokenPair
 from ps_config.versions import installed_versions
 from ps_protocol.errors import Forbidden, GradpostError, Unauthenticated
-from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus, Software
+from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus
 from ps_protocol.printable import printable
+from ps_protocol.process_reports import Software
 from ps_protocol.routes import HEALTH, METRICS, STATE
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from trainer_client.transport.exchange import make_bulk_client

@@ -42,6 +42,7 @@ from .fields import (
     Round,
     Text,
 )
+from .process_reports import Link, ProcessFigures, Software
 from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
 
@@ -50,37 +51,6 @@ PROGRESS = "loss"  # the result that measures training progress
 Shape = Annotated[tuple[Integer, ...], Field(max_length=MAX_DIMENSIONS)]
 
 RunState = Literal["gathering", "training", "finished", "failed"]
-
-
-class Software(Message):
-    """The software versions of a process."""
-
-    gradpost: Label
-    python: Label
-    torch: Label
-
-
-class Traffic(Message):
-    """The recent traffic between a trainer and a pserver in one direction, with the seconds of transfer."""
-
-    num_requests: Count = 0
-    num_bytes: Count = 0
-    seconds: Real = 0.0
-
-
-class Link(Message):
-    """A trainer's connection to one pserver, as the trainer measured it.
-
-    A push lasts until it is acknowledged, which in asynchronous modes may include waiting for a queue. A pull lasts
-    from the first byte of the answer to its last.
-    """
-
-    is_local: Flag = Field(default=False, description="whether the connection is a Unix socket, on the same host")
-    round_trip_seconds: Real | None = Field(
-        default=None, description="round-trip time of a small request after connecting"
-    )
-    pushes: Traffic = Traffic()
-    pulls: Traffic = Traffic()
 
 
 class ShardFile(Message):
@@ -154,6 +124,7 @@ class PserverHeartbeat(PserverProgress):
     )
     load: PserverLoad | None = Field(default=None, description="work of the pserver, for inspection only")
     software: Software | None = None
+    process: ProcessFigures | None = None
 
 
 class PserverHeartbeatReply(Message):
@@ -275,6 +246,7 @@ class TrainerProgress(Message):
     )
     results: Results = Field(default_factory=dict)
     software: Software | None = None
+    process: ProcessFigures | None = None
     links: ByOrdinal[Link] = Field(default={}, description="the trainer's connection to each pserver")
     waiting_seconds: Real = Field(
         default=0.0,
@@ -375,6 +347,7 @@ class PserverStatus(PserverProgress):
     software: Software | None = Field(
         default=None, description="software versions of the pserver; null until its next heartbeat"
     )
+    process: ProcessFigures | None = None
 
 
 class TrainerStatus(TrainerProgress):
@@ -410,6 +383,7 @@ class ClusterStatus(Message):
     pservers: tuple[PserverStatus, ...] = Field(max_length=MAX_MEMBERS)
     trainers: tuple[TrainerStatus, ...] = Field(max_length=MAX_MEMBERS)
     software: Software | None = Field(default=None, description="software versions of the coordinator")
+    process: ProcessFigures | None = Field(default=None, description="figures of the coordinator")
 
 
 class ShardSummary(Message):

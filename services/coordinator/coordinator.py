@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import httpx
 
+from ps_config.process_meter import ProcessMeter
 from ps_protocol.errors import NotReady, StorageFailed, TryAgain
 from ps_protocol.messages import PlanReady
 from ps_protocol.vocabulary import Incarnation, Rank
@@ -45,6 +46,7 @@ class Coordinator:
         self.events = Events()
         self.curves = Curves()
         self.activity = ActivityLog()
+        self.meter = ProcessMeter()
         self.audit = AuditLog(settings.state_dir)
         self._reconciler = Reconciler(self.cluster, http, self.now, self.persist)
         self.result = RunResult(self.cluster, http, self.now, self.wait_until)
@@ -134,6 +136,7 @@ class Coordinator:
                 log.warning("the coordinator was paused; all leases are renewed", seconds=round(paused, 1))
                 self.cluster.renew_leases(self.now())
             self.cluster.expire(self.now())
+            self.meter.measure()  # in even periods, for any number of readers
             self.changed()
             await self._notify_waiters()  # the reconciliation may be waiting for a pserver
             due = self.now() + period

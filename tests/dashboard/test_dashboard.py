@@ -132,6 +132,13 @@ def check_members(visit: Visit, status: dict[str, Any], activity: dict[str, Any]
     assert all(p["shard_bytes"] and p["num_blocks"] and p["apply_seconds"] for p in activity["pservers"])
     if activity["barrier"] is not None:
         assert visit.exact("#barrier-says") == activity["barrier"]
+    members = [(f"pserver {p['index']}", p["process"]) for p in status["pservers"]]
+    members += [(f"trainer {t['rank']}", t["process"]) for t in status["trainers"]]
+    keys = ("host", "cpu_share", "resident_bytes", "gpu_bytes", "read_bytes_per_second", "written_bytes_per_second")
+    keys += ("received_bytes_per_second", "sent_bytes_per_second")
+    processes = [[name, *(p[key] for key in keys)] for name, p in [("coordinator", status["process"]), *members]]
+    assert visit.table("#processes") == processes
+    assert all(row[2] and row[3] for row in processes)
     visit.see("#speed")
     visit.wait_until(
         "n => document.querySelector('#speed-chart').data?.[0].y.length === n", len(activity["rates"]["at"])

@@ -17,6 +17,7 @@ from structlog.typing import FilteringBoundLogger, Processor
 
 from ps_config.certificates import hint_at_tls
 from ps_config.control_client import GatewayPage, raise_for_problem
+from ps_config.process_meter import ProcessMeter
 from ps_config.versions import installed_versions
 from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
 from ps_protocol.fields import Mean, Message
@@ -26,12 +27,12 @@ from ps_protocol.messages import (
     Leave,
     PlanReady,
     RunSummary,
-    Software,
     TrainerHeartbeat,
     TrainerHeartbeatReply,
     TrainerJoined,
 )
 from ps_protocol.printable import escape_event
+from ps_protocol.process_reports import ProcessFigures, Software
 from ps_protocol.retry import Patience, choose_pause, heartbeat_period
 from ps_protocol.routes import (
     DECLARE_MODEL,
@@ -65,6 +66,7 @@ class CoordinatorClient:
         self.failure: GradpostError | None = None  # the error that ended the run
         self.news = News()
         self.links: Mapping[PserverIndex, LinkMeter] = {}
+        self._meter = ProcessMeter()
         self._waits = Waits()
         self._settings = settings
         self._http = http
@@ -217,9 +219,19 @@ class CoordinatorClient:
             unreachable=self.news.unreachable(now),
             ahead_of=dict(self.news.ahead_of),
             software=Software(**installed_versions()),
+            process=self._measure_process(),
             links={index: meter.describe() for index, meter in self.links.items()},
             waiting_seconds=0.0 if self._waiting_since is None else now - self._waiting_since,
             is_done=self.is_done,
+        )
+
+    def _measure_process(self) -> ProcessFigures:
+        links = self.links.values()
+        if not links:  # a ring, whose traffic is that of torch.distributed
+            return self._meter.measure()
+        return self._meter.measure(
+            sent_bytes=sum(link.pushes.total_bytes for link in links),
+            received_bytes=sum(link.pulls.total_bytes for link in links),
         )
 
     async def _send_heartbeats(self) -> None:

@@ -59,7 +59,8 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     @app.get(routes.STATUS, tags=["inspection"])
     async def status() -> ClusterStatus:
         """Return the state of the cluster and its members."""
-        return describe_status(coordinator.cluster.run, coordinator.cluster.registry, coordinator.now())
+        cluster, process = coordinator.cluster, coordinator.meter.measure()
+        return describe_status(cluster.run, cluster.registry, coordinator.now(), process)
 
     @app.get(routes.ACTIVITY, tags=["inspection"])
     async def activity() -> Activity:

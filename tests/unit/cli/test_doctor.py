@@ -24,7 +24,8 @@ from gradpost.doctor import (
 )
 from ps_config.environment import PREFIX
 from ps_config.versions import installed_versions
-from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus, Software, TrainerStatus
+from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus, TrainerStatus
+from ps_protocol.process_reports import Software
 from ps_protocol.routes import HEALTH, METRICS, STATUS
 from ps_protocol.routes import STATE as STATE_ROUTE
 from ps_protocol.vocabulary import PROTOCOL_VERSION

@@ -9,6 +9,7 @@ import * as format from "./format.js";
 import { isRing, isSync, showHeadline, showNotices } from "./headline.js";
 import { showBarrier, showPservers, showTrainers } from "./members.js";
 import * as parameters from "./parameters.js";
+import { showProcesses } from "./processes.js";
 import { showSpeed, showStaleness } from "./rates.js";
 import { setUpTheme } from "./theme.js";
 
@@ -31,6 +32,7 @@ async function refresh() {
   showTrainers(status, activity);
   showBarrier(status, activity);
   showPservers(status, activity);
+  showProcesses(status);
   showSpeed(status, activity);
   showStaleness(status, activity);
   if (turn % CURVES_EVERY === 0) {

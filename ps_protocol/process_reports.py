@@ -1,0 +1,60 @@
+"""The reports of a process about itself, which travel with its heartbeats."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from .fields import Count, Flag, Label, Message, Real
+
+Amount = Annotated[Real, Field(ge=0)]
+
+
+class Software(Message):
+    """The software versions of a process."""
+
+    gradpost: Label
+    python: Label
+    torch: Label
+
+
+class Traffic(Message):
+    """The recent traffic between a trainer and a pserver in one direction, with the seconds of transfer."""
+
+    num_requests: Count = 0
+    num_bytes: Count = 0
+    seconds: Real = 0.0
+
+
+class Link(Message):
+    """A trainer's connection to one pserver, as the trainer measured it.
+
+    A push lasts until it is acknowledged, which in asynchronous modes may include waiting for a queue. A pull lasts
+    from the first byte of the answer to its last.
+    """
+
+    is_local: Flag = Field(default=False, description="whether the connection is a Unix socket, on the same host")
+    round_trip_seconds: Real | None = Field(
+        default=None, description="round-trip time of a small request after connecting"
+    )
+    pushes: Traffic = Traffic()
+    pulls: Traffic = Traffic()
+
+
+class ProcessFigures(Message):
+    """The resources of the host that a process uses. Rates are means since the measurement before, about one second.
+
+    A figure is null if the platform does not provide it, and a rate is null before the second measurement.
+    """
+
+    host: Label
+    cpu_share: Amount | None = Field(default=None, description="seconds of CPU time per second; 1 is one busy core")
+    resident_bytes: Count = Field(description="main memory")
+    gpu_bytes: Count | None = Field(default=None, description="memory of tensors on CUDA devices; null without CUDA")
+    read_bytes_per_second: Amount | None = Field(default=None, description="from disks")
+    written_bytes_per_second: Amount | None = Field(default=None, description="to disks")
+    sent_bytes_per_second: Amount | None = Field(
+        default=None, description="tensors sent to pservers or, by a pserver, to trainers; null in a ring"
+    )
+    received_bytes_per_second: Amount | None = Field(default=None, description="tensors received, likewise")
