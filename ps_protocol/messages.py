@@ -42,7 +42,7 @@ from .fields import (
     Round,
     Text,
 )
-from .process_reports import Link, ProcessFigures, Software
+from .process_reports import Link, OutputLines, ProcessFigures, Software, Traceback
 from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
 
@@ -267,6 +267,7 @@ class TrainerHeartbeat(TrainerProgress):
         default=None,
         description="means of the values that were reported since the last answered heartbeat; null: of `results`",
     )
+    output: OutputLines | None = None
     attempt: Ordinal = Field(default=0, description="attempt that `round` belongs to")
     unreachable: ByOrdinal[tuple[Incarnation, Real]] = Field(
         default={}, description="pservers that do not answer this trainer: incarnation and seconds"
@@ -304,6 +305,8 @@ class Leave(Message):
     code: Label | None = Field(
         default=None, description="code of the error that the trainer failed with, if it has one"
     )
+    output: OutputLines | None = None
+    traceback: Traceback | None = Field(default=None, description="of the exception that ended the script")
 
     @model_validator(mode="before")
     @classmethod

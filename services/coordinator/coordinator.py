@@ -21,6 +21,7 @@ from .activity import ActivityLog, Curves
 from .audit import AuditLog
 from .checkpoints import CheckpointSchedule, Manifests
 from .events import Events
+from .output import OutputLog
 from .reconcile import Reconciler
 from .restore import RecordFile, restore_state
 from .result import RunResult
@@ -45,6 +46,7 @@ class Coordinator:
         self.is_stopping = False
         self.events = Events()
         self.curves = Curves()
+        self.output = OutputLog()
         self.activity = ActivityLog()
         self.meter = ProcessMeter()
         self.audit = AuditLog(settings.state_dir)

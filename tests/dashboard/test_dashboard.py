@@ -240,7 +240,7 @@ def test_it_can_be_used_from_the_keyboard(browser: Browser, closed: Closed) -> N
         visit.wait_until_live()
         visit.wait_for_parameters()
         reached: list[str] = []
-        while "event-list" not in reached and len(reached) < 20:
+        while "event-list" not in reached and len(reached) < 100:
             page.keyboard.press("Tab")
             reached.append(page.evaluate("document.activeElement.id || document.activeElement.getAttribute('href')"))
             assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", reached

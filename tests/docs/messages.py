@@ -37,7 +37,7 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from ps_protocol.plan import SlicePlan
-from ps_protocol.process_reports import Link, ProcessFigures, Software, Traffic
+from ps_protocol.process_reports import Link, OutputLines, ProcessFigures, Software, Traffic
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
 
 from .markdown import example_plan, read
@@ -79,8 +79,9 @@ EXAMPLES: tuple[Any, ...] = (
     ),
     PlanReady(run=RUN, attempt=0, plan=PLAN, pservers=(PSERVER,), uploader=0),
     TrainerHeartbeat(
-        run=RUN, incarnation=1, round=41, results={"loss": 0.31}, software=VERSIONS, unreachable={0: (1, 2.5)},
-        process=FIGURES,
+        run=RUN, incarnation=1, round=41, results={"loss": 0.31}, software=VERSIONS,
+        output=OutputLines(first=40, lines=("round 41 loss 0.31",), unfinished=("42%|####",)),
+        unreachable={0: (1, 2.5)}, process=FIGURES,
         links={0: Link(is_local=True, round_trip_seconds=0.0004, pushes=PUSHES, pulls=PULLS)}, ahead_of={0: 2},
     ),
     TrainerHeartbeatReply(state="failed", failure=LOST, attempt=1, resume=40, pservers=(PSERVER,)),

@@ -32,7 +32,7 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from ps_protocol.printable import escape_event
-from ps_protocol.process_reports import ProcessFigures, Software
+from ps_protocol.process_reports import OutputLines, ProcessFigures, Software
 from ps_protocol.retry import Patience, choose_pause, heartbeat_period
 from ps_protocol.routes import (
     DECLARE_MODEL,
@@ -46,6 +46,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
 from .metrics import LinkMeter
 from .news import Attempt, News, Waits
+from .output import OutputBuffer
 from .settings import TrainerSettings
 
 T = TypeVar("T")
@@ -67,6 +68,7 @@ class CoordinatorClient:
         self.news = News()
         self.links: Mapping[PserverIndex, LinkMeter] = {}
         self._meter = ProcessMeter()
+        self.output = OutputBuffer()
         self._waits = Waits()
         self._settings = settings
         self._http = http
@@ -177,6 +179,8 @@ class CoordinatorClient:
                 attempt=self.news.attempt.number,
                 reason=reason[:2000],
                 code=code,
+                output=self.output.describe(),
+                traceback=self.output.traceback if outcome != "done" else None,
             )
             if outcome != "done":
                 with contextlib.suppress(httpx.TransportError, GradpostError):
@@ -198,19 +202,23 @@ class CoordinatorClient:
             await self._send_heartbeat()
 
     async def _send_heartbeat(self) -> bytes:
-        """Send a heartbeat, and return the answer. Without an answer, the next heartbeat has its means, too."""
+        """Send a heartbeat, and return the answer. Without one, the next heartbeat has its means and lines, too."""
         means, self._means = self._means, {}
+        output = self.output.describe()
         path = TRAINER_HEARTBEAT.format(rank=self.joined.rank)
         try:
-            return await self._request("POST", path, self._heartbeat(means))
+            answer = await self._request("POST", path, self._heartbeat(means, output))
         except BaseException:
             self._add_means(means)
             raise
+        self.output.note_answered(output)
+        return answer
 
-    def _heartbeat(self, means: dict[str, Mean]) -> TrainerHeartbeat:
+    def _heartbeat(self, means: dict[str, Mean], output: OutputLines) -> TrainerHeartbeat:
         now = asyncio.get_running_loop().time()
         return TrainerHeartbeat(
             means=means,
+            output=output,
             run=self.joined.run,
             incarnation=self.joined.incarnation,
             round=self.round,

@@ -8,6 +8,7 @@ import { followEvents, leaveEvents, setUpEvents } from "./events.js";
 import * as format from "./format.js";
 import { isRing, isSync, showHeadline, showNotices } from "./headline.js";
 import { showBarrier, showPservers, showTrainers } from "./members.js";
+import { refreshOutput, setUpOutput, showButtons } from "./output.js";
 import * as parameters from "./parameters.js";
 import { showProcesses } from "./processes.js";
 import { showSpeed, showStaleness } from "./rates.js";
@@ -30,11 +31,13 @@ async function refresh() {
   showHeadline(status, activity);
   showNotices(status, activity);
   showTrainers(status, activity);
+  showButtons();
   showBarrier(status, activity);
   showPservers(status, activity);
   showProcesses(status);
   showSpeed(status, activity);
   showStaleness(status, activity);
+  await refreshOutput();
   if (turn % CURVES_EVERY === 0) {
     const most = Math.max(50, Math.min(500, Math.floor(POINTS / Math.max(1, status.trainers.length))));
     showCurves(await ask(`v1/curves?max_points=${most}`), isSync(status) ? "round" : "step of the trainer");
@@ -132,6 +135,7 @@ document.addEventListener("keydown", (event) => {
 setUpTheme();
 setUpCurves();
 setUpEvents();
+setUpOutput();
 parameters.setUpParameters(() => refreshStatistics().catch(() => {}));
 for (const section of document.querySelectorAll("section")) flag(section, "data-empty", true);
 loadCharts();
