@@ -262,6 +262,30 @@ def test_it_can_be_used_from_the_keyboard(browser: Browser, closed: Closed) -> N
         assert not page.is_visible("#curve-accuracy")
 
 
+def test_terms_are_explained_by_keyboard_pointer_and_touch(browser: Browser, closed: Closed) -> None:
+    with Visit(browser, closed.address, token=closed.token(), has_touch=True) as visit:
+        page = visit.page
+        visit.wait_until_live()
+        terms = page.eval_on_selector_all("[data-term][tabindex]", "all => all.map(one => one.dataset.term)")
+        assert {"round", "barrier", "staleness", "queue", "apply", "wait", "shard", "heartbeat"} <= set(terms)
+        described = "all => all.map(one => document.getElementById(one.getAttribute('aria-describedby')).textContent)"
+        assert all(page.eval_on_selector_all("[data-term][tabindex]", described))
+        tip, apply, queue = "#term-tip", page.locator("[data-term=apply]"), page.locator("[data-term=queue]")
+        queue.focus()
+        page.keyboard.press("Tab")
+        assert page.inner_text(tip).startswith("The mean time in which the pserver aggregates")
+        assert page.eval_on_selector(tip, "one => one.getBoundingClientRect().bottom <= innerHeight")
+        page.keyboard.press("Escape")
+        assert not page.is_visible(tip)
+        queue.hover()
+        assert page.inner_text(tip).startswith("Gradients that wait on this pserver")
+        page.mouse.move(1, 1)
+        page.wait_for_selector(tip, state="hidden")
+        apply.tap()
+        assert page.inner_text(tip).startswith("The mean time in which the pserver aggregates")
+        assert visit.errors == []
+
+
 def test_curves_are_shown_as_chosen(browser: Browser, closed: Closed) -> None:
     def curve(value: list[float | None], count: list[int], after: float = 0) -> dict[str, list[Any]]:
         return {"round": [1, 2, 4], "at": [100.0 + after, 102.0 + after, 104.0 + after], "value": value, "count": count}

@@ -12,6 +12,7 @@ import { refreshOutput, setUpOutput, showButtons } from "./output.js";
 import * as parameters from "./parameters.js";
 import { showProcesses } from "./processes.js";
 import { showSpeed, showStaleness } from "./rates.js";
+import { setUpTerms } from "./terms.js";
 import { setUpTheme } from "./theme.js";
 
 const PERIOD_MS = 1000;
@@ -133,6 +134,7 @@ document.addEventListener("keydown", (event) => {
   } else if (event.key === "t") byId("theme").click();
 });
 setUpTheme();
+setUpTerms();
 setUpCurves();
 setUpEvents();
 setUpOutput();
