@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from ps_config import process_meter
 from ps_config.process_meter import ProcessMeter
@@ -64,6 +65,16 @@ def test_figures_that_are_young_are_not_measured_again(process: FakeProcess, clo
     assert meter.measure() is second
     clock[0] += 0.6
     assert meter.measure().cpu_share == 8.0
+
+
+def test_gpu_memory_is_that_of_all_devices_once_cuda_is_in_use(
+    process: FakeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ProcessMeter().measure().gpu_bytes is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1024 + device)
+    assert ProcessMeter().measure().gpu_bytes == 2049
 
 
 def test_a_platform_without_counters_of_disks_has_the_other_figures(

@@ -27,7 +27,7 @@ function choose(rank) {
   show(byId("output-title"), `Output of trainer ${rank}`);
   show(byId("output-lines"), "");
   show(byId("output-traceback"), "");
-  refreshOutput();
+  refreshOutput().catch(() => {}); // the next poll meets the error again
 }
 
 // The table creates the buttons; this marks the pressed one.
