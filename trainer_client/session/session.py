@@ -159,12 +159,12 @@ class Session:
                 stream.remove()
             self.io.close()
 
-    def keep_output(self) -> None:
+    def _keep_output(self) -> None:
         """Keep the newest lines of the script from now on, for the coordinator, unless a setting switches this off."""
         if self.client.settings.keep_output and self.strategy != "local" and not self._streams:
             self._streams = keep_streams(self.client.coordinator.output)
 
-    def close_after(self, error: BaseException | None) -> None:
+    def _close_after(self, error: BaseException | None) -> None:
         """Close the session with the outcome of a script that `error` ended, or that is done."""
         if self.client.settings.keep_output:
             self.client.coordinator.output.note_exception(error)
@@ -189,7 +189,7 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.close_after(error)
+        self._close_after(error)
 
 
 async def _make_client(coordinator: str | None, arguments: TrainerArguments) -> tuple[RunClient, HostPlace | None]:
@@ -231,7 +231,7 @@ def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments
             )
         return current
     session = _current = Session(coordinator, **arguments)
-    session.keep_output()
+    session._keep_output()
     watch_end(_leave, os.getpid())
     return session
 
@@ -249,4 +249,4 @@ def use_session(session: Session | None, coordinator: str | None, arguments: Tra
 
 def _leave(error: BaseException | None) -> None:
     if _current is not None:
-        _current.close_after(error)
+        _current._close_after(error)
