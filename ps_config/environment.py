@@ -33,7 +33,7 @@ _NAMES = """
     pserver_index http2 local_transport max_inflight_bytes threads
 
     run_name one_trainer_per_host max_grad_norm local_steps outer_lr outer_momentum outer_nesterov bucket_bytes overlap
-    overlap_pulls accumulate_steps retry_seconds metrics_host metrics_port
+    overlap_pulls accumulate_steps retry_seconds keep_output metrics_host metrics_port
 """
 _SETTINGS = frozenset(_NAMES.split())
 KNOWN_VARIABLES = frozenset(PREFIX + name.upper() for name in _SETTINGS) | {SETTINGS_FILE_VARIABLE}

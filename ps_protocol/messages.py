@@ -42,7 +42,7 @@ from .fields import (
     Round,
     Text,
 )
-from .process_reports import Link, ScriptInfo, Software
+from .process_reports import Link, OutputLines, ProcessFigures, ScriptInfo, Software, Traceback
 from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
 
@@ -124,6 +124,7 @@ class PserverHeartbeat(PserverProgress):
     )
     load: PserverLoad | None = Field(default=None, description="work of the pserver, for inspection only")
     software: Software | None = None
+    process: ProcessFigures | None = None
 
 
 class PserverHeartbeatReply(Message):
@@ -246,6 +247,7 @@ class TrainerProgress(Message):
     results: Results = Field(default_factory=dict)
     software: Software | None = None
     script: ScriptInfo | None = None
+    process: ProcessFigures | None = None
     links: ByOrdinal[Link] = Field(default={}, description="the trainer's connection to each pserver")
     waiting_seconds: Real = Field(
         default=0.0,
@@ -266,6 +268,7 @@ class TrainerHeartbeat(TrainerProgress):
         default=None,
         description="means of the values that were reported since the last answered heartbeat; null: of `results`",
     )
+    output: OutputLines | None = None
     attempt: Ordinal = Field(default=0, description="attempt that `round` belongs to")
     unreachable: ByOrdinal[tuple[Incarnation, Real]] = Field(
         default={}, description="pservers that do not answer this trainer: incarnation and seconds"
@@ -303,6 +306,8 @@ class Leave(Message):
     code: Label | None = Field(
         default=None, description="code of the error that the trainer failed with, if it has one"
     )
+    output: OutputLines | None = None
+    traceback: Traceback | None = Field(default=None, description="of the exception that ended the script")
 
     @model_validator(mode="before")
     @classmethod
@@ -346,6 +351,7 @@ class PserverStatus(PserverProgress):
     software: Software | None = Field(
         default=None, description="software versions of the pserver; null until its next heartbeat"
     )
+    process: ProcessFigures | None = None
 
 
 class TrainerStatus(TrainerProgress):
@@ -382,6 +388,7 @@ class ClusterStatus(Message):
     pservers: tuple[PserverStatus, ...] = Field(max_length=MAX_MEMBERS)
     trainers: tuple[TrainerStatus, ...] = Field(max_length=MAX_MEMBERS)
     software: Software | None = Field(default=None, description="software versions of the coordinator")
+    process: ProcessFigures | None = Field(default=None, description="figures of the coordinator")
 
 
 class ShardSummary(Message):

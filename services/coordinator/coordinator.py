@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import httpx
 
+from ps_config.process_meter import ProcessMeter
 from ps_protocol.errors import NotReady, StorageFailed, TryAgain
 from ps_protocol.messages import PlanReady
 from ps_protocol.vocabulary import Incarnation, Rank
@@ -21,6 +22,7 @@ from .audit import AuditLog
 from .checkpoints import CheckpointSchedule, Manifests
 from .events import Events
 from .history import HistoryWriter, RunHistory
+from .output import OutputLog
 from .reconcile import Reconciler
 from .restore import RecordFile, restore_state
 from .result import RunResult
@@ -45,7 +47,9 @@ class Coordinator:
         self.is_stopping = False
         self.events = Events()
         self.curves = Curves()
+        self.output = OutputLog()
         self.activity = ActivityLog()
+        self.meter = ProcessMeter()
         self.audit = AuditLog(settings.state_dir)
         self._reconciler = Reconciler(self.cluster, http, self.now, self.persist)
         self.result = RunResult(self.cluster, http, self.now, self.wait_until)
@@ -141,6 +145,7 @@ class Coordinator:
                 log.warning("the coordinator was paused; all leases are renewed", seconds=round(paused, 1))
                 self.cluster.renew_leases(self.now())
             self.cluster.expire(self.now())
+            self.meter.measure()  # in even periods, for any number of readers
             self.changed()
             await self._notify_waiters()  # the reconciliation may be waiting for a pserver
             due = self.now() + period

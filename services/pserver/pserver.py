@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ps_config.process_meter import ProcessMeter
 from ps_config.versions import installed_versions
 from ps_protocol.errors import (
     BadModel,
@@ -76,6 +77,7 @@ class Pserver:
         self.in_flight = in_flight or InFlight(limits.max_body_bytes)
         self._compute = compute
         self._metrics = metrics
+        self._meter = ProcessMeter()
         self.is_stopping = False  # the shard is being persisted before the process ends
         self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
         self._run: Run | None = None
@@ -365,6 +367,9 @@ class Pserver:
             is_stopping=self.is_stopping,
             load=_describe_load(run) if run else None,
             software=Software(**installed_versions()),
+            process=self._meter.measure(
+                sent_bytes=run.pulled_bytes if run else None, received_bytes=run.pushed_bytes if run else None
+            ),
         )
 
     async def stop(self) -> None:

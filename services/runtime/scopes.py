@@ -46,6 +46,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.PARAMETER_SLOTS): "read",
     ("GET", routes.MODEL): "read",
     ("GET", routes.ACTIVITY): "read",
+    ("GET", routes.OUTPUT): "read",
     ("GET", routes.CURVES): "read",
     ("GET", routes.HISTORY): "read",
     ("GET", routes.HISTORY_RUN): "read",

@@ -6,9 +6,11 @@ import asyncio
 import io
 import json
 import math
+import platform
 import time
 from collections.abc import Iterator
 from signal import SIGTERM
+from typing import Any
 
 import httpx
 import numpy as np
@@ -46,6 +48,25 @@ def http(run: FaultyRun) -> Iterator[httpx.Client]:
 
 def metadata_of(body: bytes) -> dict[str, str]:
     return dict(json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"])
+
+
+def test_the_status_has_the_figures_of_each_process(run: FaultyRun, http: httpx.Client) -> None:
+    def read_figures() -> list[dict[str, Any] | None]:
+        status = http.get("/v1/status").json()
+        return [status["process"], *(member["process"] for member in status["pservers"] + status["trainers"])]
+
+    figures = read_figures()
+    while not all(process and process["sent_bytes_per_second"] for process in figures[1:]):  # from two heartbeats
+        run.wait_for_round(run.round_of(0) + 5)
+        figures = read_figures()
+    assert len(figures) == 5
+    for process in filter(None, figures):
+        assert process["resident_bytes"] > 10_000_000
+        assert process["host"] == platform.node()
+        assert process["cpu_share"] > 0
+        assert process["written_bytes_per_second"] is not None
+    for process in filter(None, figures[1:]):
+        assert process["received_bytes_per_second"] > 0
 
 
 @pytest.mark.parametrize(("path", "num_tensors"), [(f"parameters/{WEIGHT}", 1), ("model", 4)])

@@ -141,6 +141,13 @@ def check_members(visit: Visit, status: dict[str, Any], activity: dict[str, Any]
     assert all(p["shard_bytes"] and p["num_blocks"] and p["apply_seconds"] for p in activity["pservers"])
     if activity["barrier"] is not None:
         assert visit.exact("#barrier-says") == activity["barrier"]
+    members = [(f"pserver {p['index']}", p["process"]) for p in status["pservers"]]
+    members += [(f"trainer {t['rank']}", t["process"]) for t in status["trainers"]]
+    keys = ("host", "cpu_share", "resident_bytes", "gpu_bytes", "read_bytes_per_second", "written_bytes_per_second")
+    keys += ("received_bytes_per_second", "sent_bytes_per_second")
+    processes = [[name, *(p[key] for key in keys)] for name, p in [("coordinator", status["process"]), *members]]
+    assert visit.table("#processes") == processes
+    assert all(row[2] and row[3] for row in processes)
     visit.see("#speed")
     visit.wait_until(
         "n => document.querySelector('#speed-chart').data?.[0].y.length === n", len(activity["rates"]["at"])
@@ -242,7 +249,7 @@ def test_it_can_be_used_from_the_keyboard(browser: Browser, closed: Closed) -> N
         visit.wait_until_live()
         visit.wait_for_parameters()
         reached: list[str] = []
-        while "event-list" not in reached and len(reached) < 20:
+        while "event-list" not in reached and len(reached) < 100:
             page.keyboard.press("Tab")
             reached.append(page.evaluate("document.activeElement.id || document.activeElement.getAttribute('href')"))
             assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", reached
@@ -262,6 +269,30 @@ def test_it_can_be_used_from_the_keyboard(browser: Browser, closed: Closed) -> N
         page.keyboard.press("Enter")
         assert page.get_attribute("#curve-names [data-key='accuracy']", "aria-pressed") == "false"
         assert not page.is_visible("#curve-accuracy")
+
+
+def test_terms_are_explained_by_keyboard_pointer_and_touch(browser: Browser, closed: Closed) -> None:
+    with Visit(browser, closed.address, token=closed.token(), has_touch=True) as visit:
+        page = visit.page
+        visit.wait_until_live()
+        terms = page.eval_on_selector_all("[data-term][tabindex]", "all => all.map(one => one.dataset.term)")
+        assert {"round", "barrier", "staleness", "queue", "apply", "wait", "shard", "heartbeat"} <= set(terms)
+        described = "all => all.map(one => document.getElementById(one.getAttribute('aria-describedby')).textContent)"
+        assert all(page.eval_on_selector_all("[data-term][tabindex]", described))
+        tip, apply, queue = "#term-tip", page.locator("[data-term=apply]"), page.locator("[data-term=queue]")
+        queue.focus()
+        page.keyboard.press("Tab")
+        assert page.inner_text(tip).startswith("The mean time in which the pserver aggregates")
+        assert page.eval_on_selector(tip, "one => one.getBoundingClientRect().bottom <= innerHeight")
+        page.keyboard.press("Escape")
+        assert not page.is_visible(tip)
+        queue.hover()
+        assert page.inner_text(tip).startswith("Gradients that wait on this pserver")
+        page.mouse.move(1, 1)
+        page.wait_for_selector(tip, state="hidden")
+        apply.tap()
+        assert page.inner_text(tip).startswith("The mean time in which the pserver aggregates")
+        assert visit.errors == []
 
 
 def test_curves_are_shown_as_chosen(browser: Browser, closed: Closed) -> None:

@@ -37,7 +37,7 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from ps_protocol.plan import SlicePlan
-from ps_protocol.process_reports import Link, ScriptInfo, Software, Traffic
+from ps_protocol.process_reports import Link, OutputLines, ProcessFigures, ScriptInfo, Software, Traffic
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
 
 from .markdown import example_plan, read
@@ -61,6 +61,10 @@ ROUNDS = FrozenRounds(
 MEMBERSHIP = Membership(
     {0: 1, 1: 3}, {1: 43}, {42: (0,)}, {42: (0,)}, (Controls(since=40, rates={0: 0.01}, frozen=("s",)),)
 )
+FIGURES = ProcessFigures(
+    host="worker-3", cpu_share=0.94, resident_bytes=412655616, read_bytes_per_second=0.0,
+    written_bytes_per_second=1843200.0, sent_bytes_per_second=52428.8, received_bytes_per_second=52428.8,
+)  # fmt: skip
 LOST = TrainerLost("trainer 1 was silent for 10 s", ranks=[1]).to_problem()
 
 EXAMPLES: tuple[Any, ...] = (
@@ -78,7 +82,9 @@ EXAMPLES: tuple[Any, ...] = (
     ),
     PlanReady(run=RUN, attempt=0, plan=PLAN, pservers=(PSERVER,), uploader=0),
     TrainerHeartbeat(
-        run=RUN, incarnation=1, round=41, results={"loss": 0.31}, software=VERSIONS, unreachable={0: (1, 2.5)},
+        run=RUN, incarnation=1, round=41, results={"loss": 0.31}, software=VERSIONS,
+        output=OutputLines(first=40, lines=("round 41 loss 0.31",), unfinished=("42%|####",)),
+        unreachable={0: (1, 2.5)}, process=FIGURES,
         links={0: Link(is_local=True, round_trip_seconds=0.0004, pushes=PUSHES, pulls=PULLS)}, ahead_of={0: 2},
         script=SCRIPT,
     ),
@@ -106,6 +112,7 @@ EXAMPLES: tuple[Any, ...] = (
             pulled_bytes=22468, num_queued=0, num_applies=41, apply_seconds=0.02, num_waits=41, wait_seconds=1.6,
         ),
         software=VERSIONS,
+        process=FIGURES,
     ),
     PserverHeartbeatReply(complete=(0, 30)),
     InstallRun(

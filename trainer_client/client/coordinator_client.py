@@ -17,6 +17,7 @@ from structlog.typing import FilteringBoundLogger, Processor
 
 from ps_config.certificates import hint_at_tls
 from ps_config.control_client import GatewayPage, raise_for_problem
+from ps_config.process_meter import ProcessMeter
 from ps_config.versions import installed_versions
 from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
 from ps_protocol.fields import Mean, Message
@@ -31,7 +32,7 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from ps_protocol.printable import escape_event
-from ps_protocol.process_reports import Software
+from ps_protocol.process_reports import OutputLines, ProcessFigures, Software
 from ps_protocol.retry import Patience, choose_pause, heartbeat_period
 from ps_protocol.routes import (
     DECLARE_MODEL,
@@ -45,6 +46,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
 from .metrics import LinkMeter
 from .news import Attempt, News, Waits
+from .output import OutputBuffer
 from .script_info import describe_script
 from .settings import TrainerSettings
 
@@ -67,6 +69,8 @@ class CoordinatorClient:
         self.failure: GradpostError | None = None  # the error that ended the run
         self.news = News()
         self.links: Mapping[PserverIndex, LinkMeter] = {}
+        self._meter = ProcessMeter()
+        self.output = OutputBuffer()
         self._waits = Waits()
         self._settings = settings
         self._http = http
@@ -185,6 +189,8 @@ class CoordinatorClient:
                 attempt=self.news.attempt.number,
                 reason=reason[:2000],
                 code=code,
+                output=self.output.describe(),
+                traceback=self.output.traceback if outcome != "done" else None,
             )
             if outcome != "done":
                 with contextlib.suppress(httpx.TransportError, GradpostError):
@@ -206,19 +212,23 @@ class CoordinatorClient:
             await self._send_heartbeat()
 
     async def _send_heartbeat(self) -> bytes:
-        """Send a heartbeat, and return the answer. Without an answer, the next heartbeat has its means, too."""
+        """Send a heartbeat, and return the answer. Without one, the next heartbeat has its means and lines, too."""
         means, self._means = self._means, {}
+        output = self.output.describe()
         path = TRAINER_HEARTBEAT.format(rank=self.joined.rank)
         try:
-            return await self._request("POST", path, self._heartbeat(means))
+            answer = await self._request("POST", path, self._heartbeat(means, output))
         except BaseException:
             self._add_means(means)
             raise
+        self.output.note_answered(output)
+        return answer
 
-    def _heartbeat(self, means: dict[str, Mean]) -> TrainerHeartbeat:
+    def _heartbeat(self, means: dict[str, Mean], output: OutputLines) -> TrainerHeartbeat:
         now = asyncio.get_running_loop().time()
         return TrainerHeartbeat(
             means=means,
+            output=output,
             run=self.joined.run,
             incarnation=self.joined.incarnation,
             round=self.round,
@@ -228,9 +238,19 @@ class CoordinatorClient:
             ahead_of=dict(self.news.ahead_of),
             software=Software(**installed_versions()),
             script=self.script,
+            process=self._measure_process(),
             links={index: meter.describe() for index, meter in self.links.items()},
             waiting_seconds=0.0 if self._waiting_since is None else now - self._waiting_since,
             is_done=self.is_done,
+        )
+
+    def _measure_process(self) -> ProcessFigures:
+        links = self.links.values()
+        if not links:  # a ring, whose traffic is that of torch.distributed
+            return self._meter.measure()
+        return self._meter.measure(
+            sent_bytes=sum(link.pushes.total_bytes for link in links),
+            received_bytes=sum(link.pulls.total_bytes for link in links),
         )
 
     async def _send_heartbeats(self) -> None:

@@ -118,6 +118,7 @@ WINDOW_SECONDS = 10.0  # after so much traffic, older traffic counts half
 class TrafficMeter:
     """Traffic in one direction. Concurrent requests share their time, so the rate is that of the link."""
 
+    total_bytes: int = 0
     _num_requests: float = 0.0
     _num_bytes: float = 0.0
     _seconds: float = 0.0
@@ -140,6 +141,7 @@ class TrafficMeter:
 
     def add(self, num_bytes: int) -> None:
         """Count the bytes of one request that has ended."""
+        self.total_bytes += num_bytes
         self._num_requests += 1
         self._num_bytes += num_bytes
         if self._seconds > WINDOW_SECONDS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Unpack
 
 from ps_protocol.errors import GradpostError
@@ -12,6 +12,7 @@ from ps_protocol.fields import MAX_RESULTS, OWN_RESULTS, check_result_name
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
+from ..client.output import KeptStream, keep_streams
 from ..client.run_client import RunClient
 from ..client.settings import TrainerArguments, read_settings
 from .frames import hide_frames
@@ -34,6 +35,8 @@ class Session:
 
     It leaves the run by itself when the script ends: as done, or as failed if an exception ended it.
     """
+
+    _streams: Sequence[KeptStream] = ()
 
     def __init__(self, coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> None:
         self.io = IoThread()
@@ -161,7 +164,20 @@ class Session:
         except Exception as error:
             print(f"gradpost: leaving the run failed, and it counts as lost: {error!r}", file=sys.stderr)
         finally:
+            for stream in self._streams:
+                stream.remove()
             self.io.close()
+
+    def _keep_output(self) -> None:
+        """Keep the newest lines of the script from now on, for the coordinator, unless a setting switches this off."""
+        if self.client.settings.keep_output and self.strategy != "local" and not self._streams:
+            self._streams = keep_streams(self.client.coordinator.output)
+
+    def _close_after(self, error: BaseException | None) -> None:
+        """Close the session with the outcome of a script that `error` ended, or that is done."""
+        if self.client.settings.keep_output:
+            self.client.coordinator.output.note_exception(error)
+        self.close(*outcome_of(error))
 
     def _finish_steps(self) -> tuple[str, str, str | None]:
         """Finish what the engine has left to do; return the outcome, its reason and its code."""
@@ -182,7 +198,7 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.close(*outcome_of(error))
+        self._close_after(error)
 
 
 async def _make_client(coordinator: str | None, arguments: TrainerArguments) -> tuple[RunClient, HostPlace | None]:
@@ -225,6 +241,7 @@ def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments
             )
         return current
     session = _current = Session(coordinator, **arguments)
+    session._keep_output()
     watch_end(_leave, os.getpid())
     return session
 
@@ -242,4 +259,4 @@ def use_session(session: Session | None, coordinator: str | None, arguments: Tra
 
 def _leave(error: BaseException | None) -> None:
     if _current is not None:
-        _current.close(*outcome_of(error))
+        _current._close_after(error)

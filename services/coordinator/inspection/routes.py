@@ -17,6 +17,7 @@ from ps_protocol.errors import TryAgain
 from ps_protocol.fields import Name, OrdinalText, Round
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import ClusterStatus
+from ps_protocol.process_reports import TrainerOutput
 from services.runtime.large_replies import LargeReplies, LargeReply
 from services.runtime.statistics import ParameterStatistics
 
@@ -59,12 +60,18 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     @app.get(routes.STATUS, tags=["inspection"])
     async def status() -> ClusterStatus:
         """Return the state of the cluster and its members."""
-        return describe_status(coordinator.cluster.run, coordinator.cluster.registry, coordinator.now())
+        cluster, process = coordinator.cluster, coordinator.meter.measure()
+        return describe_status(cluster.run, cluster.registry, coordinator.now(), process)
 
     @app.get(routes.ACTIVITY, tags=["inspection"])
     async def activity() -> Activity:
         """Return the rates, the barriers and the work of each member, from heartbeats."""
         return coordinator.activity.describe(coordinator.cluster, coordinator.now(), time.time())
+
+    @app.get(routes.OUTPUT, tags=["inspection"])
+    async def output(rank: OrdinalText) -> TrainerOutput:
+        """Return the newest lines that a trainer's script wrote, and the traceback of a failed one."""
+        return coordinator.output.describe(coordinator.cluster.run, rank)
 
     @app.get(routes.PARAMETERS, tags=["inspection"])
     async def parameters() -> ParameterList:

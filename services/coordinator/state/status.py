@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from ps_config.versions import installed_versions
 from ps_protocol.fields import Message
 from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
-from ps_protocol.process_reports import Software
+from ps_protocol.process_reports import ProcessFigures, Software
 from ps_protocol.vocabulary import Round
 
 from .pservers import PserverRegistry
@@ -70,8 +70,10 @@ def list_rounds(run: Run, registry: PserverRegistry) -> list[Round]:
     return [member.round for member in registry.members.values()]
 
 
-def describe_status(run: Run, registry: PserverRegistry, now: float) -> ClusterStatus:
-    """Return the state of the cluster."""
+def describe_status(
+    run: Run, registry: PserverRegistry, now: float, process: ProcessFigures | None = None
+) -> ClusterStatus:
+    """Return the state of the cluster. `process` is the coordinator's own, if it was measured."""
     record, plan, prospects = run.record, run.record.plan, list_prospects(run, registry, now)
     return ClusterStatus(
         run=record.name,
@@ -104,6 +106,7 @@ def describe_status(run: Run, registry: PserverRegistry, now: float) -> ClusterS
         ),
         trainers=tuple(_describe_trainer(trainer, run.reports[rank], now) for rank, trainer in record.trainers.items()),
         software=Software(**installed_versions()),
+        process=process,
     )
 
 

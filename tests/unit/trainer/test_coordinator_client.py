@@ -280,6 +280,25 @@ async def test_heartbeats_carry_each_reported_value_until_one_is_answered():
     assert sent[:4] == [{"loss": loss}, all_, all_, {}]
 
 
+async def test_heartbeats_carry_each_line_until_one_is_answered_and_a_failure_brings_its_traceback():
+    coordinator = FakeCoordinator(heartbeat=[httpx.ConnectError("refused"), TRAINING])
+    async with member(coordinator) as client:
+        client.output.add("stdout", "one\n")
+        await eventually(lambda: coordinator.num_requests("heartbeat") > 2)
+        client.output.add("stdout", "two\n")
+        try:
+            raise ValueError("no")
+        except ValueError as error:
+            client.output.note_exception(error)
+        await client.leave("failed")
+    sent = [TrainerHeartbeat.model_validate_json(beat).output for beat in coordinator.bodies("heartbeat")]
+    assert [output.lines for output in sent[:3]] == [("one",), ("one",), ()]
+    assert sent[-1].lines == ("two",)
+    leave = Leave.model_validate_json(coordinator.bodies("leave")[0])
+    assert leave.traceback.startswith("Traceback (most recent call last):")
+    assert leave.traceback.endswith("ValueError: no\n")
+
+
 @pytest.mark.parametrize("answer", [StaleRun("another run"), httpx.Response(500, text="?")])
 async def test_leaving_raises_no_error(answer: Any):
     async with member(FakeCoordinator(heartbeat=[answer], leave=[answer])):

@@ -9,8 +9,11 @@ import * as format from "./format.js";
 import { isRing, isSync, showFacts, showHeadline, showNotices } from "./headline.js";
 import { keptFolder, refreshHistory, setUpHistory } from "./history.js";
 import { showBarrier, showPservers, showTrainers } from "./members.js";
+import { refreshOutput, setUpOutput, showButtons } from "./output.js";
 import * as parameters from "./parameters.js";
+import { showProcesses } from "./processes.js";
 import { showSpeed, showStaleness } from "./rates.js";
+import { setUpTerms } from "./terms.js";
 import { setUpTheme } from "./theme.js";
 
 const PERIOD_MS = 1000;
@@ -31,10 +34,13 @@ async function refresh() {
   showHeadline(status, activity);
   showNotices(status, activity);
   showTrainers(status, activity);
+  showButtons();
   showBarrier(status, activity);
   showPservers(status, activity);
+  showProcesses(status);
   showSpeed(status, activity);
   showStaleness(status, activity);
+  await refreshOutput();
   if (turn % CURVES_EVERY === 0) {
     const most = Math.max(50, Math.min(500, Math.floor(POINTS / Math.max(1, status.trainers.length))));
     showCurves(await ask(`v1/curves?max_points=${most}`), isSync(status) ? "round" : "step of the trainer");
@@ -138,9 +144,11 @@ document.addEventListener("keydown", (event) => {
   } else if (event.key === "t") byId("theme").click();
 });
 setUpTheme();
+setUpTerms();
 setUpCurves();
 setUpHistory(redrawCurves);
 setUpEvents();
+setUpOutput();
 parameters.setUpParameters(() => refreshStatistics().catch(() => {}));
 for (const section of document.querySelectorAll("section")) flag(section, "data-empty", true);
 loadCharts();

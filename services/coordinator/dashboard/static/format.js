@@ -34,6 +34,8 @@ export function bytes(value) {
   return `${i === 0 || value >= 100 ? Math.round(value) : value.toFixed(value >= 10 ? 1 : 2)} ${units[i]}`;
 }
 
+export const percent = (value) => (isNumber(value) ? `${whole.format(Math.round(100 * value))} %` : NONE);
+
 export function seconds(value) {
   if (!isNumber(value)) return NONE;
   if (value < 0.001) return `${Math.round(value * 1e6)} µs`;

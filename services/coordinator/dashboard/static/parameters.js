@@ -4,6 +4,7 @@ import { ask } from "./api.js";
 import { colour, draw } from "./charts.js";
 import { byId, flag, keep, make, show } from "./dom.js";
 import * as format from "./format.js";
+import { explain } from "./terms.js";
 
 const MAX_SHOWN = 500; // rows; the filter finds others
 
@@ -93,7 +94,11 @@ const ROWS = [
 function showStatistics(answer) {
   const more = `${format.count(answer.num_elements)} elements, version ${format.count(answer.version)}`;
   show(byId("parameter-more"), more, answer.version);
-  const create = () => make("div", {}, make("dt"), make("dd"));
+  const create = ([key]) => {
+    const title = make("dt", { "data-term": key });
+    explain(title);
+    return make("div", {}, title, make("dd"));
+  };
   keep(byId("statistics"), ROWS, ([key]) => key, create, (row, [key, title, text]) => {
     show(row.firstChild, title);
     show(row.lastChild, text(answer[key]), answer[key]);
