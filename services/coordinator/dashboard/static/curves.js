@@ -4,6 +4,7 @@ import { SERIES, draw, series, watchChart } from "./charts.js";
 import { byId, flag, keep, make, show } from "./dom.js";
 import * as format from "./format.js";
 import { comparedRuns, keptFolder } from "./history.js";
+import { explain } from "./terms.js";
 
 const MAX_NAMED = 6; // with more trainers than colours, all are pale
 const KEY = "gradpost.curves";
@@ -82,7 +83,12 @@ function makeTab(name) {
 function makeFigure(name) {
   const chart = make("div", { class: "chart", id: `curve-${name}`, role: "img" });
   watchChart(chart);
-  return make("figure", {}, make("figcaption", {}, make("b"), make("span")), chart);
+  const title = make("b");
+  if (name.startsWith("gradpost/")) {
+    title.dataset.term = name.split("/")[1];
+    explain(title);
+  }
+  return make("figure", {}, make("figcaption", {}, title, make("span")), chart);
 }
 
 function drawCurves(figure, name, colourOf, compared, isFew, now) {
