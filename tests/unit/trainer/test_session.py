@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from bdb import BdbQuit
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +168,13 @@ def test_a_trainer_leaves_with_the_code_of_its_error(
     session.client = SlowCoordinator()
     session.close(*outcome_of(error))
     assert [end[2] for end in sent] == [code]
+
+
+def test_a_breakpoint_without_a_terminal_says_how_to_get_one() -> None:
+    outcome, reason, _ = outcome_of(BdbQuit())
+    assert outcome == "failed"
+    assert reason.startswith("BdbQuit: breakpoint()")
+    assert "--trainers 1" in reason
 
 
 @pytest.mark.parametrize("outcome", ["done", "failed"])
