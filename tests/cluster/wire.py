@@ -210,10 +210,10 @@ class World:
         """Return everything that a bad request could have changed."""
         status = (await self.http.get(self.cluster.address + STATUS)).json()
         for member in (*status["pservers"], *status["trainers"]):
-            del member["heartbeat_age_seconds"]
+            del member["heartbeat_age_seconds"], member["process"]
         for pserver in status["pservers"]:
             del pserver["round"], pserver["waiting_seconds"]  # as of its last heartbeat
-        del status["round"]
+        del status["round"], status["process"], status["elapsed_seconds"]
         states = []
         for address in self.addresses:
             state = (await self.http.get(address + STATE, params={"digest": True})).json()

@@ -123,6 +123,7 @@ def _labels(collector: Collector, family: Metric) -> list[str]:
 
 # No client depends on the members of these; they are for reading. The first ones are bases of others.
 INSPECTION = {
+    "TrainerOutput",
     "PserverProgress",
     "ShardWork",
     "TrainerProgress",
