@@ -124,13 +124,21 @@ function drawCurves(figure, name, colourOf, compared, isFew, now) {
     layout: {
       hovermode: isFew || choice.mean ? "x unified" : "closest", uirevision: `${choice.x} ${choice.log} ${isRelative}`,
       xaxis: choice.x === "round" ? { title: unit, hoverformat: ",d" } : { type: isRelative ? "linear" : "date", ...timeAxis },
-      yaxis: { rangemode: "normal", type: choice.log ? "log" : "linear" },
+      yaxis: { rangemode: "normal", type: choice.log ? "log" : "linear", range: choice.log ? undefined : aroundConstant(curves) },
     },
   }, { now });
 }
 
 // The time of the first point of a run, from which the times of compared runs count.
 const startOf = (curves) => Math.min(...Object.values(curves).flatMap(Object.values).map(({ at }) => at[0]));
+
+// The library would show a constant 0.0003 on an axis from −1 to 1.
+function aroundConstant(curves) {
+  const values = curves.flatMap(({ curve }) => curve.value.filter(format.isNumber));
+  const [first] = values;
+  if (!first || values.some((value) => value !== first)) return undefined;
+  return [first - Math.abs(first) / 2, first + Math.abs(first) / 2];
+}
 
 const gaps = (values) => values.map((one) => (format.isNumber(one) ? one : null)); // NaN is a gap
 
