@@ -247,7 +247,8 @@ def rate(before: float, after: float, since: float, until: float) -> float | Non
 def _remaining_seconds(run: Run, trainers: Sequence[TrainerActivity]) -> float | None:
     left = []
     for trainer in trainers:
-        script = run.reports[trainer.rank].heartbeat.script
+        report = run.reports.get(trainer.rank)  # a pserver may know a trainer that has sent no heartbeat
+        script = report.heartbeat.script if report else None
         if script is not None and script.total_rounds is not None and trainer.steps_per_second:
             left.append(max(0, script.total_rounds - trainer.steps) / trainer.steps_per_second)
     return max(left, default=None)
