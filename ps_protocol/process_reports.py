@@ -29,7 +29,6 @@ class ScriptInfo(Message):
     """The script of a trainer, for its readers."""
 
     command: Note = Field(description="command line, as the script sees it")
-    host: Label = Field(description="name of the host")
     run_name: Label | None = Field(default=None, description="name that the script gave to the run")
     optimizer: Note = Field(default="", description="optimizer with the hyperparameters that are not its defaults")
     total_rounds: Count | None = Field(

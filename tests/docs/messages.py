@@ -49,9 +49,7 @@ INSTANCE = "9f3c5e2a7b1d4c60"
 ADDRESS = "http://10.0.0.7:7071"
 SOCKET = "gradpost-1f0b3c5d7e9a2b4c6d8e0f1a3b5c7d9e"
 VERSIONS = Software(gradpost="0.1.0", python="3.11.7", torch="2.13.0")
-SCRIPT = ScriptInfo(
-    command="train.py --epochs 3", host="node7", run_name="nightly", optimizer="SGD(lr=0.1)", total_rounds=100
-)
+SCRIPT = ScriptInfo(command="train.py --epochs 3", run_name="nightly", optimizer="SGD(lr=0.1)", total_rounds=100)
 PSERVER = PserverInfo(index=0, address=ADDRESS, incarnation=2, http2=True, local=SOCKET)
 PUSHES = Traffic(num_requests=20, num_bytes=5480, seconds=0.03)
 PULLS = Traffic(num_requests=20, num_bytes=5480, seconds=0.05)

@@ -30,7 +30,7 @@ class OutputBuffer:
         if os.getpid() != self._pid:
             return
         with self._lock:
-            *lines, rest = (self._unfinished.get(stream, "") + _encodable(text)).split("\n")
+            *lines, rest = (self._unfinished.get(stream, "") + encodable(text)).split("\n")
             self._lines.extend(_redraw(line).rstrip("\r")[:MAX_LINE] for line in lines[-MAX_LINES:])
             self._num_lines += len(lines)
             rest = _redraw(rest)
@@ -51,10 +51,10 @@ class OutputBuffer:
     def note_exception(self, error: BaseException | None) -> None:
         """Keep the traceback of the exception that ended the script."""
         if error is not None and error.__traceback__ is not None:
-            self.traceback = _encodable("".join(traceback.format_exception(error))[-MAX_TRACEBACK:])
+            self.traceback = encodable("".join(traceback.format_exception(error))[-MAX_TRACEBACK:])
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """Return the text without lone surrogates, which a message cannot contain."""
     return text.encode(errors="replace").decode()
 

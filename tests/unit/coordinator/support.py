@@ -138,7 +138,7 @@ def make_history_record(
     train(cluster)
     described = describe_status(cluster.run, cluster.registry, 0.0)
     results = {"loss": losses[-1]}
-    script = ScriptInfo(command="train.py", host="h", run_name=name, optimizer="SGD(lr=0.1)")
+    script = ScriptInfo(command="train.py", run_name=name, optimizer="SGD(lr=0.1)")
     ended = {"results": results, "state": "done", "script": script}
     trainers = tuple(trainer.model_copy(update=ended) for trainer in described.trainers)
     changed = {"run": run, "state": "finished", "round": 10 * len(losses), "trainers": trainers, **status}

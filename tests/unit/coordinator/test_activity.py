@@ -134,7 +134,7 @@ def test_the_activity_names_participants_and_the_barrier() -> None:
 def test_the_remaining_time_is_that_of_the_slowest_trainer() -> None:
     cluster, log = make_cluster(), ActivityLog()
     train(cluster)
-    script = ScriptInfo(command="train.py", host="h", total_rounds=100)
+    script = ScriptInfo(command="train.py", total_rounds=100)
     for second in range(5):
         record(log, cluster, 10 * second, float(second))
         assert describe(log, cluster, float(second)).remaining_seconds is None  # no script has said its end

@@ -74,5 +74,5 @@ def test_an_optimizer_is_shown_as_it_was_made() -> None:
 
 def test_a_script_is_shown_from_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "sub" / "train.py"), "--name", "two words"])
-    assert describe_script("nightly").command == "sub/train.py --name 'two words'"
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "sub" / "train.py"), "--name", "two \udcff words"])
+    assert describe_script("nightly").command == "sub/train.py --name 'two ? words'"

@@ -59,7 +59,7 @@ export function showFacts(status, activity, learningRate) {
   fact("started", elapsed === null ? [] : [format.moment(activity.at - elapsed)]);
   fact("elapsed", elapsed === null ? [] : [format.duration(elapsed)]);
   fact("remaining", format.isNumber(activity.remaining_seconds) ? [format.duration(activity.remaining_seconds)] : []);
-  fact("host", distinct(scripts.map((script) => script.host)));
+  fact("host", distinct(status.trainers.map(({ process }) => process?.host)));
   fact("torch", distinct(status.trainers.map(({ software }) => software?.torch)));
 }
 
