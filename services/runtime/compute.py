@@ -70,6 +70,15 @@ class ComputeExecutor:
         self._submitted.append(_Job(partial(context.run, fn, *args, **kwargs), waiter))
         return await waiter
 
+    async def run_at_once(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a job that takes less time than waking the thread: on the loop, unless another job is unfinished.
+
+        Raises the errors of `run`.
+        """
+        if self._num_jobs or self._is_closed:
+            return await self.run(fn, *args, **kwargs)
+        return fn(*args, **kwargs)
+
     def close(self) -> None:
         """Refuse further jobs, and block until the submitted ones are done."""
         self._is_closed = True

@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from ps_protocol.errors import (
     GradpostError,
@@ -38,8 +38,10 @@ from .staging import Admission, check_member
 
 log = get_logger()
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
+QUICK_ELEMENTS = 1 << 16  # of a shard that is stepped on the event loop
 ENDS_WITH_INTACT_SHARDS = (TrainerLost, RoundTimeout, RunStopped)
 
 
@@ -182,7 +184,13 @@ class RunContext:
             self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
         await self.notify()
 
-    # ------------------------------------------------------------------ reads of the shard
+    # ------------------------------------------------------------------ work on the shard
+
+    async def run_update(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run an update of the shard after the earlier jobs: on the loop if it is small and waits for no disk."""
+        is_quick = len(self.shard.values) <= QUICK_ELEMENTS and self.installed.durability != "fsync"
+        run = self.compute.run_at_once if is_quick else self.compute.run
+        return await run(fn, *args, **kwargs)
 
     async def read_now(self, read: Read[T], extra: Mapping[str, str] | None = None) -> T:
         """Return what `read` returns between two updates, on the compute thread; `extra` joins its metadata."""

@@ -90,10 +90,10 @@ async def test_a_repeated_request_writes_once_and_another_one_is_retried(tmp_pat
 
 
 async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(tmp_path: Path, monkeypatch):
-    async with bench(state_dir=tmp_path, **LOGGED) as b:
-        has_decided, may_go_on = hold(monkeypatch, b.run.executor, "_step", after=True)
+    async with bench(state_dir=tmp_path, **LOGGED | {"durability": "fsync"}) as b:  # steps on the compute thread
+        has_stepped, may_go_on = hold(monkeypatch, b.run.executor, "_step", after=True)
         playing = asyncio.create_task(b.play_round(1))
-        assert await asyncio.to_thread(has_decided.wait, 10)
+        assert await asyncio.to_thread(has_stepped.wait, 10)
         wanted = want(b, 1)
         await asyncio.sleep(0.05)
         may_go_on.set()
@@ -105,9 +105,9 @@ async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(
 async def test_one_that_is_wanted_while_another_is_about_to_be_written_is_refused(tmp_path: Path, monkeypatch):
     async with bench(state_dir=tmp_path, **LOGGED) as b:
         await want(b, 1)
-        has_decided, may_go_on = hold(monkeypatch, b.run.executor, "_step", after=True)
+        is_copying, may_go_on = hold(monkeypatch, b.run.storage, "snapshot")
         playing = asyncio.create_task(b.play_round(1))
-        assert await asyncio.to_thread(has_decided.wait, 10)
+        assert await asyncio.to_thread(is_copying.wait, 10)
         with pytest.raises(TryAgain, match="the checkpoint of round 1 is being written"):
             await want(b, 2)
         may_go_on.set()

@@ -122,3 +122,17 @@ async def test_close_waits_for_jobs_and_refuses_more(executor: ComputeExecutor) 
     with pytest.raises(RuntimeError):
         await executor.run(job)
     assert executor.num_jobs == 0
+
+
+async def test_a_quick_job_runs_on_the_loop_after_the_earlier_jobs(executor: ComputeExecutor) -> None:
+    here = threading.get_ident()
+    assert await executor.run_at_once(threading.get_ident) == here
+    gate, order = threading.Event(), list[str]()
+    earlier = asyncio.create_task(executor.run(lambda: gate.wait(10) and order.append("earlier")))
+    await asyncio.sleep(0)
+    quick = asyncio.create_task(executor.run_at_once(lambda: order.append("quick")))
+    await asyncio.sleep(0)
+    assert not order
+    gate.set()
+    await asyncio.gather(earlier, quick)
+    assert order == ["earlier", "quick"]

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from ps_protocol.errors import Ended, GradpostError, NormChanged, RoundPending, StaleRound
+from ps_protocol.errors import Ended, GradpostError, NormChanged, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import Membership
 from ps_protocol.norms import AgreedNorm, clip_coefficient
@@ -21,7 +21,6 @@ from ps_protocol.requests import Barrier, BarrierAnswer, NormAnswer, Pull
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.logs import get_logger
 
-from ...durable.checkpoint_writer import Destination, Write
 from ...shard.history import History
 from ...shard.reply import Reply
 from ...shard.tensors import StagedBlock
@@ -146,7 +145,7 @@ class RoundsExecutor:
     async def _measure(self, apply: Apply[StagedBlock]) -> None:
         async with self._fail_on_error(apply.round):
             controls = self._context.membership.controls_at(apply.round)
-            measured = await self._compute.run(self._work.measure, apply, controls)
+            measured = await self._context.run_update(self._work.measure, apply, controls)
             async with self._condition:
                 if self.schedule.measuring is apply:  # else the members have changed meanwhile
                     self._measured = measured
@@ -162,8 +161,9 @@ class RoundsExecutor:
             with self._metrics.apply_seconds.time():
                 await self._revoke_reply()
                 if coefficient != 1:
-                    await self._compute.run(self._work.clip, coefficient)
+                    await self._context.run_update(self._work.clip, coefficient)
                 reply = await self._step_when_logged(apply)
+                await self._snapshot_if_due(apply)
             await self._finish_round(apply, reply)
 
     async def _revoke_reply(self) -> None:
@@ -183,7 +183,7 @@ class RoundsExecutor:
         deadline = loop.time() + context.installed.round_timeout_seconds
         while True:
             try:
-                reply, checkpoint = await self._compute.run(self._step, apply)
+                reply = await self._context.run_update(self._step, apply)
             except OSError as error:
                 self._metrics.log_failures.inc()
                 if loop.time() >= deadline or context.failure is not None:
@@ -193,23 +193,22 @@ class RoundsExecutor:
                 await asyncio.sleep(LOG_RETRY_SECONDS)
             else:
                 self._disk_trouble = ""
-                if checkpoint is not None:
-                    context.writer.begin_write(apply.round, *checkpoint)
                 return reply
 
-    def _step(self, apply: Apply[StagedBlock]) -> tuple[Reply, tuple[Destination, Write] | None]:
-        """Step on the compute thread. Returns the reply, and the writer of a checkpoint if one is due."""
+    def _step(self, apply: Apply[StagedBlock]) -> Reply:
         measured = self._find_measured(apply)
-        history = self.schedule.history_after(apply, measured.norm if measured else None)
         controls = self._context.membership.controls_at(apply.round)
-        reply = self._work.step(apply, controls, measured, history.outcome(apply.round))
-        return reply, self._snapshot_if_due(apply, history)
+        return self._work.step(apply, controls, measured, self._history_after(apply).outcome(apply.round))
 
-    def _snapshot_if_due(self, apply: Apply[StagedBlock], history: History) -> tuple[Destination, Write] | None:
-        storage, destination = self._context.storage, self._context.writer.choose_destination(apply.round)
-        if storage is None or destination is None:
-            return None
-        return destination, storage.snapshot(self._context.shard, history, is_own=destination == "folder")
+    def _history_after(self, apply: Apply[StagedBlock]) -> History:
+        measured = self._find_measured(apply)
+        return self.schedule.history_after(apply, measured.norm if measured else None)
+
+    async def _snapshot_if_due(self, apply: Apply[StagedBlock]) -> None:
+        writer, shard = self._context.writer, self._context.shard
+        if (destination := writer.choose_destination(apply.round)) is not None:
+            with contextlib.suppress(TryAgain):  # the writer has logged the error, and the log has the round
+                await writer.copy_and_write(shard, self._history_after(apply), destination, self._compute)
 
     async def _finish_round(self, apply: Apply[StagedBlock], reply: Reply) -> None:
         async with self._condition:
