@@ -13,10 +13,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import ClassVar
 
-from hpack import Decoder, Encoder, HPACKError
+from hpack import HPACKError
 
 from . import frames
 from .frames import ErrorCode, ProtocolError
+from .header_blocks import HeaderBlocks
 from .reader import MAX_FRAME_BYTES, MAX_HEADER_BYTES, FrameReader
 from .stream import Headers, Stream, StreamResetError
 from .writer import FrameWriter
@@ -46,8 +47,7 @@ class Connection(asyncio.BufferedProtocol):
         self.highest_stream = 0  # opened by either end
         self._settings = {frames.INITIAL_WINDOW_SIZE: stream_window, frames.MAX_FRAME_SIZE: MAX_FRAME_BYTES, **settings}
         self._stream_window = stream_window
-        self._encoder = Encoder()
-        self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
+        self._blocks = HeaderBlocks(MAX_HEADER_BYTES)
         self._reader = FrameReader(self)
         self._receive_window = CONNECTION_WINDOW
         self._num_unproductive = 0
@@ -216,7 +216,7 @@ class Connection(asyncio.BufferedProtocol):
     def header_block_received(self, stream_id: int, flags: int, block: bytes) -> None:
         """Implement `Receiver.header_block_received`."""
         try:
-            headers: Headers = list(self._decoder.decode(block, raw=True))
+            headers = self._blocks.decode(block)
         except HPACKError as error:
             raise ProtocolError(ErrorCode.COMPRESSION_ERROR, f"invalid headers: {error}") from None
         end_stream = bool(flags & frames.END_STREAM)
@@ -326,8 +326,6 @@ class Connection(asyncio.BufferedProtocol):
                         raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "a stream's window is too large")
             elif name == frames.MAX_FRAME_SIZE:
                 self._writer.frame_bytes = min(value, MAX_FRAME_BYTES)
-            elif name == frames.HEADER_TABLE_SIZE:
-                self._encoder.header_table_size = min(value, 4096)
             elif name == frames.MAX_CONCURRENT_STREAMS:
                 self.peer_max_streams = value
         self._queue(frames.pack(frames.SETTINGS, frames.ACK, 0))
@@ -348,7 +346,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def send_headers(self, stream: Stream, headers: Headers, *, end_stream: bool = False) -> None:
         """Queue headers, which are written with the next data or `pump`."""
-        block = self._encoder.encode(headers)
+        block = self._blocks.encode(headers)
         self._queue(frames.pack_headers(stream.stream_id, block, self._writer.frame_bytes, end_stream=end_stream))
         if end_stream:
             stream.is_local_closed = True

@@ -23,6 +23,7 @@ from ..client.pserver_group import PserverGroup
 from ..session.io_thread import IoThread
 from .state_transfer import StateFrames
 
+SMALL_BYTES = 64 * 1024  # of a frame that is sent sooner than another thread is woken for it
 END_SECONDS = 5.0  # for cancelled requests, which end at once
 
 
@@ -54,6 +55,7 @@ class Outgoing:
         self._gradients: dict[str, Tensor] = {}
         self._sent_early: set[Bucket] = set()
         self._pushes: list[Future[bool]] = []
+        self._small: list[tuple[PserverIndex, FrameParts]] = []  # frames that `join` pushes
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -85,6 +87,9 @@ class Outgoing:
                 self._push(bucket.pserver, bucket.frame())
 
     def _push(self, pserver: PserverIndex, frame: FrameParts) -> None:
+        if sum(map(len, frame)) <= SMALL_BYTES:
+            self._small.append((pserver, frame))
+            return
         self._pushes.append(self._io.start(self._send(pserver, frame)))
 
     async def _send(self, pserver: PserverIndex, frame: FrameParts) -> bool:
@@ -97,10 +102,14 @@ class Outgoing:
         return await self._pservers.push(self.step, pserver, frame)
 
     async def join(self) -> bool:
-        """Wait for all acknowledgements; return True if all pushes were finite. Raises the error of a push."""
+        """Push the small frames, and wait for all acknowledgements; return True if all pushes were finite.
+
+        Raises the error of a push.
+        """
         has_succeeded = False
         try:
-            are_finite = await asyncio.gather(*map(asyncio.wrap_future, self._pushes))
+            small = (self._send(*each) for each in self._small)
+            are_finite = await asyncio.gather(*small, *map(asyncio.wrap_future, self._pushes))
             has_succeeded = True
         except BaseException:
             for task in self._tasks:
