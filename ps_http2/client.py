@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from typing import TypeAlias
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
@@ -57,32 +58,45 @@ class Http2Transport(httpx.AsyncBaseTransport):
         body = request.extensions.get(BODY_EXTENSION)
         if body is None:
             body = (await request.aread(),)
+        headers = [(n.lower(), v) for n, v in request.headers.raw if n.lower() not in _HTTP1_HEADERS]
+        sink = request.extensions.get(SINK_EXTENSION)
+        return await self.send(request.method, str(request.url), headers, body, sink)
+
+    async def send(
+        self, method: str, url: str, headers: Headers, body: Sequence[memoryview | bytes] = (), sink: Sink | None = None
+    ) -> httpx.Response:
+        """Send a request as `handle_async_request` does, without the cost of an httpx.Request.
+
+        The names of `headers` are in lower case. Body and sink are those of the extensions.
+        """
         num_bytes = sum(map(len, body))
-        url = request.url
-        name = f"{url.scheme}://{url.netloc.decode('ascii')}"
-        origin = self._origins.get(name)
+        target = _parse_target(method, url)
+        origin = self._origins.get(target.origin)
         if origin is None:
-            origin = self._origins[name] = _Origin(name, self._tls, self._local)
+            origin = self._origins[target.origin] = _Origin(target.origin, self._tls, self._local)
+        headers = [*target.headers, *headers]
+        if num_bytes or method in ("POST", "PUT"):
+            headers.append((b"content-length", b"%d" % num_bytes))
         try:
-            connection = await origin.connect(request)
-            stream = await connection.open_stream(request.extensions.get(SINK_EXTENSION))
+            connection = await origin.connect()
+            stream = await connection.open_stream(sink)
         except StreamResetError as error:
-            raise _to_httpx_error(error, request) from error
+            raise _to_httpx_error(error) from error
         try:
-            stream.send_headers(_request_headers(request, num_bytes), end_stream=not num_bytes)
+            stream.send_headers(headers, end_stream=not num_bytes)
             stream.send_nowait(*body)
             while stream.headers is None:
                 await stream.wait_for_change()
         except BaseException as error:
             stream.close()
             if isinstance(error, StreamResetError):
-                raise _to_httpx_error(error, request) from error
+                raise _to_httpx_error(error) from error
             raise
         [status] = [value for name, value in stream.headers if name == b":status"]
         return httpx.Response(
             int(status),
             headers=[header for header in stream.headers if header[0] != b":status"],
-            stream=_ResponseBody(stream, request),
+            stream=_ResponseBody(stream),
             extensions={"http_version": b"HTTP/2", LOCAL_EXTENSION: connection.is_local},
         )
 
@@ -96,8 +110,8 @@ class Http2Transport(httpx.AsyncBaseTransport):
 class _ResponseBody(httpx.AsyncByteStream):
     """The body of a response, empty if a sink receives it. Closing it releases the memory of request body and sink."""
 
-    def __init__(self, stream: Stream, request: httpx.Request) -> None:
-        self._stream, self._request = stream, request
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
         self._reader = stream.sink if isinstance(stream.sink, BodyReader) else None
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -110,7 +124,7 @@ class _ResponseBody(httpx.AsyncByteStream):
                 elif has_more := not self._stream.is_remote_closed:
                     await self._stream.wait_for_change()
         except StreamResetError as error:
-            raise _to_httpx_error(error, self._request) from error
+            raise _to_httpx_error(error) from error
 
     async def aclose(self) -> None:
         self._stream.close()
@@ -131,7 +145,7 @@ class _Origin:
         self._connections: WeakSet[ClientConnection] = WeakSet()  # including replaced ones
         self._connecting: asyncio.Task[ClientConnection | _Failure] | None = None
 
-    async def connect(self, request: httpx.Request) -> ClientConnection:
+    async def connect(self) -> ClientConnection:
         """Return the connection, or a new one for which all requests wait.
 
         Raises httpx.ConnectError and httpx.ConnectTimeout.
@@ -145,7 +159,7 @@ class _Origin:
         if isinstance(outcome, ClientConnection):
             return outcome
         error_type, text = outcome
-        raise error_type(text, request=request)
+        raise error_type(text)
 
     async def _connect(self) -> ClientConnection | _Failure:
         """Return a failure as a value: an exception that several requests raise would refer to all their bodies."""
@@ -318,23 +332,28 @@ class ClientConnection(Connection):
         self._timer = asyncio.get_running_loop().call_later(PING_SECONDS, self._check_liveness)
 
 
-def _request_headers(request: httpx.Request, num_bytes: int) -> Headers:
-    url = request.url
+class _Target(NamedTuple):
+    """The origin of requests to a URL, and the headers that name it."""
+
+    origin: str
+    headers: Headers
+
+
+@lru_cache(maxsize=1024)
+def _parse_target(method: str, text: str) -> _Target:
+    url = httpx.URL(text)
     headers = [
-        (b":method", request.method.encode("ascii")),
+        (b":method", method.encode("ascii")),
         (b":scheme", url.raw_scheme),
         (b":authority", url.netloc),
         (b":path", url.raw_path),
     ]
-    headers += [(name.lower(), value) for name, value in request.headers.raw if name.lower() not in _HTTP1_HEADERS]
-    if num_bytes or request.method in ("POST", "PUT"):
-        headers.append((b"content-length", b"%d" % num_bytes))
-    return headers
+    return _Target(f"{url.scheme}://{url.netloc.decode('ascii')}", headers)
 
 
-def _to_httpx_error(error: StreamResetError, request: httpx.Request) -> Exception:
+def _to_httpx_error(error: StreamResetError) -> Exception:
     """Return the exception of a sink as it was raised, and an httpx.TransportError for anything else."""
     if error.__cause__ is not None:
         return error.__cause__ if isinstance(error.__cause__, Exception) else error
     error_type = httpx.ConnectError if error.code == ErrorCode.REFUSED_STREAM else httpx.ReadError
-    return error_type(str(error), request=request)
+    return error_type(str(error))

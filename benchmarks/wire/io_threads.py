@@ -31,7 +31,7 @@ from trainer_client.client.buckets import FrameParts
 from trainer_client.client.run_client import RunClient
 from trainer_client.session.io_thread import IoThread
 from trainer_client.testing import LocalCluster
-from trainer_client.transport.exchange import Exchange
+from trainer_client.transport.exchange import Exchange, raw_parts
 
 from ..report import PACKAGES, make_head, make_parser, publish
 
@@ -63,7 +63,7 @@ class FarExchange(Exchange):
     async def begin_request(
         self,
         method: str,
-        url: httpx.URL,
+        url: str,
         headers: Mapping[str, str],
         *,
         body: FrameParts = (),
@@ -74,14 +74,13 @@ class FarExchange(Exchange):
         async def exchange() -> httpx.Response:
             response = await self._exchange.begin_request(method, url, headers, body=body, sink=sink)
             try:
-                content = b"".join([bytes(chunk) async for chunk in response.aiter_raw()])
+                content = b"".join([bytes(chunk) async for chunk in raw_parts(response)])
             finally:
                 await response.aclose()
             return httpx.Response(
                 response.status_code,
                 headers=response.headers,
                 stream=httpx.ByteStream(content),
-                request=response.request,
                 extensions=response.extensions,
             )
 

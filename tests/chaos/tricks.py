@@ -90,11 +90,11 @@ class Tricks:
     ) -> int | None:
         headers = {**fence.to_headers(), "content-type": CONTENT_TYPE, **(more or {})}
         try:
-            response = await client.connection.exchange.send(
-                "POST", httpx.URL(client.connection.info.address + path), headers, body=(memoryview(body),)
+            response, content = await client.connection.exchange.send(
+                "POST", client.connection.url(path), headers, body=(memoryview(body),)
             )
         except httpx.TransportError:
             return None  # the pserver has just died, or its answer was lost
         if response.status_code >= 500 and response.status_code != 503:
-            self._diary.write("wrong answer", text=f"{path} answered {response.status_code}: {response.text[:300]}")
+            self._diary.write("wrong answer", text=f"{path} answered {response.status_code}: {content[:300]!r}")
         return response.status_code

@@ -32,6 +32,7 @@ from ps_protocol.requests import (
 from ps_protocol.vocabulary import Round
 
 from ..transport.destinations import ShardDestination
+from ..transport.exchange import raw_parts
 from ..transport.frame_sink import NO_DELTAS, FrameSink
 from .buckets import FrameParts
 from .news import Attempt
@@ -84,7 +85,7 @@ class PserverClient:
         async def send_once() -> None:
             await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
             asked = perf_counter()
-            response = await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
+            response, _ = await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
             self.link.round_trip_seconds = perf_counter() - asked
             self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
 
@@ -150,10 +151,10 @@ class PserverClient:
     ) -> M:
         connection = self.connection
         headers = {**connection.fence.at_round(round_).to_headers(), **headers}
-        response = await connection.exchange.send("POST", connection.url(route), headers, body=body)
+        response, content = await connection.exchange.send("POST", connection.url(route), headers, body=body)
         raise_for_problem(response)
         self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
-        return kind.from_answer(response.content)
+        return kind.from_answer(content)
 
     # ------------------------------------------------------------------ frames
 
@@ -231,7 +232,7 @@ class PserverClient:
                     await response.aread()
                 raise_for_problem(response)
                 with self.link.pulls.transfer():
-                    async for chunk in response.aiter_raw():
+                    async for chunk in raw_parts(response):
                         sink.feed(chunk)
                 self.link.pulls.add(sink.num_bytes)
                 connection.metrics.pulled_bytes.inc(sink.num_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -57,9 +56,9 @@ class PserverConnection:
         self.first_incarnation = self.info.incarnation
         self.exchange = self.exchange_for(self.info)  # the open HTTP connections to the pserver
 
-    def url(self, path: str) -> httpx.URL:
+    def url(self, path: str) -> str:
         """Return the URL of a route."""
-        return _parse_url(self.info.address + path)
+        return self.info.address + path
 
     def is_coordinator_reachable(self) -> bool:
         """Return whether the coordinator answers. It then decides how long this trainer waits for the pserver."""
@@ -161,9 +160,3 @@ class PserverConnection:
                         raise
             self.news.mark_reachable(self.info.index)
             return result
-
-
-@functools.lru_cache(maxsize=1024)
-def _parse_url(url: str) -> httpx.URL:
-    """Parse a URL once, because that takes as long as sending a small request to it."""
-    return httpx.URL(url)

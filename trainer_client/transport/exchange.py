@@ -6,12 +6,12 @@ They do without httpx's client, whose overhead exceeds the time of a small reque
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 
 import httpx
 
 from ps_config.certificates import TlsFiles, client_context
-from ps_config.control_client import ControlTransport
+from ps_config.control_client import ControlTransport, may_be_problem
 from ps_config.tokens import TokenPair
 from ps_http2.client import BODY_EXTENSION, SINK_EXTENSION, Http2Transport
 from ps_http2.stream import Sink
@@ -52,7 +52,7 @@ class Exchange:
     async def begin_request(
         self,
         method: str,
-        url: httpx.URL,
+        url: str,
         headers: Mapping[str, str],
         *,
         body: Sequence[memoryview] = (),
@@ -60,36 +60,56 @@ class Exchange:
     ) -> httpx.Response:
         """Send a request and return its response, which the caller has to close.
 
-        Until then neither `body` nor the memory of `sink` may be touched. Raises httpx.TransportError.
+        The names of `headers` are in lower case. Until then neither `body` nor the memory of `sink` may be touched.
+        Raises httpx.TransportError.
         """
-        extensions = {BODY_EXTENSION: body, SINK_EXTENSION: sink}
         response: httpx.Response | None = None
         for token in [None] if self._tokens is None else self._tokens.read():
             if response is not None:
                 await response.aclose()  # else that request would still read the body
             authorization = {} if token is None else {"authorization": f"Bearer {token}"}
-            request = httpx.Request(method, url, headers={**headers, **authorization}, extensions=extensions)
-            response = await self._transport.handle_async_request(request)
-            response.request = request
+            response = await self._send(method, url, {**headers, **authorization}, body, sink)
             if response.status_code != httpx.codes.UNAUTHORIZED:
                 break
         assert response is not None  # TokenPair.read returns a token or raises
         return response
 
-    async def send(
-        self, method: str, url: httpx.URL, headers: Mapping[str, str], *, body: Sequence[memoryview] = ()
+    async def _send(
+        self, method: str, url: str, headers: Mapping[str, str], body: Sequence[memoryview], sink: Sink | None
     ) -> httpx.Response:
-        """Send a request and return its response with the whole body, which is small. Raises httpx.TransportError."""
+        if isinstance(self._transport, Http2Transport):
+            raw = [(name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()]
+            response = await self._transport.send(method, url, raw, body, sink)
+            if not may_be_problem(response):
+                return response
+        extensions = {BODY_EXTENSION: body, SINK_EXTENSION: sink}
+        request = httpx.Request(method, url, headers=headers, extensions=extensions)
+        if not isinstance(self._transport, Http2Transport):
+            response = await self._transport.handle_async_request(request)
+        response.request = request
+        return response
+
+    async def send(
+        self, method: str, url: str, headers: Mapping[str, str], *, body: Sequence[memoryview] = ()
+    ) -> tuple[httpx.Response, bytes]:
+        """Send a request and return its response, and its body, which is small. Raises httpx.TransportError."""
         response = await self.begin_request(method, url, headers, body=body)
         try:
-            await response.aread()
+            if may_be_problem(response):
+                return response, await response.aread()
+            return response, b"".join([part async for part in raw_parts(response)])
         finally:
             await response.aclose()
-        return response
 
     async def aclose(self) -> None:
         """Close all connections."""
         await self._transport.aclose()
+
+
+def raw_parts(response: httpx.Response) -> AsyncIterable[bytes]:
+    """Return the parts of a response's body as they are received, without the cost of httpx's decoders."""
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    return response.stream
 
 
 class Http1Transport(ControlTransport):
