@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from html import escape
 from http import HTTPStatus
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.types import ASGIApp
 
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, NotReady
 from ps_protocol.routes import HEALTH, METRICS, READY
@@ -21,7 +24,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION
 
 from .errors import allowed_methods, install_error_handlers
 from .metrics import MeasureRequests, ServiceMetrics, watch_loop_lag
-from .routing import AnswerHead, MessageRoute, RawEndpoint, RawRoute
+from .routing import AnswerHead, CallRawRoutes, MessageRoute, RawEndpoint, RawRoute
 from .scopes import DASHBOARD, DOCS, OPENAPI, needed_scope
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -173,6 +176,18 @@ def add_raw_route(
 
 
 class _ServiceApp(FastAPI):
+    def build_middleware_stack(self) -> ASGIApp:
+        """Put the middlewares around FastAPI, and the raw routes beside it.
+
+        Of FastAPI's own middlewares those are left out whose work is done by ours, or that are switched off.
+        """
+        handlers = cast(Mapping[Any, Any], self.exception_handlers)
+        app: ASGIApp = ExceptionMiddleware(AsyncExitStackMiddleware(self.router), handlers)
+        app = CallRawRoutes(app, [route for route in self.routes if isinstance(route, RawRoute)])
+        for middleware, arguments, options in reversed(self.user_middleware):
+            app = middleware(app, *arguments, **options)
+        return app
+
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
         for route in self.routes:

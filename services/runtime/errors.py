@@ -73,11 +73,11 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 class AnswerFailures:
-    """ASGI middleware that answers bugs with `internal_error`, and discards the rest of a refused body.
+    """ASGI middleware that answers the errors of raw routes, and bugs with `internal_error`.
 
-    An exception handler does not suffice: Starlette raises an unexpected exception again after its handler has
-    answered, and the HTTP server logs it a second time. Over HTTP/1 a client may still be sending its body when it is
-    refused, and would lose the connection before it reads the answer.
+    For bugs an exception handler does not suffice: Starlette raises an unexpected exception again after its handler has
+    answered, and the HTTP server logs it a second time. The rest of a refused body is discarded: over HTTP/1 a client
+    may still be sending it, and would lose the connection before it reads the answer.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -113,9 +113,13 @@ class AnswerFailures:
             if not started:  # it may have closed one direction only; without an answer uvicorn sends a 500
                 cut_off = BadInput("the request ended before its body did", code="malformed_frame")
                 await problem_response(cut_off, instance=scope["path"])(scope, watch_receive, watch_send)
+        except (GradpostError, HTTPException) as error:
+            if not started:  # else it is too late for an answer, such as for a reply that was revoked
+                answer = await _answer(Request(scope), error)
+                await answer(scope, watch_receive, watch_send)
         except Exception as error:
             if started and isinstance(error.__cause__, GradpostError):
-                return  # too late for an answer, such as a reply that was revoked
+                return  # as Starlette raises it after the beginning of the response
             log.error("unexpected error", exc_info=error, method=scope["method"], path=scope["path"])
             if not started:
                 internal = GradpostError("an unexpected error; the log of the service has the traceback")

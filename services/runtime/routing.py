@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
@@ -62,6 +62,27 @@ class RawRoute(Route):
         if match is not Match.NONE:
             child_scope["route"] = self
         return match, child_scope
+
+
+class CallRawRoutes:
+    """ASGI middleware that calls raw routes without the router, which takes as long as a small request itself.
+
+    Their errors are answered by `AnswerFailures`.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Iterable[RawRoute]) -> None:
+        self._app = app
+        plain = (route for route in routes if "{" not in route.path)
+        self._routes = {(method, route.path): route for route in plain for method in route.methods or ()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Process a request, any other than to these routes as before."""
+        route = self._routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if route is None:
+            await self._app(scope, receive, send)
+        else:
+            scope["route"] = route
+            await route.app(scope, receive, send)
 
 
 class AnswerHead:
