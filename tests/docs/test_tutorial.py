@@ -30,7 +30,7 @@ def test_few_lines_change() -> None:
         [re.sub(r"\s+#.*", "", line) for line in block.text.splitlines()] for block in (PLAIN, CONVERTED)
     )
     changes = [line for line in difflib.ndiff(plain, converted) if line.startswith(("-", "+"))]
-    assert len(re.findall(r"# \d", CONVERTED.text)) == 9 < len(changes) <= MAX_CHANGED
+    assert len(re.findall(r"# \d", CONVERTED.text)) == 8 < len(changes) <= MAX_CHANGED
 
 
 @pytest.mark.cluster
@@ -38,7 +38,7 @@ def test_few_lines_change() -> None:
 @pytest.mark.timeout(300)
 def test_both_scripts_train(tmp_path: Path) -> None:
     for name, block in (("plain.py", PLAIN), ("train.py", CONVERTED)):
-        text = block.text.replace("range(10)", f"range({EPOCHS})")
+        text = re.sub(r"range\(10\)|(?<=epochs\(loader, )10", lambda ten: ten[0].replace("10", str(EPOCHS)), block.text)
         (tmp_path / name).write_text(f"import torch; torch.set_num_threads(1)\n{text}")
     plain = accuracies(run_shell(tmp_path, shlex.join(["python", "plain.py"])))
     alone = accuracies(run_shell(tmp_path, ALONE))

@@ -112,8 +112,37 @@ class RemoteOptimizer(WrappingOptimizer):
             return progress.begun
         return self._session.round if self._session.host is None else progress.version
 
+    def epochs(
+        self,
+        loader: Iterable[Any],
+        epochs: int,
+        *,
+        first_epoch: int = 0,
+        batches_per_step: int = 1,
+        schedule: LRScheduler | None = None,
+    ) -> Iterator[tuple[int, Iterator[Any]]]:
+        """Yield the epochs of a loop that are not over, each with its batches that are not in the run yet.
+
+        for epoch, batches in optimizer.epochs(loader, 10, schedule=schedule):
+            for inputs, labels in batches:
+                ...  # as for `batches`
+            print(epoch, evaluate(model))
+
+        A resumed script begins with the epoch that the run is in, and may do again what follows its batches. A script
+        that has loaded a checkpoint of its own, with its schedule, gives the `first_epoch` after it. The other
+        arguments are those of `batches`.
+        """
+        self._guard.note_position_read()
+        return self._batches.iterate_epochs(loader, epochs, batches_per_step, schedule, first_epoch)
+
     def batches(
-        self, loader: Iterable[Any], *, epochs: int = 1, batches_per_step: int = 1, schedule: LRScheduler | None = None
+        self,
+        loader: Iterable[Any],
+        *,
+        epochs: int = 1,
+        first_epoch: int = 0,
+        batches_per_step: int = 1,
+        schedule: LRScheduler | None = None,
     ) -> Iterator[Any]:
         """Yield the batches of `epochs` passes over a loader that are not in the run yet.
 
@@ -124,10 +153,13 @@ class RemoteOptimizer(WrappingOptimizer):
             schedule.step()
 
         A restarted or resumed script continues after the batches of the run's rounds; a rollback repeats batches.
-        `ResumableBatches.iterate` has the arguments and what is asked of the loader.
+        The order of the data must be a function of the epoch, as that of a DistributedSampler is: `set_epoch` of the
+        loader and its samplers is called. `batches_per_step` is for scripts that accumulate gradients. A `schedule`
+        that the script steps once after each `step()` is stepped to the first batch. `first_epoch` is for a script that
+        has loaded a checkpoint of its own, as in `epochs`. A call for each epoch is possible; `epochs` is better.
         """
         self._guard.note_position_read()
-        return self._batches.iterate(loader, epochs, batches_per_step, schedule)
+        return self._batches.iterate(loader, epochs, batches_per_step, schedule, first_epoch)
 
     @property
     def grad_norm(self) -> float | None:

@@ -60,13 +60,42 @@ class ResumableBatches:
         self._position = position
         self._steps_per_round = max(1, steps_per_round)
         self._warn = warn
-        self._has_warned = False
+        self._has_warned: set[str] = set()
         self._calls: list[Call] = []
         self.schedule: _Schedule | None = None  # follows the run
 
+    def iterate_epochs(
+        self,
+        loader: Iterable[Any],
+        epochs: int,
+        batches_per_step: int = 1,
+        schedule: LRScheduler | None = None,
+        first_epoch: int = 0,
+    ) -> Iterator[tuple[int, Iterator[Any]]]:
+        """Yield the epochs that are not over, each with the batches that `iterate` yields for it.
+
+        The last epoch in the run is not over: what the script does at its end may be missing.
+        """
+        for epoch in range(first_epoch, epochs):
+            length, newest = _length(loader), self._position().round
+            if length is not None:
+                begin, rounds = self._end_of_calls(), length // (batches_per_step * self._steps_per_round)
+                self._note_total(begin + (epochs - epoch) * rounds)
+                if newest > begin + rounds:
+                    self._begin_call(loader, 1, batches_per_step, schedule, first_epoch).end = begin + rounds
+                    continue
+            batches = self.iterate(loader, 1, batches_per_step, schedule, first_epoch)
+            yield epoch, batches
+            batches.close()
+
     def iterate(
-        self, loader: Iterable[Any], epochs: int, batches_per_step: int = 1, schedule: LRScheduler | None = None
-    ) -> Iterator[Any]:
+        self,
+        loader: Iterable[Any],
+        epochs: int,
+        batches_per_step: int = 1,
+        schedule: LRScheduler | None = None,
+        first_epoch: int = 0,
+    ) -> Generator[Any, None, None]:
         """Yield the batches of `epochs` passes over a loader that are not in the run yet.
 
         The order of the data must be a function of the epoch, as that of a DistributedSampler is: `set_epoch` of the
@@ -78,17 +107,52 @@ class ResumableBatches:
         A `schedule` that the script steps once after each `step()` is stepped to the first batch; after a rollback it
         starts from its state at the first call. All calls must pass the same one. ReduceLROnPlateau and
         ChainedScheduler are refused.
+
+        `first_epoch` is for a script that has loaded a checkpoint of its own: the number of the run's first epoch. The
+        schedule's state at the first call is then that of the run's start.
         """
-        before = self._calls[-1] if self._calls else Call((), 0, 1, 0, 0, 0)
-        if before.end is None:
+        call = self._begin_call(loader, epochs, batches_per_step, schedule, first_epoch)
+        length = _length(loader)
+        if length is not None and epochs > 1:  # else there may be a call for each epoch
+            self._note_total(call.begin + epochs * length // call.batches_per_round)
+        num_yielded, start = 0, self._position()
+        try:
+            while True:
+                begun = self._follow()
+                for batch in self._batches_after(begun):
+                    num_yielded += 1
+                    yield batch
+                    if self._follow().num_rollbacks != begun.num_rollbacks:
+                        break
+                else:
+                    break
+            if begun.num_rollbacks == start.num_rollbacks:
+                self._warn_of_steps(num_yielded, self._position().round - start.round, call.batches_per_round)
+        finally:
+            if num_yielded or call.end is None:  # else the run has all of them
+                call.end = max(call.begin, self._position().round)
+
+    def _end_of_calls(self) -> Round:
+        end = self._calls[-1].end if self._calls else 0
+        if end is None:
             raise BadModel(
                 "an earlier batches() iterator is unfinished. Iterate it to its end, or close() it, before using "
                 "the next one"
             )
-        batches_per_round = batches_per_step * self._steps_per_round
-        call = Call(loader, epochs, batches_per_round, before.first_epoch + before.epochs, before.end)
+        return end
+
+    def _begin_call(
+        self,
+        loader: Iterable[Any],
+        epochs: int,
+        batches_per_step: int,
+        schedule: LRScheduler | None,
+        first_epoch: int,
+    ) -> Call:
+        epoch = self._calls[-1].first_epoch + self._calls[-1].epochs if self._calls else first_epoch
+        call = Call(loader, epochs, batches_per_step * self._steps_per_round, epoch, self._end_of_calls())
         if not self._calls and schedule is not None:
-            self.schedule = _Schedule(schedule, self._steps_per_round)
+            self.schedule = _Schedule(schedule, self._steps_per_round, is_loaded=first_epoch > 0)
         if schedule is not (None if self.schedule is None else self.schedule.schedule):
             raise BadModel(
                 "this call of batches() has another schedule than the first, and after a rollback its loop could not "
@@ -96,22 +160,7 @@ class ResumableBatches:
                 "result to every call"
             )
         self._calls.append(call)
-        if (length := _length(loader)) is not None:
-            self._note_total(call.begin + epochs * length // batches_per_round)
-        yielded = False
-        try:
-            while True:
-                begun = self._follow()
-                for batch in self._batches_after(begun):
-                    yielded = True
-                    yield batch
-                    if self._follow().num_rollbacks != begun.num_rollbacks:
-                        break
-                else:
-                    break
-        finally:
-            if yielded or call.end is None:  # else the run has all of them
-                call.end = max(call.begin, self._position().round)
+        return call
 
     def _follow(self) -> Position:
         """Return the run's position, after moving the schedule there. Raises BadModel."""
@@ -133,18 +182,32 @@ class ResumableBatches:
     def _warn_of_order(self, loader: Iterable[Any], round_: Round) -> None:
         """Warn once if the order of the loader depends on the random state of the process."""
         random = (part for part in _parts(loader) if isinstance(part, RANDOM_SAMPLERS))
-        if not self._has_warned and not all(hasattr(part, "set_epoch") for part in random):
-            self._has_warned = True
-            self._warn(
+        if not all(hasattr(part, "set_epoch") for part in random):
+            self._warn_once(
                 f"the run is at round {round_}, and this loader shuffles by the process's random state: its order may "
                 "differ from that of the batches in the run. Use torch.utils.data.DistributedSampler"
             )
+
+    def _warn_of_steps(self, num_batches: int, num_rounds: int, batches_per_round: int) -> None:
+        """Warn once if the script took fewer steps than its batches are for: it would continue at another batch."""
+        if num_rounds and num_batches >= (num_rounds + 1) * batches_per_round:
+            self._warn_once(
+                f"{num_batches} batches were taken for {num_rounds} steps of the run, and a resumed script would skip "
+                f"{batches_per_round} for each. Give batches_per_step= if the script accumulates gradients"
+            )
+
+    def _warn_once(self, text: str) -> None:
+        subject = text.partition(",")[2]  # without its numbers
+        if subject not in self._has_warned:
+            self._has_warned.add(subject)
+            self._warn(text)
 
 
 class _Schedule:
     """A learning-rate schedule that is stepped after each step of the run."""
 
-    def __init__(self, schedule: LRScheduler, steps_per_round: int) -> None:
+    def __init__(self, schedule: LRScheduler, steps_per_round: int, *, is_loaded: bool) -> None:
+        """If it `is_loaded`, its steps until now were taken before the run."""
         if not hasattr(schedule, "last_epoch") or isinstance(schedule, ReduceLROnPlateau):
             raise BadModel(
                 f"batches() cannot bring a {type(schedule).__name__} to the run's round, since only steps that its "
@@ -154,6 +217,7 @@ class _Schedule:
         self.schedule = schedule
         self._steps_per_round = steps_per_round
         self._start = schedule.last_epoch
+        self._before_run = self._start if is_loaded else 0  # steps
         self._state = copy.deepcopy(schedule.state_dict())
         self._groups = [_numbers(group) for group in schedule.optimizer.param_groups]
         self._num_rollbacks: int | None = None  # the rollbacks when the schedule was last moved
@@ -164,7 +228,7 @@ class _Schedule:
             self._move_to(position.round)
             self._num_rollbacks = position.num_rollbacks
             return
-        begin = position.round * self._steps_per_round
+        begin = self._before_run + position.round * self._steps_per_round
         if not begin <= self.schedule.last_epoch < begin + self._steps_per_round:
             raise BadModel(
                 "batches(…, schedule=schedule) expects schedule.step() once after each optimizer.step(). If it is "
@@ -176,12 +240,12 @@ class _Schedule:
 
     def _move_to(self, round_: Round) -> None:
         """Step the schedule to the end of this round, from its state at the first call if it is ahead."""
-        target = round_ * self._steps_per_round
+        target = self._before_run + round_ * self._steps_per_round
         if self._start > target:
             raise BadModel(
                 f"the schedule had taken {self._start} steps before the first call of batches(), and the run has "
-                f"taken {target}. Create it without loading its state, since batches() steps it, or leave schedule= "
-                "out, and bring it to optimizer.round in the script"
+                f"taken {target}. If they are of a checkpoint of the script's own, give first_epoch=, the epoch that "
+                "follows it; else create the schedule without loading its state, since batches() steps it"
             )
         if self.schedule.last_epoch > target:
             self.schedule.load_state_dict(copy.deepcopy(self._state))

@@ -133,8 +133,8 @@ class ScriptGuard:
         if not self._has_read_position:
             self._log.warning(
                 f"the run is at round {round_}, but the script has not read optimizer.round, so it may repeat batches. "
-                "Take batches from optimizer.batches(loader, epochs=…), or begin the loop and its schedules at "
-                "optimizer.round"
+                "Take batches from optimizer.epochs(loader, …) or optimizer.batches(loader, …), or begin the loop and "
+                "its schedules at optimizer.round"
             )
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         has_schedule = any(hasattr(stepped.step, "_wrapped_by_lr_sched") for stepped in (self._optimizer, wrapped))

@@ -159,6 +159,72 @@ def test_each_call_continues_behind_those_before_it() -> None:
             assert back["taken"] == whole["taken"], (lost_at, back_to)
 
 
+def train_epochs(state: dict[str, Any], *, stop_at: int | None = None, first_epoch: int = 0, steps: int = 0) -> None:
+    """Run a script with a loop over epochs, which stops before a step, or half a round later at the end of an epoch."""
+    batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
+    optimizer, schedule = make_schedule()
+    for _ in range(steps):  # as a loaded one has taken
+        optimizer.step()
+        schedule.step()
+    for epoch, rest in batches.iterate_epochs(shuffled(Numbers()), 4, 1, schedule, first_epoch):
+        for batch in rest:
+            if state["round"] == state["lost at"]:
+                state.update({"rollbacks": 1, "round": 2, "lost at": None})
+                del state["taken"][2:]
+                continue
+            if state["round"] == stop_at:
+                return
+            state["taken"].append((batch.tolist(), optimizer.param_groups[0]["lr"]))
+            state["round"] += 1
+            optimizer.step()
+            schedule.step()
+        if state["round"] - 0.5 == stop_at:
+            return
+        state["ends"].append((epoch, state["round"]))
+
+
+def test_a_resumed_loop_over_epochs_begins_with_the_epoch_that_was_not_over() -> None:
+    whole = {**new_state(), "ends": []}
+    train_epochs(whole)
+    assert whole["ends"] == [(0, 3), (1, 6), (2, 9), (3, 12)]
+    for stop_at in (0, 1, 2.5, 3, 4, 5.5, 8.5, 9, 11.5):
+        killed = {**new_state(), "ends": []}
+        train_epochs(killed, stop_at=stop_at)  # type: ignore[arg-type]
+        ends = [*killed["ends"]]
+        train_epochs(killed, stop_at=None)
+        assert killed["taken"] == whole["taken"], stop_at
+        # An epoch whose batches are all in the run may end twice, since nothing shows that it has ended.
+        assert sorted({*killed["ends"]}) == whole["ends"]
+        assert len(killed["ends"]) - len(whole["ends"]) == (ends[-1:] == [(stop_at // 3 - 1, stop_at)]), stop_at
+    train_epochs(whole)  # a finished run that is resumed
+    assert whole["ends"][4:] == [(3, 12)]
+    for lost_at in (3, 5, 7, 11):
+        back = {**new_state(lost_at), "ends": []}
+        train_epochs(back)
+        assert back["taken"] == whole["taken"], lost_at
+
+
+def test_a_script_that_has_loaded_a_checkpoint_of_its_own_continues_with_its_epoch_and_schedule() -> None:
+    whole, rest = {**new_state(), "ends": []}, {**new_state(), "ends": []}
+    train_epochs(whole)
+    train_epochs(rest, first_epoch=2, steps=6, stop_at=4)
+    train_epochs(rest, first_epoch=2, steps=6)  # resumed in the run that began with the checkpoint
+    assert rest["taken"] == whole["taken"][6:]
+    with pytest.raises(BadModel, match="give first_epoch="):
+        train_epochs({**new_state(), "ends": []}, steps=6)
+
+
+def test_batches_for_which_no_step_was_taken_are_told_once() -> None:
+    told: list[str] = []
+    round_ = 0
+    batches = ResumableBatches(lambda: Position(0, round_), warn=told.append)
+    for _, rest in batches.iterate_epochs(range(5), 2):
+        for number, _ in enumerate(rest, 1):
+            round_ += number % 2 == 0
+    assert len(told) == 1
+    assert told[0].startswith("5 batches were taken for 2 steps of the run")
+
+
 def test_the_rounds_at_the_end_of_a_call_are_told_where_the_loader_has_a_length() -> None:
     totals: list[int] = []
     round_ = 0
@@ -167,8 +233,12 @@ def test_the_rounds_at_the_end_of_a_call_are_told_where_the_loader_has_a_length(
         round_ = taken // 2
     for _ in batches.iterate(Stream(), epochs=1):
         round_ += 1
-    list(batches.iterate(range(4), epochs=1))
-    assert totals == [15, 26]
+    for _ in (*batches.iterate(range(4), epochs=1), *batches.iterate(range(4), epochs=2)):  # the first in a loop, maybe
+        pass
+    for _, rest in batches.iterate_epochs(range(4), epochs=3):
+        for _ in rest:
+            round_ += 1
+    assert totals == [15, 30, 34, 34, 34]  # of a call for one epoch nothing, since others may follow
 
 
 def test_a_call_before_the_end_of_the_previous_one_is_refused() -> None:
