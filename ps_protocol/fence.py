@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 from .errors import BadInput, Conflict, StalePserver, StaleRun
 from .vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
@@ -26,8 +26,7 @@ def is_decimal(text: str, max_digits: int = MAX_DIGITS) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= max_digits
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(NamedTuple):
     """The identity of one data request: the words of the header `gradpost-fence`, in this order."""
 
     protocol: int
@@ -42,7 +41,7 @@ class Fence:
 
     def at_round(self, round_: Round) -> Fence:
         """Return the same identity in another round."""
-        return replace(self, round=round_)
+        return self._replace(round=round_)
 
     def to_headers(self) -> dict[str, str]:
         """Return the HTTP header, in lower case as HTTP/2 requires.
@@ -72,7 +71,7 @@ class Fence:
         if found is None:
             raise BadInput(
                 f"the header {FENCE_HEADER} must be nine words with one space between them",
-                code="bad_header", expected=" ".join(field.name for field in fields(cls)), actual=text[:200],
+                code="bad_header", expected=" ".join(cls._fields), actual=text[:200],
             )  # fmt: skip
         protocol, run, attempt, plan, *rest = found.groups()
         return cls(int(protocol), run, int(attempt), plan, *map(int, rest))
@@ -101,6 +100,6 @@ class Fence:
 
 _TEXTS = ("run", "plan")
 FENCE_PATTERN = " ".join(
-    f"([!-~]{{1,{MAX_TEXT}}})" if field.name in _TEXTS else f"([0-9]{{1,{MAX_DIGITS}}})" for field in fields(Fence)
+    f"([!-~]{{1,{MAX_TEXT}}})" if field in _TEXTS else f"([0-9]{{1,{MAX_DIGITS}}})" for field in Fence._fields
 )
 _PATTERN = re.compile(FENCE_PATTERN)

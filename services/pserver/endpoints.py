@@ -9,16 +9,16 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ps_http2.asgi import send_from
 from ps_protocol.errors import BadInput, Conflict, GradpostError
 from ps_protocol.fence import Fence
-from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
+from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES, FrameLimits
 from ps_protocol.requests import Barrier, Pull
 
 from .limits import WaitingPulls
@@ -64,10 +64,10 @@ class TensorEndpoints:
             raise
         run.transports.add(scope["http_version"])
         with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.schedule.members)):
-            limits = replace(self._limits, max_tensors=min(self._limits.max_tensors, run.max_body_tensors))
+            limits = _limit_tensors(self._limits, run.max_body_tensors)
             body = await receive_body(scope, receive, num_bytes, limits, self._pserver.pool)
             answer = await (run.initial_values.store(fence, body) if initial else run.push(fence, body))
-        await _send_json(scope, receive, send, answer)
+        await _send_json(send, answer)
 
     async def barrier(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a batch or fetch barrier and answer without waiting."""
@@ -76,7 +76,7 @@ class TensorEndpoints:
         run, fence, barrier = self._pserver.run, Fence.from_headers(headers), Barrier.from_headers(headers)
         run.check_fence(fence)
         answer = _require_rounds(run, f"{barrier.kind} barrier").count_barrier(fence, barrier)
-        await _send_json(scope, receive, send, answer)
+        await _send_json(send, answer)
 
     async def buffers(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with this shard's buffers."""
@@ -119,7 +119,7 @@ class TensorEndpoints:
             rounds.count_barrier(fence, pull.barrier)
         async with self._waiting.place(fence.rank):
             answer = await rounds.get_norm(fence, pull)
-        await _send_json(scope, receive, send, answer)
+        await _send_json(send, answer)
 
     async def pull(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with one version of the shard, or of the blocks named in the body (a JSON list)."""
@@ -127,7 +127,8 @@ class TensorEndpoints:
         fence = Fence.from_headers(headers)
         run = self._pserver.run
         pull = Pull.from_headers(fence.round, headers)
-        pull = replace(pull, names=tuple(await _receive_names(scope, receive)))
+        if headers.get("content-length") != "0":
+            pull = replace(pull, names=tuple(await _receive_names(scope, receive)))
         run.check_fence(fence)
         run.check_names(pull.names)
         if pull.barrier is not None:  # last, since a refused request must not count
@@ -143,6 +144,11 @@ class TensorEndpoints:
             async with reply.reading():
                 await _send_parts(scope, send, parts)
         run.pulled_bytes += sum(map(len, parts))
+
+
+@lru_cache(maxsize=8)  # as many as there are runs at a time, and some more
+def _limit_tensors(limits: FrameLimits, most: int) -> FrameLimits:
+    return replace(limits, max_tensors=min(limits.max_tensors, most))
 
 
 def _headers(scope: Scope) -> dict[str, str]:
@@ -178,8 +184,11 @@ async def _receive_names(scope: Scope, receive: Receive) -> list[str]:
     return names
 
 
-async def _send_json(scope: Scope, receive: Receive, send: Send, answer: BaseModel) -> None:
-    await Response(answer.model_dump_json(), media_type="application/json")(scope, receive, send)
+async def _send_json(send: Send, answer: BaseModel) -> None:
+    body = answer.model_dump_json().encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def _send_parts(scope: Scope, send: Send, parts: Sequence[bytes | memoryview]) -> None:

@@ -76,8 +76,12 @@ class WaitingPulls:
         pulls = self._by_rank[rank]
         if len(pulls) >= self._max_each:
             pulls.popleft()()
-        text = f"trainer {rank} sent {self._max_each} newer requests, so this one was ended"
-        async with endable_wait(TryAgain(text, code="overloaded")) as end_wait:
+
+        def make_error() -> TryAgain:
+            text = f"trainer {rank} sent {self._max_each} newer requests, so this one was ended"
+            return TryAgain(text, code="overloaded")
+
+        async with endable_wait(make_error) as end_wait:
             pulls.append(end_wait)
             try:
                 yield

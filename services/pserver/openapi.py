@@ -31,7 +31,7 @@ def _header(name: str, description: str, *, required: bool = False, **schema: An
 
 
 _FENCE = _header(
-    FENCE_HEADER, f"the fence: {', '.join(Fence.__dataclass_fields__)}", required=True, type="string",
+    FENCE_HEADER, f"the fence: {', '.join(Fence._fields)}", required=True, type="string",
     pattern=f"^{FENCE_PATTERN}$",
 )  # fmt: skip
 _BARRIER = _header(BARRIER_HEADER, "kind of the barrier", required=True, type="string", enum=["batch", "fetch"])

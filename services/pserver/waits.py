@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeAlias
@@ -14,8 +13,8 @@ EndWait: TypeAlias = Callable[[], None]
 
 
 @asynccontextmanager
-async def endable_wait(error: GradpostError) -> AsyncIterator[EndWait]:
-    """Run a block that may wait. Another task may call the yielded function, which raises `error` in the block.
+async def endable_wait(make_error: Callable[[], GradpostError]) -> AsyncIterator[EndWait]:
+    """Run a block that may wait. Another task may call the yielded function, which raises an error in the block.
 
     The block has a time-out without a deadline, which the function sets to now.
     """
@@ -26,4 +25,4 @@ async def endable_wait(error: GradpostError) -> AsyncIterator[EndWait]:
     except TimeoutError:
         if not timeout.expired():
             raise
-        raise copy.copy(error) from None  # `error` is a local variable of a frame in its traceback, a cycle otherwise
+        raise make_error() from None

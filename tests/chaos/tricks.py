@@ -9,7 +9,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -81,7 +80,7 @@ class Tricks:
     async def _send_late(self, client: PserverClient, fence: Fence, body: bytes) -> None:
         await asyncio.sleep(self._chance.choice((0.05, 0.3, 1.0)))
         await self._post(client, SEND, fence, body)
-        await self._post(client, SEND, replace(fence, round=max(1, fence.round - 2)), body)
+        await self._post(client, SEND, fence.at_round(max(1, fence.round - 2)), body)
         if self._is_sync:
             await self._post(client, BARRIER, fence, b"", {BARRIER_HEADER: "batch"})
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
@@ -23,11 +23,18 @@ M = TypeVar("M", Counter, Gauge, Histogram)
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
+class _Route(NamedTuple):
+    requests: Counter
+    in_flight: Gauge
+    seconds: Histogram
+
+
 class TrainerMetrics:
     """Counters of one trainer in a registry of their own, so that a script's metrics are left alone."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._routes: dict[str, _Route] = {}
         self.rounds = self._add(Counter, "rounds", "Rounds completed by `RemoteOptimizer.step`.")
         self.skipped = self._add(Counter, "rounds_skipped", "Rounds that were skipped because of NaN or infinity.")
         self.round = self._add(Gauge, "round", "Newest completed round.")
@@ -72,6 +79,23 @@ class TrainerMetrics:
             "event_loop_lag_seconds",
             "The delay of a timer on the I/O thread, which is due four times a second.",
         )
+
+    @contextmanager
+    def request(self, route: str) -> Iterator[None]:
+        """Count one try of a request, and observe its seconds at the end of the block."""
+        counted = self._routes.get(route)
+        if counted is None:  # looking up a child by its label takes a lock
+            counted = self._routes[route] = _Route(
+                self.requests.labels(route), self.in_flight.labels(route), self.request_seconds.labels(route)
+            )
+        counted.requests.inc()
+        counted.in_flight.inc()
+        begin = perf_counter()
+        try:
+            yield
+        finally:
+            counted.in_flight.dec()
+            counted.seconds.observe(perf_counter() - begin)
 
     def _add(self, kind: type[M], name: str, text: str, *labels: str) -> M:
         options: dict[str, Any] = {"buckets": _BUCKETS} if kind is Histogram else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
@@ -93,7 +92,7 @@ class PserverClient:
 
     def follow(self, attempt: Attempt) -> None:
         """Send all further requests for this attempt of the run, and forget the pushes of the attempt before."""
-        self.connection.fence = replace(self.connection.fence, attempt=attempt.number)
+        self.connection.fence = self.connection.fence._replace(attempt=attempt.number)
         self._kept.clear()
 
     # ------------------------------------------------------------------ pushes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import httpx
@@ -75,7 +75,7 @@ class PserverConnection:
         if info.incarnation >= self.info.incarnation and info != self.info:
             self.info = info
             self.exchange = self.exchange_for(info)
-            self.fence = replace(self.fence, pserver_incarnation=info.incarnation)
+            self.fence = self.fence._replace(pserver_incarnation=info.incarnation)
 
     async def request_with_retry(
         self, route: str, send_once: Callable[[], Awaitable[T]], push_again: Callable[[], Awaitable[bool]] | None = None
@@ -148,9 +148,7 @@ class PserverConnection:
 
     async def _request(self, route: str, send_once: Callable[[], Awaitable[T]]) -> T:
         self.refresh()
-        metrics = self.metrics
-        metrics.requests.labels(route).inc()
-        with metrics.in_flight.labels(route).track_inprogress(), metrics.request_seconds.labels(route).time():
+        with self.metrics.request(route):
             async with asyncio.timeout(self.deadline_seconds) as limit:
                 with self.news.waits[self.info.index].add(limit):
                     try:

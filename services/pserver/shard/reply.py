@@ -171,10 +171,9 @@ class Reply:
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
         """Allow reading the parts within the block. Raises StaleRound there if the reply is revoked."""
-        overwritten = StaleRound(f"round {self.round} is being overwritten")
         if self._is_revoked:
-            raise overwritten
-        async with endable_wait(overwritten) as end_reader:
+            raise self._make_error()
+        async with endable_wait(self._make_error) as end_reader:
             self._readers.add(end_reader)
             try:
                 yield
@@ -182,6 +181,9 @@ class Reply:
                 self._readers.discard(end_reader)
                 if not self._readers:
                     self._is_free.set()
+
+    def _make_error(self) -> StaleRound:
+        return StaleRound(f"round {self.round} is being overwritten")
 
     async def revoke(self) -> None:
         """Wait until there are no readers; after a moment the remaining ones are ended."""

@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ class Bench:
             pserver_incarnation=self.install.incarnation,
             rank=rank, trainer_incarnation=self.install.membership.members.get(rank, 1), round=round_,
         )  # fmt: skip
-        return replace(fence, **changes)
+        return fence._replace(**changes)
 
     # ------------------------------------------------------------ requests
 
