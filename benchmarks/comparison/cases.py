@@ -14,6 +14,7 @@ MILLION = 1_000_000
 RESNET50 = tuple(spec.num_elements for spec in model_parameters("ResNet-50"))
 
 RAW, RPC_TCP, RPC, GLOO, RAY = "raw_sockets", "torch_rpc_tcp", "torch_rpc", "gloo", "ray"
+BARE = "bare_exchange"  # our HTTP/2 with nothing above it
 ALL = (RAW, RPC_TCP, RPC, GLOO, RAY)
 # With the malloc settings of our services: freed memory is kept, which avoids page faults.
 RPC_TCP_KEEPING, RPC_KEEPING = "torch_rpc_tcp_keeping", "torch_rpc_keeping"
@@ -72,7 +73,17 @@ CASES = (
     ),
     Case(
         "tiny", "10,000 parameters in 8 tensors, SGD",
-        Variant(Work((1250,) * 8)), num_rounds=100, peers=ALL, quick_peers=(RPC_TCP,),
+        Variant(Work((1250,) * 8)), num_rounds=100, peers=(*ALL, BARE), quick_peers=(RPC_TCP,),
+    ),
+    Case(
+        "latency", "1,000 parameters in one tensor, SGD",
+        Variant(Work((1000,), num_trainers=1, num_servers=1)), num_rounds=200, peers=(RAW, BARE, RPC_TCP),
+        quick_peers=(RPC_TCP,),
+    ),
+    Case(
+        "many_tensors", "1,000 tensors of 64 elements, SGD",
+        Variant(Work((64,) * 1000)), num_rounds=20, peers=(RPC_TCP,), quick_peers=(),
+        variants={"async": Variant(Work((64,) * 1000, is_exact=False), {"mode": "async"})},
     ),
     Case(
         "sync_100mb_adam", "25 M parameters in one tensor, Adam",

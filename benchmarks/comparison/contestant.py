@@ -34,6 +34,7 @@ class Repetition:
     contributions_per_second: float  # of all trainers, each at its own pace
     cpu_seconds: dict[str, float]  # a round, by what the processes do
     wire_bytes: float  # a round, on the loopback interface
+    slow_seconds: float = 0.0  # the 99th percentile of all trainers' rounds
 
 
 class Contestant:
@@ -97,8 +98,10 @@ class Contestant:
         spent = {role: seconds - cpu.get(role, 0.0) for role, seconds in self._cpu_seconds().items()}
         wire = _loopback_bytes() - wire
         self._rest()
+        rounds = sorted(seconds for answer in answers for seconds in answer["seconds"])
         return Repetition(
-            seconds=statistics.median(seconds for answer in answers for seconds in answer["seconds"]),
+            seconds=statistics.median(rounds),
+            slow_seconds=rounds[int(0.99 * len(rounds))],
             contributions_per_second=sum(num_rounds / sum(answer["seconds"]) for answer in answers),
             cpu_seconds={role: seconds / num_rounds for role, seconds in spent.items()},
             wire_bytes=wire / num_rounds,

@@ -107,6 +107,7 @@ def start_peer(
 
 PEERS: dict[str, Start] = {
     "raw_sockets": lambda work: start_peer(work, "raw_sockets", "raw_sockets", "server", "trainer"),
+    "bare_exchange": lambda work: start_peer(work, "bare_exchange", "bare_exchange", "server", "trainer"),
     "torch_rpc_tcp": lambda work: start_peer(work, "torch_rpc_tcp", "torch_rpc", "server", "trainer", transport="tcp"),
     # In each process a thread polls the shared memory without sleeping.
     "torch_rpc": lambda work: start_peer(work, "torch_rpc", "torch_rpc", "server", "trainer", spins=True),

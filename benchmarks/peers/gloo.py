@@ -16,21 +16,17 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=options.index, world_size=work.num_trainers
     )
-    gradients = work.make_gradients(options.index)
-    values = [torch.zeros_like(gradient) for gradient in gradients]
-    averages = [torch.empty_like(gradient) for gradient in gradients]
-
-    def prepare() -> None:
-        """Copy the gradients, which are reduced in place."""
-        torch._foreach_copy_(averages, gradients)
+    gradient = torch.cat(work.make_gradients(options.index))  # one flat tensor, as a bucket of DDP
+    values, average = torch.zeros_like(gradient), torch.empty_like(gradient)
 
     def one_round() -> None:
-        pending = [dist.all_reduce(average, async_op=True) for average in averages]
-        for work_ in pending:
-            work_.wait()
-        torch._foreach_add_(values, averages, alpha=-LEARNING_RATE / work.num_trainers)
+        dist.all_reduce(average)
+        values.add_(average, alpha=-LEARNING_RATE / work.num_trainers)
 
-    take_rounds(options.index, one_round, lambda num_rounds: work.check(values, num_rounds), prepare)
+    # The gradients are reduced in place, and copied before.
+    take_rounds(
+        options.index, one_round, lambda num_rounds: work.check([values], num_rounds), lambda: average.copy_(gradient)
+    )
     dist.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
 """The floor: the same bytes over plain TCP sockets, and nothing else.
 
-A trainer sends each server its part of the gradient; a server receives into a staging array for each trainer, adds,
-steps SGD once, and sends its values back. No names, no checks, no failures.
+A trainer sends each server its part of the gradient; a server receives into a staging array for each trainer, adds
+in place, steps SGD once, and sends its values back. No names, no checks, no failures. There is a thread for each
+connection, but only one for small parts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 
 from benchmarks.comparison.paced import take_rounds
 from benchmarks.comparison.work import LEARNING_RATE, Work, read_arguments
+
+SMALL_BYTES = 64 * 1024  # a socket takes so much at once, and one thread is faster than several
 
 
 def receive_into(connection: socket.socket, array: np.ndarray) -> bool:
@@ -35,24 +38,36 @@ def serve(work: Work, index: int, port: int) -> None:
     staged = [np.empty_like(values) for _ in range(work.num_trainers)]
     arrived, applied = threading.Barrier(work.num_trainers), threading.Barrier(work.num_trainers)
 
+    def step() -> None:
+        for other in staged[1:]:
+            np.add(staged[0], other, out=staged[0])
+        np.multiply(staged[0], LEARNING_RATE / work.num_trainers, out=staged[0])
+        np.subtract(values, staged[0], out=values)
+
     def serve_one(connection: socket.socket, number: int) -> None:
         with connection:
             while receive_into(connection, staged[number]):
                 if arrived.wait() == 0:
-                    for other in staged[1:]:
-                        np.add(staged[0], other, out=staged[0])
-                    np.multiply(staged[0], LEARNING_RATE / work.num_trainers, out=staged[0])
-                    np.subtract(values, staged[0], out=values)
+                    step()
                 applied.wait()
                 connection.sendall(values)
 
+    def serve_all(connections: list[socket.socket]) -> None:
+        while all(list(map(receive_into, connections, staged))):
+            step()
+            for connection in connections:
+                connection.sendall(values)
+
     with socket.create_server(("127.0.0.1", port + index)) as listener:
-        threads = []
-        for number in range(work.num_trainers):
-            connection, _ = listener.accept()
+        connections = [listener.accept()[0] for _ in range(work.num_trainers)]
+        for connection in connections:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threads.append(threading.Thread(target=serve_one, args=(connection, number)))
-            threads[-1].start()
+        if values.nbytes <= SMALL_BYTES:
+            serve_all(connections)
+            return
+        threads = [threading.Thread(target=serve_one, args=pair) for pair in zip(connections, range(len(connections)))]
+        for thread in threads:
+            thread.start()
         for thread in threads:
             thread.join()
 
@@ -88,14 +103,25 @@ def train(work: Work, rank: int, port: int) -> None:
             receive_into(connections[index], values[part])
             end.wait()
 
-    for index in range(work.num_servers):
-        threading.Thread(target=exchange, args=(index,), daemon=True).start()
-
     def one_round() -> None:
         begin.wait()
         end.wait()
 
-    take_rounds(rank, one_round, lambda num_rounds: work.check([torch.from_numpy(values)], num_rounds))
+    def one_small_round() -> None:
+        parts = [part_of(work, index) for index in range(work.num_servers)]
+        for connection, part in zip(connections, parts, strict=True):
+            connection.sendall(gradient[part])
+        for connection, part in zip(connections, parts, strict=True):
+            receive_into(connection, values[part])
+
+    is_small = values.nbytes // work.num_servers <= SMALL_BYTES
+    for index in range(0 if is_small else work.num_servers):
+        threading.Thread(target=exchange, args=(index,), daemon=True).start()
+    take_rounds(
+        rank,
+        one_small_round if is_small else one_round,
+        lambda num_rounds: work.check([torch.from_numpy(values)], num_rounds),
+    )
 
 
 def main() -> None:

@@ -1,0 +1,125 @@
+"""Our HTTP/2 with nothing above it: what a round costs without fences, checks, frames, retries and metrics.
+
+A trainer pushes its part to each server, and then asks each one for the new values; a server steps once all trainers
+have asked. So a round has as many requests as one of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.comparison.paced import take_rounds
+from benchmarks.comparison.work import LEARNING_RATE, Work, read_arguments
+from ps_http2.asgi import receive_into, send_from
+from ps_http2.client import Http2Transport
+from services.runtime.server import UvicornServer, take_port
+from services.runtime.settings import ServiceSettings
+from trainer_client.transport.exchange import raw_parts
+
+from .raw_sockets import connect, part_of
+
+
+class Server:
+    """An ASGI application without a framework."""
+
+    def __init__(self, work: Work, index: int) -> None:
+        part = part_of(work, index)
+        self._values = np.zeros(part.stop - part.start, dtype=np.float32)
+        self._staged = [np.empty_like(self._values) for _ in range(work.num_trainers)]
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/get":
+            await self._wait()
+            body = memoryview(self._values).cast("B")
+        else:
+            await self._stage(int(scope["path"][1:]), scope, receive)
+            body = memoryview(b"")
+        headers = [(b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send_from(body, scope, send, more_body=False)
+
+    async def _stage(self, rank: int, scope: Any, receive: Any) -> None:
+        room, has_more = memoryview(self._staged[rank]).cast("B"), True
+        while has_more:
+            num_bytes, has_more = await receive_into(room, scope, receive)
+            room = room[num_bytes:]
+
+    async def _wait(self) -> None:
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting.append(answer)
+        if len(self._waiting) == len(self._staged):
+            for other in self._staged[1:]:
+                np.add(self._staged[0], other, out=self._staged[0])
+            np.multiply(self._staged[0], LEARNING_RATE / len(self._staged), out=self._staged[0])
+            np.subtract(self._values, self._staged[0], out=self._values)
+            for waiting in self._waiting:
+                waiting.set_result(None)
+            self._waiting = []
+        await answer
+
+
+class Memory:
+    """The sink of a reply, which the kernel writes to this memory."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._rest = memory
+
+    def get_buffer(self) -> memoryview:
+        return self._rest
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        self._rest = self._rest[num_bytes:]
+
+    def feed(self, data: memoryview) -> None:
+        self._rest[: len(data)] = data
+        self.buffer_updated(len(data))
+
+
+async def serve(work: Work, index: int, port: int) -> None:
+    with take_port("127.0.0.1", port + index) as bound:
+        await UvicornServer(Server(work, index), ServiceSettings(), bound).serve()
+
+
+def train(work: Work, rank: int, port: int) -> None:
+    gradient = np.concatenate([tensor.numpy() for tensor in work.make_gradients(rank)])
+    values = np.zeros_like(gradient)
+    pushed, pulled = memoryview(gradient).cast("B"), memoryview(values).cast("B")
+    parts = [slice(4 * part.start, 4 * part.stop) for part in (part_of(work, i) for i in range(work.num_servers))]
+    loop, transport = asyncio.new_event_loop(), Http2Transport()
+    for index in range(work.num_servers):
+        connect(port + index).close()  # waits until it listens
+
+    async def send(index: int, path: str, body: tuple[memoryview, ...], sink: Memory | None = None) -> None:
+        response = await transport.send("POST", f"http://127.0.0.1:{port + index}{path}", [], body, sink)
+        async for _ in raw_parts(response):
+            pass
+        await response.aclose()
+
+    async def exchange() -> None:
+        await asyncio.gather(*(send(index, f"/{rank}", (pushed[part],)) for index, part in enumerate(parts)))
+        await asyncio.gather(*(send(index, "/get", (), Memory(pulled[part])) for index, part in enumerate(parts)))
+
+    take_rounds(
+        rank,
+        lambda: loop.run_until_complete(exchange()),
+        lambda num_rounds: work.check([torch.from_numpy(values)], num_rounds),
+    )
+    loop.run_until_complete(transport.aclose())
+
+
+def main() -> None:
+    options: argparse.Namespace = read_arguments(__doc__)
+    if options.role == "server":
+        asyncio.run(serve(options.work, options.index, options.port))
+    else:
+        train(options.work, options.index, options.port)
+
+
+if __name__ == "__main__":
+    main()
