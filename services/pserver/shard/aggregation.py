@@ -113,8 +113,8 @@ class Aggregator:
 
         `parts` are tensors of shape (num_elements,) in any floating dtype.
         """
-        for name, part in parts.items():
-            self._views[name].copy_(part)
+        if parts:
+            torch._foreach_copy_([self._views[name] for name in parts], list(parts.values()))
         return self._gradient
 
     def _scale(self, begin: int, end: int, scale: float) -> None:

@@ -52,7 +52,7 @@ class StagedBlock:
         """`views` are one tensor of the body, or two for a quantised or sparse block."""
         self._body = body  # whose buffer the views are of
         self.views = views
-        self.part: Part = decode_part(views, num_elements)
+        self.part: Part = views[0] if len(views) == 1 else decode_part(views, num_elements)
 
     def tensor(self) -> Tensor:
         """Return the elements, of shape (num_elements,): a view that must not be written, or decoded float32."""

@@ -1,6 +1,6 @@
 """The asynchronous modes: a queue and a worker for each block, and pulls beside them (ADR 5).
 
-push ──staged until the step is complete──► logged ──► together into all its queues ──► each block's worker steps it
+push ──staged until the step is complete──► logged ──► together into all its queues ──► each block's worker applies it
 pull ──waits for clocks (its own, or with `max_staleness` those of all trainers)─────► reads as `read_consistency` says
 
 Contributions are numbered in the order in which they are committed. A checkpoint of number n is made while no

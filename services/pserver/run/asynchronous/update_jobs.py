@@ -66,9 +66,9 @@ class UpdateJobs:
             if each.error is None:
                 metrics.apply_seconds.observe(seconds)
                 self._schedule.count_applied_block(each.update.committed)
-                metrics.updates.inc()
         self._shard.version = self._schedule.applied
         metrics.rounds.inc(self._schedule.applied - before)
+        metrics.updates.inc(sum(each.error is None for each in due))
         for each in due:
             if each.done.cancelled():
                 continue
