@@ -48,13 +48,13 @@ class Aggregator:
                 values = self._values[place.begin : place.end]
                 parts = [blocks.get(place.name, values) for blocks in contributions]
             present.append(place.name)
-            if end != place.step_begin or end - begin + place.block.num_elements > PIECE:
+            if end != place.step_begin or place.end - begin > PIECE:
                 _sum_small(small)
                 self._scale(begin, end, scale)
                 begin = place.step_begin
             end = place.padded_end
             total = self._views[place.name]
-            if len(total) <= SMALL:
+            if place.end - place.begin <= SMALL:
                 small.append((total, [part if isinstance(part, Tensor) else part[:] for part in parts]))
                 continue
             if len(total) <= PIECE:
