@@ -188,7 +188,8 @@ class QueueExecutor:
         return self._context.membership.newest_controls.override_rates(contribution.hyper_parameters)
 
     def _is_frozen(self, name: str) -> bool:
-        return self._shard.layout.place[name].block.parameter in self._context.membership.newest_controls.frozen
+        frozen = self._context.membership.newest_controls.frozen
+        return bool(frozen) and self._shard.layout.place[name].block.parameter in frozen
 
     # ------------------------------------------------------------------ log and checkpoints
 

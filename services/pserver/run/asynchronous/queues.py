@@ -11,8 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, KeysView, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,8 +28,7 @@ from .staleness import PulledState
 log = get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class BlockUpdate:
+class BlockUpdate(NamedTuple):
     """One trainer's gradient for this block, the pull that it was computed on, and the hyperparameters of its step."""
 
     committed: Committed[StagedBlock]
