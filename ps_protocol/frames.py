@@ -5,6 +5,7 @@
     data      the tensors, one after another, without holes
 
 Parsing copies no data: an entry is an offset into the caller's buffer. Limits are checked before objects are built.
+The frames of each round contain the same tensors, and other metadata. So what follows from the tensors alone is cached.
 The format is https://huggingface.co/docs/safetensors/index#format; `safetensors.torch.load` reads our replies.
 """
 
@@ -14,6 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import starmap
 from operator import attrgetter
 from typing import Any
@@ -23,7 +25,11 @@ from .vocabulary import DTYPE_BYTES, is_shape, is_size
 
 CONTENT_TYPE = "application/x-safetensors"
 LENGTH_BYTES = 8
+NUM_CACHED = 64  # lists of tensors
 ALIGNMENT = 64  # our own frames start their data on it, for aligned loads
+
+
+_METADATA = '{"__metadata__":'  # the start of our own headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,18 @@ def encode_header(
     >>> header[8:].rstrip()
     b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}}'
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    text = _encode_tensors(tuple(tensors))
+    if metadata:
+        text = f"{_METADATA}{_to_json(dict(metadata))}{',' if len(text) > len('{}') else ''}{text[1:]}"
+    encoded = text.encode()
+    total = max(LENGTH_BYTES + len(encoded), min_bytes)
+    total += -total % ALIGNMENT
+    return (total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + encoded.ljust(total - LENGTH_BYTES)
+
+
+@lru_cache(NUM_CACHED)
+def _encode_tensors(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> str:
+    header: dict[str, Any] = {}
     offset = 0
     for name, dtype, shape in tensors:
         if name in header or name == "__metadata__":
@@ -86,10 +103,11 @@ def encode_header(
         size = DTYPE_BYTES[dtype] * math.prod(shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
-    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    total = max(LENGTH_BYTES + len(encoded), min_bytes)
-    total += -total % ALIGNMENT
-    return (total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + encoded.ljust(total - LENGTH_BYTES)
+    return _to_json(header)
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def parse_frame(body: memoryview | bytes | bytearray, limits: FrameLimits = DEFAULT_LIMITS) -> Frame:
@@ -135,24 +153,47 @@ def parse_header(header: bytes, limits: FrameLimits) -> Frame:
         raise _too_large(TOO_MANY, limits.max_tensors, num_tensors)
     try:
         text = header.decode()
-        parsed: dict[str, Any] = json.loads(text, object_pairs_hook=_object_without_duplicates)
-        if "\\u" in text:  # half of a surrogate pair is valid JSON, but cannot be printed or encoded
-            json.dumps(parsed, ensure_ascii=False).encode()
+        metadata, end = _parse_first_metadata(text)
+        rest = text if metadata is None else _METADATA + "{}" + text[end:]
+        found, tensors, data_bytes = _parse_tensors(rest, limits.max_tensors)
     except (ValueError, RecursionError) as error:
         raise _malformed(f"the frame's header is not JSON: {error}") from None
-    metadata = parsed.pop("__metadata__", {})
+    metadata = found if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _malformed("__metadata__ must map strings to strings")
-    if len(parsed) > limits.max_tensors:
-        raise _too_large(TOO_MANY, limits.max_tensors, len(parsed))
-    entries = sorted(starmap(_parse_entry, parsed.items()), key=attrgetter("begin", "end"))
+    return Frame(tensors, metadata, LENGTH_BYTES + len(header), data_bytes)
+
+
+def _parse_first_metadata(text: str) -> tuple[Any, int]:
+    """Return the metadata that a header begins with, and where it ends; None if it does not begin with any."""
+    if not text.startswith(_METADATA + "{"):
+        return None, 0
+    metadata, end = _DECODER.raw_decode(text, len(_METADATA))
+    _check_surrogates(text[:end], metadata)
+    return metadata, end
+
+
+@lru_cache(NUM_CACHED)
+def _parse_tensors(text: str, max_tensors: int) -> tuple[Any, tuple[TensorEntry, ...], int]:
+    """Return the metadata of a header, its tensors in the order of their offsets, and their number of bytes."""
+    parsed: dict[str, Any] = _DECODER.decode(text)
+    _check_surrogates(text, parsed)
+    metadata = parsed.pop("__metadata__", {})
+    if len(parsed) > max_tensors:
+        raise _too_large(TOO_MANY, max_tensors, len(parsed))
+    tensors = sorted(starmap(_parse_entry, parsed.items()), key=attrgetter("begin", "end"))
     offset = 0
-    for entry in entries:
+    for entry in tensors:
         if entry.begin != offset:
             what = f"tensor {entry.name!r:.200} leaves a hole or overlaps"
             raise _malformed(what, expected=f"offset {offset}", actual=entry.begin)
         offset = entry.end
-    return Frame(tuple(entries), metadata, LENGTH_BYTES + len(header), offset)
+    return metadata, tuple(tensors), offset
+
+
+def _check_surrogates(text: str, parsed: Any) -> None:
+    if "\\u" in text:  # half of a surrogate pair is valid JSON, but cannot be printed or encoded
+        json.dumps(parsed, ensure_ascii=False).encode()
 
 
 TOO_MANY = "the frame holds too many tensors"
@@ -182,6 +223,9 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise ValueError("a key occurs twice in one object")
     return result
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_without_duplicates)
 
 
 def _malformed(detail: str, **facts: Any) -> BadInput:

@@ -181,6 +181,8 @@ def _group_samples(parameters: Mapping[str, Tensor]) -> list[_Samples]:
 
 def view_in_memory(parameter: Tensor, order: _Order | None = None) -> Tensor:
     """Return all elements in the order of the memory: a view, or a copy of a tensor with gaps. `order` saves time."""
+    if order is None and parameter.is_contiguous():
+        return parameter.detach().view(-1)
     return parameter.detach().permute(_memory_order(parameter) if order is None else order).reshape(-1)
 
 

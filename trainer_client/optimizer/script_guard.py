@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import eq
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
@@ -83,16 +85,16 @@ class ScriptGuard:
 
     def _follow_memory(self) -> None:
         """Let the engine follow parameters that the script has moved. Raises BadModel for another shape or dtype."""
-        if (forms := self._read_forms()) == self._forms:
+        if all(map(eq, map(_read_form, self._parameters.values()), self._forms.values())):
             return
         for name, parameter in self._parameters.items():
             shape, dtype, *_ = self._forms[name]
             check_form(name, parameter, shape, dtype)
         self._engine.follow_parameters()
-        self._forms = forms
+        self._forms = self._read_forms()
 
     def _read_forms(self) -> dict[str, _Form]:
-        return {name: (p.shape, p.dtype, p.stride(), p.device, p.data_ptr()) for name, p in self._parameters.items()}
+        return {name: _read_form(parameter) for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -155,6 +157,10 @@ class ScriptGuard:
                 f"as {min(changed)!r}: exports, and trainers that do not load the same, have the earlier values. "
                 "Load the model before RemoteOptimizer(…)"
             )
+
+
+def _read_form(parameter: Tensor) -> _Form:
+    return parameter.shape, parameter.dtype, parameter.stride(), parameter.device, parameter.data_ptr()
 
 
 def _identities(groups: list[dict[str, Any]]) -> list[list[int]]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ps_protocol.fields import MAX_OWN_RESULTS, OWN_RESULTS
 
 from ..engines.combined_optimizer import CombinedOptimizer
+from ..transport.device_copies import is_away
 from .parameter_watch import view_in_memory
 
 PERIOD_SECONDS = 1.0
@@ -94,7 +95,9 @@ def _sample(parameters: list[Tensor]) -> Tensor:
     """
     found = []
     for parameter in parameters:
-        flat = view_in_memory(parameter)
-        sample = flat[:: max(1, -(-len(flat) // SAMPLED))].to("cpu", torch.float64)
-        found.append(sample * math.sqrt(len(flat) / max(1, len(sample))))
-    return torch.cat(found)
+        sample = flat = view_in_memory(parameter)
+        if flat.numel() > SAMPLED:
+            sample = flat[:: -(-flat.numel() // SAMPLED)].to(torch.float64)
+            sample = sample * math.sqrt(flat.numel() / sample.numel())  # the sample may be a view of the parameter
+        found.append(sample.cpu() if is_away(sample) else sample)
+    return torch.cat(found).to(torch.float64)

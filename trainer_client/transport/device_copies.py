@@ -137,4 +137,4 @@ def check_devices(tensors: Mapping[str, Tensor]) -> None:
 
 def is_away(tensor: Tensor) -> bool:
     """Return True if the tensor is in an accelerator's memory."""
-    return tensor.device.type != "cpu"
+    return not tensor.is_cpu

@@ -48,9 +48,10 @@ class Flattening:
                 f"the gradient of {name!r} is sparse, and only dense gradients can be pushed; create the Embedding "
                 "with sparse=False"
             )
-        gradient = gradient.detach()
+        if gradient.requires_grad:
+            gradient = gradient.detach()
         if gradient.is_contiguous():
-            return gradient.view(-1)
+            return gradient if gradient.dim() == 1 else gradient.view(-1)
         memory = self._memory.get(name)
         if memory is None or _kind(memory) != _kind(gradient):
             memory = self._memory[name] = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)

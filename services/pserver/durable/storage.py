@@ -368,10 +368,9 @@ class RunStorage:
             return
         if loaded is not None:
             shard.load_slots(loaded)
-        for name in present:
-            place = shard.layout.place[name]
-            part = gradient[place.begin : place.end]
-            shard.apply_block(name, part, update.hyper_parameters, counter=update.counter)
+        places = [shard.layout.place[name] for name in present]
+        gradients = {place.name: gradient[place.begin : place.end] for place in places}
+        shard.apply_blocks(gradients, update.hyper_parameters, counter=update.counter)
         shard.version = update.round
         history.steps[update.ranks[0]] = update.origin
 

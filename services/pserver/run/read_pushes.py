@@ -13,9 +13,9 @@ from ps_protocol.vocabulary import BufferSpec, PserverIndex
 from ps_protocol.wire_types import WireTensor
 
 from ..shard.bodies import Body
-from ..shard.layout import ShardLayout
+from ..shard.layout import BlockPlace, ShardLayout
 from ..shard.shard import MASTER_BYTES
-from ..shard.tensors import StagedBlock
+from ..shard.tensors import StagedBlock, view_tensors
 from .staging import Push
 
 
@@ -36,14 +36,19 @@ def read_push(body: Body, layout: ShardLayout, plan: SlicePlan, *, is_async: boo
 def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
     """Return the blocks of a pushed body by name, without a copy. Raises BadInput."""
     entries = {entry.name: entry for entry in body.frame.tensors}
-    blocks: dict[str, StagedBlock] = {}
+    places: dict[str, BlockPlace] = {}
     for name in entries:
         place = layout.place_of_pushed.get(name)
         if place is None:
             raise BadInput(f"block {name!r} is not on this pserver", code="unknown_block")
-        if place.name not in blocks:
-            blocks[place.name] = _read_block(body, place.pushed, entries, place.block.num_elements)
-    return blocks
+        if place.name not in places:
+            _find_entries(place.pushed, entries)
+            places[place.name] = place
+    views = dict(zip(entries, view_tensors(body, body.frame.tensors), strict=True))
+    return {
+        block: StagedBlock(body, [views[name] for name, _, _ in place.pushed], place.block.num_elements)
+        for block, place in places.items()
+    }
 
 
 def _read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dict[str, StagedBlock | StepState]:
@@ -83,6 +88,12 @@ def read_initial_blocks(body: Body, layout: ShardLayout, *, skip: Collection[str
 def _read_block(
     body: Body, expected: Sequence[WireTensor], entries: Mapping[str, TensorEntry], num_elements: int
 ) -> StagedBlock:
+    found = _find_entries(expected, entries)
+    return StagedBlock(body, [view for entry in found for view in view_tensors(body, [entry])], num_elements)
+
+
+def _find_entries(expected: Sequence[WireTensor], entries: Mapping[str, TensorEntry]) -> list[TensorEntry]:
+    """Return the entries of a block's tensors. Raises BadInput."""
     found = []
     for name, dtype, shape in expected:
         entry = entries.get(name)
@@ -97,7 +108,7 @@ def _read_block(
             text = f"block {name!r} has another shape"
             raise BadInput(text, code="wrong_shape", expected=list(shape), actual=list(entry.shape))
         found.append(entry)
-    return StagedBlock(body, found, num_elements)
+    return found
 
 
 def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntry]:

@@ -128,7 +128,7 @@ class Run:
         In asynchronous modes the push that completes a step is answered once the whole step is queued.
         """
         push = read_push(body, self.shard.layout, self.plan, is_async=self.installed.consistency.is_async)
-        is_finite = await self._check_finite(fence, push.blocks, len(body.buffer))
+        is_finite = await self._check_finite(fence, push.blocks, body)
         if self.context.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=push.num_entries, finite=is_finite)
         staged = self.executor.stage(fence, push)
@@ -140,7 +140,7 @@ class Run:
         known, complete = push.num_entries - staged.num_new, staged.is_complete
         return PushAnswer(status="staged", staged=staged.num_new, duplicates=known, complete=complete, finite=is_finite)
 
-    async def _check_finite(self, fence: Fence, blocks: Mapping[str, StagedBlock], num_bytes: int) -> bool:
+    async def _check_finite(self, fence: Fence, blocks: Mapping[str, StagedBlock], body: Body) -> bool:
         """Return whether the blocks contain neither NaN nor infinity, and count and log a push that does.
 
         Under `allow` blocks are not read. Raises NonFiniteGradient under `reject`, and BadInput for wrong indices.
@@ -149,8 +149,8 @@ class Run:
             await self._compute.run(check_blocks, blocks)
         if self.installed.nonfinite == "allow" or not blocks:
             return True
-        is_quick = num_bytes <= QUICK_BYTES
-        culprit = find_nonfinite(blocks) if is_quick else await self._compute.run(find_nonfinite, blocks)
+        is_quick = len(body.buffer) <= QUICK_BYTES
+        culprit = find_nonfinite(body, blocks) if is_quick else await self._compute.run(find_nonfinite, body, blocks)
         if culprit is None:
             return True
         self._metrics.nonfinite.inc()

@@ -14,6 +14,7 @@ from .layout import ShardLayout
 from .tensors import view_bytes
 
 PIECE = 1 << 18  # elements that are summed before they are scaled, so that they stay in the cache
+SMALL = 1 << 12  # elements of a block whose sum takes less time than the call
 
 
 class Aggregator:
@@ -37,7 +38,8 @@ class Aggregator:
         """
         scale = 1 / max(len(contributions), 1)
         present = []
-        begin = end = 0  # summed and not yet scaled; small blocks are scaled together
+        begin = end = 0  # not yet scaled; small blocks are summed, and scaled, together
+        small: list[tuple[Tensor, list[Tensor]]] = []
         for place in self._layout.places:
             parts = [blocks[place.name] for blocks in contributions if place.name in blocks]
             if not parts:
@@ -46,11 +48,15 @@ class Aggregator:
                 values = self._values[place.begin : place.end]
                 parts = [blocks.get(place.name, values) for blocks in contributions]
             present.append(place.name)
-            if end != place.step_begin or end - begin + place.block.num_elements > PIECE:
+            if end != place.step_begin or place.end - begin > PIECE:
+                _sum_small(small)
                 self._scale(begin, end, scale)
                 begin = place.step_begin
             end = place.padded_end
             total = self._views[place.name]
+            if place.end - place.begin <= SMALL:
+                small.append((total, [part if isinstance(part, Tensor) else part[:] for part in parts]))
+                continue
             if len(total) <= PIECE:
                 _sum([part[:] for part in parts], total)
                 continue
@@ -58,6 +64,7 @@ class Aggregator:
                 _sum([part[at : at + PIECE] for part in parts], total[at : at + PIECE])
                 self._scale(place.begin + at, min(place.begin + at + PIECE, place.end), scale)
             begin = end
+        _sum_small(small)
         self._scale(begin, end, scale)
         return self._gradient, tuple(present)
 
@@ -101,17 +108,28 @@ class Aggregator:
             begin += len(view)
         return self._gradient
 
-    def load_block(self, name: str, part: Tensor) -> Tensor:
-        """Copy the gradient of one block, without averaging. Returns the whole gradient, valid until the next call.
+    def load_blocks(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Copy the gradients of some blocks, without averaging. Returns the whole gradient, valid until the next call.
 
-        `part` is a tensor of shape (num_elements,) in any floating dtype.
+        `parts` are tensors of shape (num_elements,) in any floating dtype.
         """
-        self._views[name].copy_(part)
+        if parts:
+            torch._foreach_copy_([self._views[name] for name in parts], list(parts.values()))
         return self._gradient
 
     def _scale(self, begin: int, end: int, scale: float) -> None:
         if scale != 1 and begin < end:
             self._gradient[begin:end].mul_(scale)  # padding stays zero
+
+
+def _sum_small(blocks: list[tuple[Tensor, list[Tensor]]]) -> None:
+    """Sum the parts of each block to its total, and clear the list. One call for many blocks takes less time."""
+    if blocks:
+        torch._foreach_copy_([total for total, _ in blocks], [parts[0] for _, parts in blocks])
+    for number in range(1, max((len(parts) for _, parts in blocks), default=0)):
+        further = [(total, parts[number]) for total, parts in blocks if number < len(parts)]
+        torch._foreach_add_([total for total, _ in further], [part for _, part in further])
+    blocks.clear()
 
 
 def _sum(parts: Sequence[Tensor], total: Tensor) -> None:

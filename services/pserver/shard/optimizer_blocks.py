@@ -128,7 +128,8 @@ class OptimizerBlocks:
         return self._own_state(name, self.state.counted.get((counter, name), before))
 
     def _own_state(self, name: str, counted: StepState) -> StepState:
-        return counted._replace(has_momentum=self.state.steps[name].has_momentum)  # the slot is one for all
+        has_momentum = self.state.steps[name].has_momentum  # the slot is one for all
+        return counted if counted.has_momentum == has_momentum else counted._replace(has_momentum=has_momentum)
 
     def steps_for(self, counter: Rank) -> dict[str, StepState]:
         """Return the step state of every block: the counter's own where it has stepped the block."""

@@ -98,14 +98,18 @@ class Shard:
             self.published.publish_round(present, masters)
         return [*present, *masters]
 
-    def apply_block(
-        self, name: str, gradient: Tensor, hyper_parameters: list[HyperParameters], *, counter: Rank | None = None
+    def apply_blocks(
+        self,
+        gradients: Mapping[str, Tensor],
+        hyper_parameters: list[HyperParameters],
+        *,
+        counter: Rank | None = None,
     ) -> None:
-        """Step one block once with a gradient of shape (num_elements,) in any floating dtype, which is only read.
+        """Step each of these blocks once. Its gradient is only read: shape (num_elements,), any floating dtype.
 
         `counter`: see `OptimizerBlocks.apply`.
         """
-        self._step(self.aggregator.load_block(name, gradient), (name,), hyper_parameters, counter)
+        self._step(self.aggregator.load_blocks(gradients), gradients.keys(), hyper_parameters, counter)
 
     def _step(
         self,

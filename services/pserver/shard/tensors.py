@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -22,6 +24,21 @@ def view_bytes(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
 
 
+def view_runs(body: Body, entries: Iterable[TensorEntry]) -> Iterator[tuple[Tensor, list[TensorEntry]]]:
+    """Yield a flat view of each run of 1-D tensors of one dtype, and the run. Each of the entries follows the other."""
+    for dtype, run in groupby(entries, key=attrgetter("dtype")):
+        first, *others = run
+        count = first.shape[0] + sum(entry.shape[0] for entry in others)
+        offset = body.frame.data_begin + first.begin
+        yield torch.frombuffer(body.buffer, dtype=TORCH_DTYPES[dtype], count=count, offset=offset), [first, *others]
+
+
+def view_tensors(body: Body, entries: Iterable[TensorEntry]) -> list[Tensor]:
+    """Return a view of each tensor: see `view_runs`. Splitting a run takes less time than a view for each tensor."""
+    runs = view_runs(body, entries)
+    return [view for flat, run in runs for view in flat.split_with_sizes([entry.shape[0] for entry in run])]
+
+
 class StagedBlock:
     """One block of a received body. While it is referenced, the body's buffer is not reused.
 
@@ -31,15 +48,11 @@ class StagedBlock:
 
     __slots__ = ("_body", "part", "views")
 
-    def __init__(self, body: Body, entries: Sequence[TensorEntry], num_elements: int) -> None:
-        """`entries` are one, or two for a quantised or sparse block."""
+    def __init__(self, body: Body, views: Sequence[Tensor], num_elements: int) -> None:
+        """`views` are one tensor of the body, or two for a quantised or sparse block."""
         self._body = body  # whose buffer the views are of
-        self.views: list[Tensor] = []
-        for entry in entries:
-            offset = body.frame.data_begin + entry.begin
-            dtype = TORCH_DTYPES[entry.dtype]
-            self.views.append(torch.frombuffer(body.buffer, dtype=dtype, count=entry.shape[0], offset=offset))
-        self.part: Part = decode_part(self.views, num_elements)
+        self.views = views
+        self.part: Part = views[0] if len(views) == 1 else decode_part(views, num_elements)
 
     def tensor(self) -> Tensor:
         """Return the elements, of shape (num_elements,): a view that must not be written, or decoded float32."""
@@ -73,8 +86,10 @@ def check_blocks(blocks: Mapping[str, StagedBlock]) -> None:
             block.part.check()
 
 
-def find_nonfinite(blocks: Mapping[str, StagedBlock]) -> str | None:
-    """Return the name of a block that contains NaN or infinity, if there is one."""
+def find_nonfinite(body: Body, blocks: Mapping[str, StagedBlock]) -> str | None:
+    """Return the name of a block that contains NaN or infinity, if there is one; `blocks` are all of the body."""
+    if all(is_finite(flat) for flat, _ in view_runs(body, body.frame.tensors) if flat.dtype.is_floating_point):
+        return None
     for name, block in blocks.items():
         for view in block.views:
             if view.dtype.is_floating_point and not is_finite(view):

@@ -160,6 +160,12 @@ REFUSED = {
     "a name twice": (raw_frame(entry_text("0,2")[:-1] + "," + entry_text("0,2")[1:], b"ab"), "twice"),
     "a member twice": (raw_frame('{"t":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', b"a"), "twice"),
     "metadata of numbers": (raw_frame({"__metadata__": {"a": 1}}), "__metadata__ must map"),
+    "metadata of numbers first": (raw_frame('{"__metadata__":{"a":1}}'), "__metadata__ must map"),
+    "half a pair in metadata that come first": (raw_frame('{"__metadata__":{"a":"\\udfff"}}'), "not JSON"),
+    "metadata twice": (raw_frame('{"__metadata__":{},"__metadata__":{}}'), "twice"),
+    "a member of the metadata twice": (raw_frame('{"__metadata__":{"a":"","a":""}}'), "twice"),
+    "a comma behind metadata": (raw_frame('{"__metadata__":{},}'), "not JSON"),
+    "a brace behind metadata": (raw_frame('{"__metadata__":{}}}'), "not JSON"),
     "an entry that is a number": (raw_frame({"t": 1}), "must have dtype, shape and data_offsets"),
     "a missing member": (raw_frame({"t": {"dtype": "U8", "shape": []}}), "must have dtype, shape and data_offsets"),
     "an unknown dtype": (raw_frame({"t": entry(dtype="F31")}, b"ab"), "unknown dtype"),
@@ -205,6 +211,22 @@ def test_an_unusual_frame_is_read(body: bytes) -> None:
     frame = parse_frame(body)
     assert [t.begin for t in frame.tensors] == sorted(t.begin for t in frame.tensors)
     assert sorted(t.name for t in frame.tensors) == sorted(name for name, _ in deserialize(body))
+
+
+def test_frames_with_the_same_tensors_have_metadata_of_their_own() -> None:
+    tensors = [("a", "F32", (2,)), ("b", "BF16", (3,))]
+    for metadata in (None, {"round": "1"}, {"round": "2", "norm": "{}"}, {}):
+        body = encode_header(tensors, metadata) + bytes(14)
+        assert json.loads(body[8 : parse_frame(body).data_begin]) == {
+            **({"__metadata__": metadata} if metadata else {}),
+            "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+            "b": {"dtype": "BF16", "shape": [3], "data_offsets": [8, 14]},
+        }
+        frame = parse_frame(body)
+        assert frame.metadata == (metadata or {})
+        assert [(entry.name, entry.begin, entry.end) for entry in frame.tensors] == [("a", 0, 8), ("b", 8, 14)]
+        with raises_code("body_too_large"):
+            parse_frame(body, FrameLimits(max_tensors=1))
 
 
 def test_limits() -> None:

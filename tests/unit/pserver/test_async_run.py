@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
-from services.pserver.run.asynchronous import queue_executor, queues
+from services.pserver.run.asynchronous import queue_executor, queues, update_jobs
 
 from ...raising import raises_code
 from .oracle import make_options
@@ -62,14 +62,38 @@ def busy(pserver: Bench) -> Iterator[threading.Event]:
 
 
 def before_applies(pserver: Bench, act: Callable[[str, Tensor], None]) -> None:
-    """Call this on the compute thread before each step of a block."""
-    apply_block = pserver.run.shard.apply_block
+    """Call this on the compute thread for each block before it is stepped."""
+    apply_blocks = pserver.run.shard.apply_blocks
 
-    def act_and_apply(name: str, gradient: Tensor, *args: Any, **kwargs: Any) -> None:
-        act(name, gradient)
-        apply_block(name, gradient, *args, **kwargs)
+    def act_and_apply(gradients: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
+        for name, gradient in gradients.items():
+            act(name, gradient)
+        apply_blocks(gradients, *args, **kwargs)
 
-    pserver.run.shard.apply_block = act_and_apply
+    pserver.run.shard.apply_blocks = act_and_apply
+
+
+def hold_applies(monkeypatch: pytest.MonkeyPatch, names: list[str] = NAMES) -> asyncio.Event:
+    """The updates of these blocks are due when the event is set, all in one turn of the event loop."""
+    release, apply = asyncio.Event(), update_jobs.UpdateJobs.apply
+
+    async def apply_late(jobs: Any, name: str, update: Any) -> None:
+        if name in names:
+            await release.wait()
+        await apply(jobs, name, update)
+
+    monkeypatch.setattr(update_jobs.UpdateJobs, "apply", apply_late)
+    return release
+
+
+def record_call(calls: list[tuple[Any, ...]], function: Callable[..., None]) -> Callable[..., None]:
+    """The function, which adds its arguments to `calls`."""
+
+    def call(*args: Any) -> None:
+        calls.append(args)
+        function(*args)
+
+    return call
 
 
 def taken(pserver: Bench) -> bool:
@@ -152,7 +176,10 @@ async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch:
         assert stepped(await pserver.get(1, 1), by=3)
 
 
-async def test_a_worker_that_fails_stops_its_block_and_no_other() -> None:
+async def test_an_optimizer_that_fails_stops_the_blocks_of_its_call_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release = hold_applies(monkeypatch)
     async with asynchronous() as pserver:
 
         def fail(name: str, _: Tensor) -> None:
@@ -160,16 +187,35 @@ async def test_a_worker_that_fails_stops_its_block_and_no_other() -> None:
                 raise MemoryError("no memory")
 
         before_applies(pserver, fail)
-        await pserver.push(0, 1, ones())
+        await pserver.push(0, 1, ones(1.0, NAMES[:2]))
+        await pserver.push(1, 1, ones(1.0, NAMES[2:]))
+        await until(lambda: taken(pserver))
+        release.set()  # both contributions share a job, and each has a call of its own
         for _ in range(2):
-            with raises_code("apply_failed", match=r"block 'p1.block0' has stopped.*no memory"):
+            with raises_code("apply_failed", match=r"block 'p0.block0' has stopped.*no memory"):
                 await pserver.get(0, 1)
-            with raises_code("apply_failed", match=r"block 'p1.block0' has stopped"):
-                await pserver.push(1, 1, ones())
-        others = [NAMES[0], *NAMES[2:]]
-        await pserver.push(1, 1, ones(1.0, others))
+            for name in NAMES[:2]:
+                with raises_code("apply_failed", match=rf"block '{name}' has stopped"):
+                    await pserver.push(1, 2, ones(1.0, [name]), computed_on=0)
         await until(lambda: pserver.run.schedule.clocks == {0: 0, 1: 1})
+        assert pserver.metric("gradpost_updates_applied_total") == 2
         assert not pserver.run.executor.is_idle  # no checkpoint is made of it
+
+
+async def test_updates_that_are_due_together_are_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, jobs = hold_applies(monkeypatch), []
+    async with asynchronous(3, read_consistency="none") as pserver:
+        monkeypatch.setattr(update_jobs.UpdateJobs, "_step_all", record_call(jobs, update_jobs.UpdateJobs._step_all))
+        for rank, names in enumerate((NAMES[:1], NAMES, NAMES[3:])):
+            await pserver.push(rank, 1, ones(rank + 1.0, names))
+        await until(lambda: sum(queue._queue.qsize() for queue in pserver.run.executor.queues.values()) == 2)
+        release.set()
+        blocks = decode(await pserver.get(1, 1))[0] | decode(await pserver.get(2, 1))[0]
+        start = {f"{name}.block0": value for name, value in initial_values().items()}
+        moved = {name: round((start[name] - block)[0].item()) for name, block in blocks.items()}
+        assert moved == {NAMES[0]: 3, NAMES[1]: 2, NAMES[2]: 2, NAMES[3]: 5}
+        assert [len(due) for _, due in jobs] == [4, 2]
+        assert pserver.metric("gradpost_staleness_sum") == 2  # the second updates of two blocks
 
 
 async def test_a_get_does_not_wait_for_updates_behind_a_failed_block() -> None:
@@ -265,25 +311,24 @@ async def test_there_are_no_barriers() -> None:
 
 
 async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
-    """Return the change of each block in a get that comes between the second updates of two blocks."""
+    """Return the change of each block in a get between the updates of two blocks with one contribution."""
     gate, reached = threading.Event(), threading.Event()
-    apply_block = pserver.run.shard.apply_block
+    apply_blocks = pserver.run.shard.apply_blocks
 
-    def apply(name: str, *args: Any, **kwargs: Any) -> None:
-        apply_block(name, *args, **kwargs)
-        if name == NAMES[1]:
+    def apply(gradients: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
+        apply_blocks(gradients, *args, **kwargs)
+        if NAMES[1] in gradients:
             reached.set()
             gate.wait(10)
 
-    pserver.run.shard.apply_block = apply
-    for rank in range(2):
-        await pserver.push(rank, 1, ones())
+    pserver.run.shard.apply_blocks = apply
+    with busy(pserver):
+        await pserver.push(0, 1, ones(1.0, NAMES[:1]))
+        await pserver.push(1, 1, ones())  # the first block waits for the update before it
     await until(reached.is_set)
-    await until(lambda: pserver.run.executor.queues[NAMES[0]].num_updates == 1 and pserver.compute.num_jobs == 4)
+    queue, num_jobs = pserver.run.executor.queues[NAMES[0]], pserver.compute.num_jobs
     get = asyncio.ensure_future(pserver.get(2, 0))
-    await until(
-        lambda: pserver.compute.num_jobs > 4 or get.done() or pserver.run.executor.queues[NAMES[0]]._queue.qsize()
-    )
+    await until(lambda: pserver.compute.num_jobs > num_jobs or get.done() or queue._queue.qsize() > 1)
     gate.set()
     start = {f"{name}.block0": value for name, value in initial_values().items()}
     return {name: round((start[name] - block)[0].item()) for name, block in decode(await get)[0].items()}
@@ -291,9 +336,9 @@ async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
 
 async def test_a_get_sees_half_a_contribution_unless_reads_are_consistent_in_the_shard() -> None:
     async with asynchronous(3) as pserver:
-        assert await read_in_the_middle(pserver) == {NAMES[0]: 2, NAMES[1]: 1, NAMES[2]: 1, NAMES[3]: 1}
+        assert await read_in_the_middle(pserver) == dict.fromkeys(NAMES, 1)
     async with asynchronous(3, read_consistency="shard") as pserver:
-        assert await read_in_the_middle(pserver) == dict.fromkeys(NAMES, 2)
+        assert await read_in_the_middle(pserver) == {**dict.fromkeys(NAMES, 1), NAMES[0]: 2}
 
 
 async def test_a_get_behind_an_update_that_fails_raises_apply_failed() -> None:
@@ -315,14 +360,7 @@ async def test_a_get_behind_an_update_that_fails_raises_apply_failed() -> None:
 
 
 async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, apply = asyncio.Event(), queue_executor.QueueExecutor._apply
-
-    async def apply_late(executor: Any, name: str, update: Any) -> None:
-        if name == NAMES[1]:
-            await go_on.wait()
-        await apply(executor, name, update)
-
-    monkeypatch.setattr(queue_executor.QueueExecutor, "_apply", apply_late)
+    release = hold_applies(monkeypatch, NAMES[1:2])
     async with asynchronous(read_consistency="shard", max_queued=1) as pserver:
         await pserver.push(0, 1, ones())
         with monkeypatch.context() as patch:
@@ -330,7 +368,7 @@ async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monk
             for _ in range(4):
                 with raises_code("apply_failed", match="could not be read: division by zero"):
                     await asyncio.wait_for(pserver.get(1, 0), 30)
-        go_on.set()
+        release.set()
         assert stepped(await pserver.get(0, 1), by=1)
 
 
@@ -341,7 +379,8 @@ async def test_a_block_that_is_being_updated(read_consistency: Any, seen: set[fl
         shard, name = pserver.run.shard, NAMES[3]
         start = shard.block(name).clone()
 
-        def apply_slowly(name: str, gradient: Tensor, *args: Any, **kwargs: Any) -> None:
+        def apply_slowly(gradients: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
+            [(name, gradient)] = gradients.items()
             block = shard.block(name)
             block[:64] -= gradient[:64]
             reached.set()
@@ -349,7 +388,7 @@ async def test_a_block_that_is_being_updated(read_consistency: Any, seen: set[fl
             block[64:] -= gradient[64:]
             shard.versions[name] += 1
 
-        shard.apply_block = apply_slowly
+        shard.apply_blocks = apply_slowly
         if read_consistency == "shard":  # its marker stands before the update
             before = pserver.run.executor._reader._current
             get = asyncio.ensure_future(pserver.get(1, 0, names=[name]))

@@ -238,17 +238,17 @@ async def test_trainers_count_their_own_steps_from_those_that_were_loaded_last()
 
 
 async def test_a_log_of_an_earlier_version_is_replayed_as_it_was_counted(tmp_path, monkeypatch):
-    describe, apply_block = LoggedUpdate.to_metadata, Shard.apply_block
+    describe, apply_blocks = LoggedUpdate.to_metadata, Shard.apply_blocks
 
     def describe_without(update: LoggedUpdate) -> dict[str, str]:
         return {key: value for key, value in describe(update).items() if key != "counter"}
 
-    def apply_for_all(shard: Shard, name: str, gradient: Tensor, numbers: Any, *, counter: int) -> None:
-        apply_block(shard, name, gradient, numbers, counter=None)
+    def apply_for_all(shard: Shard, gradients: dict[str, Tensor], numbers: Any, *, counter: int) -> None:
+        apply_blocks(shard, gradients, numbers, counter=None)
 
     with monkeypatch.context() as earlier:
         earlier.setattr(LoggedUpdate, "to_metadata", describe_without)
-        earlier.setattr(Shard, "apply_block", apply_for_all)
+        earlier.setattr(Shard, "apply_blocks", apply_for_all)
         async with bench(**ADAM, state_dir=tmp_path, durability="log") as b:
             await take_steps(b, (0, 1), (1, 1))
             digest = b.run.shard.digest()

@@ -28,7 +28,7 @@ from services.pserver.shard import reply as reply_module
 from services.pserver.shard.bodies import Body, BufferPool
 from services.pserver.shard.layout import ShardLayout
 from services.pserver.shard.reply import Reply
-from services.pserver.shard.tensors import StagedBlock, check_blocks
+from services.pserver.shard.tensors import StagedBlock, check_blocks, view_tensors
 
 from ...raising import raises_code
 
@@ -117,7 +117,7 @@ def receive_block(values: Tensor) -> StagedBlock:
     body = Body(BufferPool(), len(data) + values.nbytes)
     body.buffer[:] = data + values.numpy().tobytes()
     body.frame = parse_frame(body.buffer, DEFAULT_LIMITS)
-    return StagedBlock(body, tuple(body.frame.tensors), len(values))
+    return StagedBlock(body, view_tensors(body, body.frame.tensors), len(values))
 
 
 def test_a_push_that_comes_again_is_compared_by_its_bits() -> None:

@@ -71,6 +71,34 @@ def test_a_shard_without_blocks_is_initialised_and_encodes_an_empty_frame():
     assert safetensors.torch.load(b"".join(shard.encode())) == {}
 
 
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    optimizer=st.sampled_from(["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam"]),
+    dtypes=st.lists(st.sampled_from(["F32", "BF16"]), min_size=12, max_size=12),
+    steps=st.lists(st.tuples(st.integers(0, 1), st.sets(st.integers(0, 11), min_size=1)), min_size=1, max_size=6),
+)
+@settings(max_examples=40, deadline=None)
+def test_blocks_stepped_together_have_the_bits_of_blocks_stepped_one_by_one(sizes, optimizer, dtypes, steps):
+    groups = [make_options(optimizer, weight_decay=0.1, **({"momentum": 0.9} if optimizer == "SGD" else {}))]
+    spec = make_spec(optimizer, groups)
+    numbers = make_numbers(spec, groups)
+    together, alone = (
+        make_shard(*((f"p{i}", size, dtypes[i]) for i, size in enumerate(sizes)), optimizer=spec) for _ in range(2)
+    )
+    generator = torch.Generator().manual_seed(4)
+    for counter, wanted in steps:
+        names = [f"p{i}.block0" for i in sorted(wanted) if i < len(sizes)]
+        gradients = {
+            name: torch.randn(together.layout.place[name].block.num_elements, generator=generator).bfloat16()
+            for name in names
+        }
+        together.apply_blocks(gradients, numbers, counter=counter)
+        for name in reversed(names):
+            alone.apply_blocks({name: gradients[name]}, numbers, counter=counter)
+        assert together.digest() == alone.digest()
+        assert together.versions == alone.versions
+
+
 def test_versions_count_applies_of_the_shard_and_of_each_block():
     shard = make_shard(("a", 5, "F32"), ("b", 7, "F32"))
     before = shard.block("b.block0").clone()

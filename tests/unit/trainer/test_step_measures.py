@@ -36,10 +36,13 @@ def steps(
     return reported
 
 
-def test_measures_are_those_of_whole_tensors_at_most_once_a_second() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_measures_are_those_of_whole_tensors_at_most_once_a_second(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = {"large": (64, 3, 50, 50), "small": (7,), "empty": (0,)}  # the first is sampled
-    parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    parameters = {
+        name: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for name, shape in shapes.items()
+    }
     assert parameters["large"].numel() > 10 * SAMPLED
     large = parameters["large"].data
     parameters["large"].data = large.contiguous(memory_format=torch.channels_last)
@@ -48,6 +51,7 @@ def test_measures_are_those_of_whole_tensors_at_most_once_a_second() -> None:
     assert reported["gradpost/gradient_norm"] == pytest.approx([math.sqrt(large.numel() + 7)])
     assert reported["gradpost/learning_rate"] == [0.25]
     assert reported["gradpost/update_ratio"] == pytest.approx([0.01], rel=1e-4)
+    assert torch.equal(parameters["large"], large.mul(1.01).mul(1.01).mul(1.01))
 
 
 def test_each_of_several_optimizers_has_curves_of_its_own() -> None:

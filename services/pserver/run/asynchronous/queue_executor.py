@@ -1,6 +1,6 @@
 """The asynchronous modes: a queue and a worker for each block, and pulls beside them (ADR 5).
 
-push ──staged until the step is complete──► logged ──► together into all its queues ──► each block's worker steps it
+push ──staged until the step is complete──► logged ──► together into all its queues ──► each block's worker applies it
 pull ──waits for clocks (its own, or with `max_staleness` those of all trainers)─────► reads as `read_consistency` says
 
 Contributions are numbered in the order in which they are committed. A checkpoint of number n is made while no
@@ -15,7 +15,6 @@ import contextlib
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import NoReturn, TypeVar
 
 from ps_protocol.errors import GradpostError, RoundPending, TryAgain
@@ -24,7 +23,6 @@ from ps_protocol.membership import Membership
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.requests import APPLIED_KEY, HISTORY_KEY, Completion, Pull
 from ps_protocol.vocabulary import Rank, Round
-from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
 from ...durable.checkpoint_writer import Destination
@@ -38,7 +36,8 @@ from ..staging import Push, Staged, StagedContribution
 from .clocks import Clocks
 from .queues import BlockQueue, BlockUpdate, HeldPushes, Pauses
 from .readers import Reader, make_reader
-from .staleness import PulledState, Pulls, compensate_gradient, divide_rates
+from .staleness import PulledState, Pulls
+from .update_jobs import UpdateJobs
 
 log = get_logger()
 
@@ -189,7 +188,8 @@ class QueueExecutor:
         return self._context.membership.newest_controls.override_rates(contribution.hyper_parameters)
 
     def _is_frozen(self, name: str) -> bool:
-        return self._shard.layout.place[name].block.parameter in self._context.membership.newest_controls.frozen
+        frozen = self._context.membership.newest_controls.frozen
+        return bool(frozen) and self._shard.layout.place[name].block.parameter in frozen
 
     # ------------------------------------------------------------------ log and checkpoints
 
@@ -280,41 +280,13 @@ class QueueExecutor:
 
     async def open_reads(self) -> None:
         """Begin the queues and the reader of the shard's version, which is complete."""
-        rules, notify = self._rules, self._context.notify
+        rules, jobs = self._rules, UpdateJobs(self._context, self.schedule)
         for name in self._shard.layout.place:
-            self.queues[name] = BlockQueue(name, max_queued=rules.max_queued, apply=self._apply, changed=notify)
+            self.queues[name] = BlockQueue(name, max_queued=rules.max_queued, apply=jobs.apply)
         keeps_values = rules.compensation == "dc"
         self._reader = make_reader(
             rules.read_consistency, self._shard, self._compute, self.queues, keep_values=keeps_values
         )
-
-    async def _apply(self, name: str, update: BlockUpdate) -> None:
-        begin = perf_counter()
-        await self._compute.run(self._step, name, update)
-        self._metrics.apply_seconds.observe(perf_counter() - begin)
-        before = self.schedule.applied
-        self.schedule.count_applied_block(update.committed)
-        self._shard.version = self.schedule.applied
-        self._metrics.rounds.inc(self.schedule.applied - before)
-        self._metrics.updates.inc()
-
-    def _step(self, name: str, update: BlockUpdate) -> None:
-        """Step one block, on the compute thread."""
-        rules = self._rules
-        staleness = self._shard.versions[name] - update.pull.versions[name]
-        self._metrics.staleness.observe(staleness)
-        gradient = update.block.tensor()
-        hyper_parameters = update.hyper_parameters
-        place = self._shard.layout.place[name]
-        if rules.compensation == "dc" and not place.is_mean:
-            assert update.pull.values is not None
-            pulled = update.pull.values[place.begin : place.end]
-            gradient = compensate_gradient(gradient, self._shard.block(name), pulled, rules.dc_lambda)
-        elif rules.compensation == "divide":
-            hyper_parameters = divide_rates(hyper_parameters, staleness)
-        reach_failpoint("apply.before")
-        self._shard.apply_block(name, gradient, hyper_parameters, counter=update.committed.rank)
-        reach_failpoint("apply.after")
 
     # ------------------------------------------------------------------ pulls
 

@@ -11,8 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, KeysView, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,8 +28,7 @@ from .staleness import PulledState
 log = get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class BlockUpdate:
+class BlockUpdate(NamedTuple):
     """One trainer's gradient for this block, the pull that it was computed on, and the hyperparameters of its step."""
 
     committed: Committed[StagedBlock]
@@ -40,7 +38,6 @@ class BlockUpdate:
 
 
 ApplyUpdate: TypeAlias = Callable[[str, BlockUpdate], Awaitable[None]]
-Changed: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class Snapshot:
@@ -79,19 +76,17 @@ class Snapshot:
 class BlockQueue:
     """A bounded queue that never waits for room: the caller puts a contribution only if all its queues have room.
 
-    `apply` runs an update; if it raises, the block stops, and `failure` has the reason. `changed` is called then, and
-    after every update.
+    `apply` runs an update; if it raises, the block stops, and `failure` has the reason.
     """
 
-    def __init__(self, name: str, *, max_queued: int, apply: ApplyUpdate, changed: Changed) -> None:
+    def __init__(self, name: str, *, max_queued: int, apply: ApplyUpdate) -> None:
         self.name = name
         self.failure: GradpostError | None = None
         self.num_updates = 0  # updates that are queued or being applied
         self._queue: asyncio.Queue[BlockUpdate | Snapshot] = asyncio.Queue()
         self._max_queued = max_queued
         # The task alone refers to `apply`, which refers to the run, until it ends.
-        work = self._work(apply, changed)
-        self._task: asyncio.Task[None] | None = asyncio.create_task(work, name=f"block {name}")
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._work(apply), name=f"block {name}")
 
     def __repr__(self) -> str:
         state = "stopped" if self.failure else f"{self.num_updates} of {self._max_queued} queued"
@@ -122,12 +117,11 @@ class BlockQueue:
             self._task.cancel()
             self._task = None  # a cancelled task keeps its frames, and these refer to this queue
 
-    async def _work(self, apply: ApplyUpdate, changed: Changed) -> None:
+    async def _work(self, apply: ApplyUpdate) -> None:
         while self.failure is None:
             item = await self._queue.get()
             if isinstance(item, BlockUpdate):
                 await self._apply_update(item, apply)
-                await changed()
             else:
                 await self._copy_block(item)
 

@@ -142,8 +142,7 @@ def test_a_file_that_cannot_be_read_has_no_ending():
 def step_asynchronously(shard, number):
     """Step by one contribution of one of two trainers; the first step counts for both."""
     counter = number % 2 if number > 1 else None
-    for name, gradient in gradients(shard, number).items():
-        shard.apply_block(name, gradient, make_numbers(SPEC, GROUPS), counter=counter)
+    shard.apply_blocks(gradients(shard, number), make_numbers(SPEC, GROUPS), counter=counter)
     shard.version = number
 
 
