@@ -25,7 +25,8 @@ from .vocabulary import DTYPE_BYTES, is_shape, is_size
 
 CONTENT_TYPE = "application/x-safetensors"
 LENGTH_BYTES = 8
-NUM_CACHED = 64  # lists of tensors
+NUM_CACHED = 32  # lists of tensors,
+MAX_CACHED_BYTES = 128 * 1024  # each of at most so many bytes of JSON, so that no peer can fill the memory with them
 ALIGNMENT = 64  # our own frames start their data on it, for aligned loads
 
 
@@ -155,7 +156,8 @@ def parse_header(header: bytes, limits: FrameLimits) -> Frame:
         text = header.decode()
         metadata, end = _parse_first_metadata(text)
         rest = text if metadata is None else _METADATA + "{}" + text[end:]
-        found, tensors, data_bytes = _parse_tensors(rest, limits.max_tensors)
+        parse = _parse_tensors if len(rest) <= MAX_CACHED_BYTES else _parse_tensors.__wrapped__
+        found, tensors, data_bytes = parse(rest, limits.max_tensors)
     except (ValueError, RecursionError) as error:
         raise _malformed(f"the frame's header is not JSON: {error}") from None
     metadata = found if metadata is None else metadata

@@ -65,7 +65,7 @@ def serve(work: Work, index: int, port: int) -> None:
         if values.nbytes <= SMALL_BYTES:
             serve_all(connections)
             return
-        threads = [threading.Thread(target=serve_one, args=pair) for pair in zip(connections, range(len(connections)))]
+        threads = [threading.Thread(target=serve_one, args=(one, at)) for at, one in enumerate(connections)]
         for thread in threads:
             thread.start()
         for thread in threads:
