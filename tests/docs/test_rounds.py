@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -112,7 +112,7 @@ async def test_a_pserver_answers_the_requests_bit_for_bit() -> None:
 
 def fence_with(**changes: Any) -> dict[str, str]:
     """Return the header of the example's fence with other words."""
-    return {"gradpost_fence": replace(Fence.from_headers(SEND.headers), **changes).to_headers()[FENCE_HEADER]}
+    return {"gradpost_fence": Fence.from_headers(SEND.headers)._replace(**changes).to_headers()[FENCE_HEADER]}
 
 
 def code_of(response: httpx.Response) -> str:

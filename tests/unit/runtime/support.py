@@ -73,14 +73,15 @@ class Sample:
             await self.slow_ends.wait()
             return "slow"
 
-        add_raw_route(
-            app,
-            "/raw/{how}",
-            self.raw,
-            methods=["POST"],
-            summary="Echo how much came",
-            openapi_extra={"requestBody": {"content": {"application/octet-stream": {}}}, "responses": {"200": {}}},
-        )
+        for how in ("fine", "stale", "bug", "cut", "late"):
+            add_raw_route(
+                app,
+                f"/raw/{how}",
+                self.raw,
+                methods=["POST"],
+                summary="Echo how much came",
+                openapi_extra={"requestBody": {"content": {"application/octet-stream": {}}}, "responses": {"200": {}}},
+            )
         add_raw_route(app, "/raw-refusal", self.raw_refusal, methods=["POST"], summary="Refuse without reading")
         add_raw_route(app, "/raw-bug", self.raw_bug, methods=["POST"], summary="Fail without reading")
         return app
@@ -98,7 +99,7 @@ class Sample:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             more = message.get("more_body", False)
-        match scope["path_params"]["how"]:
+        match how := scope["path"].rpartition("/")[2]:
             case "stale":
                 raise StaleRound("round 3 is over", expected="round 4", actual="round 3", current=4)
             case "bug":
@@ -106,10 +107,10 @@ class Sample:
         body = f"{num_bytes} HTTP/{scope['http_version']}".encode()
         headers = [(b"content-length", b"%d" % (len(body) + 1))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if scope["path_params"]["how"] == "cut":
+        if how == "cut":
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
             raise ZeroDivisionError("secret")
-        if scope["path_params"]["how"] == "late":
+        if how == "late":
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
             raise StaleRound("round 3 is being overwritten")
         await send({"type": "http.response.body", "body": body, "more_body": True})

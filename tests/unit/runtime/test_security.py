@@ -227,6 +227,48 @@ async def test_a_body_that_is_encoded_is_refused(http: httpx.AsyncClient) -> Non
             assert answer.startswith(b"HTTP/1.1 %b " % status)
 
 
+REFUSALS: dict[str, tuple[dict[str, str], int, str]] = {
+    "no token": ({}, 401, "unauthenticated"),
+    "an unknown token": (bearer("x" * 20), 401, "unauthenticated"),
+    "a token of a lower scope": (bearer(TOKENS["train"]), 403, "forbidden"),
+    "another host": ({**bearer(TOKENS["admin"]), "host": "evil.example"}, 421, "bad_host"),
+    "a page of another site": ({**bearer(TOKENS["admin"]), "origin": "http://evil.example"}, 403, "bad_origin"),
+    "an encoded body": ({**bearer(TOKENS["admin"]), "content-encoding": "gzip"}, 415, "unsupported_content_coding"),
+}
+
+
+@pytest.mark.parametrize(
+    ("make_client", "refused"),
+    [
+        *((client, name) for client in (httpx.AsyncClient, http2_client) for name in REFUSALS),
+        *((trainer_client, name) for name in REFUSALS if name != "another host"),  # which it cannot name
+    ],
+)
+async def test_raw_routes_refuse_what_others_refuse(make_client: Any, refused: str, tokens_dir: Path) -> None:
+    """Though they are called beside the router."""
+    headers, status, code = REFUSALS[refused]
+    sample = Sample()
+    async with running(sample.make_app(), tokens_dir=tokens_dir) as service, make_client() as client:
+        for path in ("/raw/fine", "/greet/a"):
+            answer = await client.post(service.address + path, headers=headers, content=b"{}")
+            assert (await refusal(answer), answer.json()["instance"]) == ((status, code), path)
+        for route in ("/raw/fine", "/greet/{name:path}", "unmatched"):
+            labels = {"route": route, "method": "POST", "code": "2xx"}
+            assert not sample.metrics.registry.get_sample_value("gradpost_http_requests_total", labels)
+
+
+@pytest.mark.parametrize("make_client", [httpx.AsyncClient, http2_client, trainer_client])
+async def test_raw_routes_count_as_requests(make_client: Any) -> None:
+    sample = Sample()
+    async with running(sample.make_app(), max_requests=1) as service, make_client() as client, make_client() as other:
+        waiting = asyncio.create_task(other.get(f"{service.address}/slow"))
+        await asyncio.wait_for(sample.slow_begun.wait(), 5)
+        assert await refusal(await client.post(f"{service.address}/raw/fine")) == (503, "overloaded")
+        sample.slow_ends.set()
+        assert (await waiting).status_code == 200
+        assert (await client.post(f"{service.address}/raw/fine")).status_code == 200
+
+
 @pytest.mark.parametrize("make_client", [httpx.AsyncClient, http2_client])
 async def test_head_is_answered_wherever_get_is(make_client: Any, tokens_dir: Path) -> None:
     async with running(Sample().make_app(), tokens_dir=tokens_dir) as service, make_client() as client:
