@@ -19,7 +19,7 @@ from ps_http2.asgi import send_from
 from ps_protocol.errors import BadInput, Conflict, GradpostError
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES, FrameLimits
-from ps_protocol.requests import Barrier, Pull
+from ps_protocol.requests import Barrier, Pull, PushAnswer
 
 from .limits import WaitingPulls
 from .pserver import Pserver
@@ -40,14 +40,15 @@ class TensorEndpoints:
 
     async def push(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stage one bucket of gradient blocks, or of optimizer state."""
-        await self._receive_blocks(scope, receive, send, initial=False)
+        await _send_json(send, await self._receive_blocks(scope, receive, _headers(scope), initial=False))
 
     async def initial(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Store one bucket of initial values and buffers."""
-        await self._receive_blocks(scope, receive, send, initial=True)
+        await _send_json(send, await self._receive_blocks(scope, receive, _headers(scope), initial=True))
 
-    async def _receive_blocks(self, scope: Scope, receive: Receive, send: Send, *, initial: bool) -> None:
-        headers = _headers(scope)
+    async def _receive_blocks(
+        self, scope: Scope, receive: Receive, headers: dict[str, str], *, initial: bool
+    ) -> PushAnswer:
         num_bytes = content_length(headers, self._limits)  # a body of unknown or excessive length is not read at all
         try:
             fence = Fence.from_headers(headers)
@@ -66,8 +67,7 @@ class TensorEndpoints:
         with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.schedule.members)):
             limits = _limit_tensors(self._limits, run.max_body_tensors)
             body = await receive_body(scope, receive, num_bytes, limits, self._pserver.pool)
-            answer = await (run.initial_values.store(fence, body) if initial else run.push(fence, body))
-        await _send_json(send, answer)
+            return await (run.initial_values.store(fence, body) if initial else run.push(fence, body))
 
     async def barrier(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a batch or fetch barrier and answer without waiting."""
@@ -122,12 +122,19 @@ class TensorEndpoints:
         await _send_json(send, answer)
 
     async def pull(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with one version of the shard, or of the blocks named in the body (a JSON list)."""
+        """Answer with one version of the shard, or of the blocks named in the body (a JSON list).
+
+        The body may be a push instead, which is staged first.
+        """
         headers = _headers(scope)
         fence = Fence.from_headers(headers)
         run = self._pserver.run
         pull = Pull.from_headers(fence.round, headers)
-        if headers.get("content-length") != "0":
+        if headers.get("content-type") == CONTENT_TYPE:
+            pushed = await self._receive_blocks(scope, receive, headers, initial=False)
+            if pull.barrier is not None and not pushed.finite:
+                pull = replace(pull, barrier=replace(pull.barrier, is_finite=False))
+        elif headers.get("content-length") != "0":
             pull = replace(pull, names=tuple(await _receive_names(scope, receive)))
         run.check_fence(fence)
         run.check_names(pull.names)

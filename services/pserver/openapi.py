@@ -23,7 +23,8 @@ from ps_protocol.requests import (
 _BINARY = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 _MAX_KEY = MAX_NAME + 100  # a parameter's name, with a slot and a block's number
 _NAMES = {"type": "array", "maxItems": MAX_TENSORS, "items": {"type": "string", "maxLength": _MAX_KEY}}
-_NAMES_BODY = {"required": False, "content": {"application/json": {"schema": _NAMES}}}
+_NAMES_CONTENT = {"application/json": {"schema": _NAMES}}
+_NAMES_BODY = {"required": False, "content": _NAMES_CONTENT}
 
 
 def _header(name: str, description: str, *, required: bool = False, **schema: Any) -> dict[str, Any]:
@@ -75,8 +76,8 @@ PULL = _operation(
     [_CARRIED_BARRIER, _VERDICT, _BASE, _NORM, _WAIT],
     {"description": "the version of the fence's round", "content": _BINARY},
     description="Waits for the round to be applied. The request may carry the batch barrier. The body may be a JSON "
-    "list of block names; without one the answer is the whole shard.",
-    requestBody=_NAMES_BODY,
+    "list of block names; without one the answer is the whole shard. It may be a push instead, which is staged first.",
+    requestBody={"required": False, "content": {**_NAMES_CONTENT, **_BINARY}},
 )
 SLOTS = _operation(
     [],

@@ -158,16 +158,25 @@ class PserverClient:
     # ------------------------------------------------------------------ frames
 
     async def get(
-        self, pull: Pull, destination: ShardDestination, on_block: Callable[[str], None] | None = None
+        self,
+        pull: Pull,
+        destination: ShardDestination,
+        on_block: Callable[[str], None] | None = None,
+        pushed: FrameParts = (),
     ) -> Pulled:
         """Wait for a version and write its blocks to their destination, which needs every block that is pulled.
 
+        The request carries the frame `pushed`, if there is one: the whole contribution of the round.
         If the run pulls deltas, a pull with a base needs a destination with deltas, which are added at the end.
         Without deltas `on_block` is called with the name of each block as soon as it is complete. Raises NormChanged
         if the pserver has another gradient than that of the norm.
         """
         asked = perf_counter()
-        fetched = await self._fetch("POST", routes.GET, pull, destination, pull.to_headers(), on_block)
+        headers = pull.to_headers() | ({"content-type": CONTENT_TYPE} if pushed else {})
+        fetched = await self._fetch("POST", routes.GET, pull, destination, headers, on_block, pushed)
+        if pushed:
+            self.link.pushes.add(num_bytes := sum(map(len, pushed)))
+            self.connection.metrics.pushed_bytes.inc(num_bytes)
         self.connection.metrics.barrier_wait.observe(fetched.began - asked)
         pulled = Pulled.from_metadata(fetched.version, fetched.metadata)
         if pulled.base not in (None, pull.base):
@@ -211,9 +220,10 @@ class PserverClient:
         destination: ShardDestination,
         more_headers: Mapping[str, str] = MappingProxyType({}),
         on_block: Callable[[str], None] | None = None,
+        pushed: FrameParts = (),
     ) -> Fetched:
         connection, deltas = self.connection, destination.deltas
-        body = (memoryview(pull.body),) if pull.names else ()
+        body = (memoryview(pull.body),) if pull.names else pushed
 
         async def send_once() -> Fetched:
             sink = FrameSink(

@@ -82,6 +82,15 @@ class PserverGroup:
 
     # ------------------------------------------------------------------ pushes
 
+    @property
+    def takes_whole_steps(self) -> bool:
+        """True if a pull may carry the contribution.
+
+        A batch barrier needs the contribution on all pservers, and a clipped round needs its norm before the pull.
+        """
+        is_async = self._coordinator.joined.consistency.is_async
+        return len(self.clients) == 1 and not (is_async or self._max_delay or self._clips_rounds)
+
     def begin_pushes(self, round_: Round) -> None:
         """Note that parts of this round leave from now on. With `max_delay` earlier pushes count as applied."""
         if self._max_delay:
@@ -132,11 +141,13 @@ class PserverGroup:
         barrier: Barrier | None = None,
         is_partial: bool = False,
         on_block: Callable[[str], None] | None = None,
+        pushed: FrameParts = (),
     ) -> None:
         """Wait for version `round_` of every shard, and write it to the destinations; a batch barrier may come with it.
 
         Blocks that have not changed since the base of their destination are left out. If `is_partial`, only blocks
         that have a destination are pulled. Without deltas `on_block` is called with the name of each complete block.
+        If the only pserver `takes_whole_steps`, the request may carry the frame `pushed`, the whole contribution.
         """
         bases = [destination.base for destination in destinations]
         for destination in destinations:
@@ -146,7 +157,7 @@ class PserverGroup:
             destination = destinations[index]
             names = tuple(destination.blocks) if is_partial else ()
             pull = Pull(round_, barrier, names, bases[index], norm)
-            return await self.clients[index].get(pull, destination, on_block)
+            return await self.clients[index].get(pull, destination, on_block, pushed)
 
         indices = [index for index, destination in enumerate(destinations) if destination.blocks or not is_partial]
         if not self._clips_rounds or round_ == 0:

@@ -101,6 +101,14 @@ class Outgoing:
                 raise GradpostError(f"step {self.step} was not pushed, because the step before it failed")
         return await self._pservers.push(self.step, pserver, frame)
 
+    def take_whole(self) -> FrameParts:
+        """Return the only frame of the step if it is small, so that the pull carries it; else nothing."""
+        if self._pushes or len(self._small) != 1 or not self._pservers.takes_whole_steps:
+            return ()
+        [(_, frame)] = self._small
+        self._small.clear()
+        return frame
+
     async def join(self) -> bool:
         """Push the small frames, and wait for all acknowledgements; return True if all pushes were finite.
 

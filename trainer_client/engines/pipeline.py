@@ -164,7 +164,8 @@ class Pipeline:
         self, outgoing: Outgoing, previous_pull: Future[None] | None, is_finite: bool, arrivals: PullProgress | None
     ) -> None:
         note_task(self._client.unfinished)
-        step, is_finite_everywhere = outgoing.step, await outgoing.join()
+        step, pushed = outgoing.step, outgoing.take_whole()
+        is_finite_everywhere = await outgoing.join()
         self._client.coordinator.note_may_be_counted(step)  # the next request carries the batch barrier
         acknowledged = perf_counter()
         if previous_pull is not None:
@@ -174,6 +175,7 @@ class Pipeline:
             self._memory_of(step).destinations,
             barrier=None if self._is_async else Barrier("batch", is_finite and is_finite_everywhere),
             on_block=None if arrivals is None else arrivals.mark_complete,
+            pushed=pushed,
         )
         metrics, ended = self._client.metrics, perf_counter()
         metrics.push_seconds.observe(acknowledged - outgoing.begun)

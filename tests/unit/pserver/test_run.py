@@ -16,10 +16,17 @@ from starlette.requests import ClientDisconnect
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, RoundPending, TrainerLost
-from ps_protocol.frames import parse_frame
+from ps_protocol.frames import CONTENT_TYPE, parse_frame
 from ps_protocol.membership import Controls, InstallMembers, PserverRegistered
 from ps_protocol.optimizers import HyperParameters
-from ps_protocol.requests import BARRIER_HEADER, HYPER_PARAMETERS_KEY, MAX_WAIT_SECONDS, VERDICT_HEADER, WAIT_HEADER
+from ps_protocol.requests import (
+    BARRIER_HEADER,
+    HYPER_PARAMETERS_KEY,
+    MAX_WAIT_SECONDS,
+    SKIPPED_KEY,
+    VERDICT_HEADER,
+    WAIT_HEADER,
+)
 from ps_protocol.routes import MEMBERS
 from services.pserver.app import make_pserver_app
 from services.pserver.durable.records import Record
@@ -164,6 +171,27 @@ async def test_a_get_of_some_blocks_is_of_that_version_too():
         await asyncio.sleep(0.01)
         await release()
         await refused("stale_round", get)
+
+
+async def test_a_get_may_carry_the_contribution_and_its_barrier():
+    async def step(b: Bench, rank: int, round_: int, blocks: Any = None, **metadata: str) -> bytes:
+        body = encode(b.contribution(rank, round_) if blocks is None else blocks, {**b.completion(), **metadata})
+        headers = {WAIT_HEADER: "10", BARRIER_HEADER: "batch", "content-type": CONTENT_TYPE}
+        return await b.call("pull", b.fence(rank, round_), body, headers=headers)
+
+    async with bench() as plain, bench(nonfinite="skip_round") as b:
+        expected = await plain.play_round(1)
+        assert await asyncio.gather(step(b, 0, 1), step(b, 1, 1)) == [expected] * 2
+        assert await step(b, 0, 1) == expected  # the same again
+        with raises_code("unknown_block"):
+            await step(b, 0, 2, {"none.block0": torch.zeros(1)})
+        with raises_code("contribution_missing"):  # it announces a block more
+            await step(b, 1, 2, num_blocks=str(len(b.plan.blocks) + 1))
+        assert b.run.schedule.batch_barriers == set()
+    async with bench(nonfinite="skip_round") as b:
+        broken = {name: gradient * torch.nan for name, gradient in b.contribution(1, 1).items()}
+        for reply in await asyncio.gather(step(b, 0, 1), step(b, 1, 1, broken)):
+            assert json.loads(decode(reply)[1][SKIPPED_KEY]) == [1]
 
 
 async def test_hyper_parameters_of_the_lowest_rank_win_with_one_warning():
