@@ -8,10 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
 from pydantic_settings import SettingsConfigDict
 
-from ps_config.settings import Settings
+from ps_config.environment import SettingsError
+from ps_config.settings import Settings, describe_problem
 from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, declare_setting
 from ps_protocol.fence import MAX_TEXT
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement, Strategy
@@ -240,11 +241,16 @@ class TrainerArguments(TypedDict, total=False):
 def read_settings(**arguments: object) -> TrainerSettings:
     """Read the settings once; an argument that is None leaves the choice to the environment.
 
-    Raises TypeError for an argument that is no setting, ValueError for a value out of range or an unknown
+    Raises TypeError for an argument that is no setting, SettingsError for a value out of range or an unknown
     `GRADPOST_*` variable.
     """
     for name in arguments.keys() - TrainerSettings.model_fields.keys():
         near = difflib.get_close_matches(name, TrainerSettings.model_fields, n=1)
         raise TypeError(f"{name} is not a setting of a trainer" + (f"; did you mean {near[0]}?" if near else ""))
     given = {name: value for name, value in arguments.items() if value is not None}
-    return TrainerSettings(**given)  # type: ignore[arg-type]
+    try:
+        return TrainerSettings(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        names = {name: name for name in given}
+        problems = [describe_problem(TrainerSettings, problem, names) for problem in error.errors()]
+        raise SettingsError("; ".join(problems)) from None
