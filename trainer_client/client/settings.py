@@ -239,7 +239,7 @@ class TrainerArguments(TypedDict, total=False):
 
 
 def read_settings(**arguments: object) -> TrainerSettings:
-    """Read the settings once; an argument that is None leaves the choice to the environment.
+    """Read the settings once; an argument that is None leaves the choice to the environment, except `metrics_port`.
 
     Raises TypeError for an argument that is no setting, SettingsError for a value out of range or an unknown
     `GRADPOST_*` variable.
@@ -247,7 +247,7 @@ def read_settings(**arguments: object) -> TrainerSettings:
     for name in arguments.keys() - TrainerSettings.model_fields.keys():
         near = difflib.get_close_matches(name, TrainerSettings.model_fields, n=1)
         raise TypeError(f"{name} is not a setting of a trainer" + (f"; did you mean {near[0]}?" if near else ""))
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given = {name: value for name, value in arguments.items() if value is not None or name == "metrics_port"}
     try:
         return TrainerSettings(**given)  # type: ignore[arg-type]
     except ValidationError as error:

@@ -116,6 +116,7 @@ async def test_settings_that_joining_has_used_cannot_be_changed() -> None:
     client = ParameterClient("http://127.0.0.1:9", metrics_port=None)
     client.configure(bucket_bytes=1000, placement=None)
     assert (client.settings.bucket_bytes, client.settings.coordinator) == (1000, "http://127.0.0.1:9")
+    assert client.settings.metrics_port is None
     with pytest.raises(
         TypeError, match=r"retry_seconds can be set only before the trainer joins. Pass it to connect\(\)"
     ):
