@@ -15,7 +15,7 @@ from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 from ..client.output import KeptStream, keep_streams
 from ..client.run_client import RunClient
 from ..client.settings import TrainerArguments, read_settings
-from .frames import hide_frames
+from .frames import drop_frames, hide_frames
 from .host import Host
 from .io_thread import IoThread
 from .rendezvous import HostPlace, find_place
@@ -175,6 +175,7 @@ class Session:
 
     def _close_after(self, error: BaseException | None) -> None:
         """Close the session with the outcome of a script that `error` ended, or that is done."""
+        drop_frames(error)
         if self.client.settings.keep_output:
             self.client.coordinator.output.note_exception(error)
         self.close(*outcome_of(error))
