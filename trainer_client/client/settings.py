@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Callable
 from dataclasses import fields
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
 from pydantic_settings import SettingsConfigDict
@@ -17,6 +19,8 @@ from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, 
 from ps_protocol.fence import MAX_TEXT
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import PullType, PushType
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _OF_THE_PLAN = "none: the coordinator's setting"
 BUCKET_BYTES = 32 * 1024 * 1024
@@ -236,6 +240,26 @@ class TrainerArguments(TypedDict, total=False):
     keep_output: bool | None
     metrics_host: str | None
     metrics_port: int | None
+
+
+def show_arguments(function: F) -> F:
+    """Make `help()`, `inspect.signature` and IPython show the settings in place of `**arguments`.
+
+    Pyright reads `Unpack[TrainerArguments]`, and needs no help.
+    """
+    shown = signature(function)
+    others = [parameter for parameter in shown.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
+    settings = [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=TrainerSettings.model_fields[name].default,
+            annotation=annotation.__forward_arg__,
+        )
+        for name, annotation in TrainerArguments.__annotations__.items()
+    ]
+    function.__signature__ = shown.replace(parameters=[*others, *settings])  # type: ignore[attr-defined]
+    return function
 
 
 def read_settings(**arguments: object) -> TrainerSettings:

@@ -14,7 +14,7 @@ from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
 from ..client.output import KeptStream, keep_streams
 from ..client.run_client import RunClient
-from ..client.settings import TrainerArguments, read_settings
+from ..client.settings import TrainerArguments, read_settings, show_arguments
 from .frames import drop_frames, hide_frames
 from .host import Host
 from .io_thread import IoThread
@@ -38,6 +38,7 @@ class Session:
 
     _streams: Sequence[KeptStream] = ()
 
+    @show_arguments
     def __init__(self, coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> None:
         self.io = IoThread()
         try:
@@ -224,12 +225,13 @@ def open_session() -> Session | None:
     return _current if _current is not None and _current.is_open else None
 
 
+@show_arguments
 @hide_frames
 def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> Session:
     """Join the run and return the session; the same open session if called again without arguments.
 
     Call it first, to know rank and world size before the data is loaded. An argument that is None comes from the
-    settings: `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are those of `RemoteOptimizer`. Without
+    settings: `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are those of docs/api.md. Without
     all of them this process trains alone, as with `strategy="local"`. Blocks until the coordinator has a place; raises
     Unreachable if it does not answer, Conflict if there is none.
     """

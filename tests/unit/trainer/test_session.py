@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import re
 from bdb import BdbQuit
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from ps_config.certificates import CertificateError
 from ps_config.environment import SettingsError
 from ps_protocol.errors import RoundTimeout
 from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
-from trainer_client import ParameterClient, connect
+from trainer_client import ParameterClient, RemoteOptimizer, connect
 from trainer_client.client.metrics import TrainerMetrics
 from trainer_client.client.settings import TrainerArguments, TrainerSettings, read_settings
 from trainer_client.session import session as session_module
@@ -133,6 +134,16 @@ def test_every_setting_is_a_typed_argument() -> None:
     for name, field in fields.items():
         as_given = field | None | (str if name.startswith("t") and "Path" in str(field) else None)
         assert set(get_args(arguments[name])) == set(get_args(as_given)), name
+
+
+@pytest.mark.parametrize("call", [connect, RemoteOptimizer, Session, ParameterClient])
+def test_a_signature_shows_every_setting_with_its_default(call: Any) -> None:
+    shown = {name: (each.annotation, each.default) for name, each in inspect.signature(call).parameters.items()}
+    assert shown["coordinator"] == ("str | None", None)
+    assert shown["max_grad_norm"] == ("float | None", None)
+    defaults = {name: field.default for name, field in TrainerSettings.model_fields.items() if name != "coordinator"}
+    assert {name: shown[name][1] for name in defaults} == defaults
+    assert "arguments" not in shown
 
 
 # ---------------------------------------------------------------- the session
