@@ -245,7 +245,8 @@ class TrainerArguments(TypedDict, total=False):
 def show_arguments(function: F) -> F:
     """Make `help()`, `inspect.signature` and IPython show the settings in place of `**arguments`.
 
-    Pyright reads `Unpack[TrainerArguments]`, and needs no help.
+    Editors with pyright read `Unpack[TrainerArguments]`; those with jedi follow `**arguments` from one function to the
+    next, down to `TrainerSettings`.
     """
     shown = signature(function)
     others = [parameter for parameter in shown.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
@@ -271,10 +272,11 @@ def read_settings(**arguments: object) -> TrainerSettings:
     for name in arguments.keys() - TrainerSettings.model_fields.keys():
         near = difflib.get_close_matches(name, TrainerSettings.model_fields, n=1)
         raise TypeError(f"{name} is not a setting of a trainer" + (f"; did you mean {near[0]}?" if near else ""))
-    given = {name: value for name, value in arguments.items() if value is not None or name == "metrics_port"}
+    for name in [name for name, value in arguments.items() if value is None and name != "metrics_port"]:
+        arguments.pop(name)  # jedi does not follow arguments that `del` names
     try:
-        return TrainerSettings(**given)  # type: ignore[arg-type]
+        return TrainerSettings(**arguments)  # type: ignore[arg-type]
     except ValidationError as error:
-        names = {name: name for name in given}
+        names = {name: name for name in arguments}
         problems = [describe_problem(TrainerSettings, problem, names) for problem in error.errors()]
         raise SettingsError("; ".join(problems)) from None

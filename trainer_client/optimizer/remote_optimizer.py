@@ -70,7 +70,7 @@ class RemoteOptimizer(WrappingOptimizer):
         # 1. Join the run, unless a session has. Blocks for the coordinator.
         super().__init__(optimizer)
         tensors = find_tensors(optimizer, model)
-        self._session = use_session(session, coordinator, arguments)
+        self._session = use_session(session, coordinator, **arguments)
         client = self._session.client
         # 2. Decide what steps where. Nothing is sent, and an error leaves the script's optimizer as it was.
         check_combination(self._session, optimizer, tensors, has_outer=outer is not None)

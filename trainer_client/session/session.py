@@ -42,7 +42,7 @@ class Session:
     def __init__(self, coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> None:
         self.io = IoThread()
         try:
-            self.client, place = self.io.run(_make_client(coordinator, arguments))
+            self.client, place = self.io.run(_make_client(coordinator, **arguments))
             self.host = None if place is None else Host(place, self.client, self.io)
             self._joined = self.io.run(self.client.join() if self.host is None else self.host.join())
         except BaseException:
@@ -203,7 +203,9 @@ class Session:
         self._close_after(error)
 
 
-async def _make_client(coordinator: str | None, arguments: TrainerArguments) -> tuple[RunClient, HostPlace | None]:
+async def _make_client(
+    coordinator: str | None, **arguments: Unpack[TrainerArguments]
+) -> tuple[RunClient, HostPlace | None]:
     """Make the client on its loop. A trainer with an explicit rank or world size is a single process."""
     is_told = arguments.get("rank") is not None or arguments.get("world_size") is not None
     place = None if is_told else find_place(os.environ)
@@ -249,7 +251,7 @@ def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments
     return session
 
 
-def use_session(session: Session | None, coordinator: str | None, arguments: TrainerArguments) -> Session:
+def use_session(session: Session | None, coordinator: str | None, **arguments: Unpack[TrainerArguments]) -> Session:
     """Return the given session, the open one, or a new one. Raises TypeError for arguments that come too late."""
     session = session or open_session()
     if session is None:
