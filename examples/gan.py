@@ -2,7 +2,7 @@
 
     gradpost up --trainers 2 -- python examples/gan.py
 
-Against training in one process, three lines are new; they are marked.
+Against training in one process, four lines are new; they are marked.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def main() -> None:
     generator, discriminator, bce = make_network(8, 2), make_network(2, 1), nn.BCEWithLogitsLoss()
     optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=5e-4, betas=(0.5, 0.999))
-    optimizer_d, optimizer_g = gradpost.wrap_optimizers(D=optimizer_d, G=optimizer_g)  # new
+    model = nn.ModuleDict({"D": discriminator, "G": generator})  # new: the names of the parameters, and the buffers
+    optimizer_d, optimizer_g = gradpost.wrap_optimizers(model=model, D=optimizer_d, G=optimizer_g)  # new
 
     ones, zeros = torch.ones(options.batch_size, 1), torch.zeros(options.batch_size, 1)
     for _ in range(options.steps):

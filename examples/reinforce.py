@@ -54,7 +54,7 @@ def main() -> None:
     torch.manual_seed(session.rank)  # new: each trainer plays its own episodes
     policy = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.01)
-    optimizer = gradpost.RemoteOptimizer(optimizer)  # new
+    optimizer = gradpost.RemoteOptimizer(optimizer, model=policy)  # new
 
     mean, num_episodes = 10.0, 0
     while mean < options.goal and num_episodes < options.episodes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 import re
 import types
 from collections.abc import Mapping
@@ -17,10 +16,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from ps_config.certificates import client_context, server_context
-from ps_config.environment import PREFIX, SETTINGS_FILE_VARIABLE
+from ps_config.settings import describe_problem
 from services.runtime.process import import_process
 from services.runtime.settings import ServiceSettings
 
@@ -63,7 +61,8 @@ def read_settings(cls: type[S], options: Mapping[str, Any]) -> S:
     try:
         settings = cls(**given)
     except ValidationError as error:
-        raise CommandError(*(_describe(problem, given) for problem in error.errors())) from None
+        flags = {name: "--" + name.replace("_", "-") for name in given}
+        raise CommandError(*(describe_problem(cls, problem, flags) for problem in error.errors())) from None
     for files, make_context in ((settings.server_tls, server_context), (settings.client_tls, client_context)):
         if files.paths:
             make_context(files)
@@ -73,21 +72,6 @@ def read_settings(cls: type[S], options: Mapping[str, Any]) -> S:
 def serve(role: Role, options: Mapping[str, Any]) -> None:
     """Run a service in this process, which exits when it ends."""
     import_process(role).main(read_settings(settings_class(role), options))
-
-
-def _describe(problem: ErrorDetails, given: Mapping[str, Any]) -> str:
-    message = problem["msg"].removeprefix("Value error, ")
-    if not problem["loc"]:
-        return message
-    name = str(problem["loc"][0])
-    variable = PREFIX + name.upper()
-    if name in given:
-        source = "--" + name.replace("_", "-")
-    elif variable in os.environ:
-        source = variable
-    else:
-        source = f"{name} in {os.environ.get(SETTINGS_FILE_VARIABLE)}"
-    return f"{source}: {message[:1].lower()}{message[1:]}, not {str(problem['input'])!r:.200}"
 
 
 @functools.cache

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from .certificates import TlsFiles
-from .environment import PREFIX, check_base_url, check_environment, read_settings_file
+from .environment import PREFIX, SETTINGS_FILE_VARIABLE, check_base_url, check_environment, read_settings_file
 from .tokens import Scope
 
 BaseUrl = Annotated[str, AfterValidator(check_base_url)]
@@ -97,3 +99,20 @@ class Settings(BaseSettings):
         of_all_roles = read_settings_file(os.environ)
         own = {key: value for key, value in of_all_roles.items() if key in settings_cls.model_fields}
         return init_settings, env_settings, InitSettingsSource(settings_cls, own)
+
+
+def describe_problem(cls: type[Settings], problem: ErrorDetails, arguments: Mapping[str, str]) -> str:
+    """Describe a wrong value in one line that names its source.
+
+    `arguments` are the settings that the caller gave, and the names that the line calls them by.
+    """
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return message
+    name = str(problem["loc"][0])
+    alias = cls.model_fields[name].validation_alias if name in cls.model_fields else None
+    variables = map(str, alias.choices) if isinstance(alias, AliasChoices) else [PREFIX + name.upper()]
+    source = arguments.get(name) or next((variable for variable in variables if os.environ.get(variable)), None)
+    if source is None and (file := os.environ.get(SETTINGS_FILE_VARIABLE)):
+        source = f"{name} in {file}"
+    return f"{source or name}: {message[:1].lower()}{message[1:]}, not {str(problem['input'])!r:.200}"

@@ -251,6 +251,8 @@ _TABLE = (  # code, family, status, may be retried, meaning
 ERRORS: Mapping[str, ErrorCode] = {row[0]: ErrorCode(*row) for row in _TABLE}
 for _error in reversed(tuple(ERRORS.values())):
     _error.family.code = _error.code
+for _name in __all__:
+    globals()[_name].__module__ = "gradpost"  # tracebacks print the public name
 
 _DOCUMENT_MEMBERS = frozenset({"instance", "type", "title", "status", "detail", "code", "may_be_retried"})
 

@@ -191,7 +191,7 @@ def test_a_coordinator_that_was_never_started() -> None:
 
 def assert_all_name(cluster: LocalCluster, ranks: tuple[int, ...], reason: str) -> None:
     for rank in ranks:
-        said = f"[trainer {rank}] ps_protocol.errors.TrainerLost: {reason}"
+        said = f"[trainer {rank}] gradpost: {reason}"
         assert any(line.startswith(said) for line in cluster.output), "\n".join(cluster.output)
 
 

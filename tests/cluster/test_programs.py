@@ -91,6 +91,7 @@ def test_two_trainers_run_other_scripts(tmp_path: Path, command: str, said: str)
         code, stdout, stderr = up.finish()
     assert code == 0, stdout + stderr
     assert len(re.findall(rf"\[trainer \d\] {said}", stdout)) == 2, stdout
+    assert not re.search("no names|buffers", stdout)
 
 
 @pytest.mark.parametrize("script", sorted(DIGITS.parent.glob("*.py")), ids=lambda script: script.stem)

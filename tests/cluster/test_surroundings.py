@@ -61,7 +61,7 @@ def test_a_disk_that_stays_full_ends_the_run(disk: SmallDisk) -> None:
         disk.fill()
         assert [trainer.wait(30) for trainer in run.cluster.trainers] == [1, 1]
         for rank in (0, 1):
-            run.wait_for_line(f"[trainer {rank}] ps_protocol.errors.StorageFailed: ")
+            run.wait_for_line(f"[trainer {rank}] gradpost.StorageFailed: ")
         run.wait_for_line('"event": "run failed"', of="coordinator")
         status = run.cluster.status()
         assert status.state == "failed"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from prometheus_client import CollectorRegistry, Metric
@@ -34,7 +35,8 @@ from services.runtime.compute import ComputeExecutor
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.settings import ServiceSettings
 from trainer_client.client.metrics import TrainerMetrics
-from trainer_client.client.settings import TrainerSettings
+from trainer_client.client.settings import TrainerArguments, TrainerSettings
+from trainer_client.optimizer.named_optimizers import NamedOptimizer
 
 from ..unit.coordinator.support import make_cluster
 from .markdown import DOCS, ROOT, codes, read, section
@@ -253,22 +255,50 @@ def _choices(annotation: Any) -> list[str]:
 # ---------------------------------------------------------------- docs/api.md
 
 
+# Public methods for other packages of Gradpost, not for scripts.
+INTERNAL = {
+    "check_open", "call_at_close", "report_measures",  # Session
+    "adopt_run", "adopt_results", "call_at_leave",  # ParameterClient
+    "scaling",  # NamedOptimizer
+}  # fmt: skip
+
+
 def renew_api(text: str) -> str:
-    """Return the page with the signatures and docstrings of all public names, but for the errors."""
+    """Return the page with the settings, and the signatures and docstrings of all public names, but for the errors."""
     order = ("connect", "RemoteOptimizer", "wrap_optimizers", "Session", "GradScaler", "ParameterClient")
     assert {*order, *errors.__all__} == {*gradpost.__all__}
-    shown = [_describe_name(name, getattr(gradpost, name)) for name in order]
-    return text.replace(section(text, "Reference"), "\n\n" + "\n".join(shown))
+    shown = [_describe_name(f"gradpost.{name}", getattr(gradpost, name)) for name in order]
+    shown.insert(3, _describe_name("NamedOptimizer", NamedOptimizer))
+    text = text.replace(section(text, "Reference"), "\n\n" + "\n".join(shown))
+    rows = [
+        (_code([name]), _type(field.annotation), f"`{field.default!r}`", _explain_argument(name, field))
+        for name, field in TrainerSettings.model_fields.items()
+    ]
+    return put_table(text, "Arguments", ("argument", "type", "default", "meaning"), rows)
+
+
+def _explain_argument(name: str, field: FieldInfo) -> str:
+    """Return the meaning, after that of the coordinator's setting of the same name, if there is one."""
+    shared = CoordinatorSettings.model_fields.get(name) if name not in Settings.model_fields else None
+    return _meaning(field) if shared is None else f"{_meaning(shared)}. Of a trainer: {field.description}"
+
+
+def _type(annotation: Any) -> str:
+    """Return the types of an argument, except None."""
+    if _choices(annotation):
+        return "`str`"
+    types = [part for part in get_args(annotation) or [annotation] if part is not type(None)]
+    return " or ".join("`str` or `Path`" if part is Path else f"`{part.__name__}`" for part in types)
 
 
 def _describe_name(name: str, value: Any) -> str:
     """Return the section of a class or function, with those of the public methods that are not torch's."""
-    text = _describe_callable("###", f"gradpost.{name}", value)
+    text = _describe_callable("###", name, value)
     classes = value.__mro__ if inspect.isclass(value) else ()
     own = [vars(cls) for cls in classes if cls.__module__.startswith("trainer_client")]
     for method, member in dict(ChainMap(*own)).items():
-        if not method.startswith("_") and inspect.getdoc(member):
-            text += "\n" + _describe_callable("####", f"{name}.{method}", member)
+        if not method.startswith("_") and method not in INTERNAL and inspect.getdoc(member):
+            text += "\n" + _describe_callable("####", f"{name.removeprefix('gradpost.')}.{method}", member)
     return text
 
 
@@ -276,9 +306,22 @@ def _describe_callable(level: str, name: str, value: Any) -> str:
     doc = inspect.getdoc(value) or ""
     if isinstance(value, property):
         return f"{level} {name}\n\nproperty: `{value.fget.__annotations__['return']}`\n\n```\n{doc}\n```\n"
-    parameters = [p for p in inspect.signature(value).parameters.values() if p.name != "self"]
-    signature = ", ".join(str(p).replace("'", "") for p in parameters)
-    return f"{level} {name}\n\n```\n{name}({signature})\n\n{doc}\n```\n"
+    shown: list[str] = []
+    for parameter in inspect.signature(value).parameters.values():
+        if parameter.name in TrainerArguments.__annotations__:
+            shown.append("**arguments")  # they have a table
+            break
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
+            shown.append("*")
+        if parameter.name != "self":
+            shown.append(_show_parameter(parameter))
+    return f"{level} {name}\n\n```\n{name}({', '.join(shown)})\n\n{doc}\n```\n"
+
+
+def _show_parameter(parameter: inspect.Parameter) -> str:
+    """Return a parameter with its annotation, which is text, without quotes."""
+    name, equals, default = str(parameter.replace(annotation=parameter.empty)).partition("=")
+    return f"{name}: {parameter.annotation}" + (f" = {default}" if equals else "")
 
 
 # Each function returns the text of its document with the generated parts renewed.

@@ -80,12 +80,15 @@ def become(order: dict[str, Any], descriptors: list[int]) -> None:
     sys.path[:] = [*order["path"], *sys.path[1:]]  # the first is this file's folder
     for action in order["warnings"]:
         warnings.simplefilter(action)
-    sys.excepthook = show
+    sys.excepthook = sys.__excepthook__ = show
     sys.argv = order["arguments"]
     if order["is_module"]:
         runpy.run_module(order["arguments"][0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(order["arguments"][0], run_name="__main__")
+
+
+_print_exception = sys.__excepthook__
 
 
 def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -95,7 +98,7 @@ def show(kind: type[BaseException], error: BaseException, traceback: TracebackTy
         runpy.run_path.__code__.co_filename,
     ):
         traceback = traceback.tb_next
-    sys.__excepthook__(kind, error.with_traceback(traceback), traceback)
+    _print_exception(kind, error.with_traceback(traceback), traceback)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from ..transport.destinations import make_shard_destinations
 from ..transport.tensors import flatten_checked, writable_bytes
 from .buckets import describe_push, make_buckets
 from .run_client import RunClient
-from .settings import TrainerArguments
+from .settings import TrainerArguments, show_arguments
 
 
 class ParameterClient(RunClient):
@@ -35,6 +35,7 @@ class ParameterClient(RunClient):
     Every method raises the error that ended the run (`TrainerLost`, `RoundTimeout`, …) instead of waiting forever.
     """
 
+    @show_arguments
     def __init__(self, coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> None:
         """Read the settings: `arguments` are fields of `TrainerSettings`; for None, `GRADPOST_*` is read."""
         super().__init__(coordinator, **arguments)

@@ -106,7 +106,7 @@ class RunClient:
                 f"{', '.join(sorted(late))} can be set only before the trainer joins. Pass it to connect(); later "
                 f"a script may set only {', '.join(sorted(DECLARED_SETTINGS))}"
             )
-        self.settings = TrainerSettings.model_validate({**self.settings.model_dump(), **given})
+        self.settings = read_settings(**{**self.settings.model_dump(), **given})
 
     # ------------------------------------------------------------------ life
 

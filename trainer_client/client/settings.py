@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Callable
 from dataclasses import fields
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
 from pydantic_settings import SettingsConfigDict
 
-from ps_config.settings import Settings
+from ps_config.environment import SettingsError
+from ps_config.settings import Settings, describe_problem
 from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, declare_setting
 from ps_protocol.fence import MAX_TEXT
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import PullType, PushType
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _OF_THE_PLAN = "none: the coordinator's setting"
 BUCKET_BYTES = 32 * 1024 * 1024
@@ -237,14 +242,41 @@ class TrainerArguments(TypedDict, total=False):
     metrics_port: int | None
 
 
-def read_settings(**arguments: object) -> TrainerSettings:
-    """Read the settings once; an argument that is None leaves the choice to the environment.
+def show_arguments(function: F) -> F:
+    """Make `help()`, `inspect.signature` and IPython show the settings in place of `**arguments`.
 
-    Raises TypeError for an argument that is no setting, ValueError for a value out of range or an unknown
+    Editors with pyright read `Unpack[TrainerArguments]`; those with jedi follow `**arguments` from one function to the
+    next, down to `TrainerSettings`.
+    """
+    shown = signature(function)
+    others = [parameter for parameter in shown.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
+    settings = [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=TrainerSettings.model_fields[name].default,
+            annotation=annotation.__forward_arg__,
+        )
+        for name, annotation in TrainerArguments.__annotations__.items()
+    ]
+    function.__signature__ = shown.replace(parameters=[*others, *settings])  # type: ignore[attr-defined]
+    return function
+
+
+def read_settings(**arguments: object) -> TrainerSettings:
+    """Read the settings once; an argument that is None leaves the choice to the environment, except `metrics_port`.
+
+    Raises TypeError for an argument that is no setting, SettingsError for a value out of range or an unknown
     `GRADPOST_*` variable.
     """
     for name in arguments.keys() - TrainerSettings.model_fields.keys():
         near = difflib.get_close_matches(name, TrainerSettings.model_fields, n=1)
         raise TypeError(f"{name} is not a setting of a trainer" + (f"; did you mean {near[0]}?" if near else ""))
-    given = {name: value for name, value in arguments.items() if value is not None}
-    return TrainerSettings(**given)  # type: ignore[arg-type]
+    for name in [name for name, value in arguments.items() if value is None and name != "metrics_port"]:
+        arguments.pop(name)  # jedi does not follow arguments that `del` names
+    try:
+        return TrainerSettings(**arguments)  # type: ignore[arg-type]
+    except ValidationError as error:
+        names = {name: name for name in arguments}
+        problems = [describe_problem(TrainerSettings, problem, names) for problem in error.errors()]
+        raise SettingsError("; ".join(problems)) from None

@@ -22,9 +22,10 @@ from .wrapped_optimizer import WrappingOptimizer
 class NamedOptimizer(WrappingOptimizer):
     """One of several optimizers of a run. Its `step` is a step of the run with the gradients of its own parameters.
 
-    Hyperparameters, schedulers, `zero_grad`, `state_dict` and `load_state_dict` are its own, too. The rest of the run
-    (`round`, `batches`, `synchronize`, …) is that of `remote`, which all of them share. `remote.batches` and
-    `remote.epochs` expect one step of each optimizer with a batch. A restart between these steps repeats the batch.
+    Made by `wrap_optimizers`. Hyperparameters, schedulers, `zero_grad`, `state_dict` and `load_state_dict` are its own,
+    too. The rest of the run (`round`, `epochs`, `synchronize`, …) is that of `remote`, the RemoteOptimizer that all of
+    them share. `remote.epochs` and `remote.batches` expect one step of each optimizer with a batch. A restart between
+    these steps repeats the batch.
     """
 
     _step_supports_amp_scaling = True  # torch's GradScaler calls `step`, which refuses it

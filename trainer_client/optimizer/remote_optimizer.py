@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Round
 
-from ..client.settings import TrainerArguments
+from ..client.settings import TrainerArguments, show_arguments
 from ..engines.model_tensors import find_tensors
 from ..session.frames import hide_frames
 from ..session.session import Session, use_session
@@ -47,7 +47,7 @@ class RemoteOptimizer(WrappingOptimizer):
         session: the result of `connect()`; by default the open session, or a new one made with `arguments`.
         outer: with local steps, the optimizer that steps on the pservers, over the same parameters; by default SGD with
             `outer_lr` (1, or 1 / world size in asynchronous modes), `outer_momentum` (0) and `outer_nesterov`.
-        coordinator, arguments: settings of a trainer (docs/settings.md), which win over `GRADPOST_*`: `local_steps`,
+        coordinator, arguments: settings of a trainer (docs/api.md), which win over `GRADPOST_*`: `local_steps`,
             `max_grad_norm`, `overlap`, `nonfinite`, … Those of the plan must be the same on all trainers.
 
     Raises BadInput or ModelMismatch before anything was sent to a pserver, and Ended once the run has ended.
@@ -55,6 +55,7 @@ class RemoteOptimizer(WrappingOptimizer):
 
     _step_supports_amp_scaling = True  # a GradScaler leaves scale and overflow to `step`
 
+    @show_arguments
     @hide_frames
     def __init__(
         self,
@@ -69,7 +70,7 @@ class RemoteOptimizer(WrappingOptimizer):
         # 1. Join the run, unless a session has. Blocks for the coordinator.
         super().__init__(optimizer)
         tensors = find_tensors(optimizer, model)
-        self._session = use_session(session, coordinator, arguments)
+        self._session = use_session(session, coordinator, **arguments)
         client = self._session.client
         # 2. Decide what steps where. Nothing is sent, and an error leaves the script's optimizer as it was.
         check_combination(self._session, optimizer, tensors, has_outer=outer is not None)

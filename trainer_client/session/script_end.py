@@ -1,4 +1,4 @@
-"""The end of a script: done, or failed by an exception. Nothing of the user's interpreter is replaced.
+"""The end of a script: done, or failed by an exception. This file replaces nothing of the user's interpreter.
 
 The code of `sys.exit(3)` outside of a `with` block is not visible to a process: it leaves as done, and its parent
 process sees the code.

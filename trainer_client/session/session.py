@@ -14,8 +14,8 @@ from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
 from ..client.output import KeptStream, keep_streams
 from ..client.run_client import RunClient
-from ..client.settings import TrainerArguments, read_settings
-from .frames import hide_frames
+from ..client.settings import TrainerArguments, read_settings, show_arguments
+from .frames import drop_frames, hide_frames
 from .host import Host
 from .io_thread import IoThread
 from .rendezvous import HostPlace, find_place
@@ -38,10 +38,11 @@ class Session:
 
     _streams: Sequence[KeptStream] = ()
 
+    @show_arguments
     def __init__(self, coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> None:
         self.io = IoThread()
         try:
-            self.client, place = self.io.run(_make_client(coordinator, arguments))
+            self.client, place = self.io.run(_make_client(coordinator, **arguments))
             self.host = None if place is None else Host(place, self.client, self.io)
             self._joined = self.io.run(self.client.join() if self.host is None else self.host.join())
         except BaseException:
@@ -175,6 +176,7 @@ class Session:
 
     def _close_after(self, error: BaseException | None) -> None:
         """Close the session with the outcome of a script that `error` ended, or that is done."""
+        drop_frames(error)
         if self.client.settings.keep_output:
             self.client.coordinator.output.note_exception(error)
         self.close(*outcome_of(error))
@@ -201,7 +203,9 @@ class Session:
         self._close_after(error)
 
 
-async def _make_client(coordinator: str | None, arguments: TrainerArguments) -> tuple[RunClient, HostPlace | None]:
+async def _make_client(
+    coordinator: str | None, **arguments: Unpack[TrainerArguments]
+) -> tuple[RunClient, HostPlace | None]:
     """Make the client on its loop. A trainer with an explicit rank or world size is a single process."""
     is_told = arguments.get("rank") is not None or arguments.get("world_size") is not None
     place = None if is_told else find_place(os.environ)
@@ -223,12 +227,13 @@ def open_session() -> Session | None:
     return _current if _current is not None and _current.is_open else None
 
 
+@show_arguments
 @hide_frames
 def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> Session:
     """Join the run and return the session; the same open session if called again without arguments.
 
     Call it first, to know rank and world size before the data is loaded. An argument that is None comes from the
-    settings: `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are those of `RemoteOptimizer`. Without
+    settings: `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are those of docs/api.md. Without
     all of them this process trains alone, as with `strategy="local"`. Blocks until the coordinator has a place; raises
     Unreachable if it does not answer, Conflict if there is none.
     """
@@ -246,7 +251,7 @@ def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments
     return session
 
 
-def use_session(session: Session | None, coordinator: str | None, arguments: TrainerArguments) -> Session:
+def use_session(session: Session | None, coordinator: str | None, **arguments: Unpack[TrainerArguments]) -> Session:
     """Return the given session, the open one, or a new one. Raises TypeError for arguments that come too late."""
     session = session or open_session()
     if session is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,33 @@ async def test_hyper_parameters_of_the_lowest_rank_win_with_one_warning():
         [line] = [line for line in lines if line["log_level"] == "warning"]
         assert (line["used"], line["ignored"]) == ("trainer 0", "trainer 1")
         assert b.metric("gradpost_hyper_parameter_disagreements_total") == 4  # two trainers in two rounds
+
+
+@pytest.mark.parametrize(
+    ("equal", "num_warnings"),
+    [
+        (range(1, 13), 1),
+        (range(3, 13), 1),
+        ([*range(1, 10), *range(11, 20)], 0),  # never ten in a row
+        (range(11, 22), 0),  # not any more after ten rounds with other gradients
+    ],
+    ids=str,
+)
+async def test_trainers_that_push_the_same_gradients_are_named_once(equal: Sequence[int], num_warnings: int):
+    async with bench(3) as b:
+        with structlog.testing.capture_logs() as lines:
+            for round_ in range(1, max(equal) + 1):
+                for rank in range(3):
+                    await b.push(rank, round_, b.contribution(min(rank, 1) if round_ in equal else rank, round_))
+                for rank in range(3):
+                    await b.barrier(rank, round_)
+                for rank in range(3):
+                    await b.get(rank, round_)
+                    await b.barrier(rank, round_, kind="fetch")
+        assert [line["event"] for line in lines if line["log_level"] == "warning"] == num_warnings * [
+            "trainers 1 and 2 push the same gradients: does each read its own part of the data? "
+            "(torch.utils.data.DistributedSampler)"
+        ]
 
 
 async def test_a_push_of_an_applied_round_is_already_applied_whatever_its_bytes():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import re
 from bdb import BdbQuit
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +15,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from ps_config.certificates import CertificateError
+from ps_config.environment import SettingsError
 from ps_protocol.errors import RoundTimeout
 from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
-from trainer_client import ParameterClient
+from trainer_client import ParameterClient, RemoteOptimizer, connect
 from trainer_client.client.metrics import TrainerMetrics
 from trainer_client.client.settings import TrainerArguments, TrainerSettings, read_settings
 from trainer_client.session import session as session_module
@@ -89,16 +92,38 @@ def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
         ParameterClient(tls_client_ca=file)
 
 
+@pytest.mark.parametrize(
+    ("environ", "arguments", "message"),
+    [
+        ({"RANK": "one"}, {}, "RANK: input should be a valid integer, unable to parse string as an integer, not 'one'"),
+        ({"PET_NNODES": "0"}, {}, "PET_NNODES: input should be greater than or equal to 1, not '0'"),
+        ({"GRADPOST_COORDINATOR": "ftp://x:1"}, {}, "GRADPOST_COORDINATOR: expected a base URL such as "
+         "http://10.0.0.5:7070, got 'ftp://x:1', not 'ftp://x:1'"),
+        ({"GRADPOST_MAX_GRAD_NORM": "1", "GRADPOST_TOPK": "2"}, {"max_grad_norm": "a"},
+         "GRADPOST_TOPK: input should be less than or equal to 1, not '2'; max_grad_norm: input should be a valid "
+         "number, unable to parse string as a number, not 'a'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_reported_with_the_name_of_its_source(
+    environ: dict[str, str], arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=rf"^{re.escape(message)}$"):
+        connect(**arguments)
+
+
 async def test_settings_that_joining_has_used_cannot_be_changed() -> None:
     client = ParameterClient("http://127.0.0.1:9", metrics_port=None)
     client.configure(bucket_bytes=1000, placement=None)
     assert (client.settings.bucket_bytes, client.settings.coordinator) == (1000, "http://127.0.0.1:9")
+    assert client.settings.metrics_port is None
     with pytest.raises(
         TypeError, match=r"retry_seconds can be set only before the trainer joins. Pass it to connect\(\)"
     ):
         client.configure(retry_seconds=3, bucket_bytes=2000)
     assert client.settings.bucket_bytes == 1000
-    with pytest.raises(ValueError, match="bucket_bytes"):
+    with pytest.raises(SettingsError, match=r"^bucket_bytes: input should be greater than or equal to 1, not '0'$"):
         client.configure(bucket_bytes=0)
 
 
@@ -109,6 +134,16 @@ def test_every_setting_is_a_typed_argument() -> None:
     for name, field in fields.items():
         as_given = field | None | (str if name.startswith("t") and "Path" in str(field) else None)
         assert set(get_args(arguments[name])) == set(get_args(as_given)), name
+
+
+@pytest.mark.parametrize("call", [connect, RemoteOptimizer, Session, ParameterClient])
+def test_a_signature_shows_every_setting_with_its_default(call: Any) -> None:
+    shown = {name: (each.annotation, each.default) for name, each in inspect.signature(call).parameters.items()}
+    assert shown["coordinator"] == ("str | None", None)
+    assert shown["max_grad_norm"] == ("float | None", None)
+    defaults = {name: field.default for name, field in TrainerSettings.model_fields.items() if name != "coordinator"}
+    assert {name: shown[name][1] for name in defaults} == defaults
+    assert "arguments" not in shown
 
 
 # ---------------------------------------------------------------- the session

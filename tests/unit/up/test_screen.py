@@ -78,7 +78,7 @@ def test_the_exception_of_a_process_is_that_of_its_newest_traceback(capsys: pyte
         "",
         "Traceback (most recent call last):",
         '  File "train.py", line 5, in <module>',
-        "ps_protocol.errors.BadModel: a module.py: is missing",
+        "gradpost.BadModel: a module.py: is missing",
     ):
         screen.show_line("trainer 1", line)
     assert screen.exceptions == {"trainer 1": "BadModel: a module.py: is missing"}

@@ -27,6 +27,7 @@ from ...shard.tensors import StagedBlock
 from ..context import RunContext
 from ..schedule import Read, Wait, name_trainers
 from ..staging import Push, Staged
+from .equal_gradients import EqualGradients
 from .round_work import Measured, RoundWork
 from .rounds import Apply, Measure, Order, Rounds
 
@@ -53,6 +54,7 @@ class RoundsExecutor:
         self._measured: Measured | None = None  # the round that waits for its global norm, or is being applied
         self._apply_task: asyncio.Task[None] | None = None
         self._has_warned_about_disagreement = False
+        self._equal_gradients = EqualGradients()
         self._disk_trouble = ""  # the reason why the log of the open round is not written yet
 
     @property
@@ -157,6 +159,7 @@ class RoundsExecutor:
 
     async def _apply(self, apply: Apply[StagedBlock], coefficient: float = 1.0) -> None:
         self._warn_about_disagreement(apply)
+        self._warn_about_equal_gradients(apply)
         async with self._fail_on_error(apply.round):
             with self._metrics.apply_seconds.time():
                 await self._revoke_reply()
@@ -236,6 +239,13 @@ class RoundsExecutor:
                         "trainers push different hyperparameters; the lowest rank's count",
                         round=apply.round, used=f"trainer {apply.ranks[0]}", ignored=f"trainer {rank}",
                     )  # fmt: skip
+
+    def _warn_about_equal_gradients(self, apply: Apply[StagedBlock]) -> None:
+        if self._context.index == 0 and (ranks := self._equal_gradients.find(apply)) is not None:
+            log.warning(
+                f"trainers {ranks[0]} and {ranks[1]} push the same gradients: does each read its own part of the data? "
+                "(torch.utils.data.DistributedSampler)"
+            )
 
     async def wait_for_apply(self) -> None:
         """Wait until no round is being applied."""

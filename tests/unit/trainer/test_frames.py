@@ -1,0 +1,102 @@
+"""The tracebacks of the errors of Gradpost in a script."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+
+import gradpost
+from gradpost import BadInput, GradpostError, NonFiniteGradient, RunStopped, TrainerLost
+from trainer_client.session.frames import hide_frames
+
+Shown = list[tuple[type[BaseException], BaseException, TracebackType | None]]
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
+    """The calls of the hook that the script has set."""
+    calls: Shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *call: calls.append(call))
+    return calls
+
+
+@pytest.fixture
+def optimizer() -> Iterator[gradpost.RemoteOptimizer]:
+    """An optimizer whose next step raises NonFiniteGradient."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with gradpost.connect(strategy="local", nonfinite="reject"):
+        optimizer = gradpost.RemoteOptimizer(torch.optim.SGD([("w", parameter)], lr=0.1))
+        parameter.grad = torch.full((2,), torch.nan)
+        yield optimizer
+
+
+def end_script(error: BaseException) -> None:
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def list_frames(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_a_traceback_ends_with_the_line_of_the_script(optimizer: gradpost.RemoteOptimizer, shown: Shown) -> None:
+    before = sys.excepthook
+    with pytest.raises(NonFiniteGradient) as caught:
+        optimizer.step()
+    assert "call" in list_frames(caught.value)  # and a wrapper of torch
+    end_script(caught.value)
+    assert list_frames(caught.value) == ["test_a_traceback_ends_with_the_line_of_the_script"]
+    assert shown == [(NonFiniteGradient, caught.value, caught.value.__traceback__)]
+    assert traceback.format_exception_only(caught.value)[0].startswith("gradpost.NonFiniteGradient: NaN or infinity")
+    assert sys.excepthook is before
+
+
+def test_all_frames_are_shown_on_request(
+    optimizer: gradpost.RemoteOptimizer, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADPOST_LOG_LEVEL", "debug")
+    with pytest.raises(NonFiniteGradient) as caught:
+        optimizer.step()
+    end_script(caught.value)
+    assert list_frames(caught.value)[-1] == "step"
+
+
+def test_another_exception_is_shown_unchanged(optimizer: gradpost.RemoteOptimizer, shown: Shown) -> None:
+    with pytest.raises(NonFiniteGradient):
+        optimizer.step()
+    with pytest.raises(RuntimeError) as caught:
+        torch.autograd.grad(torch.zeros(1), torch.zeros(1))
+    frames = list_frames(caught.value)
+    end_script(caught.value)
+    assert (shown, list_frames(caught.value)) == ([(RuntimeError, caught.value, caught.value.__traceback__)], frames)
+
+
+@hide_frames
+def fail(error: GradpostError) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "output"),
+    [
+        (TrainerLost("trainer 1 failed: KeyError: 3"), "gradpost: trainer 1 failed: KeyError: 3\n"),
+        (RunStopped("an administrator stopped run a"), "gradpost: an administrator stopped run a\n"),
+        (BadInput("no"), None),
+    ],
+)
+def test_a_script_that_others_have_ended_shows_one_line(
+    error: GradpostError, output: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for _ in range(2):  # the script catches the first one
+        with pytest.raises(type(error)):
+            fail(error)
+    end_script(error)
+    assert sys.excepthook is sys.__excepthook__
+    shown = capsys.readouterr().err
+    assert shown == output if output else shown.startswith("Traceback (most recent call last):\n")
