@@ -117,7 +117,7 @@ def print_status(status: ClusterStatus) -> None:
     for prospect in status.prospects:
         print_line(prospect)
     if status.failure:
-        print_line(f"failed: {status.failure.get('detail')} ({status.failure.get('code')})")
+        print_line(f"{status.state}: {status.failure.get('detail')} ({status.failure.get('code')})")
     print_line()
     is_ring = status.num_pservers == 0
     if not is_ring:
