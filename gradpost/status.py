@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ps_config.certificates import TlsFiles, client_files
-from ps_config.environment import check_environment, find_path, find_setting
+from ps_config.environment import check_base_url, check_environment, find_path, find_setting
 from ps_config.tokens import Scope
 from ps_protocol.errors import Forbidden, Unauthenticated, Unreachable
 from ps_protocol.fields import Message
@@ -93,12 +93,14 @@ def find_connection(coordinator: str | None, token_file: Path | None = None, sco
     """Return the connection for `open_view`. Raises CommandError for a bad address, SettingsError for bad settings."""
     check_environment(os.environ)
     address = coordinator or find_setting("coordinator") or running_address(named_root()) or DEFAULT_COORDINATOR
-    if not address.startswith(("http://", "https://")):
-        raise CommandError(f"expected the coordinator's base URL, such as {DEFAULT_COORDINATOR}, not {address!r:.200}")
+    try:
+        address = check_base_url(address)
+    except ValueError as error:
+        raise CommandError(f"the coordinator's address: {error}") from None
     token_file = token_file or find_path("token_file")
     if token_file is None and (folder := find_path("tokens_dir")):
         token_file = folder / scope
-    return Connection(address.rstrip("/"), client_files(), token_file)
+    return Connection(address, client_files(), token_file)
 
 
 def print_status(status: ClusterStatus) -> None:
@@ -115,7 +117,7 @@ def print_status(status: ClusterStatus) -> None:
     for prospect in status.prospects:
         print_line(prospect)
     if status.failure:
-        print_line(f"failed: {status.failure.get('detail')} ({status.failure.get('code')})")
+        print_line(f"{status.state}: {status.failure.get('detail')} ({status.failure.get('code')})")
     print_line()
     is_ring = status.num_pservers == 0
     if not is_ring:

@@ -413,12 +413,12 @@ class RunSummary(Message):
     shards: tuple[ShardSummary, ...] = Field(max_length=MAX_MEMBERS)
     results: dict[Name, Number] = Field(max_length=MAX_TENSORS)
 
-    def line(self) -> str:
-        """`trained: mode=sync transport=HTTP/2 accuracy=0.98 rounds=120 seconds=8.1`."""
+    def line(self, outcome: str | None = None) -> str:
+        """`trained: mode=sync transport=HTTP/2 accuracy=0.98 rounds=120 seconds=8.1`. By default the state decides."""
         final = (item for item in sorted(self.results.items()) if item[0] != PROGRESS)
         results = "".join(f" {key}={value:.4g}" for key, value in final)
-        verb = "trained" if self.state != "failed" else "failed"
+        outcome = outcome or ("trained" if self.state != "failed" else "failed")
         return (
-            f"{verb}: mode={self.mode} transport={self.transport}{results} "
+            f"{outcome}: mode={self.mode} transport={self.transport}{results} "
             f"rounds={self.rounds} seconds={self.seconds:.1f}"
         )

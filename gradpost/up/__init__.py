@@ -67,7 +67,8 @@ def run_up(
         make_environment(os.environ, num_trainers, given),
         options,
         tolerates_losses=cluster.on_trainer_loss == "continue",
-        resume_command=_resume_command(sys.argv) if cluster.log_durability != "none" else "",
+        has_log=cluster.log_durability != "none",
+        resume_command=_resume_command(sys.argv),
     )
     return run.run()
 

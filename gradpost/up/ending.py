@@ -9,6 +9,7 @@ from typing import Any
 
 EXIT_NOT_EXECUTABLE = 126  # as in shells, env and timeout
 EXIT_NOT_FOUND = 127
+EXIT_BY_SIGNAL = 128  # and its number
 FAILED_GRACE_SECONDS = 5.0  # for the other scripts to learn of a failure and print it
 HOPELESS_GRACE_SECONDS = 1.0  # if they cannot learn of it
 STOP_GRACE_SECONDS = 3.0  # between the first signal and SIGKILL
@@ -30,6 +31,11 @@ class Ending:
         return self.rank is not None
 
     @property
+    def by_signal(self) -> bool:
+        """True if `gradpost up` received a signal."""
+        return self.rank is None and self.exit_code > EXIT_BY_SIGNAL
+
+    @property
     def kill_at(self) -> float:
         """The time of SIGKILL, by the monotonic clock."""
         return self.signal_at + STOP_GRACE_SECONDS
@@ -43,7 +49,7 @@ def end_by_signal(received: signal.Signals, now: float) -> Ending:
     """Return the ending for a signal that this process received: scripts get it immediately."""
     forwarded = received if received == signal.SIGINT else signal.SIGTERM
     words = {signal.SIGINT: "interrupted", signal.SIGPIPE: "the reader of the output is gone"}
-    return Ending(128 + received, words.get(received, f"ended by {received.name}"), now, forwarded)
+    return Ending(EXIT_BY_SIGNAL + received, words.get(received, f"ended by {received.name}"), now, forwarded)
 
 
 def end_by_script(rank: int, code: int, now: float, *, others_know: bool) -> Ending:
@@ -70,7 +76,7 @@ def blame(ending: Ending, codes: Mapping[int, int], failure: Mapping[str, Any], 
 
 def exit_code_of(code: int) -> int:
     """Return a child's exit code as shells report it: 128 + n for signal n."""
-    return 128 - code if code < 0 else code
+    return EXIT_BY_SIGNAL - code if code < 0 else code
 
 
 def describe_end(code: int) -> str:

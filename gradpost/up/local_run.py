@@ -14,8 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ps_config.environment import find_setting
 from ps_protocol.errors import GradpostError, RunStopped
 from ps_protocol.messages import ClusterStatus, RunSummary
+from ps_protocol.vocabulary import Round
+from services.runtime.checkpoints import complete_checkpoints
+from services.runtime.storage import open_checkpoint_storage
 from trainer_client.testing import Child, LocalCluster
 from trainer_client.testing.processes import Inherited
 
@@ -65,6 +69,7 @@ class LocalRun:
         options: UpOptions,
         *,
         tolerates_losses: bool,
+        has_log: bool,
         resume_command: str,
     ) -> None:
         self._command = list(command)
@@ -87,7 +92,9 @@ class LocalRun:
             self._inherited = ["stdin", "output"]
         self._restarts_left: defaultdict[str, int] = defaultdict(lambda: options.max_restarts)  # by the child's name
         self._tolerates_losses = tolerates_losses
-        self._resume_command = resume_command  # empty if the services keep nothing
+        self._place = settings.get("checkpoints") or find_setting("checkpoints") or str(self._state_dir / "checkpoints")
+        self._has_log = has_log
+        self._resume_command = resume_command
         self._ending: Ending | None = None
         self._codes: dict[int, int] = {}  # of scripts that have ended
         self._ended_at: dict[int, float] = {}
@@ -105,14 +112,14 @@ class LocalRun:
         summary = None
         try:
             if self._start():
-                with contextlib.ExitStack() as shown:
-                    if self._screen.is_terminal and "output" not in self._inherited:
-                        progress = shown.enter_context(Progress(self._cluster.view))
+                with Progress(self._cluster.view, self._is_interrupted) as progress, contextlib.ExitStack() as shown:
+                    if "output" not in self._inherited:
                         shown.enter_context(self._screen.live(progress.render))
                     self._watch()
+                was_interrupted = self._is_interrupted()
                 self._find_cause()
-                summary = self._ask(self._cluster.summary)
-                if self._options.keep and (self._ending is None or self._ending.by_script):
+                summary = self._ask(self._cluster.summary) or progress.summary
+                if self._options.keep and not was_interrupted and all(s.is_running for s in self._cluster.services):
                     exit_code = self._report(summary)
                     self._screen.print_message(f"the services stay up until Ctrl-C; dashboard: {self._cluster.address}")
                     self._signals.get()
@@ -124,10 +131,10 @@ class LocalRun:
     def _report(self, summary: RunSummary | None) -> int:
         """Print the summary and how the run ended, and return the exit code."""
         if summary is not None and summary.state != "gathering":
-            shown = summary
+            shown, outcome = summary, "interrupted" if self._is_interrupted() else None
             if self._ending is not None and self._ending.exit_code != 0:
                 shown = summary.model_copy(update={"state": "failed"})  # also if the cluster has finished it
-            print_summary(shown, as_json=self._options.as_json)
+            print_summary(shown, outcome, as_json=self._options.as_json)
         if self._ending is not None:
             self._screen.print_message(self._describe_ending(self._ending, summary), "red")
         if self._ending is None and summary is not None and summary.state == "failed":
@@ -135,12 +142,27 @@ class LocalRun:
         return self._ending.exit_code if self._ending else 0
 
     def _describe_ending(self, ending: Ending, summary: RunSummary | None) -> str:
-        """Return the reason and, if the run has trained, the command that continues it."""
-        if summary is None or not summary.rounds or not self._resume_command:
+        """Return the reason and, if the run has trained, how to continue it."""
+        if summary is None or not summary.rounds:
             return ending.reason
         if summary.state == "finished" and ending.exit_code != 0:  # nothing is left to train
             return ending.reason
-        return f"{ending.reason} (at round {summary.rounds:,}). Continue: {self._resume_command}"
+        reached = f"{ending.reason} (at round {summary.rounds:,})"
+        if self._has_log:
+            return f"{reached}. Continue: {self._resume_command}"
+        if saved := self._find_checkpoint(summary.run):
+            return f"{reached}. Continue from the checkpoint of round {saved:,}: {self._resume_command}"
+        return f"{reached}. No model was saved: the script starts again from the beginning, or from its own checkpoint"
+
+    def _find_checkpoint(self, run: str) -> Round | None:
+        """Return the round of the newest complete checkpoint; None if there is none, or none can be read."""
+        with contextlib.suppress(OSError, ValueError, ImportError):
+            for manifest in complete_checkpoints(open_checkpoint_storage(self._place), run):
+                return manifest.round
+        return None
+
+    def _is_interrupted(self) -> bool:
+        return self._ending is not None and self._ending.by_signal
 
     def _start(self) -> bool:
         cluster, now = self._cluster, time.monotonic()

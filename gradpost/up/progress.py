@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -20,21 +21,27 @@ from trainer_client.client.inspection import ClusterView
 from ..output import Column, print_json, print_line, print_table
 
 PERIOD_SECONDS = 0.5
+RATE_SECONDS = 5.0  # the time over which the coordinator measures rates
 SLOW_ROUND_SECONDS = 2.0  # the line names the missing trainers of a round that waits longer
 
 
-def describe(status: ClusterStatus, summary: RunSummary, activity: Mapping[str, Any]) -> str:
+def describe(
+    status: ClusterStatus, summary: RunSummary, activity: Mapping[str, Any], *, is_interrupted: bool = False
+) -> str:
     """Return the live line: the run's state, round, speed, throughput, results and time."""
     if status.state == "gathering":
         return "waiting for " + ", ".join(status.waiting_for)
-    parts = [f"{'paused' if status.is_paused else status.state}: round {summary.rounds:,}"]
+    state = "interrupted" if is_interrupted else "paused" if status.is_paused else status.state
+    parts = [f"{state}: round {summary.rounds:,}"]
+    has_rate = _has_rate(activity)
     if status.state == "training":
         rates = ("pushed_bytes_per_second", "pulled_bytes_per_second")
         bytes_per_second = sum(pserver[rate] or 0.0 for pserver in activity["pservers"] for rate in rates)
-        parts += [f"{activity['rounds_per_second'] or 0.0:.1f} rounds/s", f"{bytes_per_second / 1e6:.1f} MB/s"]
+        parts += [f"{activity['rounds_per_second'] or 0.0:.1f} rounds/s"] if has_rate else []
+        parts.append(f"{bytes_per_second / 1e6:.1f} MB/s")
     parts += [f"{name} {value:.4g}" for name, value in sorted(summary.results.items())]
     parts.append(f"elapsed {_clock(summary.seconds)}")
-    if activity["remaining_seconds"] is not None:
+    if has_rate and activity["remaining_seconds"] is not None:
         parts.append(f"remaining {_clock(activity['remaining_seconds'])}")
     slowest = max(status.pservers, key=lambda p: p.waiting_seconds, default=None)
     if slowest is not None and slowest.missing and slowest.waiting_seconds > SLOW_ROUND_SECONDS:
@@ -43,15 +50,25 @@ def describe(status: ClusterStatus, summary: RunSummary, activity: Mapping[str, 
     return "  ".join(parts)
 
 
+def _has_rate(activity: Mapping[str, Any]) -> bool:
+    """Return whether the run has trained for so long that the rates do not include the time before its first round."""
+    rates = activity["rates"]
+    training = (at for at, rate in zip(rates["at"], rates["rounds_per_second"], strict=True) if rate)
+    now: float = activity["at"]
+    return now - next(training, math.inf) >= RATE_SECONDS
+
+
 def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 class Progress:
-    """The live line, which a thread updates from the coordinator during the block."""
+    """The live line and the newest summary, which a thread updates from the coordinator during the block."""
 
-    def __init__(self, view: ClusterView) -> None:
+    def __init__(self, view: ClusterView, is_interrupted: Callable[[], bool]) -> None:
+        self.summary: RunSummary | None = None
         self._view = view
+        self._is_interrupted = is_interrupted
         self._spinner = Spinner("dots", style="green")
         self._text = "starting"
         self._stop = threading.Event()
@@ -75,13 +92,16 @@ class Progress:
     def _watch(self) -> None:
         while not self._stop.wait(PERIOD_SECONDS):
             try:
-                self._text = describe(self._view.status(), self._view.summary(), self._view.activity())
+                self.summary = self._view.summary()
+                self._text = describe(
+                    self._view.status(), self.summary, self._view.activity(), is_interrupted=self._is_interrupted()
+                )
             except GradpostError:
                 continue  # `LocalRun` detects processes that have ended
 
 
-def print_summary(summary: RunSummary, *, as_json: bool) -> None:
-    """Print tables and the final line of the run, or JSON."""
+def print_summary(summary: RunSummary, outcome: str | None = None, *, as_json: bool) -> None:
+    """Print tables and the final line of the run, or JSON. `outcome` is the first word of the line."""
     if as_json:
         print_json(summary_to_json(summary))
         return
@@ -105,7 +125,7 @@ def print_summary(summary: RunSummary, *, as_json: bool) -> None:
                 for shard in summary.shards
             ],
         )
-    print_line(summary.line())
+    print_line(summary.line(outcome))
 
 
 def summary_to_json(summary: RunSummary) -> dict[str, Any]:

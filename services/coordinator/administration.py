@@ -159,7 +159,10 @@ class Administration:
         coordinator, cluster = self._coordinator, self._coordinator.cluster
         run = cluster.run
         if run.record.is_over or not run.record.trainers:
-            raise NotReady("no run is under way", waiting_for="a run")
+            raise NotReady(
+                "no run is under way, so that none can be stopped. To see the last one: gradpost status",
+                waiting_for="a run",
+            )
         is_saved = not message.fail and run.record.state == "training" and not run.settings.consistency.is_ring
         async with self._audited(run, by=by, action="stop", arguments=message.model_dump()) as outcome:
             if is_saved:

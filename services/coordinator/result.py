@@ -149,5 +149,5 @@ class RunResult:
         answers = await asyncio.gather(*(read_state(self._http, member) for member in members), return_exceptions=True)
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, BaseException):
-                log.warning("a pserver did not answer", pserver=member.info.index, error=repr(answer))
+                log.info("a pserver did not answer", pserver=member.info.index, error=repr(answer))
         return [answer for answer in answers if not isinstance(answer, BaseException)]

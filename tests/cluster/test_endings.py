@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +25,15 @@ from .conftest import StartCluster
 from .faulty_run import SCRIPT, FaultyRun
 from .training import assert_identical, expected_result
 from .training_script import digest_of, make_model
-from .up_support import ROOT, RunningUp, clean_environment
+from .up_support import (
+    ROOT,
+    SECONDS,
+    RunningUp,
+    clean_environment,
+    ends_with_a_way_on,
+    train_script,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(300)]
 
@@ -161,6 +172,48 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
     model = make_model()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
     assert f"{digest_of(model)} {ROUNDS}" == expected_result(ROUNDS)
+
+
+def test_a_run_whose_coordinator_dies_can_be_continued(tmp_path: Path) -> None:
+    """`up` has seen the rounds within these three seconds."""
+    in_each_round = "time.sleep(0.02); step == 150 and print('trains', flush=True)"
+    script = train_script(tmp_path, rounds=20000, in_each_round=in_each_round)
+    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", script, folder=tmp_path, cold=True) as up:
+        up.wait_for("[trainer 0] trains")
+        os.kill(up.pid_of("-m services.coordinator"), signal.SIGKILL)
+        code, stdout, stderr = up.finish()
+        assert up.has_left_nothing(), up.left()
+    assert code == 1
+    assert ends_with_a_way_on(stderr, "coordinator was ended by SIGKILL (out of memory?)"), stderr
+    assert re.search(r"^failed: mode=sync transport=HTTP/2 rounds=[1-9]", stdout, re.MULTILINE), stdout
+
+
+NOTHING_SAVED = r"No model was saved: the script starts again from the beginning, or from its own checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("options", "way_on"),
+    [
+        ("--mode sync", "Continue: gradpost up --resume .*"),
+        ("--mode async --checkpoint-rounds 10", r"Continue from the checkpoint of round \d+0: gradpost up --resume .*"),
+        ("--mode async", NOTHING_SAVED),
+        ("--strategy ring", NOTHING_SAVED),
+    ],
+)
+def test_the_end_of_an_interrupted_run_names_the_way_on(tmp_path: Path, options: str, way_on: str) -> None:
+    in_each_round = "time.sleep(0.02); step == 40 and print('trains', flush=True)"
+    script = train_script(tmp_path, rounds=20000, in_each_round=in_each_round)
+    num_pservers = () if "ring" in options else ("--pservers", 1)
+    with RunningUp(*num_pservers, *options.split(), "--", "python", script, folder=tmp_path) as up:
+        up.wait_for("[trainer 0] trains", "[trainer 1] trains")
+        written = "checkpoint-rounds" not in options or wait_until(
+            lambda: any(tmp_path.glob(".gradpost/up-*/checkpoints/*/*[1-9]0/manifest.json")), SECONDS
+        )
+        up.signal(signal.SIGINT)
+        code, stdout, stderr = up.finish()
+    assert (code, written) == (128 + signal.SIGINT, True), stderr
+    assert re.search(rf"(^|\n)gradpost: interrupted \(at round \d+\)\. {way_on}\n$", stderr), stderr
+    assert re.search(r"^interrupted: mode=", stdout, re.MULTILINE), stdout
 
 
 @pytest.mark.parametrize("place", ["", "dir://shared::file://{}"])

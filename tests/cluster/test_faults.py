@@ -222,6 +222,7 @@ def test_under_reject_the_trainer_fails_and_may_come_back() -> None:
     with FaultyRun(30, local_transport=False, trouble="1:10:nan") as run:
         run.wait_for_line("NonFiniteGradient: trainer 1 pushed NaN or infinity in block '0.weight.block0' in round 10")
         assert run.cluster.trainers[1].wait(30) == 1
+        assert '"level": "info"' in run.wait_for_line("NaN or infinity in a gradient")  # `up` does not show it
         run.trouble = ""
         run.start_trainer(1)
         run.check_results()

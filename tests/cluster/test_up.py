@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ..unit.cli.conftest import RunCommand, run_command  # noqa: F401 - a fixture
-from .up_support import IDLE, SECONDS, STUBBORN, RunningUp, train_script, wait_until
+from .up_support import IDLE, SECONDS, STUBBORN, RunningUp, ends_with_a_way_on, train_script, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -54,7 +54,7 @@ def test_it_trains_and_ends_with_the_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path) -> None:
-    script = train_script(tmp_path, rounds=60, in_each_round="time.sleep(0.05); session.report(loss=0.25)")
+    script = train_script(tmp_path, rounds=160, in_each_round="time.sleep(0.05); session.report(loss=0.25)")
     ours, theirs = os.openpty()
     environ = {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
     arguments = ("--pservers", 1, "--trainers", 1, "--lease-seconds", 3, "--", "python", script)
@@ -68,7 +68,7 @@ def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path) -> None:
     assert "\x1b[36m[trainer 0] \x1b[0mrank 0 of 1" in shown
     assert "\x1b[1A" in shown or "\x1b[2K" in shown  # the live line is erased and drawn again
     last = CONTROL.sub("", shown).rstrip().splitlines()[-1]
-    assert last.startswith("trained: mode=sync transport=HTTP/2 accuracy=0.5 rounds=60 seconds=")
+    assert last.startswith("trained: mode=sync transport=HTTP/2 accuracy=0.5 rounds=160 seconds=")
 
 
 @pytest.mark.extended
@@ -99,15 +99,6 @@ def read_terminal(fd: int) -> str:
             os.close(fd)
             return shown.decode()
         shown += chunk
-
-
-def ends_with_a_way_on(output: str, reason: str) -> bool:
-    """Return whether the last line has the reason, once, and the command that continues the run."""
-    last = output.rstrip("\n").rpartition("\n")[2]
-    return (
-        re.match(rf"gradpost: {re.escape(reason)} \(at round \d+\)\. Continue: gradpost up --resume .*-- python", last)
-        is not None
-    )
 
 
 def test_trainers_that_read_the_same_data_are_named(tmp_path: Path) -> None:
@@ -242,17 +233,27 @@ def test_a_failure_before_joining_ends_the_others(tmp_path: Path) -> None:
     assert re.search(r"\ngradpost: trainer 1 failed: Conflict: .*7.*\n$", stderr), stderr
 
 
+@pytest.mark.parametrize("is_stopped", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_kept_services_are_found_in_the_folder_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: RunCommand,  # noqa: F811
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: RunCommand, is_stopped: bool,  # noqa: F811
 ) -> None:  # fmt: skip
-    script = train_script(tmp_path)
+    rounds = 20000 if is_stopped else 5
+    script = train_script(tmp_path, rounds=rounds, in_each_round="step == 4 and print('trains', flush=True)")
     monkeypatch.chdir(tmp_path)
     arguments = ("--keep", "--run-name", "first try", "--pservers", 1, "--trainers", 1, "--", "python", script)
     with RunningUp(*arguments, folder=tmp_path) as up:
         assert up.process.stdout is not None
+        up.wait_for("[trainer 0] trains")
+        assert not is_stopped or "ended after round" in run_command("stop").stdout
         assert any(line.startswith("trained: ") for line in up.process.stdout)
         status = run_command("status")
-        assert "(first try): finished, mode sync, round 5" in status.stdout, status.stderr
+        assert "(first try): finished, mode sync, round " in status.stdout, status.stderr
+        assert ("\nfinished: an administrator stopped run" in status.stdout) == is_stopped
+        refused = run_command("stop")
+        assert refused.exit_code != 0
+        assert (
+            "no run is under way, so that none can be stopped. To see the last one: gradpost status" in refused.stderr
+        )
         assert "weight" in run_command("params").stdout
         up.signal(signal.SIGINT)
         code, _, stderr = up.finish()
@@ -272,6 +273,7 @@ def test_a_run_that_is_stopped_can_be_continued(
     monkeypatch.chdir(tmp_path)
     with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", script, folder=tmp_path) as up:
         up.wait_for("[trainer 0] trains")
+        assert "; stop the run with: gradpost stop " in run_command("evict", 0).stderr
         done = run_command("stop", *option.split())
         assert re.fullmatch(r"run \w+ (ended|failed) after round \d+\n", done.stdout), done.stderr
         stopped = int(done.stdout.split()[-1])

@@ -74,6 +74,10 @@ def test_a_paused_run_looks_paused(browser: Browser, closed: Closed) -> None:
             visit.wait_until("() => document.querySelector('#state').textContent === 'paused'")
             assert visit.page.inner_text("#notices").startswith("Paused")
             assert visit.page.inner_text("#barrier-says") == "The run is paused"
+            states = visit.page.eval_on_selector_all("#barrier-ranks li", "all => all.map(one => one.innerText)")
+            assert [state.split() for state in states] == [["0", "paused"], ["1", "paused"]]
+            cells = "all => all.map(one => one.innerText)"
+            assert visit.page.eval_on_selector_all("#trainers td[data-state]", cells) == ["paused"] * 2
         finally:
             closed.ask("POST", "/v1/controls/resume", "admin").raise_for_status()
         visit.wait_until("() => document.querySelector('#state').textContent === 'training'")

@@ -66,7 +66,7 @@ def check_combination(session: Session, optimizer: Optimizer, model: TrainedMode
             isinstance(optimizer, CombinedOptimizer)
             and (rules.is_async or rules.max_delay > 0 or local or settings.overlap),
             "several optimizers need mode sync or strategy ring, without max_delay, local_steps and overlap, which "
-            "push or write parameters of one optimizer in a step of another. Use one optimizer, with parameter groups",
+            "push or write parameters of one optimizer in a step of another. Use gradpost up --mode sync, without them",
         ),
         (
             session.client.is_declared,

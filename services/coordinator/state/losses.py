@@ -126,7 +126,7 @@ def evict_trainer(run: Run, rank: Rank, now: float) -> Run:
     needed = run.settings.min_trainers if run.settings.loss_policy == "continue" else 1
     if others < needed:
         raise Conflict(
-            f"run {record.name} would have too few trainers without trainer {rank}",
+            f"run {record.name} would have too few trainers without trainer {rank}; stop the run with: gradpost stop",
             code="cannot_evict", expected=f">= {needed}", actual=others,
         )  # fmt: skip
     why = f"trainer {rank} {EVICTED}"

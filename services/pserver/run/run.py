@@ -154,8 +154,10 @@ class Run:
         if culprit is None:
             return True
         self._metrics.nonfinite.inc()
-        log.warning("NaN or infinity in a gradient", trainer=fence.rank, round=fence.round, block=culprit)
-        if self.installed.nonfinite == "reject":
+        is_rejected = self.installed.nonfinite == "reject"
+        write = log.info if is_rejected else log.warning  # the trainer reports a rejected push
+        write("NaN or infinity in a gradient", trainer=fence.rank, round=fence.round, block=culprit)
+        if is_rejected:
             advice = "" if self.installed.consistency.is_async else ". To skip such rounds, set --nonfinite skip_round"
             raise NonFiniteGradient(
                 f"trainer {fence.rank} pushed NaN or infinity in block {culprit!r} in round {fence.round}; "

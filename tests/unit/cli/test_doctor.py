@@ -165,7 +165,7 @@ def test_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, level in ((PROTOCOL_VERSION, "ok"), (PROTOCOL_VERSION + 1, "broken")):
         openapi = json.dumps({"info": {"version": str(version)}})
         with serving({STATUS: STATE.model_dump_json(), "/openapi.json": openapi}) as url:
-            finding, found = check_coordinator(url)
+            finding, found = check_coordinator(url.removeprefix("http://"))
             assert (finding.level, found is not None) == (level, level == "ok")
     with serving({STATUS: STATE.model_dump_json(), "/openapi.json": "[]"}) as url:
         assert check_coordinator(url)[0].detail.endswith(

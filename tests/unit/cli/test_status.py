@@ -97,6 +97,8 @@ def test_the_coordinator_is_named_by_option_variable_or_file(
         monkeypatch.setenv("GRADPOST_COORDINATOR", "http://127.0.0.1:1")
         assert run_command("status").exit_code == 1
         assert run_command("status", "--coordinator", url).exit_code == 0
+        monkeypatch.setenv("GRADPOST_COORDINATOR", url.removeprefix("http://"))
+        assert run_command("status").exit_code == 0
 
 
 def test_a_coordinator_that_does_not_answer_is_named(run_command: RunCommand) -> None:
@@ -145,9 +147,11 @@ def test_another_server_is_recognized(
 
 
 def test_an_invalid_address_is_refused(run_command: RunCommand) -> None:
-    outcome = run_command("status", "--coordinator", "localhost:7070")
+    outcome = run_command("status", "--coordinator", "ftp://x")
     assert outcome.exit_code == 2
-    assert "expected the coordinator's base URL, such as http://127.0.0.1:7070" in outcome.stderr
+    assert (
+        "the coordinator's address: expected a base URL such as http://10.0.0.5:7070, got 'ftp://x'" in outcome.stderr
+    )
 
 
 def test_tls_files_that_cannot_be_used_are_one_line(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,12 @@ def check(
         ({"overlap_pulls": True}, {}, {}, "needs overlap=True"),
         (BOTH, {}, {"has_host": True}, "overlap_pulls needs trainers of one process"),
         (BOTH, {"max_delay": 1}, {}, "overlap_pulls cannot be used with max_delay"),
-        ({}, {"mode": "async"}, {"has_several": True}, "several optimizers need mode sync or strategy ring"),
+        (
+            {},
+            {"mode": "async"},
+            {"has_several": True},
+            "several optimizers need mode sync .* Use gradpost up --mode sync",
+        ),
         ({}, {"max_delay": 1}, {"has_several": True}, "several optimizers need mode sync or strategy ring"),
         ({}, {}, {"is_declared": True}, r"a session has one RemoteOptimizer.* optimizer\.session\.close"),
     ],

@@ -34,8 +34,10 @@ def make_pserver(waiting_seconds: float) -> PserverStatus:
 
 
 SHARD = {"pushed_bytes_per_second": 45_600_000.0, "pulled_bytes_per_second": None}
-ACTIVITY = {"rounds_per_second": 12.34, "remaining_seconds": 83.0, "pservers": [SHARD]}
-IDLE = {"rounds_per_second": None, "remaining_seconds": None, "pservers": []}
+RATES = {"at": [100.0, 101.0, 102.0], "rounds_per_second": [None, 0.0, 9.0]}
+ACTIVITY = {"at": 107.0, "rounds_per_second": 12.34, "remaining_seconds": 83.0, "pservers": [SHARD], "rates": RATES}
+NO_RATES = {"at": [], "rounds_per_second": []}
+IDLE = {"at": 107.0, "rounds_per_second": None, "remaining_seconds": None, "pservers": [], "rates": NO_RATES}
 
 
 def test_the_live_line() -> None:
@@ -45,8 +47,12 @@ def test_the_live_line() -> None:
     line = describe(make_status(), make_summary(), ACTIVITY)
     figures = "round 1,234  12.3 rounds/s  45.6 MB/s  accuracy 0.9833  loss 0.25"
     assert line == f"training: {figures}  elapsed 1:01  remaining 1:23"
+    early = describe(make_status(), make_summary(), {**ACTIVITY, "at": 106.9})
+    assert early == "training: round 1,234  45.6 MB/s  accuracy 0.9833  loss 0.25  elapsed 1:01"
     ended = describe(make_status(state="finished"), make_summary(results={}), IDLE)
     assert ended == "finished: round 1,234  elapsed 1:01"
+    interrupted = describe(make_status(state="failed"), make_summary(results={}), IDLE, is_interrupted=True)
+    assert interrupted == "interrupted: round 1,234  elapsed 1:01"
 
 
 def test_the_live_line_names_the_missing_trainers_of_a_slow_round() -> None:

@@ -17,15 +17,15 @@ function join(first, second, key) {
   return first.map((one) => ({ ...one, ...more.get(one[key]) }));
 }
 
-function whereabouts({ barrier }) {
+function whereabouts({ is_paused }, { barrier }) {
   const arrived = new Set(barrier?.arrived);
   const missing = new Set(barrier?.missing);
-  return (rank) => (missing.has(rank) ? "missing" : arrived.has(rank) ? "arrived" : "computing");
+  return (rank) => (is_paused ? "paused" : missing.has(rank) ? "missing" : arrived.has(rank) ? "arrived" : "computing");
 }
 
 export function showTrainers(status, activity) {
   const sync = isSync(status);
-  const where = whereabouts(activity);
+  const where = whereabouts(status, activity);
   const trainers = join(status.trainers, activity.trainers, "rank");
   show(byId("contributed-label"), sync ? `In round ${format.count(activity.round)}` : "Active");
   show(byId("behind-label"), sync ? "Barrier" : "Behind");
@@ -35,7 +35,7 @@ export function showTrainers(status, activity) {
       cell.dataset.value = JSON.stringify(t.rank);
     }],
     ["", (cell, t) => {
-      show(cell, t.state === "declared" ? (t.is_done ? "no batches left" : "training") : t.state, t.state);
+      show(cell, t.state === "declared" ? (t.is_done ? "no batches left" : status.is_paused ? "paused" : "training") : t.state, t.state);
       cell.dataset.state = t.state;
     }],
     ["", (cell, t) => {
@@ -62,7 +62,7 @@ export function showBarrier(status, activity) {
   flag(byId("barrier"), "data-empty", status.state !== "training");
   flag(byId("barrier"), "data-late", wait > LATE_SECONDS);
   show(byId("barrier-title"), sync ? "Barrier" : "Waiting");
-  const where = whereabouts(activity);
+  const where = whereabouts(status, activity);
   const at = barrier?.pserver === null ? "" : `, pserver ${barrier?.pserver}`;
   show(byId("barrier-note"), barrier && sync ? `round ${format.count(barrier.round)}${at}` : "");
   const says = sync ? arrivals(barrier) : waiting(barrier);
