@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import httpx
 
 from ps_config.process_meter import ProcessMeter
-from ps_protocol.errors import NotReady, StorageFailed, TryAgain
+from ps_protocol.errors import NotFound, NotReady, StorageFailed, TryAgain
 from ps_protocol.messages import PlanReady
 from ps_protocol.vocabulary import Incarnation, Rank
 from services.runtime.logs import bind_facts, get_logger
@@ -97,6 +97,9 @@ class Coordinator:
                 await self.persist()  # so that another restart resumes the same run
         except (OSError, TryAgain) as error:
             raise StorageFailed(str(error)) from error
+        with contextlib.suppress(NotFound):
+            run = self.cluster.run.record.name
+            self._history_writer.restore(await asyncio.to_thread(self.history.read, run))
 
     async def persist(self) -> None:
         """Persist the cluster's state.

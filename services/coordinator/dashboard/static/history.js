@@ -61,7 +61,7 @@ async function showRuns() {
       cell.title = optimizer ?? "";
     }],
     ["", (cell, one) => show(cell, dateOf(one.started_at), one.started_at)],
-    ["number", (cell, one) => show(cell, format.seconds(one.ended_at - one.started_at))],
+    ["number", (cell, one) => show(cell, format.seconds(durationOf(one)))],
     ["number", (cell, { rounds }) => show(cell, format.count(rounds), rounds)],
     ["number", (cell, { results }) => show(cell, format.digits(results.loss, 4), results.loss)],
   ]);
@@ -78,6 +78,9 @@ function stateOf({ state, failure }) {
 }
 
 const dateOf = (at) => new Date(at * 1000).toLocaleString("sv-SE"); // ISO 8601, in local time
+
+// Without the time between processes of the coordinator.
+const durationOf = (one) => one.earlier_seconds + one.ended_at - one.started_at;
 
 function showCheck(cell, { run }) {
   if (!cell.firstChild) {
@@ -126,7 +129,7 @@ function figuresOf(entry, { status, summary }) {
   const total = (name) => format.bytes(summary?.shards.reduce((sum, shard) => sum + shard[name], 0));
   return [
     ["State", stateOf(entry)], ["Started", dateOf(entry.started_at)], ["Ended", dateOf(entry.ended_at)],
-    ["Duration", format.seconds(entry.ended_at - entry.started_at)], ["Rounds", format.count(entry.rounds)],
+    ["Duration", format.seconds(durationOf(entry))], ["Rounds", format.count(entry.rounds)],
     ["Trainers", trainers || "–"], ["Pservers", status.num_pservers ? format.count(status.num_pservers) : "none, a ring"],
     ["Model", `${format.count(status.num_parameters)} parameters, ${format.bytes(status.parameter_bytes)}`],
     ["Optimizer", entry.optimizer ?? "–"], ["Script", status.trainers[0]?.script?.command ?? "–"], ["Transport", summary?.transport ?? "–"],
