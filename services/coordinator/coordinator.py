@@ -23,6 +23,7 @@ from .checkpoints import CheckpointSchedule, Manifests
 from .events import Events
 from .history import HistoryWriter, RunHistory
 from .output import OutputLog
+from .pserver_calls import WaitLog
 from .reconcile import Reconciler
 from .restore import RecordFile, restore_state
 from .result import RunResult
@@ -51,8 +52,9 @@ class Coordinator:
         self.activity = ActivityLog()
         self.meter = ProcessMeter()
         self.audit = AuditLog(settings.state_dir)
-        self._reconciler = Reconciler(self.cluster, http, self.now, self.persist)
-        self.result = RunResult(self.cluster, http, self.now, self.wait_until)
+        waits = WaitLog()
+        self._reconciler = Reconciler(self.cluster, http, self.now, self.persist, waits)
+        self.result = RunResult(self.cluster, http, self.now, self.wait_until, waits)
         self._saving: asyncio.Task[None] | None = None  # saves the result
         self.history = RunHistory(settings.history_folder)
         self._history_writer = HistoryWriter(self.history, self.cluster, self.curves, self.result)

@@ -12,7 +12,7 @@ from ps_protocol.messages import PserverState, RunSummary, ShardSummary
 from ps_protocol.vocabulary import Round
 from services.runtime.logs import get_logger
 
-from .pserver_calls import RESULT_SECONDS, read_state, want_checkpoint
+from .pserver_calls import RESULT_SECONDS, WaitLog, read_state, want_checkpoint
 from .state.cluster import Cluster
 from .state.run import Run
 from .state.status import copy_fields
@@ -31,11 +31,13 @@ class RunResult:
         http: httpx.AsyncClient,
         now: Callable[[], float],
         wait_until: Callable[[Callable[[], bool], float], Awaitable[None]],
+        waits: WaitLog,
     ) -> None:
         self._cluster = cluster
         self._http = http
         self._now = now
         self._wait_until = wait_until
+        self._waits = waits
         self._last_summary: RunSummary | None = None
         self._summed_up: tuple[str, float | None, Round] = "", None, 0  # run, start and round of the newest summary
         self._summed_up_at = 0.0  # when its first summary was made
@@ -148,6 +150,5 @@ class RunResult:
         members = self._cluster.registry.sorted_members
         answers = await asyncio.gather(*(read_state(self._http, member) for member in members), return_exceptions=True)
         for member, answer in zip(members, answers, strict=True):
-            if isinstance(answer, BaseException):
-                log.warning("a pserver did not answer", pserver=member.info.index, error=repr(answer))
+            self._waits.note(member.info.index, answer if isinstance(answer, BaseException) else None)
         return [answer for answer in answers if not isinstance(answer, BaseException)]

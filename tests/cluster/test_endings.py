@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,9 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
     before = history.read(failed.run).curves.curves["gradpost/learning_rate"][0].round
     code, output = train(tmp_path, "--resume")
     assert code == 0, output
+    assert "the run fails unless" not in output
+    waits = re.findall("waiting for pserver .", output)
+    assert len(waits) == len(set(waits)), output
     record = history.read(failed.run)
     rounds = record.curves.curves["gradpost/learning_rate"][0].round
     assert (rounds[: len(before)], rounds) == (before, sorted(set(rounds)))
