@@ -33,6 +33,7 @@ from .state.cluster import Cluster
 log = get_logger()
 
 RETRY_SECONDS = 0.2
+EARLY_ROUNDS = 5  # of the others, after which the end of a trainer is reported as early
 
 
 class Coordinator:
@@ -63,6 +64,7 @@ class Coordinator:
         self.schedule = CheckpointSchedule(self.cluster, http, self.now)
         self._file = RecordFile(settings.state_dir)
         self._persist_lock = asyncio.Lock()
+        self._early_ends: set[tuple[str, Rank, Incarnation]] = set()  # that were logged
         self._failing_since: float | None = None  # since when writing has failed
 
     def now(self) -> float:
@@ -177,6 +179,7 @@ class Coordinator:
             await self._wake.wait()
             self._wake.clear()
             checked_at = self._log_losses(checked_at)
+            self._log_early_ends()
             self.cluster.start_run_if_complete(self.now())
             if not await self._reconciler.reconcile():
                 await asyncio.sleep(RETRY_SECONDS)
@@ -198,6 +201,18 @@ class Coordinator:
             if not trainer.is_present and self.cluster.run.reports[rank].gone_at > after:
                 log.info(trainer.why, trainer=rank)
         return self.now()
+
+    def _log_early_ends(self) -> None:
+        """Log each trainer that is done, once the others have gone on without it for several rounds."""
+        run, record = self.cluster.run, self.cluster.run.record
+        newest = max((run.reports[rank].round for rank in record.members), default=0)
+        for rank, trainer in record.trainers.items():
+            end = record.name, rank, trainer.incarnation
+            if trainer.state == "done" and newest > trainer.round + EARLY_ROUNDS and end not in self._early_ends:
+                self._early_ends.add(end)
+                left = f"{len(record.members)} of {len(record.trainers)} trainers"
+                verb = "remains" if len(record.members) == 1 else "remain"
+                log.warning(f"trainer {rank} is done (round {trainer.round}); {left} {verb}")
 
     def _log_news(self, logged: str) -> str:
         """Log the state of the run, or what it waits for, if that differs from `logged`. Returns the text."""
