@@ -294,6 +294,13 @@ def test_a_run_that_is_stopped_can_be_continued(
     assert code == 0, stderr
     assert json.loads(stdout)["rounds"] >= stopped + 5
 
+    script.write_text(script.read_text().replace("Linear(8, 2)", "Linear(8, 2, bias=False)"))
+    command = ("--resume", "--pservers", 1, "--trainers", 1, "--", "python", script)
+    code, _, stderr = run_up(*command, folder=tmp_path)
+    other = r"gradpost: the resumed run has another model: trainer 0 and run \w+ .* Omit --resume to begin a new run\n"
+    assert re.fullmatch(other, stderr.splitlines(keepends=True)[-1]), stderr
+    assert code == 1
+
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.extended)]
