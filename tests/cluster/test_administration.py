@@ -67,6 +67,10 @@ def test_rates_and_frozen_parameters_count_from_the_named_round_on(run: FaultyRu
     stuck = admin.ask("PUT", "/v1/controls/frozen/0.weight")
     oracle.frozen[stuck["round"]] = {"0.weight"}
     assert faster["round"] < stuck["round"]
+    events = [event["text"] for event in admin.send("GET", "/v1/events").json() if event["kind"] == "change"]
+    assert events == [
+        f"set rate 0.05: from round {faster['round']} on", f"freeze parameter 0.weight: from round {stuck['round']} on",
+    ]  # fmt: skip
     run.restart_pserver(1)
     other = admin.ask("PUT", "/v1/controls/frozen/2.weight")
     oracle.frozen[other["round"]] = {"0.weight", "2.weight"}
