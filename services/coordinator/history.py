@@ -42,6 +42,7 @@ class HistoryEntry(Message):
     state: RunState = Field(description="`training`: the coordinator stopped while the run trained")
     mode: Mode
     optimizer: Note | None = Field(description="optimizer with the hyperparameters that are not its defaults")
+    command: Note | None = Field(description="command line of the script")
     started_at: Real
     ended_at: Real
     earlier_seconds: Real
@@ -80,6 +81,7 @@ class HistoryRecord(Message):
             state=status.state,
             mode=status.mode,
             optimizer=next((script.optimizer for script in scripts if script.optimizer), None),
+            command=next((script.command for script in scripts), None),
             started_at=self.started_at,
             ended_at=self.ended_at,
             earlier_seconds=self.earlier_seconds,
