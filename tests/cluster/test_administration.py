@@ -312,7 +312,7 @@ NUM_STEPS = 20
 
 def read(folder: Path) -> Any:
     """Return all that TensorBoard finds in a folder."""
-    accumulator = pytest.importorskip(TENSORBOARD, reason="pip install 'gradpost[tensorboard]'")
+    accumulator = pytest.importorskip(TENSORBOARD, reason="pip install '.[tensorboard]'")
     found = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0})
     found.Reload()
     return found
