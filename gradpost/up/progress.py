@@ -24,7 +24,7 @@ SLOW_ROUND_SECONDS = 2.0  # the line names the missing trainers of a round that 
 
 
 def describe(status: ClusterStatus, summary: RunSummary, activity: Mapping[str, Any]) -> str:
-    """Return the live line: the run's state, round, speed, throughput, results and time."""
+    """Return the live line: the run's state, round, speed, throughput, time and results."""
     if status.state == "gathering":
         return "waiting for " + ", ".join(status.waiting_for)
     parts = [f"{'paused' if status.is_paused else status.state}: round {summary.rounds:,}"]
@@ -32,7 +32,6 @@ def describe(status: ClusterStatus, summary: RunSummary, activity: Mapping[str, 
         rates = ("pushed_bytes_per_second", "pulled_bytes_per_second")
         bytes_per_second = sum(pserver[rate] or 0.0 for pserver in activity["pservers"] for rate in rates)
         parts += [f"{activity['rounds_per_second'] or 0.0:.1f} rounds/s", f"{bytes_per_second / 1e6:.1f} MB/s"]
-    parts += [f"{name} {value:.4g}" for name, value in sorted(summary.results.items())]
     parts.append(f"elapsed {_clock(summary.seconds)}")
     if activity["remaining_seconds"] is not None:
         parts.append(f"remaining {_clock(activity['remaining_seconds'])}")
@@ -40,6 +39,7 @@ def describe(status: ClusterStatus, summary: RunSummary, activity: Mapping[str, 
     if slowest is not None and slowest.missing and slowest.waiting_seconds > SLOW_ROUND_SECONDS:
         names = ", ".join(f"trainer {rank}" for rank in slowest.missing)
         parts.append(f"waiting for {names} ({slowest.waiting_seconds:.0f} s)")
+    parts += [f"{name} {value:.4g}" for name, value in sorted(summary.results.items())]  # last: a terminal may cut them
     return "  ".join(parts)
 
 
