@@ -86,17 +86,13 @@ def print_summary(summary: RunSummary, *, as_json: bool) -> None:
         print_json(summary_to_json(summary))
         return
     print_line()
-    print_table(
-        [Column(title, "right") for title in ("rounds", "seconds", "seconds a round", *sorted(summary.results))],
-        [
-            (
-                f"{summary.rounds:,}",
-                f"{summary.seconds:.1f}",
-                f"{seconds_a_round(summary):.4f}",
-                *(f"{value:.4g}" for _, value in sorted(summary.results.items())),
-            )
-        ],
-    )
+    shown = {"rounds": f"{summary.rounds:,}"}
+    if summary.earlier_rounds:
+        shown["new rounds"] = f"{summary.new_rounds:,}"
+    shown["seconds"] = f"{summary.seconds:.1f}"
+    shown["seconds a round"] = f"{seconds_a_round(summary):.4f}" if summary.new_rounds else "–"
+    columns = [*shown.items(), *((name, f"{value:.4g}") for name, value in sorted(summary.results.items()))]
+    print_table([Column(title, "right") for title, _ in columns], [tuple(text for _, text in columns)])
     if summary.shards:  # not with strategy ring
         print_table(
             [Column(title, "right") for title in ("pserver", "shard bytes", "pushed bytes", "pulled bytes")],
@@ -114,5 +110,5 @@ def summary_to_json(summary: RunSummary) -> dict[str, Any]:
 
 
 def seconds_a_round(summary: RunSummary) -> float:
-    """Return the mean time of a round; 0 without rounds."""
-    return summary.seconds / summary.rounds if summary.rounds else 0.0
+    """Return the mean time of a round since the run was started or resumed; 0 without rounds."""
+    return summary.seconds / summary.new_rounds if summary.new_rounds else 0.0

@@ -137,6 +137,7 @@ class RunResult:
             transport="+".join(carried) or "none",
             num_trainers=len(run.record.trainers),
             rounds=rounds,
+            earlier_rounds=min(run.first_round or 0, rounds),
             seconds=0.0 if run.started_at is None else max(0.0, end - run.started_at),
             shards=tuple(copy_fields(ShardSummary, state, pserver=state.index or 0) for state in states),
             results=results,

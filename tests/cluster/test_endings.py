@@ -167,6 +167,7 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
     assert (rounds[: len(before)], rounds) == (before, sorted(set(rounds)))
     assert rounds[-1] > before[-1]
     assert record.entry.earlier_seconds == failed.ended_at - failed.started_at
+    assert re.search(r"^trained: .* rounds=60 new_rounds=4[01] seconds=", output, re.MULTILINE), output
     assert "begin 20" in output or "begin 19" in output, output
     assert output.count(f"result {expected_result(ROUNDS)}") == 2, output
     assert json.loads(ask(tmp_path, "checkpoint", "list", "--json"))[0]["round"] == ROUNDS

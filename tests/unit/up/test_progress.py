@@ -69,6 +69,19 @@ def test_the_report_ends_with_the_runs_line(capsys: pytest.CaptureFixture[str]) 
     )
 
 
+def test_the_report_of_a_resumed_run_has_its_new_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(make_summary(earlier_rounds=1200, seconds=8.5, results={}, shards=()), as_json=False)
+    assert capsys.readouterr().out == (
+        "\n"
+        "rounds  new rounds  seconds  seconds a round\n"
+        " 1,234          34      8.5           0.2500\n"
+        "\n"
+        "trained: mode=sync transport=HTTP/2 rounds=1234 new_rounds=34 seconds=8.5\n"
+    )
+    print_summary(make_summary(earlier_rounds=1234, results={}), as_json=False)
+    assert " 1,234           0     61.7                –\n" in capsys.readouterr().out
+
+
 def test_the_json_report_contains_nan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     print_summary(make_summary(results={"loss": float("nan")}, rounds=0), as_json=True)
     output = capsys.readouterr().out
