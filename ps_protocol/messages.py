@@ -409,16 +409,26 @@ class RunSummary(Message):
     transport: Label = Field(description="HTTP versions of the data requests, as the servers saw them; or `ring`")
     num_trainers: Count
     rounds: Count
+    earlier_rounds: Count = Field(default=0, description="rounds before the run was resumed, which `seconds` excludes")
     seconds: Real
     shards: tuple[ShardSummary, ...] = Field(max_length=MAX_MEMBERS)
     results: dict[Name, Number] = Field(max_length=MAX_TENSORS)
 
+    @property
+    def new_rounds(self) -> int:
+        """The rounds since the run was started or resumed."""
+        return max(0, self.rounds - self.earlier_rounds)
+
     def line(self, outcome: str | None = None) -> str:
-        """`trained: mode=sync transport=HTTP/2 accuracy=0.98 rounds=120 seconds=8.1`. By default the state decides."""
+        """`trained: mode=sync transport=HTTP/2 accuracy=0.98 rounds=120 seconds=8.1`.
+
+        By default the state decides on the outcome. The line of a resumed run has `new_rounds=` before the seconds.
+        """
         final = (item for item in sorted(self.results.items()) if item[0] != PROGRESS)
         results = "".join(f" {key}={value:.4g}" for key, value in final)
         outcome = outcome or ("trained" if self.state != "failed" else "failed")
+        new_rounds = f" new_rounds={self.new_rounds}" if self.earlier_rounds else ""
         return (
             f"{outcome}: mode={self.mode} transport={self.transport}{results} "
-            f"rounds={self.rounds} seconds={self.seconds:.1f}"
+            f"rounds={self.rounds}{new_rounds} seconds={self.seconds:.1f}"
         )

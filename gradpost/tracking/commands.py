@@ -29,7 +29,7 @@ def tensorboard(
 ) -> None:
     """Write the trainers' results and histograms of the parameters for TensorBoard, until the run is over or Ctrl-C.
 
-    It begins with the results that the coordinator still has. It needs TensorBoard: pip install "gradpost[tensorboard]"
+    It begins with the results that the coordinator still has. It needs TensorBoard: pip install '.[tensorboard]'
     """
     with _needing("TensorBoard", "tensorboard"):
         from .tensorboard import EventFiles
@@ -53,7 +53,7 @@ def mlflow(
 ) -> None:
     """Log the trainers' results and norms of the parameters with MLflow, until the run is over or Ctrl-C.
 
-    It begins with the results that the coordinator still has. It needs MLflow: pip install "gradpost[mlflow]"
+    It begins with the results that the coordinator still has. It needs MLflow: pip install '.[mlflow]'
     """
     with _needing("MLflow", "mlflow"):
         from mlflow.exceptions import MlflowException
@@ -79,7 +79,7 @@ def wandb(
     """Log the trainers' results and histograms of the parameters with W&B, until the run is over or Ctrl-C.
 
     It begins with the results that the coordinator still has. With WANDB_MODE=offline it writes files for `wandb sync`,
-    and needs neither a network nor an account. It needs W&B: pip install "gradpost[wandb]"
+    and needs neither a network nor an account. It needs W&B: pip install '.[wandb]'
     """
     with _needing("W&B", "wandb"):
         from wandb.errors import Error
@@ -100,4 +100,4 @@ def _needing(title: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise CommandError(f'this needs {title}: pip install "gradpost[{extra}]" ({error})') from None
+        raise CommandError(f"this needs {title}: pip install '.[{extra}]' ({error})") from None

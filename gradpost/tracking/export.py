@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 from ps_protocol.errors import NotFound, TryAgain, Unreachable
 from ps_protocol.vocabulary import Round
+from services.coordinator.history import HistoryRecord, RunHistory
 from trainer_client.client.inspection import ClusterView
 
 from ..output import count, print_line, warn
+from ..state_folder import history_folder, named_root
 from ..status import asking
 
 POLL_SECONDS = 2.0
@@ -87,7 +89,9 @@ def export_run(
 def _follow_run(view: ClusterView, export: Export, every_seconds: float) -> bool:
     """Export until the run is over. Returns whether it has failed."""
     next_statistics, reached_at, is_unreachable = time.monotonic(), time.monotonic(), False
+    seen, seen_at = "", 0.0  # the newest run, and when it was requested
     while True:
+        asked_at = time.time()
         try:
             status = view.status()  # requested first, so that the curves are complete
             is_over = status.state in ("finished", "failed")
@@ -101,13 +105,25 @@ def _follow_run(view: ClusterView, export: Export, every_seconds: float) -> bool
             if is_over:
                 return status.state == "failed"
             reached_at, is_unreachable = time.monotonic(), False
+            seen, seen_at = status.run, asked_at
         except Unreachable as error:
+            if (ended := _find_end(seen, seen_at)) is not None:
+                export.add_curves(ended.curves.model_dump())
+                return ended.status.state != "finished"
             if time.monotonic() - reached_at > RECONNECT_SECONDS:
                 raise
             if not is_unreachable:
                 warn(f"{error}; trying again for {RECONNECT_SECONDS:g} s")
             is_unreachable = True
         time.sleep(POLL_SECONDS)
+
+
+def _find_end(run: str, after: float) -> HistoryRecord | None:
+    """Return the record of a run of `gradpost up` in this folder that ended `after` a time, in seconds since 1970."""
+    with suppress(NotFound):
+        record = RunHistory(history_folder(named_root())).read(run)
+        return record if record.ended_at >= after else None  # otherwise it is of the run before it was resumed
+    return None
 
 
 def _read_parameters(view: ClusterView) -> list[dict[str, Any]]:

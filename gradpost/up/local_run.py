@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ps_config.environment import find_setting
-from ps_protocol.errors import GradpostError, RunStopped
+from ps_protocol.errors import GradpostError, ModelMismatch, RunStopped
 from ps_protocol.messages import ClusterStatus, RunSummary
 from ps_protocol.vocabulary import Round
 from services.runtime.checkpoints import complete_checkpoints
@@ -306,6 +306,8 @@ class LocalRun:
 
     def _find_cause(self) -> None:
         status = self._ask(self._cluster.status)
+        if status is not None and status.failure is not None and status.failure["code"] == ModelMismatch.code:
+            self._resume_command = ""  # it would fail again
         lost = [rank for rank, code in self._codes.items() if code != 0]
         if self._ending is None and lost:  # the run continued without them, if it could
             is_finished = status is not None and status.state == "finished"

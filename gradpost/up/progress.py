@@ -28,7 +28,7 @@ SLOW_ROUND_SECONDS = 2.0  # the line names the missing trainers of a round that 
 def describe(
     status: ClusterStatus, summary: RunSummary, activity: Mapping[str, Any], *, is_interrupted: bool = False
 ) -> str:
-    """Return the live line: the run's state, round, speed, throughput, results and time."""
+    """Return the live line: the run's state, round, speed, throughput, time and results."""
     if status.state == "gathering":
         return "waiting for " + ", ".join(status.waiting_for)
     state = "interrupted" if is_interrupted else "paused" if status.is_paused else status.state
@@ -39,7 +39,6 @@ def describe(
         bytes_per_second = sum(pserver[rate] or 0.0 for pserver in activity["pservers"] for rate in rates)
         parts += [f"{activity['rounds_per_second'] or 0.0:.1f} rounds/s"] if has_rate else []
         parts.append(f"{bytes_per_second / 1e6:.1f} MB/s")
-    parts += [f"{name} {value:.4g}" for name, value in sorted(summary.results.items())]
     parts.append(f"elapsed {_clock(summary.seconds)}")
     if has_rate and activity["remaining_seconds"] is not None:
         parts.append(f"remaining {_clock(activity['remaining_seconds'])}")
@@ -47,6 +46,7 @@ def describe(
     if slowest is not None and slowest.missing and slowest.waiting_seconds > SLOW_ROUND_SECONDS:
         names = ", ".join(f"trainer {rank}" for rank in slowest.missing)
         parts.append(f"waiting for {names} ({slowest.waiting_seconds:.0f} s)")
+    parts += [f"{name} {value:.4g}" for name, value in sorted(summary.results.items())]  # last: a terminal may cut them
     return "  ".join(parts)
 
 
@@ -106,17 +106,13 @@ def print_summary(summary: RunSummary, outcome: str | None = None, *, as_json: b
         print_json(summary_to_json(summary))
         return
     print_line()
-    print_table(
-        [Column(title, "right") for title in ("rounds", "seconds", "seconds a round", *sorted(summary.results))],
-        [
-            (
-                f"{summary.rounds:,}",
-                f"{summary.seconds:.1f}",
-                f"{seconds_a_round(summary):.4f}",
-                *(f"{value:.4g}" for _, value in sorted(summary.results.items())),
-            )
-        ],
-    )
+    shown = {"rounds": f"{summary.rounds:,}"}
+    if summary.earlier_rounds:
+        shown["new rounds"] = f"{summary.new_rounds:,}"
+    shown["seconds"] = f"{summary.seconds:.1f}"
+    shown["seconds a round"] = f"{seconds_a_round(summary):.4f}" if summary.new_rounds else "–"
+    columns = [*shown.items(), *((name, f"{value:.4g}") for name, value in sorted(summary.results.items()))]
+    print_table([Column(title, "right") for title, _ in columns], [tuple(text for _, text in columns)])
     if summary.shards:  # not with strategy ring
         print_table(
             [Column(title, "right") for title in ("pserver", "shard bytes", "pushed bytes", "pulled bytes")],
@@ -134,5 +130,5 @@ def summary_to_json(summary: RunSummary) -> dict[str, Any]:
 
 
 def seconds_a_round(summary: RunSummary) -> float:
-    """Return the mean time of a round; 0 without rounds."""
-    return summary.seconds / summary.rounds if summary.rounds else 0.0
+    """Return the mean time of a round since the run was started or resumed; 0 without rounds."""
+    return summary.seconds / summary.new_rounds if summary.new_rounds else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections import deque
@@ -361,6 +362,17 @@ class Curves:
         copy = Curves(self.run)
         copy._points = {key: list(points) for key, points in self._points.items()}
         return copy
+
+    def restore(self, earlier: CurveList) -> None:
+        """Continue curves that `describe` has returned in an earlier process."""
+        self.run = earlier.run
+        for name, by_rank in earlier.curves.items():
+            for rank, curve in by_rank.items():
+                columns = zip(curve.round, curve.at, curve.value, curve.count, strict=True)
+                self._points[name, rank] = [
+                    Point(round_, at, Mean(count=count, value=math.nan if value is None else value))
+                    for round_, at, value, count in columns
+                ]
 
     def add(self, rank: Rank, message: TrainerHeartbeat) -> None:
         """Add the means of a heartbeat. A client without means reports `results` once for each round."""

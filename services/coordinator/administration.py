@@ -7,7 +7,7 @@ same round on all pservers. One change and one checkpoint may be under way; the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeAlias
 
@@ -304,7 +304,7 @@ class Administration:
             check(run)
             done = self._describe(run, request["action"])
             outcome["round"] = done.round
-        text = f"{request['action']}: from round {done.round} on"
+        text = f"{_describe_request(request['action'], request['arguments'])}: from round {done.round} on"
         coordinator.events.add(cluster, "change", text, **request["arguments"])
         return done
 
@@ -358,6 +358,21 @@ class Administration:
             when = "before the change, which was not made" if members["outcome"] == "requested" else "after the change"
             raise StorageFailed(f"the audit log cannot be written {when}: {error}") from error
         return entry.number
+
+
+def _describe_request(action: str, arguments: Mapping[str, Any]) -> str:
+    """Return a request in words.
+
+    >>> _describe_request("set rate", {"rate": 0.05, "group": 1, "optimizer": None})
+    'set rate 0.05, group 1'
+    >>> _describe_request("set rate", {"rate": None}), _describe_request("freeze", {"parameter": "fc.bias"})
+    ('set rate to that of the script', 'freeze parameter fc.bias')
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    words = ", ".join(f"{value}" if action.endswith(name) else f"{name} {value}" for name, value in given.items())
+    if arguments.get("rate", 0) is None:
+        words = ", ".join(filter(None, ("to that of the script", words)))
+    return f"{action} {words}".rstrip()
 
 
 def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import httpx
 
 from ps_config.process_meter import ProcessMeter
-from ps_protocol.errors import NotReady, StorageFailed, TryAgain
+from ps_protocol.errors import NotFound, NotReady, StorageFailed, TryAgain
 from ps_protocol.messages import PlanReady
 from ps_protocol.vocabulary import Incarnation, Rank
 from services.runtime.logs import bind_facts, get_logger
@@ -23,6 +23,7 @@ from .checkpoints import CheckpointSchedule, Manifests
 from .events import Events
 from .history import HistoryWriter, RunHistory
 from .output import OutputLog
+from .pserver_calls import WaitLog
 from .reconcile import Reconciler
 from .restore import RecordFile, restore_state
 from .result import RunResult
@@ -32,6 +33,7 @@ from .state.cluster import Cluster
 log = get_logger()
 
 RETRY_SECONDS = 0.2
+EARLY_ROUNDS = 5  # of the others, after which the end of a trainer is reported as early
 
 
 class Coordinator:
@@ -51,8 +53,9 @@ class Coordinator:
         self.activity = ActivityLog()
         self.meter = ProcessMeter()
         self.audit = AuditLog(settings.state_dir)
-        self._reconciler = Reconciler(self.cluster, http, self.now, self.persist)
-        self.result = RunResult(self.cluster, http, self.now, self.wait_until)
+        waits = WaitLog()
+        self._reconciler = Reconciler(self.cluster, http, self.now, self.persist, waits)
+        self.result = RunResult(self.cluster, http, self.now, self.wait_until, waits)
         self._saving: asyncio.Task[None] | None = None  # saves the result
         self.history = RunHistory(settings.history_folder)
         self._history_writer = HistoryWriter(self.history, self.cluster, self.curves, self.result)
@@ -61,6 +64,7 @@ class Coordinator:
         self.schedule = CheckpointSchedule(self.cluster, http, self.now)
         self._file = RecordFile(settings.state_dir)
         self._persist_lock = asyncio.Lock()
+        self._early_ends: set[tuple[str, Rank, Incarnation]] = set()  # that were logged
         self._failing_since: float | None = None  # since when writing has failed
 
     def now(self) -> float:
@@ -97,6 +101,9 @@ class Coordinator:
                 await self.persist()  # so that another restart resumes the same run
         except (OSError, TryAgain) as error:
             raise StorageFailed(str(error)) from error
+        with contextlib.suppress(NotFound):
+            run = self.cluster.run.record.name
+            self._history_writer.restore(await asyncio.to_thread(self.history.read, run))
 
     async def persist(self) -> None:
         """Persist the cluster's state.
@@ -172,6 +179,7 @@ class Coordinator:
             await self._wake.wait()
             self._wake.clear()
             checked_at = self._log_losses(checked_at)
+            self._log_early_ends()
             self.cluster.start_run_if_complete(self.now())
             if not await self._reconciler.reconcile():
                 await asyncio.sleep(RETRY_SECONDS)
@@ -193,6 +201,18 @@ class Coordinator:
             if not trainer.is_present and self.cluster.run.reports[rank].gone_at > after:
                 log.info(trainer.why, trainer=rank)
         return self.now()
+
+    def _log_early_ends(self) -> None:
+        """Log each trainer that is done, once the others have gone on without it for several rounds."""
+        run, record = self.cluster.run, self.cluster.run.record
+        newest = max((run.reports[rank].round for rank in record.members), default=0)
+        for rank, trainer in record.trainers.items():
+            end = record.name, rank, trainer.incarnation
+            if trainer.state == "done" and newest > trainer.round + EARLY_ROUNDS and end not in self._early_ends:
+                self._early_ends.add(end)
+                left = f"{len(record.members)} of {len(record.trainers)} trainers"
+                verb = "remains" if len(record.members) == 1 else "remain"
+                log.warning(f"trainer {rank} is done (round {trainer.round}); {left} {verb}")
 
     def _log_news(self, logged: str) -> str:
         """Log the state of the run, or what it waits for, if that differs from `logged`. Returns the text."""

@@ -1,7 +1,7 @@
 """The events of the cluster, found by comparing its state with the state before.
 
-The newest `MAX_EVENTS` are held in memory; the log has all of them and more. Ids also increase over restarts, so that
-a client can continue after a lost connection.
+The newest `MAX_EVENTS` are held in memory, and of consecutive checkpoints the newest one; the log has all of them and
+more. Ids also increase over restarts, so that a client can continue after a lost connection.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Events:
             text=text,
             facts=facts,
         )
+        if kind == "checkpoint" and self._events and (self._events[-1].kind, self._events[-1].run) == (kind, event.run):
+            self._events.pop()  # else the checkpoints of a small model would be all that is left
         self._events.append(event)
         return event
 

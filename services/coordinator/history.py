@@ -42,8 +42,10 @@ class HistoryEntry(Message):
     state: RunState = Field(description="`training`: the coordinator stopped while the run trained")
     mode: Mode
     optimizer: Note | None = Field(description="optimizer with the hyperparameters that are not its defaults")
+    command: Note | None = Field(description="command line of the script")
     started_at: Real
     ended_at: Real
+    earlier_seconds: Real
     rounds: Round
     results: dict[Name, Number] = Field(description="newest reported results; those of the lowest rank win")
     failure: Note | None = Field(description="reason of a failed or stopped run")
@@ -55,8 +57,16 @@ class HistoryRecord(Message):
     status: ClusterStatus = Field(description="answer of `GET /v1/status` at the end of the run")
     started_at: Real = Field(description="when training began, in the newest process of the coordinator")
     ended_at: Real
+    earlier_seconds: Real = Field(
+        default=0.0, description="duration of the run in earlier processes of the coordinator"
+    )
     summary: RunSummary | None = Field(description="null if the coordinator stopped before it was made")
     curves: CurveList = Field(description=f"results that trainers reported, with at most {MAX_POINTS} points each")
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the run, without the time between processes of the coordinator."""
+        return self.earlier_seconds + self.ended_at - self.started_at
 
     @property
     def entry(self) -> HistoryEntry:
@@ -71,8 +81,10 @@ class HistoryRecord(Message):
             state=status.state,
             mode=status.mode,
             optimizer=next((script.optimizer for script in scripts if script.optimizer), None),
+            command=next((script.command for script in scripts), None),
             started_at=self.started_at,
             ended_at=self.ended_at,
+            earlier_seconds=self.earlier_seconds,
             rounds=self.summary.rounds if self.summary else status.round,
             results=results,
             failure=status.failure and str(status.failure.get("detail")),
@@ -143,14 +155,20 @@ class HistoryWriter:
         self._cluster = cluster
         self._curves = curves
         self._result = result
+        self._earlier: HistoryRecord | None = None  # of the restored run, by an earlier process
         self._noted: tuple[object, ...] = ()
         self._make_record: Callable[[], HistoryRecord] | None = None  # of the newest change, until it is written
         self._has_news = asyncio.Event()
 
+    def restore(self, earlier: HistoryRecord) -> None:
+        """Continue the record that an earlier process of the coordinator has written of the restored run."""
+        self._earlier = earlier
+        self._curves.restore(earlier.curves)
+
     def note(self, now: float, *, is_stopping: bool = False) -> None:
         """Note the end of the run, or with `is_stopping` the end of the process, before another run begins.
 
-        A run without heartbeats in this process, or restored after its end, has no curves here and keeps its file.
+        A run keeps its file if it was restored after its end, or has no heartbeats or no new rounds in this process.
         """
         run, record = self._cluster.run, self._cluster.run.record
         stage = record.name, record.state, record.is_deserted, run.is_result_saved
@@ -158,6 +176,9 @@ class HistoryWriter:
             return
         is_restored = run.started_at == run.ended_at
         if not record.has_begun or is_restored or self._curves.run != record.name:
+            return
+        earlier = self._earlier if self._earlier is not None and self._earlier.status.run == record.name else None
+        if earlier is not None and not run.has_new_rounds:
             return
         self._noted = stage
         since_1970 = time.time() - now
@@ -171,6 +192,7 @@ class HistoryWriter:
                 status=status,
                 started_at=started_at,
                 ended_at=ended_at,
+                earlier_seconds=0.0 if earlier is None else earlier.seconds,
                 summary=summary,
                 curves=CurveList.model_validate(curves.describe(MAX_POINTS, MAX_ALL_POINTS)),
             )

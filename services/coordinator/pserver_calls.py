@@ -9,12 +9,29 @@ from ps_protocol.fields import Message
 from ps_protocol.membership import WantCheckpoint
 from ps_protocol.messages import PserverState
 from ps_protocol.routes import STATE, WANT_CHECKPOINT
-from ps_protocol.vocabulary import Round
+from ps_protocol.vocabulary import PserverIndex, Round
+from services.runtime.logs import get_logger
 
 from .state.pservers import PserverMember
 
+log = get_logger()
+
 TIMEOUT_SECONDS = 5.0
 RESULT_SECONDS = 60.0  # for the checkpoint of a finished run
+
+
+class WaitLog:
+    """The log of pservers that do not answer: one line for each, and another after an answer or for another reason."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[PserverIndex, str] = {}
+
+    def note(self, index: PserverIndex, error: BaseException | None) -> None:
+        """Note why a pserver did not answer; None: it has answered."""
+        reason = "" if error is None else str(error) or type(error).__name__
+        if reason and self._reasons.get(index) != reason:
+            log.warning(f"waiting for pserver {index}", reason=reason)
+        self._reasons[index] = reason
 
 
 async def call_pserver(

@@ -27,7 +27,7 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
-from .pserver_calls import TIMEOUT_SECONDS, call_pserver
+from .pserver_calls import TIMEOUT_SECONDS, WaitLog, call_pserver
 from .state.cluster import Cluster
 from .state.decision import Answers, Ranges, Refusal, Rollback, decide_change, decide_rollback, newest_common
 from .state.pservers import PserverMember
@@ -72,11 +72,13 @@ class Reconciler:
         http: httpx.AsyncClient,
         now: Callable[[], float],
         persist: Callable[[], Awaitable[None]],
+        waits: WaitLog,
     ) -> None:
         self._cluster = cluster
         self._http = http
         self._now = now
         self._persist = persist
+        self._waits = waits
         self._installed: dict[PserverIndex, Target] = {}
         self._restore: dict[PserverIndex, Round | None] = {}  # the round of each pserver, by the newest decision
         self._failing: tuple[str, float] | None = None  # the run and the time since when changes fail
@@ -154,6 +156,10 @@ class Reconciler:
             self._logged.add(line)
             log.warning(text, error=repr(error), **facts)
 
+    def _note_silence(self, member: PserverMember, error: httpx.HTTPError) -> None:
+        self._problem = f"pserver {member.info.index} did not answer: {error!r}"
+        self._waits.note(member.info.index, error)
+
     # ------------------------------------------------------------------ freeze, decide
 
     async def _decide(self, run: Run, members: list[PserverMember], number: int) -> None:
@@ -162,8 +168,8 @@ class Reconciler:
         message = Freeze(run=run.record.name, attempt=run.record.attempt, number=number)
         try:
             frozen = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
-        except (httpx.HTTPError, GradpostError, ValueError) as error:
-            self._log_problem("a pserver did not answer the freeze before a change of members", error)
+        except (GradpostError, ValueError) as error:
+            self._log_problem("a pserver refused the freeze before a change of members", error)
             raise _InterruptedError from error
         if not self._cluster.serves_run:
             raise _InterruptedError
@@ -210,6 +216,9 @@ class Reconciler:
         """Freeze a pserver and return its rounds; None if it holds nothing that it could continue from by itself."""
         try:
             body = await call_pserver(self._http, member, "PUT", FREEZE, message)
+        except httpx.HTTPError as error:
+            self._note_silence(member, error)
+            raise _InterruptedError from error
         except StaleRun:
             # It missed the rollback that this attempt began with, and will restore its round.
             return FrozenRounds(applied=run.record.base_round or 0, is_readable=run.record.base_round is not None)
@@ -298,7 +307,10 @@ class Reconciler:
             message = make_installation(cluster, index, number, restore)
         try:
             await call_pserver(self._http, member, "PUT", route, message, timeout)
-        except (httpx.HTTPError, ValueError) as error:
+        except httpx.HTTPError as error:
+            self._note_silence(member, error)
+            return False
+        except ValueError as error:
             self._log_problem("a pserver did not accept an installation", error, pserver=index)
             return False
         except GradpostError as problem:
@@ -310,6 +322,7 @@ class Reconciler:
                 self._fail(run, ERRORS[code].family(text, code=code, pserver=index))
             return False
         self._installed[index] = target
+        self._waits.note(index, None)
         return True
 
 

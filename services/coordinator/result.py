@@ -12,7 +12,7 @@ from ps_protocol.messages import PserverState, RunSummary, ShardSummary
 from ps_protocol.vocabulary import Round
 from services.runtime.logs import get_logger
 
-from .pserver_calls import RESULT_SECONDS, read_state, want_checkpoint
+from .pserver_calls import RESULT_SECONDS, WaitLog, read_state, want_checkpoint
 from .state.cluster import Cluster
 from .state.run import Run
 from .state.status import copy_fields
@@ -31,11 +31,13 @@ class RunResult:
         http: httpx.AsyncClient,
         now: Callable[[], float],
         wait_until: Callable[[Callable[[], bool], float], Awaitable[None]],
+        waits: WaitLog,
     ) -> None:
         self._cluster = cluster
         self._http = http
         self._now = now
         self._wait_until = wait_until
+        self._waits = waits
         self._last_summary: RunSummary | None = None
         self._summed_up: tuple[str, float | None, Round] = "", None, 0  # run, start and round of the newest summary
         self._summed_up_at = 0.0  # when its first summary was made
@@ -135,6 +137,7 @@ class RunResult:
             transport="+".join(carried) or "none",
             num_trainers=len(run.record.trainers),
             rounds=rounds,
+            earlier_rounds=min(run.first_round or 0, rounds),
             seconds=0.0 if run.started_at is None else max(0.0, end - run.started_at),
             shards=tuple(copy_fields(ShardSummary, state, pserver=state.index or 0) for state in states),
             results=results,
@@ -148,6 +151,5 @@ class RunResult:
         members = self._cluster.registry.sorted_members
         answers = await asyncio.gather(*(read_state(self._http, member) for member in members), return_exceptions=True)
         for member, answer in zip(members, answers, strict=True):
-            if isinstance(answer, BaseException):
-                log.info("a pserver did not answer", pserver=member.info.index, error=repr(answer))
+            self._waits.note(member.info.index, answer if isinstance(answer, BaseException) else None)
         return [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -67,6 +67,10 @@ def test_rates_and_frozen_parameters_count_from_the_named_round_on(run: FaultyRu
     stuck = admin.ask("PUT", "/v1/controls/frozen/0.weight")
     oracle.frozen[stuck["round"]] = {"0.weight"}
     assert faster["round"] < stuck["round"]
+    events = [event["text"] for event in admin.send("GET", "/v1/events").json() if event["kind"] == "change"]
+    assert events == [
+        f"set rate 0.05: from round {faster['round']} on", f"freeze parameter 0.weight: from round {stuck['round']} on",
+    ]  # fmt: skip
     run.restart_pserver(1)
     other = admin.ask("PUT", "/v1/controls/frozen/2.weight")
     oracle.frozen[other["round"]] = {"0.weight", "2.weight"}
@@ -308,7 +312,7 @@ NUM_STEPS = 20
 
 def read(folder: Path) -> Any:
     """Return all that TensorBoard finds in a folder."""
-    accumulator = pytest.importorskip(TENSORBOARD, reason="pip install 'gradpost[tensorboard]'")
+    accumulator = pytest.importorskip(TENSORBOARD, reason="pip install '.[tensorboard]'")
     found = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0})
     found.Reload()
     return found

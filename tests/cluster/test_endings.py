@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ps_protocol.errors import ContributionConflict, NonFiniteGradient
+from services.coordinator.history import RunHistory
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing.local_cluster import find_our_packages
 
@@ -163,8 +164,20 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
     code, output = train(tmp_path, trouble="1:20:raise")
     assert code == 1
     assert "no data" in output
+    history = RunHistory(tmp_path / ".gradpost" / "history")
+    [failed] = history.entries()
+    before = history.read(failed.run).curves.curves["gradpost/learning_rate"][0].round
     code, output = train(tmp_path, "--resume")
     assert code == 0, output
+    assert "the run fails unless" not in output
+    waits = re.findall("waiting for pserver .", output)
+    assert len(waits) == len(set(waits)), output
+    record = history.read(failed.run)
+    rounds = record.curves.curves["gradpost/learning_rate"][0].round
+    assert (rounds[: len(before)], rounds) == (before, sorted(set(rounds)))
+    assert rounds[-1] > before[-1]
+    assert record.entry.earlier_seconds == failed.ended_at - failed.started_at
+    assert re.search(r"^trained: .* rounds=60 new_rounds=4[01] seconds=", output, re.MULTILINE), output
     assert "begin 20" in output or "begin 19" in output, output
     assert output.count(f"result {expected_result(ROUNDS)}") == 2, output
     assert json.loads(ask(tmp_path, "checkpoint", "list", "--json"))[0]["round"] == ROUNDS
@@ -172,6 +185,10 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
     model = make_model()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
     assert f"{digest_of(model)} {ROUNDS}" == expected_result(ROUNDS)
+
+    code, output = train(tmp_path, "--resume")  # nothing is left to train
+    assert code == 0, output
+    assert history.read(failed.run) == record
 
 
 def test_a_run_whose_coordinator_dies_can_be_continued(tmp_path: Path) -> None:

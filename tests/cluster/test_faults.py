@@ -24,8 +24,13 @@ COUNTING = {"kind": "counting", "mode": "async", "durability": "log", "min_block
 def test_each_role_dies_once() -> None:
     with FaultyRun(100, local_transport=False) as run:
         run.wait_for_round(10)
-        run.restart_pserver(1)
+        run.kill(run.cluster.pservers[1])
+        for _ in range(5):
+            run.cluster.summary()  # as the live line of `gradpost up` asks
+        run.cluster.start_pserver(1)
         run.wait_for_round(30)
+        lines = [line for line in run.lines if line.startswith("[coordinator]") and "waiting for pserver 1" in line]
+        assert len(lines) in (1, 2), lines  # the connection is reset, then refused
         run.restart_trainer(1)
         run.wait_for_round(50)
         run.kill(run.cluster.coordinator)

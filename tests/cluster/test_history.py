@@ -18,8 +18,9 @@ from services.coordinator.history import RunHistory
 
 from ..unit.cli.conftest import RunCommand, run_command  # noqa: F401 - a fixture
 from ..unit.coordinator.support import make_history_record
+from .test_administration import read
 from .test_up import run_up
-from .up_support import ROOT, SECONDS, clean_environment, train_script
+from .up_support import ROOT, SECONDS, RunningUp, clean_environment, train_script, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -86,6 +87,24 @@ def test_runs_stay_listed_after_their_cluster_and_their_folders(tmp_path: Path) 
         assert "script-src 'self'" in page.headers["content-security-policy"]
         assert http.get("/v1/status").status_code == 404
         assert http.get("/v1/history", headers={"host": "rebound.example"}).json()["code"] == "bad_host"
+
+
+@pytest.mark.extended
+def test_a_follower_gets_the_end_of_a_run_that_is_interrupted(tmp_path: Path) -> None:
+    script = train_script(tmp_path, rounds=100_000, in_each_round="session.report(loss=step); time.sleep(0.05)")
+    command = [sys.executable, "-P", "-m", "gradpost", "tensorboard", "--logdir", "logs"]
+    environment = {**clean_environment(), "PYTHONPATH": str(ROOT)}
+    with RunningUp("--", "python", script, folder=tmp_path) as up:
+        assert wait_until(lambda: len(list((tmp_path / ".gradpost").glob("up-*/address"))) == 1, SECONDS)
+        with subprocess.Popen(command, cwd=tmp_path, env=environment) as follower:
+            assert wait_until(lambda: len(list(tmp_path.glob("logs/*/trainer-0/*"))) == 1, SECONDS)
+            up.signal(signal.SIGINT)
+            assert up.finish()[0] == 128 + signal.SIGINT
+            assert follower.wait(30) == 0
+    [entry] = RunHistory(tmp_path / ".gradpost" / "history").entries()
+    curve = RunHistory(tmp_path / ".gradpost" / "history").read(entry.run).curves.curves["loss"][0]
+    exported = read(tmp_path / "logs" / entry.run / "trainer-0").Scalars("loss")
+    assert (exported[-1].step, exported[-1].value) == (curve.round[-1], pytest.approx(curve.value[-1]))
 
 
 def test_it_needs_a_run_and_a_loopback_address(

@@ -173,6 +173,16 @@ def test_the_others_go_on_without_a_lost_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+def test_a_trainer_that_ends_early_is_reported(tmp_path: Path) -> None:
+    early = "if session.rank == 1 and step == 3: break\n    time.sleep(0.02)"
+    script = train_script(tmp_path, rounds=200, in_each_round=early)
+    code, stdout, stderr = run_up("--", "python", script, folder=tmp_path)
+    assert code == 0, stderr
+    assert stdout.count("[coordinator] trainer 1 is done (round 4); 1 of 2 trainers remains") == 1, stdout
+    assert "trainer 0 is done" not in stdout
+
+
+@pytest.mark.extended
 def test_without_enough_trainers_the_run_fails(tmp_path: Path) -> None:
     script = train_script(tmp_path, in_each_round=KILL.format(who="True"))
     arguments = ("--on-trainer-loss", "continue", "--pservers", 1)
@@ -293,6 +303,13 @@ def test_a_run_that_is_stopped_can_be_continued(
     )
     assert code == 0, stderr
     assert json.loads(stdout)["rounds"] >= stopped + 5
+
+    script.write_text(script.read_text().replace("Linear(8, 2)", "Linear(8, 2, bias=False)"))
+    command = ("--resume", "--pservers", 1, "--trainers", 1, "--", "python", script)
+    code, _, stderr = run_up(*command, folder=tmp_path)
+    other = r"gradpost: the resumed run has another model: trainer 0 and run \w+ .* Omit --resume to begin a new run\n"
+    assert re.fullmatch(other, stderr.splitlines(keepends=True)[-1]), stderr
+    assert code == 1
 
 
 @pytest.mark.parametrize(

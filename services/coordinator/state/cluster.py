@@ -210,7 +210,7 @@ class Cluster:
             self.registry = self.registry.ask_to_stop(index)
         return PserverHeartbeatReply(
             complete=run.complete_checkpoints if run.knows_checkpoints and not self.is_writing_manifest else None,
-            notice=describe_notice(self.run, self.registry),
+            notice=describe_notice(self.run, self.registry, now),
             stop=stop,
             exit_code=self.exit_code,
         )
@@ -295,7 +295,7 @@ class Cluster:
             resume=record.base_round or 0,
             uploader=record.uploader if record.base_round is None else None,
             pservers=self.pserver_infos,
-            notice=describe_notice(self.run, self.registry),
+            notice=describe_notice(self.run, self.registry, now),
         )
 
     def _note_lost_rounds(self, run: Run, rank: Rank, message: TrainerHeartbeat) -> Run:

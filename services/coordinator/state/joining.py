@@ -172,7 +172,15 @@ def fail_deserted_run(run: Run, mismatch: ModelMismatch, now: float) -> Run:
     text = (
         f"{mismatch.detail}. All trainers of run {record.name} are gone, so that it has ended; start the script again"
     )
-    return run.fail(ModelMismatch(text, **mismatch.facts), now)
+    return run.fail(_name_resumption(run, mismatch) or ModelMismatch(text, **mismatch.facts), now)
+
+
+def _name_resumption(run: Run, mismatch: ModelMismatch) -> ModelMismatch | None:
+    """Return the error of trainers that declare another model than the run that was resumed; None for a new run."""
+    if not run.settings.resume:
+        return None
+    text = f"the resumed run has another model: {mismatch.detail}. Omit --resume to begin a new run"
+    return ModelMismatch(text, **mismatch.facts)
 
 
 def start_run(run: Run, pservers: Mapping[PserverIndex, Incarnation], beginning: Manifest | None, now: float) -> Run:
@@ -190,7 +198,7 @@ def start_run(run: Run, pservers: Mapping[PserverIndex, Incarnation], beginning:
     try:
         check_same_tensors(plan, beginning.slice_plan(), f"the checkpoint of run {beginning.run}")
     except ModelMismatch as error:
-        return run.fail(error, now)
+        return run.fail(_name_resumption(run, error) or error, now)
     starts: dict[Rank, Round] = {}
     if run.settings.consistency.is_async:
         steps = beginning.newest_steps

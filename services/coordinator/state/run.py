@@ -108,7 +108,8 @@ class Run:
     is_result_saved: bool = False  # the summary and the last checkpoint are made, so that pservers may exit
     installed: Installed = Installed()
     unserved_at: float = -math.inf  # when a pserver last did not serve the run, by the monotonic clock
-    started_at: float | None = None  # when training began
+    started_at: float | None = None  # when training began, in this process
+    first_round: Round | None = None  # after which training began in this process; earlier after a rollback
     ended_at: float | None = None
     complete_since: float | None = None  # since when all trainers have joined, while some have not declared
 
@@ -174,6 +175,12 @@ class Run:
     def highest_round(self) -> Round:
         """The newest round that a trainer has completed. With strategy ring, this round contains all gradients."""
         return max((report.round for report in self.reports.values()), default=0)
+
+    @property
+    def has_new_rounds(self) -> bool:
+        """True if a round was completed in this process of the coordinator."""
+        newest = max(self.newest_applied, self.highest_round)
+        return self.first_round is not None and newest > self.first_round
 
     @property
     def newest_confirmed(self) -> Round:
@@ -266,8 +273,10 @@ class Run:
             requests = replace(requests, controls=None)
         if decision.attempt != self.record.attempt:
             requests = replace(requests, rollback_to=None)
-            rounds = tuple(round_ for round_ in self.complete_checkpoints if round_ <= (decision.base_round or 0))
+            base = decision.base_round or 0
+            rounds = tuple(round_ for round_ in self.complete_checkpoints if round_ <= base)
             run = replace(run, newest_applied=0, newest_received=0, lost_rounds={}, complete_checkpoints=rounds)
+            run = replace(run, first_round=None if run.first_round is None else min(run.first_round, base))
         record = self.record.adopt(decision)
         return replace(run, record=record, reason=decision.reason, requests=requests, pending=None)
 
@@ -277,7 +286,8 @@ class Run:
         awaited = [t for t in record.trainers.values() if t.is_awaited and t.state == "declared"]
         returned = [t.rank for t in awaited if members.get(t.rank) == t.incarnation]
         record = record.with_trainers(returned, is_awaited=False) if returned else record
-        return replace(self, record=record, installed=Installed(number, members))
+        first = max(self.newest_applied, record.base_round or 0) if self.first_round is None else self.first_round
+        return replace(self, record=record, first_round=first, installed=Installed(number, members))
 
     def request_controls(self, controls: Controls) -> Run:
         """Set controls with the next change."""

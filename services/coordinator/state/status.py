@@ -14,6 +14,8 @@ from .pservers import PserverRegistry
 from .record import TrainerRecord
 from .run import Run, TrainerReport
 
+STARTING_SECONDS = 15.0  # in which a process that starts is no loss yet
+
 MessageT = TypeVar("MessageT", bound=Message)
 
 
@@ -35,22 +37,30 @@ def list_waits(run: Run, registry: PserverRegistry) -> list[str]:
 
 
 def list_prospects(run: Run, registry: PserverRegistry, now: float) -> list[tuple[str, float]]:
-    """Return each lost member that is awaited, in words, and the seconds until the run fails without it."""
+    """Return each lost member that is awaited, in words, and the seconds until the run fails without it.
+
+    A member that has just begun to start is left out.
+    """
     if run.record.state != "training":
         return []
     limit = run.settings.rejoin_timeout_seconds
     silent = [member for _, member in sorted(registry.lost.items())]
     prospects = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in silent]
-    prospects += [(trainer.why, run.reports[trainer.rank].gone_at) for trainer in run.record.awaited]
+    for trainer in run.record.awaited:
+        gone_at = run.reports[trainer.rank].gone_at
+        if not trainer.is_resumed or now - gone_at > STARTING_SECONDS:
+            prospects.append((trainer.why, gone_at))
     for trainer in run.record.undeclared:
-        lost_at = run.reports[trainer.rank].joined_at + run.settings.round_timeout_seconds
-        prospects.append((f"trainer {trainer.rank} joined and has not declared its model", lost_at))
+        joined_at = run.reports[trainer.rank].joined_at
+        if now - joined_at > STARTING_SECONDS:
+            text = f"trainer {trainer.rank} joined and has not declared its model"
+            prospects.append((text, joined_at + run.settings.round_timeout_seconds))
     return [(text, max(0.0, limit - (now - since))) for text, since in prospects]
 
 
-def describe_notice(run: Run, registry: PserverRegistry) -> str:
+def describe_notice(run: Run, registry: PserverRegistry, now: float) -> str:
     """Return the pause and the lost members in one line, which changes only when these change."""
-    texts = [text for text, _ in list_prospects(run, registry, 0.0)]
+    texts = [text for text, _ in list_prospects(run, registry, now)]
     limit = run.settings.rejoin_timeout_seconds
     lost = f"{'; '.join(texts)}: the run fails unless every lost member returns within {limit:g} s" if texts else ""
     return "; ".join(filter(None, (describe_pause(run), lost)))

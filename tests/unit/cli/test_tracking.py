@@ -35,7 +35,7 @@ def test_without_the_package(
     monkeypatch.delitem(sys.modules, f"gradpost.tracking.{command}", raising=False)
     outcome = run_command(command, *(["--logdir", "logs"] if command == "tensorboard" else []))
     assert (outcome.exit_code, outcome.stdout) == (2, "")
-    assert outcome.stderr.startswith(f'gradpost: error: this needs {title}: pip install "gradpost[{command}]" (')
+    assert outcome.stderr.startswith(f"gradpost: error: this needs {title}: pip install '.[{command}]' (")
     assert not list(tmp_path.iterdir())
 
 
@@ -57,7 +57,7 @@ def statistics(name: str, version: int) -> dict[str, Any]:
 @pytest.fixture
 def accumulator() -> Any:
     return pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="pip install 'gradpost[tensorboard]'"
+        "tensorboard.backend.event_processing.event_accumulator", reason="pip install '.[tensorboard]'"
     )
 
 
@@ -147,7 +147,7 @@ def export_with(command: str, state: str, num_trainers: int = 2, **environment: 
 def test_mlflow_has_the_run_its_settings_and_its_metrics(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="pip install 'gradpost[mlflow]'")
+    mlflow = pytest.importorskip("mlflow", reason="pip install '.[mlflow]'")
     outcome = export_with("mlflow", state, MLFLOW_TRACKING_URI=str(tmp_path / "mlruns"))
     assert outcome.exit_code == 0, outcome.stderr
     assert "4 points of curves and 0 histograms" in outcome.stdout
@@ -194,7 +194,7 @@ def read_records(folder: Path) -> Iterator[Any]:
 @pytest.mark.extended
 @pytest.mark.parametrize(("num_trainers", "prefix"), [(1, ""), (2, "trainer-0/")])
 def test_wandb_has_the_run_its_settings_and_its_metrics(num_trainers: int, prefix: str, tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="pip install 'gradpost[wandb]'")
+    pytest.importorskip("wandb", reason="pip install '.[wandb]'")
     outcome = export_with("wandb", "failed", num_trainers, WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
     assert outcome.exit_code == 0, outcome.stderr
     assert "4 points of curves and 1 histogram" in outcome.stdout
@@ -226,7 +226,7 @@ def test_wandb_has_the_run_its_settings_and_its_metrics(num_trainers: int, prefi
 
 @pytest.mark.extended
 def test_wandb_without_an_account_names_the_offline_mode(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="pip install 'gradpost[wandb]'")
+    pytest.importorskip("wandb", reason="pip install '.[wandb]'")
     home = str(tmp_path)  # without ~/.netrc
     outcome = export_with("wandb", "finished", WANDB_MODE="online", WANDB_API_KEY="", WANDB_DIR=home, HOME=home)
     assert outcome.exit_code == 1

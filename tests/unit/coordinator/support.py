@@ -131,14 +131,18 @@ def make_history_record(
     started_at: float = 1000.0,
     losses: Sequence[float] = (2.0, 1.0),
     name: str | None = None,
+    result: str = "loss",
     **status: Any,
 ) -> HistoryRecord:
-    """Return the record of a run of two trainers, each of which reported these losses in every tenth round."""
+    """Return the record of a run of two trainers, each of which reported these losses in every tenth round.
+
+    At the end they had this `result`.
+    """
     cluster = make_cluster()
     train(cluster)
     described = describe_status(cluster.run, cluster.registry, 0.0)
-    results = {"loss": losses[-1]}
-    script = ScriptInfo(command="train.py", run_name=name, optimizer="SGD(lr=0.1)")
+    results = {result: losses[-1]}
+    script = ScriptInfo(command="train.py --lr 0.1", run_name=name, optimizer="SGD(lr=0.1)")
     ended = {"results": results, "state": "done", "script": script}
     trainers = tuple(trainer.model_copy(update=ended) for trainer in described.trainers)
     changed = {"run": run, "state": "finished", "round": 10 * len(losses), "trainers": trainers, **status}

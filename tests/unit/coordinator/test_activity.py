@@ -215,6 +215,9 @@ def test_ids_go_up_and_the_newest_are_kept():
     assert ids == sorted(set(ids))
     assert (len(ids), texts(events)[0]) == (MAX_EVENTS, "5")
     assert events.after(ids[-2]) == events.after(0)[-1:]
+    for text in ("checkpoint of round 10", "checkpoint of round 20"):
+        events.add(cluster, "checkpoint", text)
+    assert texts(events)[-2:] == [str(MAX_EVENTS + 4), "checkpoint of round 20"]
 
 
 def report(round_: int, *, run: str = "run1", **values: list[float]) -> TrainerHeartbeat:

@@ -45,10 +45,10 @@ def test_the_live_line() -> None:
         "waiting for trainer 0, pserver 1"
     )
     line = describe(make_status(), make_summary(), ACTIVITY)
-    figures = "round 1,234  12.3 rounds/s  45.6 MB/s  accuracy 0.9833  loss 0.25"
-    assert line == f"training: {figures}  elapsed 1:01  remaining 1:23"
+    time = "elapsed 1:01  remaining 1:23"
+    assert line == f"training: round 1,234  12.3 rounds/s  45.6 MB/s  {time}  accuracy 0.9833  loss 0.25"
     early = describe(make_status(), make_summary(), {**ACTIVITY, "at": 106.9})
-    assert early == "training: round 1,234  45.6 MB/s  accuracy 0.9833  loss 0.25  elapsed 1:01"
+    assert early == "training: round 1,234  45.6 MB/s  elapsed 1:01  accuracy 0.9833  loss 0.25"
     ended = describe(make_status(state="finished"), make_summary(results={}), IDLE)
     assert ended == "finished: round 1,234  elapsed 1:01"
     interrupted = describe(make_status(state="failed"), make_summary(results={}), IDLE, is_interrupted=True)
@@ -57,7 +57,7 @@ def test_the_live_line() -> None:
 
 def test_the_live_line_names_the_missing_trainers_of_a_slow_round() -> None:
     slow = describe(make_status(pservers=(make_pserver(5),)), make_summary(), IDLE)
-    assert slow.endswith("  waiting for trainer 1 (5 s)")
+    assert "  waiting for trainer 1 (5 s)  accuracy" in slow
     assert "waiting" not in describe(make_status(pservers=(make_pserver(0.5),)), make_summary(), IDLE)
 
 
@@ -73,6 +73,19 @@ def test_the_report_ends_with_the_runs_line(capsys: pytest.CaptureFixture[str]) 
         "\n"
         "trained: mode=sync transport=HTTP/2 accuracy=0.9833 rounds=1234 seconds=61.7\n"
     )
+
+
+def test_the_report_of_a_resumed_run_has_its_new_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(make_summary(earlier_rounds=1200, seconds=8.5, results={}, shards=()), as_json=False)
+    assert capsys.readouterr().out == (
+        "\n"
+        "rounds  new rounds  seconds  seconds a round\n"
+        " 1,234          34      8.5           0.2500\n"
+        "\n"
+        "trained: mode=sync transport=HTTP/2 rounds=1234 new_rounds=34 seconds=8.5\n"
+    )
+    print_summary(make_summary(earlier_rounds=1234, results={}), as_json=False)
+    assert " 1,234           0     61.7                –\n" in capsys.readouterr().out
 
 
 def test_the_json_report_contains_nan_as_text(capsys: pytest.CaptureFixture[str]) -> None:

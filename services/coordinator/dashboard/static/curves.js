@@ -105,7 +105,8 @@ function drawCurves(figure, name, colourOf, compared, isFew, now) {
   const last = curves.map(({ key, name: text }) => `${text} ${format.digits(ends[key], 4)}`);
   chart.dataset.value = JSON.stringify(ends);
   show(caption.firstChild, titleOf(name));
-  show(caption.lastChild, format.digits((ofTrainers.length ? mean : curves[0].curve).value.at(-1), 4));
+  const newestValue = format.digits((ofTrainers.length ? mean : curves[0].curve).value.at(-1), 4);
+  show(caption.lastChild, `newest${ofTrainers.length > 1 ? " mean" : ""} ${newestValue}`);
   const isSmooth = choice.smoothing > 0;
   const isRelative = choice.x === "time" && comparedRuns().length > 0;
   const positions = ({ curve, start: zero }) => (choice.x === "round" ? curve.round : curve.at.map((at) => (isRelative ? at - zero : new Date(at * 1000))));

@@ -50,6 +50,7 @@ function add(event) {
     make("span", { class: "kind" }, event.kind), make("span", { class: "text" }, event.text),
     make("span", { class: "at" }, event.round ? `round ${format.count(event.round)}` : ""));
   hideOthers(line);
+  if (event.kind === "checkpoint" && list.firstChild?.dataset.kind === event.kind) list.firstChild.remove();
   list.prepend(line);
   while (list.children.length > MAX_EVENTS) list.lastChild.remove();
   flag(byId("events"), "data-empty", false);

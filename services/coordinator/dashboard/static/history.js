@@ -7,7 +7,7 @@ import * as format from "./format.js";
 export const keptFolder = document.body.dataset.keptRuns; // set if there is no cluster
 
 const KEY = "gradpost.compared";
-const DASHES = ["dash", "dot", "dashdot", "longdash"];
+const DASHES = [...(keptFolder ? [undefined] : []), "dash", "dot", "dashdot", "longdash"]; // the cluster's run is solid
 const MAX_COMPARED = 24;
 
 let compared = JSON.parse(localStorage.getItem(KEY)); // null until the user has checked a run
@@ -56,14 +56,12 @@ async function showRuns() {
       cell.dataset.state = one.state;
     }],
     ["", (cell, { mode }) => show(cell, mode, mode)],
-    ["long", (cell, { optimizer }) => {
-      show(cell, optimizer ?? "–", optimizer);
-      cell.title = optimizer ?? "";
-    }],
+    ["long", (cell, { optimizer }) => showLong(cell, optimizer)],
+    ["long", (cell, { command }) => showLong(cell, command)],
     ["", (cell, one) => show(cell, dateOf(one.started_at), one.started_at)],
-    ["number", (cell, one) => show(cell, format.seconds(one.ended_at - one.started_at))],
+    ["number", (cell, one) => show(cell, format.seconds(durationOf(one)))],
     ["number", (cell, { rounds }) => show(cell, format.count(rounds), rounds)],
-    ["number", (cell, { results }) => show(cell, format.digits(results.loss, 4), results.loss)],
+    ["number", showResult],
   ]);
   showEnd(runs.find(({ run }) => run === selected));
   const now = JSON.stringify(comparedRuns().map(({ run }) => [run, records.get(run).at]));
@@ -77,7 +75,21 @@ function stateOf({ state, failure }) {
   return state === "finished" && failure !== null ? "stopped" : state;
 }
 
+function showLong(cell, text) {
+  show(cell, text ?? "–", text);
+  cell.title = text ?? "";
+}
+
+// The loss, or the result that was reported first.
+function showResult(cell, { results }) {
+  const name = "loss" in results ? "loss" : Object.keys(results)[0];
+  show(cell, name === undefined ? "–" : `${name} ${format.digits(results[name], 4)}`, results[name]);
+}
+
 const dateOf = (at) => new Date(at * 1000).toLocaleString("sv-SE"); // ISO 8601, in local time
+
+// Without the time between processes of the coordinator.
+const durationOf = (one) => one.earlier_seconds + one.ended_at - one.started_at;
 
 function showCheck(cell, { run }) {
   if (!cell.firstChild) {
@@ -126,10 +138,10 @@ function figuresOf(entry, { status, summary }) {
   const total = (name) => format.bytes(summary?.shards.reduce((sum, shard) => sum + shard[name], 0));
   return [
     ["State", stateOf(entry)], ["Started", dateOf(entry.started_at)], ["Ended", dateOf(entry.ended_at)],
-    ["Duration", format.seconds(entry.ended_at - entry.started_at)], ["Rounds", format.count(entry.rounds)],
+    ["Duration", format.seconds(durationOf(entry))], ["Rounds", format.count(entry.rounds)],
     ["Trainers", trainers || "–"], ["Pservers", status.num_pservers ? format.count(status.num_pservers) : "none, a ring"],
     ["Model", `${format.count(status.num_parameters)} parameters, ${format.bytes(status.parameter_bytes)}`],
-    ["Optimizer", entry.optimizer ?? "–"], ["Script", status.trainers[0]?.script?.command ?? "–"], ["Transport", summary?.transport ?? "–"],
+    ["Optimizer", entry.optimizer ?? "–"], ["Script", entry.command ?? "–"], ["Transport", summary?.transport ?? "–"],
     ["Pushed", total("pushed_bytes")], ["Pulled", total("pulled_bytes")],
     ...Object.entries(entry.results).sort().map(([name, value]) => [name, format.digits(value, 4)]),
   ];

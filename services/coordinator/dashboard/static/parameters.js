@@ -6,6 +6,7 @@ import { byId, flag, keep, make, show } from "./dom.js";
 import * as format from "./format.js";
 import { explain } from "./terms.js";
 
+const TAIL = 16; // characters at the end of a name that are always shown, since they tell it from its neighbours
 const MAX_SHOWN = 500; // rows; the filter finds others
 
 let known = { run: "", digest: "", parameters: [] };
@@ -74,7 +75,7 @@ function showList() {
 function makeRow({ name, shape, bytes, blocks }) {
   const owners = [...new Set(blocks.map(({ pserver }) => pserver))];
   return make("div", { role: "option", id: `option-${encodeURIComponent(name)}`, title: name },
-    make("span", { class: "name" }, name), make("span", { class: "shape" }, shape.join("×") || "scalar"),
+    make("span", { class: "name" }, make("span", {}, name.slice(0, -TAIL)), name.slice(-TAIL)), make("span", { class: "shape" }, shape.join("×") || "scalar"),
     make("span", { class: "size" }, format.bytes(bytes)),
     make("span", { class: "owners" }, format.names("pserver", owners)));
 }
