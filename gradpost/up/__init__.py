@@ -74,8 +74,9 @@ def run_up(
 
 
 def _resume_command(argv: Sequence[str]) -> str:
-    """Return the command line of this process with `--resume`."""
-    return shlex.join(["gradpost", "up", "--resume", *(word for word in argv[2:] if word != "--resume")])
+    """Return the command line of this process with `--resume`, and with its path if no shell would find it."""
+    program = argv[0] if Path(argv[0]).name == "gradpost" and not shutil.which("gradpost") else "gradpost"
+    return shlex.join([program, "up", "--resume", *(word for word in argv[2:] if word != "--resume")])
 
 
 def choose_port() -> int:

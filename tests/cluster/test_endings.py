@@ -211,8 +211,11 @@ NOTHING_SAVED = r"No model was saved: the script starts again from the beginning
 @pytest.mark.parametrize(
     ("options", "way_on"),
     [
-        ("--mode sync", "Continue: gradpost up --resume .*"),
-        ("--mode async --checkpoint-rounds 10", r"Continue from the checkpoint of round \d+0: gradpost up --resume .*"),
+        ("--mode sync", r"Continue: \S*gradpost up --resume .*"),
+        (
+            "--mode async --checkpoint-rounds 10",
+            r"Continue from the checkpoint of round \d+0: \S*gradpost up --resume .*",
+        ),
         ("--mode async", NOTHING_SAVED),
         ("--strategy ring", NOTHING_SAVED),
     ],

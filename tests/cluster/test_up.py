@@ -133,7 +133,7 @@ def test_the_trainer_that_the_others_waited_for_is_blamed(tmp_path: Path) -> Non
     reason = (
         r"trainer 0 did not reach the batch barrier of round 4 .* \(raise --round-timeout-seconds .*\) \(at round 3\)"
     )
-    assert re.search(rf"\ngradpost: {reason}\. Continue: gradpost up --resume .*\n$", stderr), stderr
+    assert re.search(rf"\ngradpost: {reason}\. Continue: \S*gradpost up --resume .*\n$", stderr), stderr
 
 
 @pytest.mark.extended
@@ -291,7 +291,7 @@ def test_a_run_that_is_stopped_can_be_continued(
         assert up.has_left_nothing(), up.left()
     assert actual == code, stderr
     assert re.search(rf"^{outcome}: mode=sync ", stdout, re.MULTILINE), stdout
-    way_on = r"gradpost: an administrator stopped run \w+ \(at round [\d,]+\)\. Continue: gradpost up --resume .*\n"
+    way_on = r"gradpost: an administrator stopped run \w+ \(at round [\d,]+\)\. Continue: \S*gradpost up --resume .*\n"
     assert re.fullmatch(way_on, stderr.splitlines(keepends=True)[-1]), stderr
     assert "[trainer 0] gradpost: an administrator stopped run" in stdout
     assert "Traceback" not in stdout + stderr

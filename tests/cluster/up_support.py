@@ -154,6 +154,8 @@ def ends_with_a_way_on(output: str, reason: str) -> bool:
     """Return whether the last line has the reason, once, and the command that continues the run."""
     last = output.rstrip("\n").rpartition("\n")[2]
     return (
-        re.match(rf"gradpost: {re.escape(reason)} \(at round \d+\)\. Continue: gradpost up --resume .*-- python", last)
+        re.match(
+            rf"gradpost: {re.escape(reason)} \(at round \d+\)\. Continue: \S*gradpost up --resume .*-- python", last
+        )
         is not None
     )

@@ -64,7 +64,7 @@ class Outgoing:
         for bucket in self._buckets.holding.get(name, ()):
             if bucket.parameters <= self._gradients.keys() and bucket is not self._buckets.shards[bucket.pserver][-1]:
                 bucket.fill(self._gradients, borrow=self._borrow)
-                self._push(bucket.pserver, bucket.frame())
+                self._start(bucket.pserver, bucket.frame())
                 self._sent_early.add(bucket)
 
     def complete(
@@ -89,7 +89,10 @@ class Outgoing:
     def _push(self, pserver: PserverIndex, frame: FrameParts) -> None:
         if sum(map(len, frame)) <= SMALL_BYTES:
             self._small.append((pserver, frame))
-            return
+        else:
+            self._start(pserver, frame)
+
+    def _start(self, pserver: PserverIndex, frame: FrameParts) -> None:
         self._pushes.append(self._io.start(self._send(pserver, frame)))
 
     async def _send(self, pserver: PserverIndex, frame: FrameParts) -> bool:

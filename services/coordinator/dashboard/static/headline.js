@@ -77,7 +77,10 @@ function noticesOf(status, activity) {
   if (status.is_paused) {
     notices.unshift({ kind: "warn", title: "Paused", text: "by an administrator; it continues after: gradpost resume" });
   }
-  if (status.failure) notices.unshift({ kind: "bad", title: "The run has failed", text: status.failure.detail });
+  if (status.failure) {
+    const failed = status.state === "failed";
+    notices.unshift({ kind: failed ? "bad" : "info", title: failed ? "The run has failed" : "The run was stopped", text: status.failure.detail });
+  }
   if (status.state === "gathering" && status.waiting_for.length) {
     notices.push({ kind: "info", title: "Waiting for", text: status.waiting_for.join(", ") });
   }
