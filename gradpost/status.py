@@ -119,6 +119,7 @@ def print_status(status: ClusterStatus) -> None:
     if status.failure:
         print_line(f"{status.state}: {status.failure.get('detail')} ({status.failure.get('code')})")
     print_line()
+    declared = {"gathering": "ready", "training": state}.get(status.state, "joined")  # of a trainer with its model
     is_ring = status.num_pservers == 0
     if not is_ring:
         print_table(
@@ -140,7 +141,7 @@ def print_status(status: ClusterStatus) -> None:
         [
             (
                 f"{t.rank} of {status.num_trainers}",
-                t.state,
+                declared if t.state == "declared" else t.state,
                 f"{t.round:,}",
                 *([_place_in_ring(t)] if is_ring else []),
                 ", ".join(f"{name} {value:.4g}" for name, value in sorted(t.results.items())),

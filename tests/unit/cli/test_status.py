@@ -51,8 +51,8 @@ def test_status_as_tables(run_command: RunCommand) -> None:
         "pserver  address             round  waits for                     heartbeat\n"
         "0 of 2   http://127.0.0.1:1  1,234  trainer 0, trainer 1 (3.2 s)  0.5 s ago\n"
         "\n"
-        "trainer  state     round  results                    heartbeat\n"
-        "1 of 2   declared  1,233  accuracy 0.9833, loss nan  0.2 s ago\n"
+        "trainer  state   round  results                    heartbeat\n"
+        "1 of 2   joined  1,233  accuracy 0.9833, loss nan  0.2 s ago\n"
         "\n"
     )
 
@@ -70,9 +70,9 @@ def test_status_of_a_ring(run_command: RunCommand) -> None:
         "run 5f0c: training, mode sync in a ring, round 1,234, 3 parameters, 4,000 bytes\n"
         "\n"
         "trainer  state     round  in the ring               results  heartbeat\n"
-        "0 of 3   declared  1,233  waits for others (3.2 s)           0.2 s ago\n"
-        "1 of 3   declared  1,233  computes                           0.2 s ago\n"
-        "2 of 3   declared  1,233  no batches left                    0.2 s ago\n"
+        "0 of 3   training  1,233  waits for others (3.2 s)           0.2 s ago\n"
+        "1 of 3   training  1,233  computes                           0.2 s ago\n"
+        "2 of 3   training  1,233  no batches left                    0.2 s ago\n"
         "\n"
     )
 
