@@ -16,6 +16,7 @@ from time import perf_counter
 
 from torch import Tensor
 
+from ps_protocol.errors import BadInput
 from ps_protocol.requests import Barrier
 from ps_protocol.vocabulary import Round
 
@@ -170,13 +171,18 @@ class Pipeline:
         acknowledged = perf_counter()
         if previous_pull is not None:
             await asyncio.wrap_future(previous_pull)
-        await self._pservers.pull(
-            step,
-            self._memory_of(step).destinations,
-            barrier=None if self._is_async else Barrier("batch", is_finite and is_finite_everywhere),
-            on_block=None if arrivals is None else arrivals.mark_complete,
-            pushed=pushed,
-        )
+        try:
+            await self._pservers.pull(
+                step,
+                self._memory_of(step).destinations,
+                barrier=None if self._is_async else Barrier("batch", is_finite and is_finite_everywhere),
+                on_block=None if arrivals is None else arrivals.mark_complete,
+                pushed=pushed,
+            )
+        except BadInput:
+            if pushed:  # it was refused, and its barrier with it
+                self._client.coordinator.note_complete()
+            raise
         metrics, ended = self._client.metrics, perf_counter()
         metrics.push_seconds.observe(acknowledged - outgoing.begun)
         metrics.pull_seconds.observe(ended - acknowledged)
