@@ -64,7 +64,7 @@ def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path) -> None:
         code = up.process.wait(SECONDS)
     assert code == 0, shown
     assert re.search(r"waiting for .*trainer 0", shown)
-    assert re.search(r"training: round [1-9]\d*  [0-9.]+ rounds/s  [0-9.]+ MB/s  loss 0\.25  elapsed 0:0", shown)
+    assert re.search(r"training: round [1-9]\d*  [0-9.]+ rounds/s  [0-9.]+ MB/s  elapsed 0:0\d  loss 0\.25", shown)
     assert "\x1b[36m[trainer 0] \x1b[0mrank 0 of 1" in shown
     assert "\x1b[1A" in shown or "\x1b[2K" in shown  # the live line is erased and drawn again
     last = CONTROL.sub("", shown).rstrip().splitlines()[-1]
@@ -238,8 +238,7 @@ def test_a_failure_before_joining_ends_the_others(tmp_path: Path) -> None:
     script = "import gradpost, os, time\nif os.environ['RANK'] == '0': time.sleep(600)\ngradpost.connect(world_size=7)"
     code, stdout, stderr = run_up("--", "python", "-c", script, folder=tmp_path)
     assert code == 1
-    reported = [line for line in stdout.splitlines() if "trainer_client/" in line]
-    assert len(reported) == 1, stdout  # of all frames of Gradpost
+    assert "trainer_client/" not in stdout  # no frames of Gradpost
     assert re.search(r"\ngradpost: trainer 1 failed: Conflict: .*7.*\n$", stderr), stderr
 
 
