@@ -29,7 +29,7 @@ def test_each_role_dies_once() -> None:
             run.cluster.summary()  # as the live line of `gradpost up` asks
         run.cluster.start_pserver(1)
         run.wait_for_round(30)
-        lines = [line for line in run.lines if line.startswith("[coordinator]") and "waiting for pserver 1" in line]
+        lines = [line for line in run.lines if line.startswith("[coordinator]") and '"waiting for pserver 1"' in line]
         assert len(lines) in (1, 2), lines  # the connection is reset, then refused
         run.restart_trainer(1)
         run.wait_for_round(50)
