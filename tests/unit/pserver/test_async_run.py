@@ -18,7 +18,7 @@ from services.pserver.run.asynchronous import queue_executor, queues, update_job
 
 from ...raising import raises_code
 from .oracle import make_options
-from .support import PARAMETERS, Bench, bench, decode, initial_values, until
+from .support import PARAMETERS, Bench, bench, decode, failing, initial_values, until
 
 NAMES = [f"{spec.name}.block0" for spec in PARAMETERS]
 SGD = [make_options("SGD", lr=1.0)]
@@ -216,6 +216,14 @@ async def test_updates_that_are_due_together_are_one_job(monkeypatch: pytest.Mon
         assert moved == {NAMES[0]: 3, NAMES[1]: 2, NAMES[2]: 2, NAMES[3]: 5}
         assert [len(due) for _, due in jobs] == [4, 2]
         assert pserver.metric("gradpost_staleness_sum") == 2  # the second updates of two blocks
+
+
+async def test_blocks_whose_job_cannot_run_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_jobs.UpdateJobs, "_step_all", failing(MemoryError("no memory")))
+    async with asynchronous() as pserver:
+        await pserver.push(0, 1, ones())
+        with raises_code("apply_failed", match=r"has stopped.*no memory"):
+            await asyncio.wait_for(pserver.get(0, 1), 5)
 
 
 async def test_a_get_does_not_wait_for_updates_behind_a_failed_block() -> None:

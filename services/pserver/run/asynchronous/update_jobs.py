@@ -59,7 +59,11 @@ class UpdateJobs:
         if not due:
             return
         begin = perf_counter()
-        await self._context.compute.run(self._step_all, due)
+        try:
+            await self._context.compute.run(self._step_all, due)
+        except Exception as error:  # before any step, as once the compute thread is closed; no worker waits for ever
+            for each in due:
+                each.error = error
         seconds = perf_counter() - begin
         metrics, before = self._context.metrics, self._schedule.applied
         for each in due:
