@@ -119,23 +119,32 @@ def make_schedule() -> tuple[Any, LRScheduler]:
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
+def take(
+    state: dict[str, Any], batches: Iterator[Any], schedule: LRScheduler, stop_at: float | None, back_to: int
+) -> bool:
+    """Take steps with these batches; return False if the script stops before the last one."""
+    for batch in batches:
+        if state["round"] == state["lost at"]:
+            state.update({"rollbacks": 1, "round": back_to, "lost at": None})
+            del state["taken"][back_to:]
+            continue
+        if state["round"] == stop_at:
+            return False
+        state["taken"].append((batch.tolist(), schedule.optimizer.param_groups[0]["lr"]))
+        state["round"] += 1
+        schedule.optimizer.step()
+        schedule.step()
+    return True
+
+
 def train(state: dict[str, Any], *, stop_at: int | None = None, back_to: int = 1) -> None:
     """Run a script that takes batches in several calls, of two loaders, and steps a schedule with each."""
     batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
-    optimizer, schedule = make_schedule()
+    _, schedule = make_schedule()
     first, second = shuffled(Numbers()), DataLoader(Stream(), 2)
     for loader in (first, first, second, first):
-        for batch in batches.iterate(loader, 1, 1, schedule):
-            if state["round"] == state["lost at"]:
-                state.update({"rollbacks": 1, "round": back_to, "lost at": None})
-                del state["taken"][back_to:]
-                continue
-            if state["round"] == stop_at:
-                return
-            state["taken"].append((batch.tolist(), optimizer.param_groups[0]["lr"]))
-            state["round"] += 1
-            optimizer.step()
-            schedule.step()
+        if not take(state, batches.iterate(loader, 1, 1, schedule), schedule, stop_at, back_to):
+            return
 
 
 def new_state(lost_at: int | None = None) -> dict[str, Any]:
@@ -159,7 +168,7 @@ def test_each_call_continues_behind_those_before_it() -> None:
             assert back["taken"] == whole["taken"], (lost_at, back_to)
 
 
-def train_epochs(state: dict[str, Any], *, stop_at: int | None = None, first_epoch: int = 0, steps: int = 0) -> None:
+def train_epochs(state: dict[str, Any], *, stop_at: float | None = None, first_epoch: int = 0, steps: int = 0) -> None:
     """Run a script with a loop over epochs, which stops before a step, or half a round later at the end of an epoch."""
     batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
     optimizer, schedule = make_schedule()
@@ -167,18 +176,7 @@ def train_epochs(state: dict[str, Any], *, stop_at: int | None = None, first_epo
         optimizer.step()
         schedule.step()
     for epoch, rest in batches.iterate_epochs(shuffled(Numbers()), 4, 1, schedule, first_epoch):
-        for batch in rest:
-            if state["round"] == state["lost at"]:
-                state.update({"rollbacks": 1, "round": 2, "lost at": None})
-                del state["taken"][2:]
-                continue
-            if state["round"] == stop_at:
-                return
-            state["taken"].append((batch.tolist(), optimizer.param_groups[0]["lr"]))
-            state["round"] += 1
-            optimizer.step()
-            schedule.step()
-        if state["round"] - 0.5 == stop_at:
+        if not take(state, rest, schedule, stop_at, back_to=2) or state["round"] - 0.5 == stop_at:
             return
         state["ends"].append((epoch, state["round"]))
 
@@ -189,7 +187,7 @@ def test_a_resumed_loop_over_epochs_begins_with_the_epoch_that_was_not_over() ->
     assert whole["ends"] == [(0, 3), (1, 6), (2, 9), (3, 12)]
     for stop_at in (0, 1, 2.5, 3, 4, 5.5, 8.5, 9, 11.5):
         killed = {**new_state(), "ends": []}
-        train_epochs(killed, stop_at=stop_at)  # type: ignore[arg-type]
+        train_epochs(killed, stop_at=stop_at)
         ends = [*killed["ends"]]
         train_epochs(killed, stop_at=None)
         assert killed["taken"] == whole["taken"], stop_at
