@@ -32,6 +32,7 @@ from .training import (
     train_remotely,
     wrap_weight,
 )
+from .up_support import wait_until
 
 pytestmark = pytest.mark.cluster
 SPECS = [ParameterSpec("w", (4, 3)), ParameterSpec("b", (5,)), ParameterSpec("s", ())]
@@ -150,13 +151,17 @@ def test_a_non_finite_gradient_names_the_block_and_ends_the_run(cluster: LocalCl
         session.close("failed", "its gradient was not finite")
 
     run_all(cluster, work, min_block_size=4)
-    # Both pservers tell of it, with everything that a search for the cause needs.
-    lines = [json.loads(line.partition("] ")[2]) for line in cluster.output if '"run failed"' in line]
-    told = [{key: line.get(key) for key in ("level", "role", "pserver", "trainer", "round", "code")} for line in lines]
-    for index in range(2):
-        assert {
-            "level": "error", "role": "pserver", "pserver": index, "trainer": [1], "round": 1, "code": "trainer_lost",
-        } in told  # fmt: skip
+    # Both pservers tell of it, with everything that a search for the cause needs, soon after the trainers have ended.
+    expected = {"level": "error", "role": "pserver", "trainer": [1], "round": 1, "code": "trainer_lost"}
+
+    def failures() -> list[dict[str, Any]]:
+        return [json.loads(line.partition("] ")[2]) for line in [*cluster.output] if '"run failed"' in line]
+
+    def told() -> list[dict[str, Any]]:
+        return [{key: line.get(key) for key in ("pserver", *expected)} for line in failures()]
+
+    assert wait_until(lambda: all({**expected, "pserver": index} in told() for index in range(2)), 10), told()
+    lines = failures()
     assert all(len(line["run"]) == 12 for line in lines)
 
 
