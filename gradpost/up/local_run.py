@@ -143,7 +143,7 @@ class LocalRun:
 
     def _describe_ending(self, ending: Ending, summary: RunSummary | None) -> str:
         """Return the reason and, if the run has trained, how to continue it."""
-        if summary is None or not summary.rounds:
+        if summary is None or not summary.rounds or not self._resume_command:
             return ending.reason
         if summary.state == "finished" and ending.exit_code != 0:  # nothing is left to train
             return ending.reason
