@@ -22,7 +22,7 @@ __all__ = [  # the classes, which are public names of gradpost, too
     "BadInput", "BadModel", "Conflict", "ContributionConflict", "ContributionMissing", "Ended", "Forbidden",
     "FutureRound", "GradpostError", "ModelMismatch", "NonFiniteGradient", "NormChanged", "NotFound", "NotReady",
     "RolledBack", "RoundPending", "RoundTimeout", "RunStopped", "StalePserver", "StaleRound", "StaleRun",
-    "StorageFailed", "TrainerLost", "TryAgain", "Unauthenticated", "Unreachable",
+    "StorageFailed", "TrainerLost", "TryAgain", "Unauthenticated", "Unreachable", "UnsupportedFormat",
 ]  # fmt: skip
 
 PROBLEM_CONTENT_TYPE = "application/problem+json"
@@ -168,6 +168,10 @@ class StorageFailed(Ended):
     """A disk does not store the data that `durability` demands."""
 
 
+class UnsupportedFormat(StorageFailed):
+    """A newer version wrote a log or checkpoint that this version cannot read."""
+
+
 class Unreachable(Ended):
     """A service did not answer for the whole retry time. Raised by the client, never sent."""
 
@@ -245,6 +249,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("run_stopped", RunStopped, 410, False, "an administrator stopped the run"),
     ("apply_failed", Ended, 500, False, "the optimizer failed on a pserver; its shard is in an unknown state"),
     ("storage_failed", StorageFailed, 507, False, "a write to a disk failed, or a folder cannot be used"),
+    ("unsupported_format", UnsupportedFormat, 507, False, "a newer version wrote a log or checkpoint"),
     ("unreachable", Unreachable, 504, False, "a service did not answer for the whole retry time; clients raise it"),
 )  # fmt: skip
 

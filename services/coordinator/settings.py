@@ -184,6 +184,8 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
         if self.log_durability == "none":
             return self.checkpoint_rounds or (CONTRIBUTIONS if self.consistency.is_async else 0)
         largest = max(sum(map(_count_logged, shard)) for shard in plan.shards) * MASTER_BYTES + RECORD_BYTES
+        if self.consistency.compensation == "dc":
+            largest *= 2  # a record has the pulled values, too
         most = self.max_log_bytes or max(LOG_SHARDS * largest, MIN_LOG_BYTES)
         return max(1, min(self.checkpoint_rounds or most, most // largest))
 

@@ -23,7 +23,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 
 from .logs import get_logger
-from .storage import CheckpointStorage, DamagedFile, seal, unseal
+from .storage import CheckpointStorage, DamagedFile, check_format, seal, unseal
 
 log = get_logger()
 
@@ -31,6 +31,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 _ROUND = re.compile(r"\d{12}")
+_FORMAT = re.compile(rb'\{"xxh3_128":"[0-9a-f]{32}","content":\{"format": ?(\d{1,9})[,}]')
 
 PassOver = Callable[[str, Round, OSError], None]
 
@@ -105,12 +106,14 @@ def list_rounds(storage: CheckpointStorage, run: str) -> list[Round]:
 
 
 def read_manifest(storage: CheckpointStorage, run: str, round_: Round) -> Manifest | None:
-    """Return the manifest of a round, None if it is missing. Raises DamagedFile, OSError."""
+    """Return the manifest of a round, None if it is missing. Raises DamagedFile, OSError, UnsupportedFormat."""
     name = f"{round_folder(run, round_)}/{MANIFEST}"
     try:
         data = storage.read(name)
     except FileNotFoundError:
         return None
+    if found := _FORMAT.match(data):
+        check_format(found[1].decode(), FORMAT, f"{name} in {storage.url}")
     return unseal(data, Manifest, f"{name} in {storage.url}")
 
 

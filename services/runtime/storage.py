@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import xxhash
 from pydantic import ValidationError
 
+from ps_protocol.errors import UnsupportedFormat
 from ps_protocol.fields import Message
 
 from .failpoints import reach_failpoint
@@ -197,6 +198,15 @@ def digest_chunks(chunks: Iterable[Buffer]) -> xxhash.xxh3_128:
     for chunk in chunks:
         digest.update(chunk)
     return digest
+
+
+def check_format(found: str | None, newest: int, name: object) -> None:
+    """Raise UnsupportedFormat for a file or record of a later format; without a number it has the first format."""
+    if int(found or 1) > newest:
+        raise UnsupportedFormat(
+            f"{name} was written by a later version of Gradpost; nothing was changed. Start that version",
+            expected=f"format <= {newest}", actual=int(found or 1),
+        )  # fmt: skip
 
 
 class DamagedFile(OSError):  # noqa: N818 - the name says what happened

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,16 +12,22 @@ import torch
 from safetensors.torch import load_file
 
 from gradpost.export import export_model
+from ps_protocol.errors import UnsupportedFormat
+from ps_protocol.frames import encode_header
 from ps_protocol.membership import Controls, Membership
 from services.coordinator.restore import FILE, RecordFile
 from services.coordinator.state.losses import evict_trainer
 from services.coordinator.state.record import await_trainers
 from services.pserver.durable.disk import Disk
+from services.pserver.durable.records import Record, append_record, read_records
+from services.pserver.durable.update_log import list_segments
+from services.pserver.shard import shard_state
 from services.runtime.checkpoints import complete_checkpoints
 from services.runtime.storage import open_checkpoint_storage
 
 from .coordinator.support import make_cluster, train
 from .earlier_files import rewrite_sealed
+from .pserver.durable import support
 from .pserver.durable.support import digest_after, install_for, plan_for
 
 # 6 rounds of the shards in pserver/durable/support.py with checkpoints 0 and 4, and a record of another run.
@@ -44,6 +52,58 @@ def test_a_pserver_goes_on_with_what_it_had_written(folder: Path, index: int) ->
     assert restored is not None
     assert (restored.round, restored.shard.digest()) == (6, digest_after(PLAN, 6, index))
     storage.close()
+
+
+def rewrite_records(log: Path, edit: Callable[[dict[str, str]], None]) -> None:
+    """Write the log of a shard again with other metadata."""
+    for segment in list_segments(log):
+        with segment.path.open("rb") as file:
+            records = [(dict(r.frame.metadata), bytes(r.data)) for r in read_records(file.fileno(), segment.mark)
+                       if isinstance(r, Record)]  # fmt: skip
+        fd, end = os.open(segment.path, os.O_WRONLY | os.O_TRUNC), 0
+        for metadata, data in records:
+            edit(metadata)
+            end = append_record(fd, end, segment.mark, [encode_header([("g", "U8", (len(data),))], metadata), data])
+        os.close(fd)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+
+
+def test_a_log_of_a_later_format_is_refused_and_stays_as_it_is(folder: Path) -> None:
+    rewrite_records(folder / "pserver-0" / "log", lambda metadata: metadata.update(format="3"))
+    before = files_in(folder)
+    with pytest.raises(UnsupportedFormat, match="later version"):
+        Disk(folder).open(0)
+    assert files_in(folder) == before
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_and_stays_as_it_is(tmp_path: Path, monkeypatch) -> None:
+    with monkeypatch.context() as later:
+        later.setattr(shard_state, "FORMAT", 3)
+        storage, _ = support.train(tmp_path, 5)
+        storage.close()
+    before = files_in(tmp_path)
+    storage = support.open_storage(tmp_path, PLAN)
+    storage.find_checkpoints()
+    with pytest.raises(UnsupportedFormat, match="later version"):
+        storage.restore()
+    assert files_in(tmp_path) == before
+
+
+def test_a_manifest_of_a_later_format_is_refused_and_not_passed_over(folder: Path) -> None:
+    place = open_checkpoint_storage(str(folder / "checkpoints"))
+    rewrite_sealed(
+        folder / "checkpoints" / "run1" / f"{4:012}" / "manifest.json",
+        lambda content: content.update(format=2, unknown="of a later version"),
+    )
+    with pytest.raises(UnsupportedFormat, match="later version"):
+        complete_checkpoints(place, "run1")
 
 
 def test_a_coordinator_goes_on_with_what_it_had_written(folder: Path) -> None:

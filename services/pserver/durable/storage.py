@@ -20,7 +20,7 @@ from time import perf_counter
 import torch
 import xxhash
 
-from ps_protocol.errors import GradpostError
+from ps_protocol.errors import GradpostError, UnsupportedFormat
 from ps_protocol.membership import InstallRun
 from ps_protocol.messages import ShardFile
 from ps_protocol.plan import SlicePlan
@@ -46,6 +46,7 @@ from services.runtime.storage import (
     write_file,
 )
 
+from ..shard.compensation import compensate_all, step_stale
 from ..shard.history import History
 from ..shard.optimizer_blocks import LoadedState
 from ..shard.shard import Shard
@@ -337,6 +338,8 @@ class RunStorage:
                 data = read_shard_file(self._place, self._install.run, self.checkpoints[round_])
             state, metadata = ShardState.decode(data)
             return state, History.from_json(metadata["history"]), len(data)
+        except UnsupportedFormat:
+            raise
         except (DamagedFile, GradpostError, KeyError, ValueError) as error:
             log.warning("a checkpoint is damaged", round=round_, error=str(error))
             self.own_checkpoints.discard(round_)
@@ -358,6 +361,9 @@ class RunStorage:
         loaded = None
         if update.loaded is not None:
             loaded, data = LoadedState.from_log(update.loaded, data, shard.layout)
+        pulled = None
+        if update.dc_lambda is not None:
+            data, pulled = data[: len(data) // 2], data[len(data) // 2 :]
         gradient = shard.aggregator.decode(data, update.present)
         if update.origin is None:
             shard.apply(gradient, present, update.hyper_parameters, loaded)
@@ -368,9 +374,11 @@ class RunStorage:
             return
         if loaded is not None:
             shard.load_slots(loaded)
-        places = [shard.layout.place[name] for name in present]
-        gradients = {place.name: gradient[place.begin : place.end] for place in places}
-        shard.apply_blocks(gradients, update.hyper_parameters, counter=update.counter)
+        gradients = dict(zip(present, shard.layout.view_blocks(gradient, present), strict=True))
+        if pulled:
+            assert update.dc_lambda is not None
+            compensate_all(shard, gradients, torch.frombuffer(pulled, dtype=torch.float32), update.dc_lambda)
+        step_stale(shard, gradients, update.hyper_parameters, update.counter, update.pulled)
         shard.version = update.round
         history.steps[update.ranks[0]] = update.origin
 

@@ -29,9 +29,11 @@ from ps_protocol.requests import GRAD_SCALER_KEY
 from ps_protocol.vocabulary import Durability, Incarnation, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
-from services.runtime.storage import Buffer, sync_folder
+from services.runtime.storage import Buffer, check_format, sync_folder
 
 from .records import MARK_BYTES, Ending, Record, append_record, read_records
+
+FORMAT = 2
 
 log = get_logger()
 
@@ -70,17 +72,21 @@ class LoggedUpdate:
     counter: Rank | None = None  # the trainer whose steps the optimizer counts; None: all, also in earlier logs
     norm: ShardNorm | None = None  # before clipping
     loaded: str | None = None  # describes the loaded optimizer state, which is the end of the data
+    pulled: tuple[int, ...] | None = None  # the pulled versions of the blocks, where rates are divided by the staleness
+    dc_lambda: float | None = None  # of DC-ASGD; the pulled values of the blocks follow the gradient
 
     def to_metadata(self) -> dict[str, str]:
         """Return the metadata of a record."""
-        return {field.name: json.dumps(getattr(self, field.name)) for field in fields(self)}
+        numbers = {field.name: json.dumps(getattr(self, field.name)) for field in fields(self)}
+        return {"format": str(FORMAT), **numbers}
 
     @classmethod
     def from_record(cls, record: Record) -> LoggedUpdate:
-        """Return the update in a record."""
+        """Return the update in a record. Raises UnsupportedFormat."""
         metadata = record.frame.metadata
+        check_format(metadata.get("format"), FORMAT, "the log")
         values = {field.name: json.loads(metadata.get(field.name, "null")) for field in fields(cls)}
-        for name in ("ranks", "present", "nonfinite", "origin"):
+        for name in ("ranks", "present", "nonfinite", "origin", "pulled"):
             values[name] = None if values[name] is None else tuple(values[name])
         if values["norm"] is not None:
             values["norm"] = ShardNorm(*values["norm"])

@@ -19,7 +19,10 @@ are padding: zeros at first, stepped along, never read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import WINDOW, Block, PserverIndex
@@ -89,3 +92,7 @@ class ShardLayout:
         self.place_of_pushed = {name: place for place in places for name, _, _ in place.pushed}  # by tensor on the wire
         by_name = {place.name: place for place in places}
         self.place = {block.name: by_name[block.name] for block in blocks}  # by block name, in plan order
+
+    def view_blocks(self, flat: Tensor, names: Iterable[str]) -> list[Tensor]:
+        """Return the views of these blocks in a flat tensor of this layout."""
+        return [flat[self.place[name].begin : self.place[name].end] for name in names]

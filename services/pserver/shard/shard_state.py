@@ -17,10 +17,12 @@ from ps_protocol.frames import TRUSTED_LIMITS, encode_header, parse_frame
 from ps_protocol.optimizers import StepState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from services.runtime.storage import check_format
 
 from .layout import BlockPlace, ShardLayout
 from .tensors import view_bytes
 
+FORMAT = 2
 VALUES = "values"
 PUBLISHED = "published"
 SLOT_PREFIX = "slot."
@@ -80,6 +82,7 @@ class ShardState:
         specs = [spec for spec in plan.buffers if spec.name in self.buffers]
         entries += [(BUFFER_PREFIX + spec.name, spec.dtype, spec.shape) for spec in specs]
         state = {
+            "format": str(FORMAT),
             "version": str(self.version),
             "states": json.dumps([[name, *steps] for name, steps in self.optimizer.steps.items()]),
             "versions": json.dumps(self.versions),
@@ -90,9 +93,13 @@ class ShardState:
 
     @classmethod
     def decode(cls, data: memoryview) -> tuple[ShardState, Mapping[str, str]]:
-        """Return the state and the metadata of a file; the tensors are views of `data`. Raises BadInput and others."""
+        """Return the state and the metadata of a file; the tensors are views of `data`.
+
+        Raises UnsupportedFormat, BadInput and others.
+        """
         frame = parse_frame(data, TRUSTED_LIMITS)
         metadata = frame.metadata
+        check_format(metadata.get("format"), FORMAT, "the checkpoint of a shard")
         state = cls(int(metadata["version"]), torch.empty(0), versions=json.loads(metadata["versions"]))
         for name, *steps in json.loads(metadata["states"]):
             state.optimizer.steps[name] = StepState(*steps)

@@ -36,8 +36,8 @@ async def life(folder: Path, number: int = 1, *, durability: str = "log", **sett
     rules = settings.pop("rules", {})
     consistency = Consistency(mode="async", **rules)
     async with bench(
-        2, optimizer="Adam", groups=ADAM, state_dir=folder, incarnation=number, consistency=consistency,
-        nonfinite="allow", durability=durability, **settings,
+        2, **{"optimizer": "Adam", "groups": ADAM, **settings}, state_dir=folder, incarnation=number,
+        consistency=consistency, nonfinite="allow", durability=durability,
     ) as pserver:  # fmt: skip
         yield pserver
 
@@ -109,6 +109,28 @@ async def test_a_restart_after_any_step_changes_no_bit(tmp_path: Path, interval:
             await steps(pserver, first, {1: 1, 2: 3, 4: 5, 6: 6}[first])
             digest = pserver.run.shard.digest()
     assert digest == expected
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("compensation", ["divide", "dc"])
+async def test_replayed_gradients_are_compensated_with_the_staleness_that_they_had(
+    tmp_path: Path, compensation: str, optimizer: str
+) -> None:
+    rules = {"compensation": compensation, **({"dc_lambda": 0.5} if compensation == "dc" else {})}
+    options = {"optimizer": optimizer, "groups": [make_options(optimizer, lr=0.01)]}
+    async with life(tmp_path, rules=rules, **options) as pserver:
+        for rank in (0, 1):
+            await pserver.get(rank, 0)
+        for step in (1, 2, 3):
+            await pserver.push(0, step)
+            await pserver.get(0, step)
+        await pserver.push(1, 1)  # three updates late
+        await pserver.get(1, 1)
+        await pserver.push(0, 4, pserver.contribution(0, 4))
+        await pserver.get(0, 4)
+        digest = pserver.run.shard.digest()
+    async with life(tmp_path, 2, rules=rules, **options) as pserver:
+        assert (pserver.run.round, pserver.run.shard.digest()) == (5, digest)
 
 
 async def test_contributions_that_were_acknowledged_are_replayed(tmp_path: Path) -> None:

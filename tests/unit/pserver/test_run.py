@@ -32,7 +32,7 @@ from ps_protocol.routes import MEMBERS
 from services.pserver.app import make_pserver_app
 from services.pserver.durable.records import Record
 from services.pserver.durable.update_log import LoggedUpdate
-from services.pserver.run.asynchronous.staleness import divide_rates
+from services.pserver.shard.compensation import divide_rates
 from services.pserver.shard.history import History
 from services.runtime.metrics import ServiceMetrics
 

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
+from torch import Tensor
+
 from ps_protocol.errors import GradpostError, RoundPending, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import Membership
@@ -146,7 +148,7 @@ class QueueExecutor:
                             if has_log or self.schedule.contribution(fence.rank).slots:
                                 logging = self._pauses.begin_pause(self._log_and_commit(fence.rank))
                             else:
-                                self._commit(fence.rank)
+                                self._commit(fence.rank, self._find_pull(fence.rank))
                             break
                         if loop.time() >= begin + HOLD_SECONDS:
                             raise self._make_hold_error(blocks)
@@ -171,8 +173,11 @@ class QueueExecutor:
             if (failure := self.queues[name].failure) is not None:
                 raise copy.copy(failure)
 
-    def _commit(self, rank: Rank) -> None:
-        pull = self._pulls.find_pull(rank, _computed_on(self.schedule.contribution(rank).completion))
+    def _find_pull(self, rank: Rank) -> PulledState:
+        """Return the pull that the complete contribution of a trainer was computed on."""
+        return self._pulls.find_pull(rank, _computed_on(self.schedule.contribution(rank).completion))
+
+    def _commit(self, rank: Rank, pull: PulledState) -> None:
         committed = self.schedule.commit(rank)
         hyper_parameters = self._get_hyper_parameters(committed.contribution)
         for name, block in committed.contribution.blocks.items():
@@ -201,11 +206,15 @@ class QueueExecutor:
         origin = self.schedule.members[rank], self.schedule.open_steps[rank]
         hyper_parameters = self._get_hyper_parameters(contribution)
         loaded = LoadedState.from_staged(contribution.slots)
+        pull = self._find_pull(rank)  # now, since the trainer may repeat its pull while the log is written
         update = LoggedUpdate(
-            self.schedule.num_committed + 1, (rank,), hyper_parameters, names, origin=origin, counter=rank
-        )
+            self.schedule.num_committed + 1, (rank,), hyper_parameters, names, origin=origin, counter=rank,
+            pulled=tuple(pull.versions[name] for name in names) if self._rules.compensation == "divide" else None,
+            dc_lambda=self._rules.dc_lambda if pull.values is not None else None,
+        )  # fmt: skip
+        values = [] if pull.values is None else self._shard.layout.view_blocks(pull.values, names)
         try:
-            await asyncio.to_thread(self._append, update, [contribution.blocks[name] for name in names], loaded)
+            await asyncio.to_thread(self._append, update, [contribution.blocks[name] for name in names], values, loaded)
         except OSError as error:
             await self._handle_failed_append(f"log step {origin[1]} of trainer {rank}", error)
         self._log_fails_since = None
@@ -213,11 +222,14 @@ class QueueExecutor:
             await self._drain()
             self._context.check_failure()
             await self._compute.run(self._shard.load_slots, loaded)
-        self._commit(rank)
+        self._commit(rank, pull)
 
-    def _append(self, update: LoggedUpdate, blocks: Sequence[StagedBlock], loaded: LoadedState | None) -> None:
+    def _append(
+        self, update: LoggedUpdate, blocks: Sequence[StagedBlock], pulled: Sequence[Tensor], loaded: LoadedState | None
+    ) -> None:
         if self._context.storage is not None:
-            self._context.storage.append(update, [view_bytes(block.tensor().float()) for block in blocks], loaded)
+            tensors = [*(block.tensor().float() for block in blocks), *pulled]
+            self._context.storage.append(update, list(map(view_bytes, tensors)), loaded)
 
     async def _handle_failed_append(self, what: str, error: OSError) -> NoReturn:
         """Make the trainers send the push again, until the round time-out for a full disk has passed."""

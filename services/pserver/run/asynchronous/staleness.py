@@ -1,16 +1,14 @@
-"""Staleness in the asynchronous modes: each trainer's pulls measure it, and two methods compensate for it."""
+"""Staleness in the asynchronous modes, as each trainer's pulls measure it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ps_protocol.consistency import oldest_start
 from ps_protocol.errors import StaleRound
-from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Rank, Round
 
 
@@ -60,22 +58,3 @@ class Pulls:
     def forget_trainer(self, rank: Rank) -> None:
         """Drop the pulls of a trainer that left."""
         self._pulls.pop(rank, None)
-
-
-def divide_rates(hyper_parameters: Sequence[HyperParameters], staleness: int) -> list[HyperParameters]:
-    """Return the groups' hyperparameters with every learning rate divided by the staleness, or by 1 if it is 0.
-
-    Zhang, Gupta, Lian, Liu: Staleness-aware async-SGD for distributed deep learning (IJCAI 2016), eq. 6.
-    """
-    return [{**group, "lr": group["lr"] / max(1, staleness)} for group in hyper_parameters if "lr" in group]  # type: ignore[operator]
-
-
-def compensate_gradient(gradient: Tensor, values: Tensor, pulled: Tensor, strength: float) -> Tensor:
-    """Return the DC-ASGD gradient `g + λ·g⊙g⊙(w - w_pulled)`, an estimate of the gradient on the current values.
-
-    All tensors are of one block, of shape (num_elements,), and are only read. The result is a new float32 tensor.
-
-    Zheng et al.: Asynchronous stochastic gradient descent with delay compensation (ICML 2017), eq. 10.
-    """
-    total = gradient.to(torch.float32, copy=True)
-    return total.addcmul_(total.square(), values - pulled, value=strength)

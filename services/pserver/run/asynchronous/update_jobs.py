@@ -13,11 +13,11 @@ from time import perf_counter
 
 from services.runtime.failpoints import reach_failpoint
 
+from ...shard.compensation import compensate_gradient, divide_rates
 from ...shard.tensors import StagedBlock
 from ..context import RunContext
 from .clocks import Clocks
 from .queues import BlockUpdate
-from .staleness import compensate_gradient, divide_rates
 
 
 @dataclass(slots=True)
