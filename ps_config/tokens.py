@@ -1,8 +1,8 @@
 """Bearer tokens: their scopes, and the files that hold them.
 
-A folder of tokens has one file for each scope, `read`, `train` and `admin`, each with one token on one line. While a
-token is being replaced, the older one stays valid in `read.previous`, `train.previous` or `admin.previous`. Other
-programs, such as Prometheus with its `credentials_file`, can always send the token in `read`.
+A folder of tokens has one file for each scope, such as `read`, each with one token on one line. While a token is being
+replaced, the older one stays valid in `read.previous`. Other programs, such as Prometheus with its `credentials_file`,
+can always send the token in `read`.
 
 Files are read again when they change, without a restart. No message or log contains a token.
 """
@@ -14,15 +14,21 @@ import hmac
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from .environment import SettingsError
 
-Scope = Literal["read", "train", "admin"]
+Scope = Literal["read", "train", "replicate", "admin"]
 
-SCOPES: tuple[Scope, ...] = ("read", "train", "admin")  # each scope includes those before it
+SCOPES: tuple[Scope, ...] = ("read", "train", "replicate", "admin")  # a wider one is after the scopes that it includes
+_INCLUDED: Mapping[Scope, tuple[Scope, ...]] = {
+    "read": ("read",),
+    "train": ("read", "train"),
+    "replicate": ("read", "replicate"),
+    "admin": SCOPES,
+}
 PREVIOUS = ".previous"
 MIN_LENGTH, MAX_LENGTH = 20, 1000
 CHECK_SECONDS = 1.0  # until a changed file is read; a token that is not known makes the service read it at once
@@ -36,10 +42,10 @@ Warn = Callable[[str], None]
 def includes(given: Scope, needed: Scope) -> bool:
     """Return whether a token of scope `given` is sufficient where scope `needed` is required.
 
-    >>> includes("admin", "train"), includes("read", "train")
+    >>> includes("admin", "train"), includes("replicate", "train")
     (True, False)
     """
-    return SCOPES.index(given) >= SCOPES.index(needed)
+    return needed in _INCLUDED[given]
 
 
 def parse_authorization(header: str) -> str | None:

@@ -22,7 +22,7 @@ __all__ = [  # the classes, which are public names of gradpost, too
     "BadInput", "BadModel", "Conflict", "ContributionConflict", "ContributionMissing", "Ended", "Forbidden",
     "FutureRound", "GradpostError", "ModelMismatch", "NonFiniteGradient", "NormChanged", "NotFound", "NotReady",
     "RolledBack", "RoundPending", "RoundTimeout", "RunStopped", "StalePserver", "StaleRound", "StaleRun",
-    "StorageFailed", "TrainerLost", "TryAgain", "Unauthenticated", "Unreachable", "UnsupportedFormat",
+    "StorageFailed", "TrainerLost", "TryAgain", "Unauthenticated", "Unreachable", "UnsupportedFormat", "UpdatesGone",
 ]  # fmt: skip
 
 PROBLEM_CONTENT_TYPE = "application/problem+json"
@@ -172,6 +172,10 @@ class UnsupportedFormat(StorageFailed):
     """A newer version wrote a log or checkpoint that this version cannot read."""
 
 
+class UpdatesGone(Ended):
+    """The log does not reach back to the round any more: begin with a copy of the shard, or the checkpoint `begin`."""
+
+
 class Unreachable(Ended):
     """A service did not answer for the whole retry time. Raised by the client, never sent."""
 
@@ -222,6 +226,8 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("cannot_evict", Conflict, 409, False, "the run could not continue without this trainer"),
     ("future_round", FutureRound, 409, False, "the round is not open yet"),
     ("norm_changed", NormChanged, 409, False, "the gradient has changed since its norm was read; read the norm again"),
+    ("no_update_log", Conflict, 409, False, "the run has no log, so that its updates cannot be read"),
+    ("diverged", Conflict, 409, False, "the reader's last update is another one than in the log of the pserver"),
     ("delay_exceeded", Conflict, 409, False, "a gradient was computed on parameters older than `max_delay` allows"),
     ("rolled_back", RolledBack, 409, False, "the run was rolled back to an earlier `round`; clients raise it"),
     ("contribution_conflict", ContributionConflict, 409, False, "the same identity was sent with other bytes before"),
@@ -239,6 +245,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("overloaded", TryAgain, 503, True, "the service has too many requests, or bytes of bodies, at once"),
     ("slow_body", TryAgain, 408, True, "the body did not arrive in time and was discarded"),
     ("ended", Ended, 410, False, "the event that the caller waits for will not happen"),
+    ("updates_gone", UpdatesGone, 410, False, "the log no longer reaches back to the round; see `begin`"),
     ("trainer_lost", TrainerLost, 410, False, "a trainer is lost, and the policy does not let the run continue"),
     ("trainer_left", Ended, 410, False, "a trainer of a ring left before the last round"),
     ("ring_broken", Ended, 504, False, "the ring's connections broke, and no trainer was lost; trainers raise it"),

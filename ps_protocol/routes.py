@@ -24,6 +24,10 @@ SLOTS = "/v1/slots"
 BLOCK_STATISTICS = "/v1/statistics"
 BUFFERS = "/v1/buffers"
 
+# pserver: replication
+UPDATES = "/v1/updates"
+SHARD_COPY = "/v1/shard/copy"
+
 # coordinator: membership
 REGISTER_PSERVER = "/v1/pservers"
 PSERVER_HEARTBEAT = "/v1/pservers/{index}/heartbeat"

@@ -20,6 +20,7 @@ from . import openapi
 from .endpoints import TensorEndpoints
 from .inspection import add_inspection_routes
 from .pserver import Pserver
+from .replication import add_replication_routes
 
 
 def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
@@ -75,4 +76,5 @@ def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = 
             return await pserver.describe_state(with_digest=digest)
 
     add_inspection_routes(app, pserver, large)
+    add_replication_routes(app, pserver)
     return app

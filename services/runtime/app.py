@@ -52,7 +52,7 @@ _TOKEN_RESPONSES = {
 _TOKEN_SCHEME = {
     "type": "http",
     "scheme": "bearer",
-    "description": "A token of the scope that the operation names: `admin` includes `train`, which includes `read`. "
+    "description": "A token of the scope that the operation names: `train` and `replicate` include `read`, `admin` all. "
     "A service without `tokens_dir` needs no token.",
 }
 

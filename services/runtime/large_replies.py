@@ -74,9 +74,7 @@ class LargeReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Create and send the reply."""
-        while (await receive()).get("more_body"):  # after the end of the body only a disconnect can follow
-            pass
-        left = asyncio.create_task(_wait_until_left(receive))
+        left = await watch_for_disconnect(receive)
         try:
             async with self._replies.slot():
                 await asyncio.sleep(0)  # so that a disconnect meanwhile is noticed
@@ -96,6 +94,13 @@ class LargeReply(Response):
                 return
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+async def watch_for_disconnect(receive: Receive) -> asyncio.Task[None]:
+    """Discard the body of a request, and return a task that ends when the client disconnects."""
+    while (await receive()).get("more_body"):  # after the end of the body only a disconnect can follow
+        pass
+    return asyncio.create_task(_wait_until_left(receive))
 
 
 async def _wait_until_left(receive: Receive) -> None:

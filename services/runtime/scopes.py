@@ -56,6 +56,9 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.CONTROLS): "read",
     ("GET", routes.TARGETS): "read",
     ("GET", routes.CHECKPOINTS): "read",
+    # followers of a pserver
+    ("GET", routes.UPDATES): "replicate",
+    ("GET", routes.SHARD_COPY): "replicate",
     # trainers
     ("POST", routes.SEND): "train",
     ("POST", routes.GET): "train",

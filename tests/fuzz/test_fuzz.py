@@ -24,7 +24,18 @@ from ps_protocol.errors import ERRORS, PROBLEM_CONTENT_TYPE
 from ps_protocol.fence import FENCE_HEADER
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.requests import WAIT_HEADER
-from ps_protocol.routes import DECLARE_MODEL, EVENT_STREAM, EVICT, JOIN_TRAINER, PAUSE, RATE, RESUME, ROLL_BACK, STOP
+from ps_protocol.routes import (
+    DECLARE_MODEL,
+    EVENT_STREAM,
+    EVICT,
+    JOIN_TRAINER,
+    PAUSE,
+    RATE,
+    RESUME,
+    ROLL_BACK,
+    STOP,
+    UPDATES,
+)
 from trainer_client.testing import LocalCluster
 
 from ..cluster.bad_requests import LIMITS, MIB
@@ -36,7 +47,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.hypothesis]
 Answers = Counter[str]
 
 HAS_EFFECT = {RATE, ROLL_BACK}  # a good one; there may be a checkpoint of round 0
-NOT_TRIED = {EVENT_STREAM, PAUSE, RESUME, EVICT, STOP}  # without an end, or with an effect that they are for
+NOT_TRIED = {EVENT_STREAM, UPDATES, PAUSE, RESUME, EVICT, STOP}  # without an end, or with an effect that they are for
 
 
 # ---------------------------------------------------------------- recorded requests, and mutations of them

@@ -23,7 +23,7 @@ from ps_protocol.frames import TRUSTED_LIMITS, Frame, parse_frame
 from services.runtime.storage import Buffer, digest_chunks
 
 MARK_BYTES = 8
-_PREFIX = struct.Struct("<8sQ16s")
+PREFIX = struct.Struct("<8sQ16s")
 _MAX_VECTORS = 512  # of one writev; the kernel takes 1,024
 _WINDOW_BYTES = 1 << 20  # that are searched for a mark at once
 
@@ -51,15 +51,18 @@ class Ending:
     at: int
 
 
+def pack_prefix(mark: bytes, frame: Sequence[Buffer]) -> bytes:
+    """Return the bytes before a frame. The digest contains the mark, so that a new mark does not revive old records."""
+    return PREFIX.pack(mark, sum(map(len, frame)), digest_chunks([mark, *frame]).digest())
+
+
 def append_record(fd: int, at: int, mark: bytes, frame: Sequence[Buffer]) -> int:
     """Write a record after the last one, which ends `at`. Returns where the record ends.
 
     All or nothing while the process lives: on an OSError (such as a full disk) the file ends where it ended before.
     """
-    # The digest contains the mark, so that a new mark before an old record does not revive it.
-    prefix = _PREFIX.pack(mark, sum(map(len, frame)), digest_chunks([mark, *frame]).digest())
     try:
-        return _write_all(fd, at, [prefix, *frame])
+        return _write_all(fd, at, [pack_prefix(mark, frame), *frame])
     except BaseException:
         os.ftruncate(fd, at)
         raise
@@ -119,11 +122,11 @@ class _File:
 
 
 def _read_record(file: _File, begin: int, mark: bytes) -> Record | None:
-    prefix = os.pread(file.fd, _PREFIX.size, begin)
-    if len(prefix) < _PREFIX.size:
+    prefix = os.pread(file.fd, PREFIX.size, begin)
+    if len(prefix) < PREFIX.size:
         return None
-    found, length, digest = _PREFIX.unpack(prefix)
-    body_begin = begin + _PREFIX.size
+    found, length, digest = PREFIX.unpack(prefix)
+    body_begin = begin + PREFIX.size
     if found != mark or (body := file.read(body_begin, length)) is None:
         return None
     if digest_chunks([mark, body]).digest() != digest:

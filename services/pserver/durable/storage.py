@@ -46,11 +46,12 @@ from services.runtime.storage import (
     write_file,
 )
 
-from ..shard.compensation import compensate_all, step_stale
 from ..shard.history import History
 from ..shard.optimizer_blocks import LoadedState
 from ..shard.shard import Shard
 from ..shard.shard_state import ShardState
+from .log_reader import LogReader
+from .replay import replay_update
 from .update_log import LoggedUpdate, UpdateLog
 
 _DIGEST_BYTES = 16
@@ -134,7 +135,7 @@ class RunStorage:
         self._place = place
         self._num_kept = install.keep_checkpoints
         self._name = shard_name(index, self.plan.num_pservers)
-        self._log = UpdateLog(log_path, install.durability)
+        self.log = UpdateLog(log_path, install.durability)
         self._pruning = threading.Lock()
         self._is_promised = False  # `find_restorable` was called: nothing is deleted before the next checkpoint
 
@@ -146,7 +147,7 @@ class RunStorage:
     @property
     def log_bytes(self) -> int:
         """Size of the log since the newest checkpoint."""
-        return self._log.num_bytes
+        return self.log.num_bytes
 
     @property
     def is_async(self) -> bool:
@@ -166,7 +167,7 @@ class RunStorage:
             return
         if loaded is not None:
             update, gradient = replace(update, loaded=loaded.describe()), [*gradient, *loaded.parts()]
-        self._log.append(update, gradient)
+        self.log.append(update, gradient)
 
     def snapshot(
         self, shard: Shard, history: History, *, is_own: bool = False, copies: bool = True
@@ -178,18 +179,22 @@ class RunStorage:
         state = shard.state.clone() if copies else shard.state
         self._is_promised = False
         if self.has_log:
-            self._log.begin_segment(state.version)
-        metadata = {
+            self.log.begin_segment(state.version)
+        metadata = self.describe_shard(history)
+        if is_own:
+            return lambda: self.own_checkpoints.write(state.version, state.encode(self.plan, metadata))
+        steps = {rank: step for rank, (_, step) in history.steps.items()}
+        return lambda: self.checkpoints.get(state.version) or self._write(state, metadata, steps)
+
+    def describe_shard(self, history: History) -> dict[str, str]:
+        """Return the metadata of a shard in a file."""
+        return {
             "run": self._install.run,
             "attempt": str(self._install.attempt),
             "pserver": str(self._index),
             "plan": self.plan.digest,
             "history": history.to_json(),
         }
-        if is_own:
-            return lambda: self.own_checkpoints.write(state.version, state.encode(self.plan, metadata))
-        steps = {rank: step for rank, (_, step) in history.steps.items()}
-        return lambda: self.checkpoints.get(state.version) or self._write(state, metadata, steps)
 
     def _write(self, state: ShardState, metadata: Mapping[str, str], steps: dict[Rank, Round]) -> ShardFile:
         folder = round_folder(self._install.run, state.version)
@@ -251,9 +256,9 @@ class RunStorage:
                 return
             is_over = self.is_over and (rounds[0] in (complete or ()) or self._has_manifest(rounds[0]))
             self.own_checkpoints.delete_others([] if is_over else rounds)
-            self._log.prune(rounds[0 if is_over else -1])
+            self.log.prune(rounds[0 if is_over else -1])
             if is_over:
-                self._log.shrink()
+                self.log.shrink()
 
     def _has_manifest(self, round_: Round) -> bool:
         manifest = read_manifest(self._place, self._install.run, round_)
@@ -347,40 +352,18 @@ class RunStorage:
             return None
 
     def _replay(self, restored: Restored, newest: Round | None) -> None:
-        for update, data in self._log.read_after(restored.round):
+        for update, data in self.log.read_after(restored.round):
             if newest is not None and update.round > newest:
                 break
-            self._replay_update(restored.shard, restored.history, update, data)
+            keep = self._install.consistency.max_delay + 1
+            replay_update(restored.shard, restored.history, update, data, keep=keep)
         if restored.shard.published is not None:
             restored.shard.published.discard_deltas()
-        restored.is_short = self.has_log and newest is None and self._log.is_short
+        restored.is_short = self.has_log and newest is None and self.log.is_short
 
-    def _replay_update(self, shard: Shard, history: History, update: LoggedUpdate, data: memoryview) -> None:
-        """Apply a logged gradient, and the state logged behind it, with the same bits as the first time."""
-        present = tuple(place.name for place in shard.layout.places) if update.present is None else update.present
-        loaded = None
-        if update.loaded is not None:
-            loaded, data = LoadedState.from_log(update.loaded, data, shard.layout)
-        pulled = None
-        if update.dc_lambda is not None:
-            data, pulled = data[: len(data) // 2], data[len(data) // 2 :]
-        gradient = shard.aggregator.decode(data, update.present)
-        if update.origin is None:
-            shard.apply(gradient, present, update.hyper_parameters, loaded)
-            keep = self._install.consistency.max_delay + 1
-            history.add_round(
-                update.round, update.ranks, update.nonfinite, update.norm, update.hyper_parameters, keep=keep
-            )
-            return
-        if loaded is not None:
-            shard.load_slots(loaded)
-        gradients = dict(zip(present, shard.layout.view_blocks(gradient, present), strict=True))
-        if pulled:
-            assert update.dc_lambda is not None
-            compensate_all(shard, gradients, torch.frombuffer(pulled, dtype=torch.float32), update.dc_lambda)
-        step_stale(shard, gradients, update.hyper_parameters, update.counter, update.pulled)
-        shard.version = update.round
-        history.steps[update.ranks[0]] = update.origin
+    def read_updates(self, after: Round, digest: str | None = None) -> LogReader:
+        """Return a reader of the log after this round: see `LogReader`."""
+        return LogReader(self.log, after, digest, lambda: max(self.rounds, default=0))
 
     def find_restorable(self, newest: Round | None = None) -> list[tuple[Round, Round]]:
         """Return the ranges of rounds, first and last, that the log's digests allow to restore, newest first.
@@ -396,7 +379,7 @@ class RunStorage:
             next((round_ for round_ in leading if self._read(round_) is not None), None)
         for round_ in self.rounds:
             last = round_
-            for update, _ in self._log.read_after(round_):
+            for update, _ in self.log.read_after(round_):
                 last = update.round
                 if ranges and last == ranges[-1][0]:
                     last = ranges.pop()[1]
@@ -415,7 +398,7 @@ class RunStorage:
             del self.checkpoints[later]
         self.own_checkpoints.resume(round_)
         if self.has_log:
-            self._log.resume(round_)
+            self.log.resume(round_)
         try:
             self._delete_leftovers()
         except OSError as error:
@@ -423,4 +406,4 @@ class RunStorage:
 
     def close(self) -> None:
         """Close the log."""
-        self._log.close()
+        self.log.close()

@@ -18,7 +18,9 @@ import itertools
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -95,17 +97,37 @@ class LoggedUpdate:
         return cls(**values)
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The newest segment, where its last record ends, and the round of that record."""
+
+    segment: Segment
+    end: int
+    round: Round
+
+
 class UpdateLog:
-    """One pserver's log of one run. Synchronous; used by one thread at a time. Every method may raise OSError."""
+    """One pserver's log of one run. Synchronous; used by one thread at a time. Every method may raise OSError.
+
+    Readers on other threads use `tail`, and the methods that name readers.
+    """
 
     def __init__(self, folder: Path, durability: Durability) -> None:
-        self.num_bytes = 0  # of the newest segment's records; its file may be longer
+        self.folder = folder
+        self.tail: Tail | None = None  # replaced once an update is complete
         self.is_short = False  # whether the updates that were read last end before the log did
-        self._folder = folder
+        self._wakers: tuple[Callable[[], None], ...] = ()  # of readers
+        self._opened: Counter[Segment] = Counter()  # by readers
+        self._opening = threading.Lock()
         self._spare = folder / "spare"
         self._durability = durability
         self._newest: tuple[Segment, int] | None = None  # and its descriptor
         folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the newest segment's records; its file may be longer."""
+        return 0 if self.tail is None else self.tail.end
 
     def append(self, update: LoggedUpdate, gradient: Sequence[Buffer]) -> None:
         """Write an update; `gradient` are the float32 elements of the present blocks, in the order of the layout.
@@ -121,7 +143,9 @@ class UpdateLog:
         end = append_record(fd, self.num_bytes, segment.mark, [header, *gradient])
         if self._durability == "fsync":
             self._sync(fd)
-        self.num_bytes = end
+        self.tail = Tail(segment, end, update.round)
+        if self._wakers:
+            self.wake_readers()
         reach_failpoint("log.append.after")
 
     def _sync(self, fd: int) -> None:
@@ -146,20 +170,20 @@ class UpdateLog:
             log.warning("the log cannot begin a new file and continues in the old one", round=round_, error=str(error))
             return
         self.close()
-        self._newest, self.num_bytes = (segment, fd), 0
+        self._newest, self.tail = (segment, fd), Tail(segment, 0, round_)
 
     def _create_segment(self, base: Round) -> tuple[Segment, int]:
         """Return a segment without records, made of the spare one if there is one, and its open file.
 
         The name is on the disk when this returns; after an error there is no such segment.
         """
-        segment = Segment(base, self._folder / f"{base:012}-{secrets.token_hex(MARK_BYTES)}.log")
+        segment = Segment(base, self.folder / f"{base:012}-{secrets.token_hex(MARK_BYTES)}.log")
         with contextlib.suppress(FileNotFoundError):
             self._spare.rename(segment.path)
         fd = -1
         try:
             fd = os.open(segment.path, os.O_WRONLY | os.O_CREAT, 0o600)
-            sync_folder(self._folder)
+            sync_folder(self.folder)
         except OSError:
             if fd >= 0:
                 os.close(fd)
@@ -170,22 +194,22 @@ class UpdateLog:
     def resume(self, round_: Round) -> None:
         """Continue after this round, and cut off later records, such as a torn tail."""
         self.close()
-        segments = list_segments(self._folder)
+        segments = list_segments(self.folder)
         while segments and segments[-1].base > round_:
             segments.pop().path.unlink()
         if not segments:
             self.begin_segment(round_)
             return
-        segment, end = segments[-1], 0
+        segment, end, newest = segments[-1], 0, segments[-1].base
         for item in _read_segment(segment):
             if isinstance(item, Ending):
                 break
-            if LoggedUpdate.from_record(item).round > round_:
+            if (logged := LoggedUpdate.from_record(item).round) > round_:
                 log.warning("cutting off the end of the log", file=segment.path.name, round=round_)
                 break
-            end = item.end
+            end, newest = item.end, logged
         fd = os.open(segment.path, os.O_WRONLY)
-        self._newest, self.num_bytes = (segment, fd), end
+        self._newest, self.tail = (segment, fd), Tail(segment, end, newest)
         os.ftruncate(fd, end)
         os.fsync(fd)
 
@@ -195,7 +219,7 @@ class UpdateLog:
         Damage, and a missing file, set `is_short`; a torn tail, which was never acknowledged, does not. A gradient is
         valid until the next update is read.
         """
-        segments = list_segments(self._folder)
+        segments = list_segments(self.folder)
         newest_start = max((segment.base for segment in segments if segment.base <= round_), default=None)
         self.is_short = newest_start is None
         for segment in segments:
@@ -220,9 +244,44 @@ class UpdateLog:
 
     def prune(self, oldest: Round) -> None:
         """Make a spare segment of those that only contain updates before the checkpoint of this round."""
-        for segment, following in itertools.pairwise(list_segments(self._folder)):
-            if following.base <= oldest:
-                segment.path.replace(self._spare)
+        for segment, following in itertools.pairwise(list_segments(self.folder)):
+            if following.base > oldest:
+                break
+            with self._opening:
+                if self._opened[segment]:
+                    segment.path.unlink()  # its readers may finish it
+                else:
+                    segment.path.replace(self._spare)
+
+    # ------------------------------------------------------------------ readers
+
+    def open_segment(self, segment: Segment) -> int:
+        """Return a descriptor of a segment for a reader. It is not reused before `close_segment`."""
+        with self._opening:
+            fd = os.open(segment.path, os.O_RDONLY)
+            self._opened[segment] += 1
+            return fd
+
+    def close_segment(self, segment: Segment, fd: int) -> None:
+        """Close the descriptor of a reader."""
+        with self._opening:
+            self._opened[segment] -= 1
+        os.close(fd)
+
+    def add_waker(self, wake: Callable[[], None]) -> None:
+        """Call `wake` after each update, on the thread that appends it."""
+        self._wakers = (*self._wakers, wake)
+
+    def remove_waker(self, wake: Callable[[], None]) -> None:
+        """Stop calling `wake`."""
+        self._wakers = tuple(other for other in self._wakers if other is not wake)
+
+    def wake_readers(self) -> None:
+        """Call all wakers."""
+        for wake in self._wakers:
+            wake()
+
+    # ------------------------------------------------------------------ the end
 
     def shrink(self) -> None:
         """Delete unused space, since no more records will be written."""

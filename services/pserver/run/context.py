@@ -182,6 +182,8 @@ class RunContext:
                 )
                 self.writer.heartbeat_is_due.set()  # the waiting trainers get the failure now, and may exit soon
             self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
+            if self.storage is not None:
+                self.storage.log.wake_readers()
         await self.notify()
 
     # ------------------------------------------------------------------ work on the shard

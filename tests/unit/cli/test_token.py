@@ -24,7 +24,7 @@ def test_tokens_are_created_and_shown(run_command: RunCommand, tmp_path: Path, m
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     tokens = read(folder)
     assert tokens.keys() == set(SCOPES)
-    assert len(set(tokens.values())) == 3
+    assert len(set(tokens.values())) == 4
     accepted = TokenFolder(folder)
     monkeypatch.setenv("GRADPOST_TOKENS_DIR", str(folder))
     for scope in SCOPES:
@@ -42,6 +42,7 @@ def test_existing_tokens_are_kept(run_command: RunCommand, tmp_path: Path) -> No
     assert outcome.stdout.splitlines() == [
         f"{tmp_path}/read: created",
         f"{tmp_path}/train: kept",
+        f"{tmp_path}/replicate: created",
         f"{tmp_path}/admin: created",
     ]
     assert read(tmp_path)["train"] == before["train"]

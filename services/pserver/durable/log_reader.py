@@ -1,0 +1,130 @@
+"""A reader of the log's files while they are written: it returns their bytes from a round on, up to the newest update.
+
+It always reads the files, from the page cache as a rule, so that a slow reader takes no memory. A segment that is not
+needed any more is deleted instead of becoming the spare one while a reader has it open, and the reader finishes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+from ps_protocol.errors import Conflict, FutureRound, UpdatesGone
+from ps_protocol.vocabulary import Round
+
+from .records import PREFIX
+from .update_log import Segment, UpdateLog, list_segments
+
+CHUNK_BYTES = 1 << 20
+_LENGTH_BYTES = 8  # of a frame's header
+
+
+class LogReader:
+    """The position of one reader in a log. Any thread may call it; every method blocks, and may raise OSError."""
+
+    def __init__(self, log: UpdateLog, after: Round, digest: str | None, find_newest: Callable[[], Round]) -> None:
+        """Begin behind the update of round `after`, whose record has this digest if the log still has it.
+
+        `find_newest` returns the round of the newest checkpoint. Raises UpdatesGone, FutureRound, and Conflict
+        (`diverged`) for another digest.
+        """
+        self._log = log
+        self._find_newest = find_newest
+        self._guard = threading.Lock()
+        self._fd = -1
+        self._at = 0  # of the next byte
+        if log.tail is None or after > log.tail.round:
+            newest = 0 if log.tail is None else log.tail.round
+            raise FutureRound(f"the log ends before round {after}", current=newest)
+        bases = [segment for segment in list_segments(log.folder) if segment.base <= after]
+        if not bases:
+            raise self._make_gone(after)
+        # The record of the last common round is in the segment before the one that begins with it.
+        has_earlier = digest is not None and bases[-1].base == after and len(bases) > 1
+        self._segment = bases[-2 if has_earlier else -1]
+        try:
+            self._open(self._segment)
+            self._skip(after, digest)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, segment: Segment) -> None:
+        try:
+            fd = self._log.open_segment(segment)
+        except FileNotFoundError:
+            raise self._make_gone(segment.base) from None
+        self._close_file()
+        self._segment, self._fd, self._at = segment, fd, 0
+
+    def _skip(self, after: Round, digest: str | None) -> None:
+        last = self._segment.base
+        for end, round_, found in self._read_prefixes():
+            if round_ > after:
+                break
+            last, self._at = round_, end
+            if round_ == after and digest not in (None, found.hex()):
+                raise Conflict(f"round {after} is another update here", code="diverged", current=after)
+        if last < after:  # a part of the log was lost before a later checkpoint
+            raise self._make_gone(after)
+
+    def _make_gone(self, after: Round) -> UpdatesGone:
+        newest = self._find_newest()
+        return UpdatesGone(f"the log does not reach back to round {after}; begin with a later copy", begin=newest)
+
+    def read(self) -> bytes:
+        """Return the next bytes, at most `CHUNK_BYTES`, or none at the end of the log. Raises UpdatesGone."""
+        with self._guard:
+            while self._fd >= 0:
+                limit, is_newest = self._find_limit()
+                if self._at < limit:
+                    data = os.pread(self._fd, min(CHUNK_BYTES, limit - self._at), self._at)
+                    if not data:
+                        raise OSError(f"{self._segment.path} ends before its records")
+                    self._at += len(data)
+                    return data
+                if is_newest:
+                    break
+                self._open_next()
+            return b""
+
+    def _find_limit(self) -> tuple[int, bool]:
+        """Return where the complete records of the segment end, and whether it is the newest one."""
+        tail = self._log.tail
+        if tail is not None and tail.segment == self._segment:
+            return tail.end, True
+        return os.fstat(self._fd).st_size, False  # it was cut to its records before the next one was begun
+
+    def _open_next(self) -> None:
+        last = max((round_ for _, round_, _ in self._read_prefixes()), default=self._segment.base)
+        following = [segment for segment in list_segments(self._log.folder) if segment.base > self._segment.base]
+        if not following or following[0].base != last:
+            raise self._make_gone(last)
+        self._open(following[0])
+
+    def _read_prefixes(self) -> Iterator[tuple[int, Round, bytes]]:
+        """Yield end, round and digest of the segment's records, whose data is not read."""
+        begin, (limit, _) = 0, self._find_limit()
+        while begin < limit:
+            prefix = os.pread(self._fd, PREFIX.size + _LENGTH_BYTES, begin)
+            if len(prefix) < PREFIX.size + _LENGTH_BYTES:
+                return
+            mark, length, digest = PREFIX.unpack_from(prefix)
+            end = begin + PREFIX.size + length
+            if mark != self._segment.mark or end > limit:
+                return
+            header = os.pread(self._fd, int.from_bytes(prefix[PREFIX.size :], "little"), begin + len(prefix))
+            yield end, int(json.loads(header)["__metadata__"]["round"]), digest
+            begin = end
+
+    def close(self) -> None:
+        """Close the file. A running `read` ends first."""
+        with self._guard:
+            self._close_file()
+
+    def _close_file(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._log.close_segment(self._segment, fd)

@@ -1,0 +1,203 @@
+"""Reads for other processes that repeat this pserver's updates: the log as a stream, and a copy of the whole shard.
+
+Both are made of the bytes that the pserver writes to its disk. `durable/record_stream.py` describes the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Response
+from starlette.types import Receive, Scope, Send
+
+from ps_protocol import routes
+from ps_protocol.errors import Conflict, GradpostError, StaleRun, TryAgain
+from ps_protocol.fields import Identifier, OrdinalText
+from ps_protocol.frames import CONTENT_TYPE
+from ps_protocol.requests import HISTORY_KEY
+from ps_protocol.vocabulary import PserverIndex, Round
+from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, watch_for_disconnect
+
+from .durable.log_reader import LogReader
+from .durable.record_stream import IDLE_SECONDS, encode_end, encode_idle
+from .durable.storage import RunStorage
+from .pserver import Pserver
+from .run.run import Run
+from .run.synchronous.rounds_executor import RoundsExecutor
+from .shard.history import History
+from .shard.shard_state import ShardState
+
+MAX_STREAMS = 16
+DRAIN_SECONDS = 1.0  # for the rest of the log, once the run has ended
+UPDATES_TYPE = "application/x-gradpost-updates"
+
+
+class UpdateStreams:
+    """The streams of one pserver, which are limited: each holds at most a part of the log of 1 MiB."""
+
+    def __init__(self) -> None:
+        self._num_open = 0
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Count a stream for the block. Raises TryAgain beyond `MAX_STREAMS`."""
+        if self._num_open >= MAX_STREAMS:
+            raise TryAgain(f"the limit of {MAX_STREAMS} streams of updates is reached", code="overloaded")
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+
+
+class UpdateStream(Response):
+    """The reply that contains the log from the update after a round on, until the run or the connection ends."""
+
+    def __init__(self, streams: UpdateStreams, run: Run, after: Round, digest: str | None) -> None:
+        super().__init__(media_type=UPDATES_TYPE)
+        self._streams = streams
+        self._context = run.context
+        self._storage = _require_log(run, run.index)
+        self._after = after
+        self._digest = digest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the log, and then each update as soon as it is in the log."""
+        loop, changed, limit = asyncio.get_running_loop(), asyncio.Event(), asyncio.timeout(None)
+
+        def note_change() -> None:
+            changed.set()
+            if self._context.failure is not None and limit.when() is None and not limit.expired():
+                with suppress(RuntimeError):  # before the block is entered, or after its end
+                    limit.reschedule(loop.time() + DRAIN_SECONDS)
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(note_change)
+
+        with self._streams.place():
+            left = await watch_for_disconnect(receive)
+            left.add_done_callback(lambda _: changed.set())
+            reader: LogReader | None = None
+            try:
+                reader = await asyncio.to_thread(self._storage.read_updates, self._after, self._digest)
+                self._storage.log.add_waker(wake)
+                async with limit:
+                    note_change()  # the run may have ended meanwhile
+                    await self._send(reader, changed, send, left)
+            except TimeoutError:
+                pass  # a slow reader: the server cuts the response off
+            finally:
+                self._storage.log.remove_waker(wake)
+                left.cancel()
+                if reader is not None:
+                    reader.close()
+
+    async def _send(self, reader: LogReader, changed: asyncio.Event, send: Send, left: asyncio.Task[None]) -> None:
+        installed = self._context.installed
+        headers = [(b"content-type", UPDATES_TYPE.encode()), (b"gradpost-incarnation", b"%d" % installed.incarnation)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        part = self._encode_idle()  # so that the reader gets the headers at once
+        while not left.done():
+            if part:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            changed.clear()
+            failure = self._context.failure  # before the read, which then reaches the last update
+            try:
+                part = await asyncio.to_thread(reader.read)
+            except GradpostError as error:
+                part, failure = b"", error
+            except OSError as error:
+                part, failure = b"", self._context.storage_failed("read its log", error)
+            if part:
+                continue
+            if failure is not None:
+                await send({"type": "http.response.body", "body": encode_end(failure)})
+                return
+            try:
+                async with asyncio.timeout(IDLE_SECONDS):
+                    await changed.wait()
+            except TimeoutError:
+                part = self._encode_idle()
+
+    def _encode_idle(self) -> bytes:
+        tail = self._storage.log.tail
+        return encode_idle(0 if tail is None else tail.round)
+
+
+def _require_log(run: Run, index: PserverIndex) -> RunStorage:
+    """Return the storage of a run whose updates can be read. Raises NotReady, Conflict, or the run's failure."""
+    run.context.check_failure()
+    run.context.check_readable()
+    if run.storage is None or not run.storage.has_log:
+        text = f"pserver {index} has no log of updates; set durability to log or fsync"
+        raise Conflict(text, code="no_update_log", expected="log or fsync", actual=run.installed.durability)
+    return run.storage
+
+
+@asynccontextmanager
+async def copy_shard(run: Run) -> AsyncIterator[Stream]:
+    """Open a stream of a copy of the shard as it is between two updates: the file of a checkpoint."""
+
+    def copy(metadata: Any) -> tuple[ShardState, str | None]:
+        return run.shard.state.clone(), metadata.get(HISTORY_KEY)
+
+    storage = run.require_storage()
+    if isinstance(run.executor, RoundsExecutor):
+        await run.executor.wait_for_apply()
+        run.context.check_failure()
+        history = run.schedule.copy_history()  # the copy is submitted before any await, so that no apply is between
+    state, text = await run.executor.read_after_round(None, copy, 0.0)
+    if text is not None:
+        history = History.from_json(text)
+    parts = state.encode(run.plan, storage.describe_shard(history))
+
+    async def cut() -> AsyncIterator[bytes]:
+        for part in parts:
+            for at in range(0, len(part), PART_BYTES):
+                yield bytes(part[at : at + PART_BYTES])
+
+    yield Stream(sum(map(len, parts)), cut(), {"gradpost-round": str(state.version)})
+
+
+def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
+    """Add the routes that followers read."""
+    streams, copies = UpdateStreams(), LargeReplies(max_at_once=1)
+    binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+
+    def check_run(run: str, attempt: int) -> Run:
+        installed = pserver.run.installed
+        if (run, attempt) != (installed.run, installed.attempt):
+            raise StaleRun(
+                f"the pserver serves attempt {installed.attempt} of run {installed.run}", current=installed.attempt
+            )
+        return pserver.run
+
+    @app.get(
+        routes.UPDATES,
+        tags=["replication"],
+        response_class=Response,
+        responses={200: {"content": {UPDATES_TYPE: binary}}},
+    )
+    async def updates(
+        run: Identifier,
+        attempt: OrdinalText,
+        after: Annotated[OrdinalText, Query(description="round of the newest update that the reader has")],
+        digest: Annotated[str | None, Query(pattern="^[0-9a-f]{32}$", description="digest of its record")] = None,
+    ) -> Response:
+        """Return the records of the log after a round, and then each update as soon as it is logged, without an end."""
+        return UpdateStream(streams, check_run(run, attempt), after, digest)
+
+    @app.get(
+        routes.SHARD_COPY,
+        tags=["replication"],
+        response_class=Response,
+        responses={200: {"content": {CONTENT_TYPE: binary}}},
+    )
+    async def shard_copy(run: Identifier, attempt: OrdinalText) -> Response:
+        """Return values, optimizer state and history of this shard, as of one round: the file of a checkpoint."""
+        served = check_run(run, attempt)
+        return LargeReply(copies, lambda: copy_shard(served), CONTENT_TYPE)
