@@ -52,7 +52,7 @@ _TOKEN_RESPONSES = {
 _TOKEN_SCHEME = {
     "type": "http",
     "scheme": "bearer",
-    "description": "A token of the scope that the operation names: `train` and `replicate` include `read`, `admin` all. "
+    "description": "A token of the named scope: `train` and `replicate` include `read`, and `admin` includes all. "
     "A service without `tokens_dir` needs no token.",
 }
 

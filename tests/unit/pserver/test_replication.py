@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import httpx
 import pytest
 
 from ps_protocol.consistency import Consistency
@@ -32,6 +33,7 @@ from services.pserver.shard.shard import Shard
 from services.pserver.shard.shard_state import ShardState
 from services.runtime.metrics import ServiceMetrics
 
+from ..runtime.support import http2_client, running
 from .oracle import make_options
 from .support import Bench, bench, encode, until
 from .test_run import scaler_state
@@ -361,3 +363,22 @@ async def test_a_slow_reader_does_not_hold_the_end_up(tmp_path: Path, monkeypatc
         await b.run.executor.end(TryAgain("stopping"))
         await asyncio.wait_for(reader.task, 2)
         assert not any(isinstance(record, End) for record in reader.received)
+
+
+@pytest.mark.parametrize("version", ["HTTP/1.1", "HTTP/2"])
+async def test_over_a_socket_a_reader_pauses_and_gets_the_end(tmp_path: Path, version: str) -> None:
+    async with logging(tmp_path) as b:
+        app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
+        client = http2_client() if version == "HTTP/2" else httpx.AsyncClient()
+        async with running(app) as service, client as http:
+            query = {"run": "run1", "attempt": "0", "after": "0"}
+            async with http.stream("GET", service.address + UPDATES, params=query) as response:
+                assert (response.http_version, response.headers["gradpost-incarnation"]) == (version, "1")
+                await b.play_rounds(1, 200)  # some 300 kB, while nothing is read
+                await b.pserver.stop()
+                parser = RecordParser(1 << 20)
+                received = [record async for chunk in response.aiter_raw() for record in parser.feed(chunk)]
+        *updates, end = (record for record in received if not isinstance(record, Idle))
+        assert [LoggedUpdate.from_record(record).round for record in updates] == list(range(1, 201))
+        assert isinstance(end, End)
+        assert end.reason.code == "try_again"
