@@ -109,11 +109,13 @@ class UpdateStream(Response):
             try:
                 part = await asyncio.to_thread(reader.read)
             except GradpostError as error:
-                part, failure = b"", error
+                part, failure = b"", failure or error
             except OSError as error:
-                part, failure = b"", self._context.storage_failed("read its log", error)
+                part, failure = b"", failure or self._context.storage_failed("read its log", error)
             if part:
                 continue
+            if failure is not None and reader.is_in_record:
+                return  # the server cuts the response off
             if failure is not None:
                 await send({"type": "http.response.body", "body": encode_end(failure)})
                 return

@@ -35,6 +35,7 @@ class LogReader:
         self._guard = threading.Lock()
         self._fd = -1
         self._at = 0  # of the next byte
+        self._record_end = 0  # of the record that contains the byte before it
         if log.tail is None or after > log.tail.round:
             newest = 0 if log.tail is None else log.tail.round
             raise FutureRound(f"the log ends before round {after}", current=newest)
@@ -57,14 +58,14 @@ class LogReader:
         except FileNotFoundError:
             raise self._make_gone(segment.base) from None
         self._close_file()
-        self._segment, self._fd, self._at = segment, fd, 0
+        self._segment, self._fd, self._at, self._record_end = segment, fd, 0, 0
 
     def _skip(self, after: Round, digest: str | None) -> None:
         last = self._segment.base
         for end, round_, found in self._read_prefixes():
             if round_ > after:
                 break
-            last, self._at = round_, end
+            last, self._at, self._record_end = round_, end, end
             if round_ == after and digest not in (None, found.hex()):
                 raise Conflict(f"round {after} is another update here", code="diverged", current=after)
         if last < after:  # a part of the log was lost before a later checkpoint
@@ -84,16 +85,31 @@ class LogReader:
                     if not data:
                         raise OSError(f"{self._segment.path} ends before its records")
                     self._at += len(data)
+                    self._find_record_end()
                     return data
                 if is_newest:
                     break
                 self._open_next()
             return b""
 
+    @property
+    def is_in_record(self) -> bool:
+        """True if the bytes that were read end within a record."""
+        return self._record_end != self._at
+
+    def _find_record_end(self) -> None:
+        while self._record_end < self._at:
+            prefix = os.pread(self._fd, PREFIX.size, self._record_end)
+            if len(prefix) < PREFIX.size:
+                raise OSError(f"{self._segment.path} ends before its records")
+            self._record_end += PREFIX.size + PREFIX.unpack(prefix)[1]
+
     def _find_limit(self) -> tuple[int, bool]:
         """Return where the complete records of the segment end, and whether it is the newest one."""
         tail = self._log.tail
-        if tail is not None and tail.segment == self._segment:
+        if tail is None:  # the log is closed
+            return self._at, True
+        if tail.segment == self._segment:
             return tail.end, True
         return os.fstat(self._fd).st_size, False  # it was cut to its records before the next one was begun
 

@@ -405,5 +405,6 @@ class RunStorage:
             log.warning("incomplete checkpoints could not be deleted", error=str(error))
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the log. Its readers end, since another attempt may overwrite the end of the file that they read."""
+        self.log.tail = None
         self.log.close()

@@ -266,6 +266,8 @@ class UpdateLog:
         """Close the descriptor of a reader."""
         with self._opening:
             self._opened[segment] -= 1
+            if not self._opened[segment]:
+                del self._opened[segment]
         os.close(fd)
 
     def add_waker(self, wake: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ from ps_protocol.wire_types import WireTypes
 from services.pserver import replication
 from services.pserver.app import make_pserver_app
 from services.pserver.durable import log_reader
-from services.pserver.durable.record_stream import End, Idle, Received, RecordParser
+from services.pserver.durable.record_stream import End, Idle, Received, RecordParser, encode_idle
 from services.pserver.durable.records import Record
 from services.pserver.durable.replay import replay_update
 from services.pserver.durable.update_log import LoggedUpdate, list_segments
@@ -46,7 +46,8 @@ class Reader:
 
     def __init__(self, b: Bench, path: str, **query: object) -> None:
         self.status = 0
-        self.body = bytearray()
+        self.body = bytearray()  # of another answer than a stream
+        self.raw = bytearray()  # of a stream
         self.received: list[Received] = []
         self.takes, self.leaves = asyncio.Event(), asyncio.Event()
         self.takes.set()
@@ -78,6 +79,7 @@ class Reader:
             return
         self.num_parts += 1
         if self._is_stream and self.status == 200:
+            self.raw += message.get("body", b"")
             self.received += self._parser.feed(message.get("body", b""))
             self.digest = self._parser.digest and self._parser.digest.hex()
         else:
@@ -349,6 +351,30 @@ async def test_the_stream_names_the_reason_of_its_end(tmp_path: Path, how: str) 
         end = reader.received[-1]
         assert isinstance(end, End)
         assert end.reason.code == code
+
+
+async def test_a_slow_reader_gets_no_byte_of_the_attempt_after_a_rollback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_reader, "CHUNK_BYTES", 100)
+    async with logging(tmp_path) as b:
+        await b.play_rounds(1, 3)
+        reader = Reader(b, UPDATES, run="run1", attempt=0, after=0)
+        await reader.wait_for_round(3)
+        reader.takes.clear()
+        await b.play_round(4)
+        await asyncio.sleep(0.05)  # the first part of round 4 is being sent
+        before = list_segments(tmp_path / "pserver-0" / "log")[-1].path.read_bytes()
+        await b.install_next_run("run1", attempt=1, restore=3, number=2)
+        numbers = json.loads(b.completion()[HYPER_PARAMETERS_KEY])
+        data = b.run.shard.aggregator.encode(None)
+        b.run.storage.append(LoggedUpdate(4, (0, 1), numbers, None), data)  # in the place of the round that was undone
+        reader.takes.set()
+        await asyncio.wait_for(reader.task, 2)
+        assert reader.rounds == [1, 2, 3]
+        received = bytes(reader.raw).removeprefix(encode_idle(3))
+        assert before.startswith(received)  # neither of another attempt, nor an end within a record
+        assert 0 < len(before) - len(received) < len(before) / 4
 
 
 async def test_a_slow_reader_does_not_hold_the_end_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
