@@ -155,6 +155,14 @@ async def play_sync(b: Bench, first: int, last: int) -> None:
             await b.get(rank, round_, norm=norm)
 
 
+async def play_and_write(b: Bench, first: int, last: int) -> None:
+    """Rounds, each followed by the end of its checkpoint, so that the next one is due at its round."""
+    for round_ in range(first, last + 1):
+        await b.run.wait_for_writes()
+        await b.play_round(round_)
+        await b.run.wait_for_writes()
+
+
 async def play_async(b: Bench, first: int, last: int) -> None:
     """Steps of trainer 0, and in between one of trainer 1 that is late."""
     for step in range(first, last + 1):
@@ -248,13 +256,11 @@ async def test_a_slow_reader_holds_one_part_and_misses_nothing_while_files_are_r
 ) -> None:
     monkeypatch.setattr(log_reader, "CHUNK_BYTES", 1000)
     async with logging(tmp_path, checkpoint_rounds=2, keep_checkpoints=1) as b:
-        await b.play_rounds(1, 3)
+        await play_and_write(b, 1, 3)
         reader = Reader(b, UPDATES, run="run1", attempt=0, after=2)
         await reader.wait_for_round(3)
         reader.takes.clear()
-        for round_ in range(4, 12):
-            await b.play_round(round_)
-            await b.run.wait_for_writes()
+        await play_and_write(b, 4, 11)
         assert reader.num_parts <= 10
         segments = list_segments(tmp_path / "pserver-0" / "log")
         assert segments[0].base > 3  # the reader's file is gone, and its bytes are not
@@ -285,9 +291,7 @@ async def test_a_reader_follows_from_file_to_file(tmp_path: Path) -> None:
 
 async def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with logging(tmp_path, checkpoint_rounds=2, keep_checkpoints=1) as b:
-        for round_ in range(1, 6):
-            await b.play_round(round_)
-            await b.run.wait_for_writes()
+        await play_and_write(b, 1, 5)
         status, code, problem = await refusal(b, after=1)
         assert (status, code, problem["begin"]) == (410, "updates_gone", 4)
         status, code, problem = await refusal(b, after=6)
@@ -310,9 +314,7 @@ async def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 async def test_the_digest_is_compared_over_the_beginning_of_a_file(tmp_path: Path) -> None:
     async with logging(tmp_path, checkpoint_rounds=2, keep_checkpoints=2) as b:
         first = Reader(b, UPDATES, run="run1", attempt=0, after=0)
-        for round_ in range(1, 5):
-            await b.play_round(round_)
-            await b.run.wait_for_writes()
+        await play_and_write(b, 1, 4)
         await first.wait_for_round(4)
         assert list_segments(tmp_path / "pserver-0" / "log")[-1].base == 4
         same = Reader(b, UPDATES, run="run1", attempt=0, after=4, digest=first.digest)
