@@ -31,6 +31,7 @@ from services.runtime.logs import get_logger
 from ..durable.checkpoint_writer import CheckpointWriter, Destination
 from ..durable.storage import RunStorage
 from ..metrics import PserverMetrics
+from ..shard.bodies import BufferPool
 from ..shard.shard import Shard
 from ..shard.tensors import StagedBlock
 from .schedule import Read, Schedule, Wait, name_trainers
@@ -71,6 +72,7 @@ class RunContext:
     schedule: Schedule[StagedBlock]
     shard: Shard
     compute: ComputeExecutor
+    pool: BufferPool
     metrics: PserverMetrics
     storage: RunStorage | None
     writer: CheckpointWriter

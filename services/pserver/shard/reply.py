@@ -19,6 +19,7 @@ from ps_protocol.vocabulary import DTYPE_BYTES, Round
 from ps_protocol.wire_types import WireTensor
 
 from ..waits import EndWait, endable_wait
+from .bodies import BufferPool, PooledBuffer
 from .layout import BlockPlace
 from .tensors import view_bytes
 
@@ -49,6 +50,37 @@ class PulledViews:
         for pulled, block in self._converted:
             pulled.copy_(block)
         return self._tensors
+
+
+class FrameCopy:
+    """A frame of some blocks of a shard, as trainers pull them, in memory of its own."""
+
+    def __init__(self, places: Sequence[BlockPlace], metadata: Mapping[str, str], pool: BufferPool) -> None:
+        """Allocate the memory, which returns to the pool with the last reference to this object."""
+        header = encode_header([(p.name, p.pulled, (p.block.num_elements,)) for p in places], metadata)
+        sizes = [DTYPE_BYTES[place.pulled] * place.block.num_elements for place in places]
+        self._memory = PooledBuffer(pool, len(header) + sum(sizes))
+        self._places = places
+        self._data_begin = len(header)
+        self.buffer[: len(header)] = header
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes of the frame, valid while this object is referenced."""
+        return self._memory.buffer
+
+    def fill(self, values: Tensor) -> None:
+        """Copy the blocks from `values`, the shard's flat float32 tensor."""
+        at, bytes_of_values = self._data_begin, view_bytes(values)
+        for place in self._places:
+            count, dtype = place.block.num_elements, place.pulled
+            end = at + DTYPE_BYTES[dtype] * count
+            if dtype == "F32" and end - at < LARGE_BYTES:  # takes a tenth of the time of a tensor's copy
+                self.buffer[at:end] = bytes_of_values[4 * place.begin : 4 * place.end]
+            elif count:
+                copy = torch.frombuffer(self.buffer, dtype=TORCH_DTYPES[dtype], count=count, offset=at)
+                copy.copy_(values[place.begin : place.end])
+            at = end
 
 
 class ChunkEncoder:
@@ -160,6 +192,7 @@ class Reply:
     round: Round
     parts: Parts
     blocks: VersionedBlocks | None = None
+    memory: FrameCopy | None = None  # that the parts are views of
     _readers: set[EndWait] = field(default_factory=set)
     _is_free: asyncio.Event = field(default_factory=asyncio.Event)
     _is_revoked: bool = False

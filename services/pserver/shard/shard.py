@@ -177,7 +177,6 @@ class Shard:
         blocks: Collection[str] | None = None,
         metadata: Mapping[str, str] | None = None,
         *,
-        encoder: ChunkEncoder | None = None,
         pulled: bool = False,
         with_buffers: bool = False,
     ) -> list[bytes]:
@@ -185,15 +184,13 @@ class Shard:
 
         The buffers that were set follow, if wanted, in plan order and with their shapes.
         The header comes first, then chunks of about 1 MiB. The bytes are copies, which later updates do not change.
-        Another `encoder` reads a copy of the values, or reads them on another thread.
         """
-        wanted = self.layout.place.keys() if blocks is None else frozenset(blocks)
-        places = [place for name, place in self.layout.place.items() if name in wanted]
+        places = self.layout.find_places(blocks)
         specs = self._stored_buffers() if with_buffers else []
         entries: list[WireTensor]
         entries = [(p.name, p.pulled if pulled else p.dtype, (p.block.num_elements,)) for p in places]
         entries += [(spec.name, spec.dtype, spec.shape) for spec in specs]
-        encoder = encoder or (self._pulled_encoder if pulled else self._encoder)
+        encoder = self._pulled_encoder if pulled else self._encoder
         buffers = [self._buffers[spec.name] for spec in specs]
         return [encode_header(entries, metadata), *encoder.encode(places, pulled=pulled), *buffers]
 
