@@ -197,7 +197,7 @@ class Shard:
     def view_pulled(self) -> PulledViews:
         """Return views of all blocks as trainers pull them, in plan order."""
         values = self.values if self.published is None else self.published.values
-        return PulledViews(values, self.layout.place.values())
+        return PulledViews(values, self.layout.find_places(None))
 
     def borrow_deltas(self) -> dict[str, Sequence[BorrowedTensor]]:
         """Return the delta of each block to the round before, where there is one; valid until the next step."""
