@@ -42,7 +42,6 @@ log = get_logger()
 P = ParamSpec("P")
 T = TypeVar("T")
 
-QUICK_ELEMENTS = 1 << 16  # of a shard that is stepped on the event loop
 ENDS_WITH_INTACT_SHARDS = (TrainerLost, RoundTimeout, RunStopped)
 
 
@@ -190,7 +189,7 @@ class RunContext:
 
     async def run_update(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run an update of the shard after the earlier jobs: on the loop if it is small and waits for no disk."""
-        is_quick = len(self.shard.values) <= QUICK_ELEMENTS and self.installed.durability != "fsync"
+        is_quick = self.shard.is_small and self.installed.durability != "fsync"
         run = self.compute.run_at_once if is_quick else self.compute.run
         return await run(fn, *args, **kwargs)
 

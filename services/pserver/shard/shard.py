@@ -34,6 +34,7 @@ from .shard_state import ShardState
 from .tensors import view_bytes
 
 MASTER_BYTES = 4  # size of an element
+SMALL_ELEMENTS = 1 << 16
 
 
 class Shard:
@@ -59,6 +60,11 @@ class Shard:
         """Return the master values of one block: a view of shape (num_elements,), float32."""
         place = self.layout.place[name]
         return self.values[place.begin : place.end]
+
+    @property
+    def is_small(self) -> bool:
+        """True if an update or a copy takes less time than waking another thread."""
+        return len(self.values) <= SMALL_ELEMENTS
 
     # ------------------------------------------------------------------ initial values
 

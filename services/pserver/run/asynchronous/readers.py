@@ -46,7 +46,7 @@ class DirectReader:
     async def read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
         """Return a frame of these blocks, or of all, after the earlier jobs of the thread."""
         frame = FrameCopy(self._shard.layout.find_places(names), metadata, self._pool)
-        return await self._compute.run(self._read, frame)
+        return await (self._compute.run_at_once if self._shard.is_small else self._compute.run)(self._read, frame)
 
     def _read(self, frame: FrameCopy) -> Reading:
         # Versions first: the values may be newer than they say, never older.
