@@ -19,6 +19,7 @@ are padding: zeros at first, stepped along, never read.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ps_protocol.plan import SlicePlan
@@ -89,3 +90,8 @@ class ShardLayout:
         self.place_of_pushed = {name: place for place in places for name, _, _ in place.pushed}  # by tensor on the wire
         by_name = {place.name: place for place in places}
         self.place = {block.name: by_name[block.name] for block in blocks}  # by block name, in plan order
+
+    def find_places(self, names: Collection[str] | None) -> list[BlockPlace]:
+        """Return the places of these blocks, or of all, in plan order."""
+        wanted = self.place.keys() if names is None else frozenset(names)
+        return [place for name, place in self.place.items() if name in wanted]
