@@ -47,13 +47,13 @@ class PserverMetrics:
         self.disk_size = gauge("gradpost_disk_size_bytes", "Size of the disk with the log and the state.")
         self.staged_blocks = counter("gradpost_staged_blocks", "Blocks staged.")
         self.staged_bytes = gauge(
-            "gradpost_staged_bytes", "Receive buffers in use: bodies being received and staged contributions."
+            "gradpost_staged_bytes", "Buffers in use: received bodies, staged contributions, copies that trainers pull."
         )
         self.in_flight_bytes = gauge(
             "gradpost_in_flight_bytes",
             "Announced bytes of bodies that are being received or staged; bounded by `max_inflight_bytes`.",
         )
-        self.pooled_bytes = gauge("gradpost_pooled_bytes", "Receive buffers that are idle until the next round.")
+        self.pooled_bytes = gauge("gradpost_pooled_bytes", "Buffers that are idle until the next round.")
         self.updates = counter("gradpost_updates_applied", "Updates of single blocks, in the asynchronous modes.")
         self.staleness = Histogram(
             "gradpost_staleness",

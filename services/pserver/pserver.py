@@ -202,7 +202,10 @@ class Pserver:
         reach_failpoint("open.before")
         storage, restored = await self._open_storage(message)
         reach_failpoint("open.after")
-        run = Run(message, self.index, compute=self._compute, metrics=self._metrics, storage=storage, restored=restored)
+        run = Run(
+            message, self.index, compute=self._compute, pool=self.pool, metrics=self._metrics, storage=storage,
+            restored=restored,
+        )  # fmt: skip
         await self._replace_run(run, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         changes.end_change(message.number)
         await run.initial_values.publish()

@@ -56,14 +56,14 @@ def test_the_status_has_the_figures_of_each_process(run: FaultyRun, http: httpx.
         return [status["process"], *(member["process"] for member in status["pservers"] + status["trainers"])]
 
     figures = read_figures()
-    while not all(process and process["sent_bytes_per_second"] for process in figures[1:]):  # from two heartbeats
+    # From two heartbeats; a process may have done nothing in between.
+    while not all(process and process["sent_bytes_per_second"] and process["cpu_share"] for process in figures[1:]):
         run.wait_for_round(run.round_of(0) + 5)
         figures = read_figures()
     assert len(figures) == 5
     for process in filter(None, figures):
         assert process["resident_bytes"] > 10_000_000
         assert process["host"] == platform.node()
-        assert process["cpu_share"] > 0
         assert process["written_bytes_per_second"] is not None
     for process in filter(None, figures[1:]):
         assert process["received_bytes_per_second"] > 0

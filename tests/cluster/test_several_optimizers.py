@@ -33,7 +33,7 @@ class Gan:
         discriminator = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
         self.model = seeded(nn.ModuleDict({"D": discriminator, "G": generator}))
         self.optimizers: Mapping[str, Optimizer] = {
-            "D": Adam(discriminator.parameters(), lr=0.01, betas=(0.5, 0.999)),
+            "D": Adam(discriminator.parameters(), lr=0.01, betas=(0.5, 0.999), fused=True),
             "G": SGD(generator.parameters(), lr=0.05, momentum=0.9),
         }
 

@@ -31,6 +31,7 @@ from services.runtime.logs import get_logger
 from ..durable.checkpoint_writer import CheckpointWriter, Destination
 from ..durable.storage import RunStorage
 from ..metrics import PserverMetrics
+from ..shard.bodies import BufferPool
 from ..shard.shard import Shard
 from ..shard.tensors import StagedBlock
 from .schedule import Read, Schedule, Wait, name_trainers
@@ -41,7 +42,6 @@ log = get_logger()
 P = ParamSpec("P")
 T = TypeVar("T")
 
-QUICK_ELEMENTS = 1 << 16  # of a shard that is stepped on the event loop
 ENDS_WITH_INTACT_SHARDS = (TrainerLost, RoundTimeout, RunStopped)
 
 
@@ -71,6 +71,7 @@ class RunContext:
     schedule: Schedule[StagedBlock]
     shard: Shard
     compute: ComputeExecutor
+    pool: BufferPool
     metrics: PserverMetrics
     storage: RunStorage | None
     writer: CheckpointWriter
@@ -190,7 +191,7 @@ class RunContext:
 
     async def run_update(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run an update of the shard after the earlier jobs: on the loop if it is small and waits for no disk."""
-        is_quick = len(self.shard.values) <= QUICK_ELEMENTS and self.installed.durability != "fsync"
+        is_quick = self.shard.is_small and self.installed.durability != "fsync"
         run = self.compute.run_at_once if is_quick else self.compute.run
         return await run(fn, *args, **kwargs)
 

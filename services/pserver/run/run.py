@@ -29,7 +29,7 @@ from services.runtime.logs import get_logger
 from ..durable.checkpoint_writer import CheckpointWriter
 from ..durable.storage import Restored, RunStorage
 from ..metrics import LoadMeter, PserverMetrics
-from ..shard.bodies import Body
+from ..shard.bodies import Body, BufferPool
 from ..shard.shard import Shard
 from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, find_nonfinite
 from .asynchronous.clocks import Clocks
@@ -54,6 +54,7 @@ class Run:
         index: PserverIndex,
         *,
         compute: ComputeExecutor,
+        pool: BufferPool,
         metrics: PserverMetrics,
         storage: RunStorage | None = None,
         restored: Restored | None = None,
@@ -68,7 +69,7 @@ class Run:
         self.writer = writer = CheckpointWriter(storage, installed.checkpoint_rounds, metrics)
         self.context = RunContext(
             installed=installed, index=index, plan=plan, schedule=self.schedule, shard=shard, compute=compute,
-            metrics=metrics, storage=storage, writer=writer, membership=installed.membership,
+            pool=pool, metrics=metrics, storage=storage, writer=writer, membership=installed.membership,
         )  # fmt: skip
         self.executor: Executor = (
             RoundsExecutor(self.context, self.schedule)

@@ -1,7 +1,7 @@
-"""Request bodies in buffers that are reused, because page faults are half the cost of receiving a large body.
+"""Large bodies in buffers that are reused, because page faults are half the cost of receiving a large body.
 
-A buffer belongs to one `Body`, referenced by its request and then by the blocks staged from it. The buffer returns to
-the pool when the last reference is released.
+A buffer belongs to one `Body`, referenced by its request and then by the blocks staged from it, or to the copy of the
+shard that a trainer pulls. It returns to the pool when the last reference is released.
 """
 
 from __future__ import annotations
@@ -63,15 +63,14 @@ class BufferPool:
         self._peak_bytes = self.used_bytes
 
 
-class Body:
-    """One received frame: its buffer and the parsed header."""
+class PooledBuffer:
+    """Memory of a pool. Views of it are valid while this object is referenced. Created on the event loop."""
 
     def __init__(self, pool: BufferPool, num_bytes: int) -> None:
         self._is_recurring = True  # a body of this size comes in every round
         self._pool = pool
         self._memory = pool.acquire(num_bytes)
         self.buffer = self._memory[:num_bytes]
-        self.frame: Frame
 
     def __del__(self) -> None:
         if self._is_recurring:
@@ -82,6 +81,12 @@ class Body:
     def mark_single_use(self) -> None:
         """Free the buffer after this body, since none of its size comes in the next rounds."""
         self._is_recurring = False
+
+
+class Body(PooledBuffer):
+    """One received frame: its buffer and the parsed header."""
+
+    frame: Frame
 
     @property
     def data(self) -> memoryview:

@@ -19,7 +19,7 @@ are padding: zeros at first, stepped along, never read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -96,3 +96,8 @@ class ShardLayout:
     def view_blocks(self, flat: Tensor, names: Iterable[str]) -> list[Tensor]:
         """Return the views of these blocks in a flat tensor of this layout."""
         return [flat[self.place[name].begin : self.place[name].end] for name in names]
+
+    def find_places(self, names: Collection[str] | None) -> list[BlockPlace]:
+        """Return the places of these blocks, or of all, in plan order."""
+        wanted = self.place.keys() if names is None else frozenset(names)
+        return [place for name, place in self.place.items() if name in wanted]

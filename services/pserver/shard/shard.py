@@ -34,6 +34,7 @@ from .shard_state import ShardState
 from .tensors import view_bytes
 
 MASTER_BYTES = 4  # size of an element
+SMALL_ELEMENTS = 1 << 16
 
 
 class Shard:
@@ -59,6 +60,11 @@ class Shard:
         """Return the master values of one block: a view of shape (num_elements,), float32."""
         place = self.layout.place[name]
         return self.values[place.begin : place.end]
+
+    @property
+    def is_small(self) -> bool:
+        """True if an update or a copy takes less time than waking another thread."""
+        return len(self.values) <= SMALL_ELEMENTS
 
     # ------------------------------------------------------------------ initial values
 
@@ -177,7 +183,6 @@ class Shard:
         blocks: Collection[str] | None = None,
         metadata: Mapping[str, str] | None = None,
         *,
-        encoder: ChunkEncoder | None = None,
         pulled: bool = False,
         with_buffers: bool = False,
     ) -> list[bytes]:
@@ -185,22 +190,20 @@ class Shard:
 
         The buffers that were set follow, if wanted, in plan order and with their shapes.
         The header comes first, then chunks of about 1 MiB. The bytes are copies, which later updates do not change.
-        Another `encoder` reads a copy of the values, or reads them on another thread.
         """
-        wanted = self.layout.place.keys() if blocks is None else frozenset(blocks)
-        places = [place for name, place in self.layout.place.items() if name in wanted]
+        places = self.layout.find_places(blocks)
         specs = self._stored_buffers() if with_buffers else []
         entries: list[WireTensor]
         entries = [(p.name, p.pulled if pulled else p.dtype, (p.block.num_elements,)) for p in places]
         entries += [(spec.name, spec.dtype, spec.shape) for spec in specs]
-        encoder = encoder or (self._pulled_encoder if pulled else self._encoder)
+        encoder = self._pulled_encoder if pulled else self._encoder
         buffers = [self._buffers[spec.name] for spec in specs]
         return [encode_header(entries, metadata), *encoder.encode(places, pulled=pulled), *buffers]
 
     def view_pulled(self) -> PulledViews:
         """Return views of all blocks as trainers pull them, in plan order."""
         values = self.values if self.published is None else self.published.values
-        return PulledViews(values, self.layout.place.values())
+        return PulledViews(values, self.layout.find_places(None))
 
     def borrow_deltas(self) -> dict[str, Sequence[BorrowedTensor]]:
         """Return the delta of each block to the round before, where there is one; valid until the next step."""

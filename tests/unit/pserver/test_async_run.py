@@ -15,6 +15,7 @@ from torch import Tensor
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
 from services.pserver.run.asynchronous import queue_executor, queues, update_jobs
+from services.pserver.shard import shard as shard_module
 
 from ...raising import raises_code
 from .oracle import make_options
@@ -141,7 +142,8 @@ async def test_a_push_is_in_all_its_queues_or_in_none() -> None:
         assert stepped(await pserver.get(1, 1, names=NAMES[1:]), by=1)
 
 
-async def test_a_push_that_waits_for_several_queues_is_not_overtaken_in_one() -> None:
+async def test_a_push_that_waits_for_several_queues_is_not_overtaken_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_module, "SMALL_ELEMENTS", 0)  # an update that waits must not block the event loop
     async with asynchronous(3, max_queued=1) as pserver:
         gate, reached = threading.Event(), threading.Event()
 
@@ -381,7 +383,10 @@ async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monk
 
 
 @pytest.mark.parametrize(("read_consistency", "seen"), [("none", {0.0, 1.0}), ("block", {1.0}), ("shard", {0.0})])
-async def test_a_block_that_is_being_updated(read_consistency: Any, seen: set[float]) -> None:
+async def test_a_block_that_is_being_updated(
+    monkeypatch: pytest.MonkeyPatch, read_consistency: Any, seen: set[float]
+) -> None:
+    monkeypatch.setattr(shard_module, "SMALL_ELEMENTS", 0)  # an update that waits must not block the event loop
     async with asynchronous(read_consistency=read_consistency) as pserver:
         gate, reached = threading.Event(), threading.Event()
         shard, name = pserver.run.shard, NAMES[3]

@@ -19,7 +19,7 @@ from ps_protocol.requests import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver.inspection import read_blocks
-from services.pserver.shard.reply import LARGE_BYTES, VersionedBlocks
+from services.pserver.shard.reply import LARGE_BYTES, PulledBytes, VersionedBlocks
 from services.pserver.shard.shard import Shard
 from services.pserver.shard.shard_state import ShardState, reslice
 from trainer_client.transport.destinations import Deltas
@@ -79,8 +79,9 @@ class Trainer:
 
     async def pull(self, shard: Shard, changed: dict[str, int]) -> None:
         versioned = VersionedBlocks(
-            shard.view_pulled().read(), changed, {"round": str(shard.version)}, shard.version - 1, shard.borrow_deltas()
-        )
+            shard.view_pulled().read(copied=False), changed, {"round": str(shard.version)}, shard.version - 1,
+            shard.borrow_deltas(),
+        )  # fmt: skip
         await self.receive(b"".join(versioned.parts(self.round)))
         self.round = shard.version
 
@@ -186,7 +187,8 @@ VERSIONED = {"small": 3, "large": LARGE_BYTES // 4 + 1, "other": 5, "larger": LA
 def make_versioned(changed: dict[str, int]) -> tuple[VersionedBlocks, dict[str, bytes]]:
     data = {name: torch.randn(size).numpy().tobytes() for name, size in VERSIONED.items()}
     blocks = [((name, "F32", (size,)), memoryview(data[name])) for name, size in VERSIONED.items()]
-    return VersionedBlocks(blocks, changed, {"round": "9"}, 8), data
+    runs = [memoryview(b"".join(data.values()))]
+    return VersionedBlocks(PulledBytes(blocks, runs), changed, {"round": "9"}, 8), data
 
 
 @given(
@@ -208,8 +210,9 @@ def test_a_frame_holds_exactly_the_newer_blocks(changed: dict[str, int], asked: 
 
 
 def test_large_blocks_are_sent_without_a_copy() -> None:
-    versioned, _ = make_versioned(dict.fromkeys(VERSIONED, 1))
-    assert [isinstance(part, memoryview) for part in versioned.parts()] == [False, True, False, True]
+    versioned, _ = make_versioned({**dict.fromkeys(VERSIONED, 1), "small": 9, "large": 9})
+    assert [isinstance(part, memoryview) for part in versioned.parts()] == [False, True]
+    assert [isinstance(part, memoryview) for part in versioned.parts(8)] == [False, True]
 
 
 def test_only_the_frame_of_the_round_before_is_kept() -> None:

@@ -295,10 +295,10 @@ class QueueExecutor:
         rules, jobs = self._rules, UpdateJobs(self._context, self.schedule)
         for name in self._shard.layout.place:
             self.queues[name] = BlockQueue(name, max_queued=rules.max_queued, apply=jobs.apply)
-        keeps_values = rules.compensation == "dc"
         self._reader = make_reader(
-            rules.read_consistency, self._shard, self._compute, self.queues, keep_values=keeps_values
-        )
+            rules.read_consistency, self._shard, self._compute, self._context.pool, self.queues,
+            keep_values=rules.compensation == "dc",
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ pulls
 
@@ -316,7 +316,7 @@ class QueueExecutor:
         self._context.check_fence(fence)
         self._context.check_member(fence)
         self._pulls.record_pull(fence.rank, fence.round, reading.pull)
-        return Reply(fence.round, reading.chunks)
+        return Reply(fence.round, [reading.frame.buffer], memory=reading.frame)
 
     def _find_reader(self, fence: Fence) -> Reader | Wait:
         self._context.check_fence(fence)

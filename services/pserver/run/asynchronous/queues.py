@@ -124,6 +124,7 @@ class BlockQueue:
                 await self._apply_update(item, apply)
             else:
                 await self._copy_block(item)
+            del item  # the buffer of its body returns to the pool
 
     async def _copy_block(self, snapshot: Snapshot) -> None:
         try:

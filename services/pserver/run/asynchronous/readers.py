@@ -12,7 +12,8 @@ from ps_protocol.consistency import ReadConsistency
 from ps_protocol.errors import GradpostError
 from services.runtime.compute import ComputeExecutor
 
-from ...shard.reply import ChunkEncoder
+from ...shard.bodies import BufferPool
+from ...shard.reply import FrameCopy
 from ...shard.shard import Shard
 from .queues import BlockQueue, Snapshot
 from .staleness import PulledState
@@ -22,7 +23,7 @@ from .staleness import PulledState
 class Reading:
     """A frame of some blocks, and the state of the whole shard that it shows."""
 
-    chunks: list[bytes]
+    frame: FrameCopy
     pull: PulledState
 
 
@@ -32,24 +33,27 @@ class DirectReader:
     A thread of its own reads while updates are written, so that even one block may be half old and half new.
     """
 
-    def __init__(self, shard: Shard, compute: ComputeExecutor, *, keep_values: bool, owns_thread: bool) -> None:
+    def __init__(
+        self, shard: Shard, compute: ComputeExecutor, pool: BufferPool, *, keep_values: bool, owns_thread: bool
+    ) -> None:
         """With `keep_values` each reading holds a copy of the shard's values."""
         self._shard = shard
         self._compute = compute
+        self._pool = pool
         self._keep_values = keep_values
         self._owns_thread = owns_thread
-        self._encoder = ChunkEncoder(shard.values) if owns_thread else None
 
     async def read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
         """Return a frame of these blocks, or of all, after the earlier jobs of the thread."""
-        return await self._compute.run(self._read, names, metadata)
+        frame = FrameCopy(self._shard.layout.find_places(names), metadata, self._pool)
+        return await (self._compute.run_at_once if self._shard.is_small else self._compute.run)(self._read, frame)
 
-    def _read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
+    def _read(self, frame: FrameCopy) -> Reading:
         # Versions first: the values may be newer than they say, never older.
         versions = dict(self._shard.versions)
         values = self._shard.values.clone() if self._keep_values else None
-        chunks = self._shard.encode(names, metadata, encoder=self._encoder, pulled=True)
-        return Reading(chunks, PulledState(versions, values))
+        frame.fill(self._shard.values)
+        return Reading(frame, PulledState(versions, values))
 
     def close(self, reason: GradpostError) -> None:
         """Close the thread."""
@@ -65,10 +69,12 @@ class SnapshotReader:
     """
 
     def __init__(
-        self, shard: Shard, compute: ComputeExecutor, queues: Mapping[str, BlockQueue], *, keep_values: bool
-    ) -> None:
+        self, shard: Shard, compute: ComputeExecutor, pool: BufferPool, queues: Mapping[str, BlockQueue], *,
+        keep_values: bool,
+    ) -> None:  # fmt: skip
         self._shard = shard
         self._compute = compute
+        self._pool = pool
         self._keep_values = keep_values
         self._queues = queues
         self._one_at_a_time = asyncio.Lock()
@@ -81,7 +87,9 @@ class SnapshotReader:
         if self._next is None:
             self._next = asyncio.create_task(self._make_snapshot(), name="snapshot")
         snapshot = await asyncio.shield(self._next)
-        return await self._compute.run(self._encode_snapshot, snapshot, names, metadata)
+        frame = FrameCopy(self._shard.layout.find_places(names), metadata, self._pool)
+        await self._compute.run(frame.fill, snapshot.values)
+        return Reading(frame, PulledState(snapshot.versions, snapshot.values if self._keep_values else None))
 
     async def _make_snapshot(self) -> Snapshot:
         async with self._one_at_a_time:
@@ -94,12 +102,6 @@ class SnapshotReader:
                 queue.put_snapshot(snapshot)
             await snapshot.done
             return snapshot
-
-    def _encode_snapshot(
-        self, snapshot: Snapshot, names: Collection[str] | None, metadata: Mapping[str, str]
-    ) -> Reading:
-        chunks = self._shard.encode(names, metadata, encoder=ChunkEncoder(snapshot.values), pulled=True)
-        return Reading(chunks, PulledState(snapshot.versions, snapshot.values if self._keep_values else None))
 
     def close(self, reason: GradpostError) -> None:
         """End waiting reads with this reason, and refuse later ones with it: the queues are closed, too."""
@@ -115,13 +117,14 @@ def make_reader(
     consistency: ReadConsistency,
     shard: Shard,
     compute: ComputeExecutor,
+    pool: BufferPool,
     queues: Mapping[str, BlockQueue],
     *,
     keep_values: bool,
 ) -> Reader:
     """Return the reader for this consistency."""
     if consistency == "none":
-        return DirectReader(shard, ComputeExecutor(), keep_values=keep_values, owns_thread=True)
+        return DirectReader(shard, ComputeExecutor(), pool, keep_values=keep_values, owns_thread=True)
     if consistency == "block":
-        return DirectReader(shard, compute, keep_values=keep_values, owns_thread=False)
-    return SnapshotReader(shard, compute, queues, keep_values=keep_values)
+        return DirectReader(shard, compute, pool, keep_values=keep_values, owns_thread=False)
+    return SnapshotReader(shard, compute, pool, queues, keep_values=keep_values)

@@ -60,7 +60,7 @@ class UpdateJobs:
             return
         begin = perf_counter()
         try:
-            await self._context.compute.run(self._step_all, due)
+            await self._context.run_update(self._step_all, due)
         except Exception as error:  # before any step, as once the compute thread is closed; no worker waits for ever
             for each in due:
                 each.error = error

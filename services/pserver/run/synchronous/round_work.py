@@ -6,7 +6,7 @@ otherwise:  step, which aggregates
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -21,7 +21,7 @@ from ...durable.storage import RunStorage
 from ...durable.update_log import LoggedUpdate
 from ...shard.captures import Captures
 from ...shard.optimizer_blocks import find_loaded
-from ...shard.reply import EncodedTensor, Reply, VersionedBlocks
+from ...shard.reply import Reply, VersionedBlocks
 from ...shard.shard import Shard
 from ...shard.tensors import StagedBlock
 from .rounds import Apply
@@ -100,11 +100,9 @@ class RoundWork:
 
     def encode(self, round_: Round, outcome: Mapping[str, str]) -> Reply:
         """Return the shard's version as the reply for all trainers; `outcome` is added to its metadata."""
-        blocks: Sequence[EncodedTensor] = self._pulled.read()
-        if not self._borrows:
-            blocks = [(tensor, bytes(data)) for tensor, data in blocks]
+        pulled = self._pulled.read(copied=not self._borrows)
         metadata = {**self._identity, "round": str(round_), **outcome}
-        versioned = VersionedBlocks(blocks, dict(self._changed), metadata, round_ - 1, self._shard.borrow_deltas())
+        versioned = VersionedBlocks(pulled, dict(self._changed), metadata, round_ - 1, self._shard.borrow_deltas())
         versioned.parts(round_ - 1)  # the frame for most trainers, made on this thread
         return Reply(round_, versioned.parts(), versioned)
 

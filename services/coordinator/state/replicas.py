@@ -1,0 +1,108 @@
+"""The replicas of one shard: the durable in-sync set, and the choice of the next leader. Pure.
+
+event                                          in_sync                        joining         leader
+--------------------------------------------   ----------------------------   -------------   ---------------
+a standby begins to follow                     unchanged                      + the standby   unchanged
+the leader confirms that it waits for it       + the standby, - its           - the standby   unchanged
+                                               predecessor
+a standby is lost (`replica_loss` continue)    - the standby                  - the standby   unchanged
+fail-over, or the leader has restarted         - the new leader               empty           next incarnation
+
+Each event is written to the disk before the leader receives it. The leader waits for every replica in `waits_for`, so
+that at each time it waits for all of `in_sync`: a standby is added at the leader first, and removed on the disk first.
+A replica is one process. A restarted one has lost its memory, and is another replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ps_protocol.vocabulary import Incarnation
+
+Replica: TypeAlias = str  # the instance of one process
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The answer of a replica that refuses the stream of the incarnation in force; of the leader itself as well.
+
+    `has_acknowledged`: it holds the newest update that any trainer has received, with the same checksum, which covers
+    the updates before it. False while this update is not known: until every trainer has reported its newest one after
+    the leader has ended, or after its lease. With its report a trainer refuses further replies of that incarnation.
+    """
+
+    num_updates: int
+    has_acknowledged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """The leader of a shard and its standbys. `number` increases with each event, as does the leader's copy."""
+
+    leader: Replica
+    incarnation: Incarnation = 1
+    number: int = 0
+    in_sync: frozenset[Replica] = frozenset()  # each holds every acknowledged update
+    joining: frozenset[Replica] = frozenset()
+    lost_at: Incarnation = 0  # it began without updates that earlier incarnations had acknowledged
+
+    @property
+    def waits_for(self) -> frozenset[Replica]:
+        """The standbys that must hold an update before the leader acknowledges it."""
+        return self.in_sync | self.joining
+
+    def begin_joining(self, standby: Replica) -> Replicas:
+        """Add a standby that the leader must wait for, and that is not promoted yet."""
+        return replace(self, number=self.number + 1, joining=self.joining | {standby})
+
+    def admit(
+        self, standby: Replica, incarnation: Incarnation, number: int, lost: Collection[Replica] = ()
+    ) -> Replicas:
+        """Add a standby to the in-sync set in place of `lost` ones, unless the confirmation is out of date.
+
+        The leader, in this incarnation and with this number, waits for the standby, which holds all that the leader
+        has acknowledged.
+
+        >>> replicas = Replicas("a").begin_joining("b")
+        >>> sorted(replicas.admit("b", incarnation=1, number=0).in_sync)
+        []
+        >>> sorted(replicas.admit("b", incarnation=1, number=1).in_sync)
+        ['b']
+        """
+        if standby not in self.joining or (incarnation, number) != (self.incarnation, self.number):
+            return self
+        in_sync, joining = (self.in_sync - {*lost}) | {standby}, self.joining - {standby, *lost}
+        return replace(self, number=number + 1, in_sync=in_sync, joining=joining)
+
+    def remove(self, standby: Replica) -> Replicas:
+        """Let the leader continue without a standby, which is not promoted from now on."""
+        in_sync, joining = self.in_sync - {standby}, self.joining - {standby}
+        return replace(self, number=self.number + 1, in_sync=in_sync, joining=joining)
+
+    def promote(self, replica: Replica, lost: Collection[Replica] = (), *, has_lost: bool = False) -> Replicas:
+        """Make a replica the leader, in place of `lost` ones. The other members hold every acknowledged update."""
+        incarnation = self.incarnation + 1
+        in_sync = self.in_sync - {replica, *lost}
+        return Replicas(
+            replica, incarnation, self.number + 1, in_sync, lost_at=incarnation if has_lost else self.lost_at
+        )
+
+
+def choose_leader(replicas: Replicas, candidates: Mapping[Replica, Candidate]) -> Replica | None:
+    """Return a replica that holds every acknowledged update, or None: the fail-over must wait.
+
+    >>> replicas = Replicas("a", in_sync=frozenset({"b"}))
+    >>> choose_leader(replicas, {"b": Candidate(7), "c": Candidate(8)})
+    'b'
+    >>> choose_leader(replicas, {"c": Candidate(8), "d": Candidate(7, has_acknowledged=True)})
+    'd'
+    >>> choose_leader(replicas, {"c": Candidate(8)}) is None
+    True
+    """
+    if replicas.leader in candidates:  # it has not ended
+        return replicas.leader
+    members = candidates.keys() & replicas.in_sync
+    holding = members or [replica for replica, candidate in candidates.items() if candidate.has_acknowledged]
+    return max(holding, key=lambda replica: (candidates[replica].num_updates, replica), default=None)
