@@ -17,6 +17,7 @@ from ps_config.tokens import Scope
 from ps_protocol.errors import Forbidden, Unauthenticated, Unreachable
 from ps_protocol.fields import Message
 from ps_protocol.messages import ClusterStatus, TrainerStatus
+from ps_protocol.standbys import StandbyStatus
 from trainer_client.client.inspection import ClusterView
 
 from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table, warn
@@ -135,6 +136,20 @@ def print_status(status: ClusterStatus) -> None:
                 for p in status.pservers
             ],
         )
+    if status.standbys:
+        print_table(
+            [Column("standby of"), Column("address"), Column("round", "right"), Column("lag"), Column("heartbeat")],
+            [
+                (
+                    f"pserver {s.follows}",
+                    s.address,
+                    f"{s.round:,}",
+                    _describe_lag(s),
+                    f"{s.heartbeat_age_seconds:.1f} s ago",
+                )
+                for s in status.standbys
+            ],
+        )
     waits = [Column("in the ring")] if is_ring else []
     print_table(
         [Column("trainer"), Column("state"), Column("round", "right"), *waits, Column("results"), Column("heartbeat")],
@@ -150,6 +165,12 @@ def print_status(status: ClusterStatus) -> None:
             for t in status.trainers
         ],
     )
+
+
+def _describe_lag(standby: StandbyStatus) -> str:
+    if standby.run is None:
+        return "no replica yet"
+    return f"{count(standby.lag_rounds, 'round')}, {count(standby.lag_bytes, 'byte')}, {standby.lag_seconds:.1f} s"
 
 
 def _place_in_ring(trainer: TrainerStatus) -> str:

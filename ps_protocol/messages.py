@@ -43,6 +43,7 @@ from .fields import (
     Text,
 )
 from .process_reports import Link, OutputLines, ProcessFigures, ScriptInfo, Software, Traceback
+from .standbys import StandbyStatus
 from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
 
@@ -338,6 +339,7 @@ class PserverState(PserverProgress, ShardWork):
     transports: tuple[Label, ...] = Field(max_length=100)
     digest: Label | None
     failure: Object | None
+    leader: BaseUrl | None = Field(default=None, description="of a standby: the pserver that it follows")
 
 
 class PserverStatus(PserverProgress):
@@ -387,6 +389,7 @@ class ClusterStatus(Message):
     round: Round
     pservers: tuple[PserverStatus, ...] = Field(max_length=MAX_MEMBERS)
     trainers: tuple[TrainerStatus, ...] = Field(max_length=MAX_MEMBERS)
+    standbys: tuple[StandbyStatus, ...] = Field(default=(), max_length=MAX_MEMBERS)
     software: Software | None = Field(default=None, description="software versions of the coordinator")
     process: ProcessFigures | None = Field(default=None, description="figures of the coordinator")
 

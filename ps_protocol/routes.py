@@ -27,10 +27,12 @@ BUFFERS = "/v1/buffers"
 # pserver: replication
 UPDATES = "/v1/updates"
 SHARD_COPY = "/v1/shard/copy"
+SHARD_DIGESTS = "/v1/shard/digests"
 
 # coordinator: membership
 REGISTER_PSERVER = "/v1/pservers"
 PSERVER_HEARTBEAT = "/v1/pservers/{index}/heartbeat"
+REPORT_STANDBY = "/v1/standbys"
 JOIN_TRAINER = "/v1/trainers"
 TRAINER_HEARTBEAT = "/v1/trainers/{rank}/heartbeat"
 DECLARE_MODEL = "/v1/trainers/{rank}/model"

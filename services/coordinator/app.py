@@ -22,6 +22,7 @@ from ps_protocol.messages import (
     TrainerHeartbeatReply,
     TrainerJoined,
 )
+from ps_protocol.standbys import ReportStandby, StandbyAnswer
 from services.runtime.app import make_app
 from services.runtime.logs import get_logger
 from services.runtime.metrics import ServiceMetrics
@@ -33,6 +34,7 @@ from .dashboard.history import add_history_routes
 from .dashboard.routes import add_dashboard_routes
 from .inspection.routes import add_inspection_routes
 from .metrics import TargetGroup, describe_targets, is_own_address
+from .state.standbys import answer_standby
 
 log = get_logger()
 
@@ -65,6 +67,15 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         coordinator.activity.record_pserver(cluster, index, message, coordinator.now())
         coordinator.changed()
         return reply
+
+    @app.post(routes.REPORT_STANDBY, tags=["membership"])
+    async def report_standby(report: ReportStandby) -> StandbyAnswer:
+        """Register a standby or renew its lease, and return the pserver that it follows."""
+        answer = answer_standby(cluster, report)
+        coordinator.standbys = coordinator.standbys.report(report, coordinator.now(), stop=answer.stop)
+        if answer.stop:
+            coordinator.changed()
+        return answer
 
     @app.post(routes.JOIN_TRAINER, tags=["membership"])
     async def join_trainer(message: JoinTrainer, request: Request) -> TrainerJoined:

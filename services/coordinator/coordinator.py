@@ -29,6 +29,7 @@ from .restore import RecordFile, restore_state
 from .result import RunResult
 from .settings import CoordinatorSettings
 from .state.cluster import Cluster
+from .state.standbys import StandbyRegistry
 
 log = get_logger()
 
@@ -41,6 +42,7 @@ class Coordinator:
 
     def __init__(self, settings: CoordinatorSettings, http: httpx.AsyncClient) -> None:
         self.cluster = Cluster(settings, name_run=lambda: secrets.token_hex(6))
+        self.standbys = StandbyRegistry()
         self.http = http
         self._settings = settings
         self._condition = asyncio.Condition()
@@ -151,7 +153,9 @@ class Coordinator:
                 # This process was stopped (SIGSTOP, a paused machine), so the silence was its own.
                 log.warning("the coordinator was paused; all leases are renewed", seconds=round(paused, 1))
                 self.cluster.renew_leases(self.now())
+                self.standbys = self.standbys.renew_leases(self.now())
             self.cluster.expire(self.now())
+            self.standbys = self.standbys.expire(self.now(), self.cluster.lease_seconds)
             self.meter.measure()  # in even periods, for any number of readers
             self.changed()
             await self._notify_waiters()  # the reconciliation may be waiting for a pserver
@@ -192,7 +196,7 @@ class Coordinator:
             run = self.cluster.run
             if run.record.is_deserted and not run.is_result_saved and self._saving is None:
                 self._saving = asyncio.create_task(self._save_result(), name="save the result")
-            if self.cluster.may_exit:
+            if self.cluster.may_exit and self.standbys.may_exit:
                 stop.set()
 
     def _log_losses(self, after: float) -> float:

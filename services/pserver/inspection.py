@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
 
 from fastapi import FastAPI, Query, Response
 
@@ -20,14 +20,40 @@ from services.runtime.large_replies import LargeReplies, LargeReply, stream_chun
 from services.runtime.statistics import Statistics
 
 from .limits import Copies
-from .pserver import Pserver
-from .run.run import Run
 from .run.schedule import Read
-from .shard.shard import MASTER_BYTES
+from .shard.shard import MASTER_BYTES, Shard
 from .statistics import describe_values
 
+T = TypeVar("T")
 
-async def read_blocks(run: Run, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
+
+class ReadableShard(Protocol):
+    """A shard that may change between two reads: of a run, or of a standby."""
+
+    shard: Shard
+
+    def check_readable(self) -> None:
+        """Raise NotReady before the shard is complete."""
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise BadInput unless the shard has all of these blocks."""
+
+    async def read_now(self, read: Read[T]) -> T:
+        """Return what `read` returns between two updates."""
+
+    async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
+        """Return what `read` returns right after a round: see `Executor.read_after_round`."""
+
+
+class ShardSource(Protocol):
+    """A process with a shard."""
+
+    @property
+    def run(self) -> ReadableShard:
+        """The current shard. Raises NotReady without one."""
+
+
+async def read_blocks(run: ReadableShard, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
     """Return a frame of these blocks, all of one version: that of a round, if one is named, else the newest.
 
     Raises StaleRound if the round is over, RoundPending if it is not reached within `seconds`.
@@ -35,33 +61,31 @@ async def read_blocks(run: Run, names: Sequence[str], round_: Round | None, seco
     return await _read(run, names, round_, seconds, lambda metadata: run.shard.encode(names, metadata))
 
 
-async def read_slots(run: Run, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
+async def read_slots(run: ReadableShard, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
     """Return a frame of the optimizer's slots of these blocks, as `read_blocks`: see `Shard.encode_slots`."""
     return await _read(run, names, round_, seconds, lambda metadata: run.shard.encode_slots(names, metadata))
 
 
 async def _read(
-    run: Run, names: Sequence[str], round_: Round | None, seconds: float, encode: Read[list[bytes]]
+    run: ReadableShard, names: Sequence[str], round_: Round | None, seconds: float, encode: Read[list[bytes]]
 ) -> list[bytes]:
     _check(run, names)
-    return await (
-        run.context.read_now(encode) if round_ is None else run.executor.read_after_round(round_, encode, seconds)
-    )
+    return await (run.read_now(encode) if round_ is None else run.read_after_round(round_, encode, seconds))
 
 
-async def read_shard(run: Run, round_: Round | None, seconds: float) -> list[bytes]:
+async def read_shard(run: ReadableShard, round_: Round | None, seconds: float) -> list[bytes]:
     """Return a frame of all blocks and buffers in plan order, the blocks first, as `read_blocks`.
 
     In asynchronous modes all blocks contain the same contributions, which the metadata names.
     """
     _check(run, ())
-    return await run.executor.read_after_round(
+    return await run.read_after_round(
         round_, lambda metadata: run.shard.encode(None, metadata, with_buffers=True), seconds
     )
 
 
 async def describe_blocks(
-    run: Run, names: Sequence[str], thread: ComputeExecutor, copies: Copies, seconds: float
+    run: ReadableShard, names: Sequence[str], thread: ComputeExecutor, copies: Copies, seconds: float
 ) -> list[Statistics]:
     """Return statistics of each of these blocks after its next update, or as it is if there is none within `seconds`.
 
@@ -73,18 +97,16 @@ async def describe_blocks(
         return list(await asyncio.gather(*(_describe_block(run, name, thread, seconds) for name in names)))
 
 
-async def _describe_block(run: Run, name: str, thread: ComputeExecutor, seconds: float) -> Statistics:
+async def _describe_block(run: ReadableShard, name: str, thread: ComputeExecutor, seconds: float) -> Statistics:
     stepped = await run.shard.probes.wait_for_step(name, seconds) if seconds else None
     if stepped is not None:
         return await thread.run(describe_values, stepped.after, stepped.version, stepped.before)
-    version, values = await run.context.read_now(
-        lambda metadata: (int(metadata["round"]), run.shard.block(name).clone())
-    )
+    version, values = await run.read_now(lambda metadata: (int(metadata["round"]), run.shard.block(name).clone()))
     return await thread.run(describe_values, values, version)
 
 
-def _check(run: Run, names: Sequence[str]) -> None:
-    run.context.check_readable()
+def _check(run: ReadableShard, names: Sequence[str]) -> None:
+    run.check_readable()
     run.check_names(names)
 
 
@@ -100,26 +122,26 @@ AtRound: TypeAlias = Annotated[
 Seconds: TypeAlias = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait for the round")]
 
 
-def add_inspection_routes(app: FastAPI, pserver: Pserver, large: LargeReplies) -> None:
+def add_inspection_routes(app: FastAPI, source: ShardSource, large: LargeReplies) -> None:
     """Add the routes that read the shard. Large replies share the places of `large`."""
     thread, copies = ComputeExecutor(), Copies()
 
     @app.get(routes.BLOCKS, tags=["inspection"], response_class=Response, responses=BINARY)
     async def blocks(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
         """Return blocks, all of one version, which the metadata names."""
-        return LargeReply(large, lambda: stream_chunks(read_blocks(pserver.run, name, at, wait_seconds)), CONTENT_TYPE)
+        return LargeReply(large, lambda: stream_chunks(read_blocks(source.run, name, at, wait_seconds)), CONTENT_TYPE)
 
     @app.get(routes.SLOTS, tags=["inspection"], response_class=Response, responses=BINARY)
     async def slots(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
         """Return the slots `{slot}/{block}` of these blocks; the metadata contains the steps of each block."""
-        return LargeReply(large, lambda: stream_chunks(read_slots(pserver.run, name, at, wait_seconds)), CONTENT_TYPE)
+        return LargeReply(large, lambda: stream_chunks(read_slots(source.run, name, at, wait_seconds)), CONTENT_TYPE)
 
     @app.get(routes.SHARD, tags=["inspection"], response_class=Response, responses=BINARY)
     async def shard(at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
         """Return all blocks and buffers of this shard, of one version."""
-        return LargeReply(large, lambda: stream_chunks(read_shard(pserver.run, at, wait_seconds)), CONTENT_TYPE)
+        return LargeReply(large, lambda: stream_chunks(read_shard(source.run, at, wait_seconds)), CONTENT_TYPE)
 
     @app.get(routes.BLOCK_STATISTICS, tags=["inspection"])
     async def statistics(name: Names, wait_seconds: Seconds = 0.0) -> Sequence[Statistics]:
         """Return statistics of each of these blocks after its next update, or as it is if there is none in time."""
-        return await describe_blocks(pserver.run, name, thread, copies, wait_seconds)
+        return await describe_blocks(source.run, name, thread, copies, wait_seconds)

@@ -6,10 +6,11 @@ Both are made of the bytes that the pserver writes to its disk. `durable/record_
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Annotated, Any
 
+import torch
 from fastapi import FastAPI, Query, Response
 from starlette.types import Receive, Scope, Send
 
@@ -18,6 +19,7 @@ from ps_protocol.errors import Conflict, GradpostError, StaleRun, TryAgain
 from ps_protocol.fields import Identifier, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.requests import HISTORY_KEY
+from ps_protocol.standbys import ServedRun, ShardDigests
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, watch_for_disconnect
 
@@ -167,7 +169,7 @@ async def copy_shard(run: Run) -> AsyncIterator[Stream]:
 
 def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
     """Add the routes that followers read."""
-    streams, copies = UpdateStreams(), LargeReplies(max_at_once=1)
+    streams, copies, digests = UpdateStreams(), LargeReplies(max_at_once=1), LargeReplies(max_at_once=1)
     binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 
     def check_run(run: str, attempt: int) -> Run:
@@ -177,6 +179,15 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
                 f"the pserver serves attempt {installed.attempt} of run {installed.run}", current=installed.attempt
             )
         return pserver.run
+
+    @app.get(routes.RUN, tags=["replication"])
+    async def served_run() -> ServedRun:
+        """Return the run that followers repeat, once they can begin."""
+        run = pserver.run
+        _require_log(run, run.index)
+        installed = run.installed.model_copy(update={"membership": run.context.membership})
+        cpu = torch.backends.cpu.get_cpu_capability()
+        return ServedRun(installed=installed, torch=str(torch.__version__), cpu=cpu)
 
     @app.get(
         routes.UPDATES,
@@ -203,3 +214,15 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         """Return values, optimizer state and history of this shard, as of one round: the file of a checkpoint."""
         served = check_run(run, attempt)
         return LargeReply(copies, lambda: copy_shard(served), CONTENT_TYPE)
+
+    @app.get(routes.SHARD_DIGESTS, tags=["replication"])
+    async def shard_digests(run: Identifier, attempt: OrdinalText) -> ShardDigests:
+        """Return the digest of each block after the newest round; reading the shard delays the next round."""
+        served = check_run(run, attempt)
+        served.check_readable()
+
+        def read(metadata: Mapping[str, str]) -> ShardDigests:
+            return ShardDigests(round=int(metadata["round"]), digests=served.shard.digest_blocks())
+
+        async with digests.slot():
+            return await served.read_after_round(None, read, 0.0)

@@ -59,6 +59,9 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     # followers of a pserver
     ("GET", routes.UPDATES): "replicate",
     ("GET", routes.SHARD_COPY): "replicate",
+    ("GET", routes.SHARD_DIGESTS): "replicate",
+    ("GET", routes.RUN): "replicate",
+    ("POST", routes.REPORT_STANDBY): "replicate",
     # trainers
     ("POST", routes.SEND): "train",
     ("POST", routes.GET): "train",

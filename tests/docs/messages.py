@@ -39,6 +39,7 @@ from ps_protocol.messages import (
 from ps_protocol.plan import SlicePlan
 from ps_protocol.process_reports import Link, OutputLines, ProcessFigures, ScriptInfo, Software, Traffic
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
+from ps_protocol.standbys import ReportStandby, ServedRun, ShardDigests, StandbyAnswer
 
 from .markdown import example_plan, read
 
@@ -123,6 +124,19 @@ EXAMPLES: tuple[Any, ...] = (
     InstallMembers(run=RUN, attempt=1, number=8, membership=MEMBERSHIP),
     WantCheckpoint(run=RUN, round=60),
     CheckpointCreated(run=RUN, round=60, place="file:///var/lib/gradpost/checkpoints"),
+    ReportStandby(
+        protocol=2, instance=INSTANCE, address="http://10.0.0.6:7071", follows=0, run=RUN, attempt=1, round=57,
+        lag_rounds=1, lag_bytes=40_410, lag_seconds=0.02,
+    ),
+    StandbyAnswer(lease_seconds=10, leader="http://10.0.0.5:7071", incarnation=2, run=RUN, attempt=1, round=58),
+    ServedRun(
+        installed=InstallRun(
+            run=RUN, attempt=1, plan=PLAN, incarnation=2, membership=MEMBERSHIP, consistency=Consistency(),
+            nonfinite="reject", round_timeout_seconds=340, durability="log", uploader=0, number=8,
+        ),
+        torch="2.11.0+cpu", cpu="AVX2",
+    ),
+    ShardDigests(round=58, digests={"w.block0": "1f0e6a7c9d3b2a54", "buffer mask": "99aa06d3014798d8"}),
 )  # fmt: skip
 
 

@@ -61,7 +61,8 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     async def status() -> ClusterStatus:
         """Return the state of the cluster and its members."""
         cluster, process = coordinator.cluster, coordinator.meter.measure()
-        return describe_status(cluster.run, cluster.registry, coordinator.now(), process)
+        now = coordinator.now()
+        return describe_status(cluster.run, cluster.registry, now, process, coordinator.standbys.describe(now))
 
     @app.get(routes.ACTIVITY, tags=["inspection"])
     async def activity() -> Activity:

@@ -8,6 +8,7 @@ from ps_config.versions import installed_versions
 from ps_protocol.fields import Message
 from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
 from ps_protocol.process_reports import ProcessFigures, Software
+from ps_protocol.standbys import StandbyStatus
 from ps_protocol.vocabulary import Round
 
 from .pservers import PserverRegistry
@@ -81,7 +82,11 @@ def list_rounds(run: Run, registry: PserverRegistry) -> list[Round]:
 
 
 def describe_status(
-    run: Run, registry: PserverRegistry, now: float, process: ProcessFigures | None = None
+    run: Run,
+    registry: PserverRegistry,
+    now: float,
+    process: ProcessFigures | None = None,
+    standbys: tuple[StandbyStatus, ...] = (),
 ) -> ClusterStatus:
     """Return the state of the cluster. `process` is the coordinator's own, if it was measured."""
     record, plan, prospects = run.record, run.record.plan, list_prospects(run, registry, now)
@@ -115,6 +120,7 @@ def describe_status(
             for member in registry.sorted_members
         ),
         trainers=tuple(_describe_trainer(trainer, run.reports[rank], now) for rank, trainer in record.trainers.items()),
+        standbys=standbys,
         software=Software(**installed_versions()),
         process=process,
     )

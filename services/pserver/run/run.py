@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import xxhash
 
@@ -37,12 +38,14 @@ from .asynchronous.queue_executor import QueueExecutor
 from .context import ENDS_WITH_INTACT_SHARDS, RunContext
 from .initial_values import InitialValues
 from .read_pushes import measure_largest_body, read_push
-from .schedule import Executor
+from .schedule import Executor, Read
 from .staging import StagedContribution
 from .synchronous.rounds import Rounds
 from .synchronous.rounds_executor import RoundsExecutor
 
 log = get_logger()
+
+T = TypeVar("T")
 
 
 class Run:
@@ -120,6 +123,20 @@ class Run:
         for name in names:
             if name not in self.shard.layout.place:
                 raise BadInput(f"block {name!r} is not on pserver {self.index}", code="unknown_block")
+
+    # ------------------------------------------------------------------ reads, as of `ReadableShard`
+
+    def check_readable(self) -> None:
+        """Raise NotReady before version 0 can be read."""
+        self.context.check_readable()
+
+    async def read_now(self, read: Read[T]) -> T:
+        """Return what `read` returns between two updates."""
+        return await self.context.read_now(read)
+
+    async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
+        """Return what `read` returns right after a round: see `Executor.read_after_round`."""
+        return await self.executor.read_after_round(round_, read, wait_seconds)
 
     # ------------------------------------------------------------------ pushes and pulls
 

@@ -176,6 +176,25 @@ class Shard:
             digest.update(self._buffers[spec.name])
         return digest.hexdigest()
 
+    def digest_blocks(self) -> dict[str, str]:
+        """Return a digest of each block with all of its state, by name, and of each buffer."""
+        state = self.optimizer.state
+        flat = [view_bytes(self.values), *(view_bytes(slot) for _, slot in sorted(state.slots.items()))]
+        if self.published is not None:
+            flat.append(view_bytes(self.published.values))
+        counted: dict[str, list[str]] = {}
+        for (counter, name), steps in state.counted.items():
+            counted.setdefault(name, []).append(repr((counter, tuple(steps))))
+        digests = {}
+        for name, place in self.layout.place.items():
+            counts = self.versions[name], tuple(state.steps.get(name, ())), sorted(counted.get(name, ()))
+            digest = xxhash.xxh3_64(repr((sorted(state.slots), counts)).encode())
+            for data in flat:
+                digest.update(data[4 * place.begin : 4 * place.end])
+            digests[name] = digest.hexdigest()
+        buffers = ((spec.name, self._buffers[spec.name]) for spec in self._stored_buffers())
+        return digests | {f"buffer {name}": xxhash.xxh3_64_hexdigest(data) for name, data in buffers}
+
     # ------------------------------------------------------------------ frames
 
     def encode(

@@ -10,6 +10,7 @@ import pytest
 from ps_protocol.errors import TrainerLost
 from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
 from ps_protocol.routes import STATUS
+from ps_protocol.standbys import StandbyStatus
 
 from .conftest import RunCommand, serving
 
@@ -55,6 +56,21 @@ def test_status_as_tables(run_command: RunCommand) -> None:
         "1 of 2   joined  1,233  accuracy 0.9833, loss nan  0.2 s ago\n"
         "\n"
     )
+
+
+def test_status_with_standbys(run_command: RunCommand) -> None:
+    values = {"follows": 0, "address": "http://127.0.0.1:2", "heartbeat_age_seconds": 0.5}
+    standbys = (
+        StandbyStatus(**values, run="5f0c", round=1232, lag_rounds=2, lag_bytes=8192, lag_seconds=0.25),
+        StandbyStatus(**values),
+    )
+    with serving({STATUS: STATE.model_copy(update={"standbys": standbys}).model_dump_json()}) as url:
+        outcome = run_command("status", "--coordinator", url)
+    assert (
+        "standby of  address             round  lag                           heartbeat\n"
+        "pserver 0   http://127.0.0.1:2  1,232  2 rounds, 8,192 bytes, 0.2 s  0.5 s ago\n"
+        "pserver 0   http://127.0.0.1:2      0  no replica yet                0.5 s ago\n"
+    ) in outcome.stdout
 
 
 def test_status_of_a_ring(run_command: RunCommand) -> None:

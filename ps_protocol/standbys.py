@@ -1,0 +1,90 @@
+"""The messages of standbys: processes that follow a pserver and repeat its updates. A standby is no member of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from .fields import (
+    MAX_TENSORS,
+    BaseUrl,
+    Count,
+    Flag,
+    Identifier,
+    Incarnation,
+    Instance,
+    Label,
+    Message,
+    Name,
+    Number,
+    Ordinal,
+    Protocol,
+    PserverIndex,
+    Real,
+    Round,
+)
+from .membership import InstallRun
+from .process_reports import ProcessFigures, Software
+
+
+class StandbyProgress(Message):
+    """The replica of a standby, and its lag: the updates of the leader that it has not applied."""
+
+    follows: PserverIndex
+    run: Identifier | None = Field(default=None, description="run of the replica; null: there is none yet")
+    attempt: Ordinal = 0
+    round: Round = 0
+    lag_rounds: Count = 0
+    lag_bytes: Count = Field(default=0, description="estimate: `lag_rounds` records of the size of the newest one")
+    lag_seconds: Real = Field(default=0.0, description="time since the leader reported the first missing round")
+    software: Software | None = None
+    process: ProcessFigures | None = None
+
+
+class ReportStandby(StandbyProgress):
+    """The registration of a standby, and its heartbeat. `instance` is a random id of the process."""
+
+    protocol: Protocol
+    instance: Instance
+    address: BaseUrl = Field(description="base URL under which others read the replica")
+    is_stopping: Flag = False
+
+
+class StandbyAnswer(Message):
+    """The pserver to follow, and the lease of the standby.
+
+    `leader` is null while no living pserver serves the run. `round` is the newest one that the leader has reported.
+    `stop` asks a standby with --exit-when-done to exit with `exit_code`.
+    """
+
+    lease_seconds: Number
+    leader: BaseUrl | None = None
+    incarnation: Incarnation = 0
+    run: Identifier | None = None
+    attempt: Ordinal = 0
+    round: Round = 0
+    stop: Flag = False
+    exit_code: Count = 0
+
+
+class StandbyStatus(StandbyProgress):
+    """A standby as the coordinator knows it."""
+
+    address: BaseUrl
+    heartbeat_age_seconds: Real
+
+
+class ServedRun(Message):
+    """The run that a pserver serves, with its newest membership, and the versions that decide about its bits."""
+
+    installed: InstallRun
+    torch: Label
+    cpu: Label = Field(description="`torch.backends.cpu.get_cpu_capability()`")
+
+
+class ShardDigests(Message):
+    """The digest of each block of a shard after a round, and of each buffer."""
+
+    round: Round
+    digests: Annotated[dict[Name, Label], Field(max_length=2 * MAX_TENSORS)]

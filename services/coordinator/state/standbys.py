@@ -1,0 +1,95 @@
+"""The standbys, which follow pservers, and their leases. Pure: the caller passes the time.
+
+A standby is no member of the run: nothing waits for it. It is kept in memory only, since it reports again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ps_protocol.errors import Conflict, TryAgain
+from ps_protocol.standbys import ReportStandby, StandbyAnswer, StandbyStatus
+
+from .cluster import Cluster
+from .joining import check_protocol
+from .status import copy_fields
+
+MAX_STANDBYS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """A standby: its last report, and the time of it by the monotonic clock."""
+
+    report: ReportStandby
+    seen_at: float
+    is_asked_to_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyRegistry:
+    """The living standbys by their instances."""
+
+    members: Mapping[str, Standby] = field(default_factory=dict)
+    stopped: frozenset[str] = frozenset()  # instances that know of the end, and may go on living
+
+    @property
+    def may_exit(self) -> bool:
+        """True if all living standbys know that the coordinator is about to exit."""
+        return not self.members.keys() - self.stopped
+
+    def report(self, report: ReportStandby, now: float, *, stop: bool) -> StandbyRegistry:
+        """Add a standby, or renew its lease. `stop` is part of the answer.
+
+        A standby knows of the end once it reports again or stops, because an answer may be lost. Raises TryAgain beyond
+        `MAX_STANDBYS`.
+        """
+        known = self.members.get(report.instance)
+        others = {instance: standby for instance, standby in self.members.items() if instance != report.instance}
+        if report.is_stopping:
+            return StandbyRegistry(others, self.stopped - {report.instance})
+        if len(others) >= MAX_STANDBYS:
+            raise TryAgain(f"the limit of {MAX_STANDBYS} standbys is reached", code="overloaded")
+        stopped = self.stopped | {report.instance} if stop and known and known.is_asked_to_stop else self.stopped
+        return StandbyRegistry({**others, report.instance: Standby(report, now, stop)}, stopped)
+
+    def expire(self, now: float, lease_seconds: float) -> StandbyRegistry:
+        """Remove standbys with an expired lease."""
+        living = {key: standby for key, standby in self.members.items() if now - standby.seen_at <= lease_seconds}
+        return self if len(living) == len(self.members) else StandbyRegistry(living, self.stopped & living.keys())
+
+    def renew_leases(self, now: float) -> StandbyRegistry:
+        """Renew all leases, after a time in which no report could be received."""
+        return replace(self, members={key: replace(standby, seen_at=now) for key, standby in self.members.items()})
+
+    def describe(self, now: float) -> tuple[StandbyStatus, ...]:
+        """Return the standbys for readers, in order of the pservers that they follow."""
+        ordered = sorted(self.members.values(), key=lambda standby: (standby.report.follows, standby.report.address))
+        return tuple(
+            copy_fields(StandbyStatus, standby.report, heartbeat_age_seconds=now - standby.seen_at)
+            for standby in ordered
+        )
+
+
+def answer_standby(cluster: Cluster, report: ReportStandby) -> StandbyAnswer:
+    """Return the answer to a report: the pserver to follow, if it serves the current run.
+
+    Raises Conflict for an index without a pserver.
+    """
+    check_protocol(report.protocol)
+    cluster.require_pservers()
+    registry, run = cluster.registry, cluster.run
+    if report.follows >= registry.num_pservers:
+        raise Conflict(
+            f"there is no pserver {report.follows} to follow",
+            code="world_mismatch", expected=f"0 to {registry.num_pservers - 1}", actual=report.follows,
+        )  # fmt: skip
+    stop = cluster.exit_when_done and run.record.is_deserted and run.is_result_saved
+    answer = StandbyAnswer(lease_seconds=cluster.lease_seconds, stop=stop, exit_code=cluster.exit_code)
+    leader = registry.members.get(report.follows)
+    if leader is None or leader.attempt_id != run.record.attempt_id:
+        return answer
+    name, attempt = run.record.attempt_id
+    found = {"leader": leader.info.address, "incarnation": leader.info.incarnation, "round": leader.round}
+    return answer.model_copy(update={**found, "run": name, "attempt": attempt})

@@ -1,0 +1,126 @@
+"""Standbys at the coordinator: their leases, the leader that they are answered, and the end of the cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ps_protocol.errors import BadInput, Conflict, TryAgain
+from ps_protocol.messages import ClusterStatus
+from ps_protocol.routes import REPORT_STANDBY, STATUS
+from ps_protocol.standbys import ReportStandby
+from ps_protocol.vocabulary import PROTOCOL_VERSION
+from services.coordinator.app import make_coordinator_app
+from services.coordinator.coordinator import Coordinator
+from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.state import standbys
+from services.coordinator.state.standbys import StandbyRegistry, answer_standby
+from services.runtime.metrics import ServiceMetrics
+
+from .support import LEASE, beat, change_record, make_cluster, train
+
+
+def report(instance: str = "a", **changes: Any) -> ReportStandby:
+    values = {"protocol": PROTOCOL_VERSION, "instance": f"standby {instance}", "address": f"http://{instance}:1"}
+    return ReportStandby(**{**values, "follows": 0, **changes})
+
+
+def test_a_standby_waits_while_no_pserver_serves_the_run() -> None:
+    cluster = make_cluster()
+    assert answer_standby(cluster, report()).leader is None
+    train(cluster)
+    answer = answer_standby(cluster, report(follows=1))
+    assert (answer.leader, answer.run, answer.attempt, answer.incarnation) == ("http://1:1", "run1", 0, 1)
+    cluster.pserver_heartbeat(1, beat(run="run1", round_=7), 1)
+    assert answer_standby(cluster, report(follows=1)).round == 7
+    change_record(cluster, attempt=1)  # a rollback, which the pserver has not installed yet
+    assert answer_standby(cluster, report(follows=1)).leader is None
+    change_record(cluster, attempt=0)
+    cluster.expire(LEASE * 3)
+    assert answer_standby(cluster, report(follows=1)).leader is None
+
+
+def test_refusals() -> None:
+    with pytest.raises(Conflict, match="no pserver 2") as caught:
+        answer_standby(make_cluster(), report(follows=2))
+    assert caught.value.code == "world_mismatch"
+    with pytest.raises(Conflict) as caught:
+        answer_standby(make_cluster(num_pservers=0, strategy="ring"), report())
+    assert caught.value.code == "no_pservers"
+    with pytest.raises(BadInput):
+        answer_standby(make_cluster(), report().model_copy(update={"protocol": 1}))
+
+
+class Leases(RuleBasedStateMachine):
+    """The registry against a model: a standby lives for a lease after its newest report."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = StandbyRegistry()
+        self.now = 0.0
+        self.seen: dict[str, float] = {}
+        self.knows: dict[str, int] = {}  # the number of answers with `stop` that a later report has confirmed
+
+    @rule(instance=st.sampled_from("abc"), stop=st.booleans(), is_stopping=st.booleans())
+    def send_report(self, instance: str, stop: bool, is_stopping: bool) -> None:
+        message = report(instance, is_stopping=is_stopping)
+        self.registry = self.registry.report(message, self.now, stop=stop)
+        if is_stopping:
+            self.seen.pop(message.instance, None)
+            self.knows.pop(message.instance, None)
+            return
+        self.seen[message.instance] = self.now
+        if stop:
+            self.knows[message.instance] = self.knows.get(message.instance, 0) + 1
+        elif self.knows.get(message.instance, 0) == 1:
+            self.knows[message.instance] = 0  # the answer before this one may have been lost
+
+    @rule(seconds=st.floats(0, 2 * LEASE))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.registry = self.registry.expire(self.now, LEASE)
+        for instance in [key for key, at in self.seen.items() if self.now - at > LEASE]:
+            del self.seen[instance]
+            self.knows.pop(instance, None)
+
+    @rule()
+    def renew(self) -> None:
+        self.registry = self.registry.renew_leases(self.now)
+        self.seen = dict.fromkeys(self.seen, self.now)
+
+    @invariant()
+    def agrees(self) -> None:
+        assert {key: standby.seen_at for key, standby in self.registry.members.items()} == self.seen
+        assert self.registry.may_exit == all(self.knows.get(key, 0) >= 2 for key in self.seen)
+
+
+TestLeases = Leases.TestCase
+TestLeases.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_the_number_of_standbys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standbys, "MAX_STANDBYS", 2)
+    registry = StandbyRegistry().report(report("a"), 0, stop=False).report(report("b"), 0, stop=False)
+    registry = registry.report(report("a"), 1, stop=False)
+    with pytest.raises(TryAgain, match="limit"):
+        registry.report(report("c"), 1, stop=False)
+
+
+async def test_the_status_lists_standbys() -> None:
+    async with httpx.AsyncClient() as unused:
+        coordinator = Coordinator(CoordinatorSettings(), unused)
+        app = make_coordinator_app(coordinator, ServiceMetrics("coordinator"))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
+            message = report(run="run1", round=5, lag_rounds=2, lag_bytes=80, lag_seconds=0.5)
+            answer = await http.post(REPORT_STANDBY, content=message.model_dump_json())
+            assert answer.json()["leader"] is None
+            status = ClusterStatus.from_answer((await http.get(STATUS)).content)
+            [standby] = status.standbys
+            assert (standby.follows, standby.round, standby.lag_rounds, standby.lag_bytes) == (0, 5, 2, 80)
+            await http.post(REPORT_STANDBY, content=report(is_stopping=True).model_dump_json())
+            assert ClusterStatus.from_answer((await http.get(STATUS)).content).standbys == ()
