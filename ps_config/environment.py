@@ -30,7 +30,7 @@ _NAMES = """
     pull_type topk round_timeout_seconds on_trainer_loss min_trainers rejoin_timeout_seconds durability
     checkpoint_rounds max_log_bytes keep_checkpoints resume history_dir
 
-    pserver_index http2 local_transport max_inflight_bytes threads
+    pserver_index follow http2 local_transport max_inflight_bytes threads
 
     run_name one_trainer_per_host max_grad_norm local_steps outer_lr outer_momentum outer_nesterov bucket_bytes overlap
     overlap_pulls accumulate_steps retry_seconds keep_output metrics_host metrics_port

@@ -29,8 +29,8 @@ DEFAULT_PORT: int = CoordinatorSettings.model_fields["port"].default
 
 # Settings that `up` sets for each process, which must not inherit the value of another one.
 _SET_BY_UP = """
-    coordinator host port advertise_address ready_fd pserver_index num_pservers num_trainers metrics_port
-    exit_when_done state_dir resume log_format log_level
+    coordinator host port advertise_address ready_fd pserver_index follow num_pservers num_trainers
+    metrics_port exit_when_done state_dir resume log_format log_level
 """
 
 

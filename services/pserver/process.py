@@ -18,6 +18,7 @@ from services.runtime.server import run_service, serve
 
 from .app import make_pserver_app
 from .durable.disk import Disk
+from .following.process import serve_follower
 from .limits import InFlight
 from .metrics import PserverMetrics
 from .pserver import Pserver
@@ -29,11 +30,13 @@ log = get_logger()
 
 def main(settings: PserverSettings) -> int:
     """Serve until stopped or until the run is over. Returns the exit code."""
-    configure_logs("pserver", settings.log_format, settings.log_level)
+    configure_logs("pserver" if settings.follow is None else "standby", settings.log_format, settings.log_level)
     log.info("starting")  # everything is imported
     arm_failpoints(settings.failpoints or "")
     torch.set_num_threads(settings.threads)
-    return run_service(lambda stop: _serve(settings, stop))
+    return run_service(
+        lambda stop: _serve(settings, stop) if settings.follow is None else serve_follower(settings, stop)
+    )
 
 
 async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:

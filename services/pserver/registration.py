@@ -21,6 +21,7 @@ from services.runtime.logs import get_logger
 
 from .pserver import Pserver
 from .settings import PserverSettings
+from .waits import wait_for_any
 
 log = get_logger()
 
@@ -95,7 +96,7 @@ class Registration:
 
     async def _pause_for_folder(self, stop: asyncio.Event, error: TryAgain) -> None:
         log.error(str(error))
-        await _wait_for_any(RETRY_SECONDS, stop)
+        await wait_for_any(RETRY_SECONDS, stop)
         if stop.is_set():
             raise _Stopping
 
@@ -111,7 +112,7 @@ class Registration:
         if problem != self._logged:
             self._logged = problem
             log.info(problem)
-        await _wait_for_any(RETRY_SECONDS, stop)
+        await wait_for_any(RETRY_SECONDS, stop)
 
     async def _send_heartbeats(self, registered: PserverRegistered, stop: asyncio.Event) -> None:
         path = PSERVER_HEARTBEAT.format(index=registered.index)
@@ -145,7 +146,7 @@ class Registration:
                 if reply.stop and self._settings.exit_when_done:
                     self._exit(reply.exit_code, stop)
             period = heartbeat_period(registered.lease_seconds)
-            await _wait_for_any(period, stop, self._pserver.heartbeat_is_due)
+            await wait_for_any(period, stop, self._pserver.heartbeat_is_due)
 
     @property
     def _patience(self) -> float:
@@ -168,7 +169,7 @@ class Registration:
                 await asyncio.wait_for(self._post(path, self._pserver.make_heartbeat()), GOODBYE_SECONDS)
             if is_last:
                 break
-            await _wait_for_any(heartbeat_period(registered.lease_seconds), has_stopped)
+            await wait_for_any(heartbeat_period(registered.lease_seconds), has_stopped)
         await stopping
 
     async def _stop_pserver(self) -> None:
@@ -188,13 +189,3 @@ class Registration:
 
 class _Stopping(Exception):  # noqa: N818 - no error
     """The pserver stops before it is registered."""
-
-
-async def _wait_for_any(seconds: float, *events: asyncio.Event) -> None:
-    """Wait until one of these is set, up to `seconds`."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()

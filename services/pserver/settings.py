@@ -13,6 +13,12 @@ class PserverSettings(ServiceSettings):
     pserver_index: int | None = Field(
         default=None, ge=0, description="index of the shard, from 0. Default: the coordinator chooses"
     )
+    follow: int | None = Field(
+        default=None,
+        ge=0,
+        description="index of a pserver to follow as a standby, which repeats its updates and serves reads. Default: "
+        "be a pserver",
+    )
     http2: bool = Field(
         default=True,
         description="whether trainers send tensors over HTTP/2; switch it off behind a proxy with HTTP/1.1 only",

@@ -1,4 +1,4 @@
-"""Waits that another task can end with an error."""
+"""Waits that end early: for several events, and with an error that another task sets."""
 
 from __future__ import annotations
 
@@ -26,3 +26,13 @@ async def endable_wait(make_error: Callable[[], GradpostError]) -> AsyncIterator
         if not timeout.expired():
             raise
         raise make_error() from None
+
+
+async def wait_for_any(seconds: float, *events: asyncio.Event) -> None:
+    """Wait until one of these is set, up to `seconds`."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -23,12 +23,13 @@ import gradpost
 from gradpost.output import EXIT_CODES
 from ps_config.environment import PREFIX
 from ps_config.settings import Settings
-from ps_protocol import errors, membership, messages, process_reports, requests
+from ps_protocol import errors, membership, messages, process_reports, requests, standbys
 from ps_protocol.errors import ERRORS
 from ps_protocol.fields import Message
 from ps_protocol.membership import Membership
 from services.coordinator.metrics import measure_cluster
 from services.coordinator.settings import CoordinatorSettings
+from services.pserver.following.metrics import StandbyMetrics
 from services.pserver.metrics import PserverMetrics
 from services.pserver.settings import PserverSettings
 from services.runtime.compute import ComputeExecutor
@@ -90,12 +91,15 @@ EXPOSED = {"counter": ("counter", "_total"), "info": ("gauge", "_info")}  # the 
 def renew_metrics(text: str) -> str:
     """Return the page with the metrics that each role makes."""
     service, coordinator, pserver = ServiceMetrics("any").registry, CollectorRegistry(), CollectorRegistry()
+    standby = CollectorRegistry()
+    StandbyMetrics(standby)
     measure_cluster(make_cluster(), coordinator)
     PserverMetrics(pserver, ComputeExecutor())
     tables = {
         "Every service": _describe_metrics(service, "gradpost_"),
         "Coordinator": _describe_metrics(coordinator),
         "Pserver": _describe_metrics(pserver),
+        "Standby": _describe_metrics(standby),
         "Trainer": _describe_metrics(TrainerMetrics().registry),
     }
     if sys.platform == "linux":  # prometheus_client exposes less of a process elsewhere
@@ -131,6 +135,8 @@ INSPECTION = {
     "TrainerProgress",
     "PserverState",
     "PserverStatus",
+    "StandbyProgress",
+    "StandbyStatus",
     "TrainerStatus",
     "ClusterStatus",
     "ShardSummary",
@@ -158,7 +164,7 @@ def list_messages() -> list[type[Message]]:
     """Return the classes of all messages, except those for reading."""
     return [
         cls
-        for name, cls in {**vars(messages), **vars(process_reports), **vars(requests), **vars(membership)}.items()
+        for name, cls in ChainMap(*map(vars, (standbys, membership, requests, process_reports, messages))).items()
         if inspect.isclass(cls) and (cls is Membership or issubclass(cls, Message)) and cls is not Message
         and cls.__module__.startswith("ps_protocol") and name not in INSPECTION
     ]  # fmt: skip

@@ -60,6 +60,7 @@ class LocalCluster:
         self.address = ""
         self.output: deque[str] = deque(maxlen=MAX_KEPT_LINES)
         self.pservers: list[Child] = []
+        self.standbys: list[Child] = []
         self.trainers: list[Child] = []
         self._coordinator: Child | None = None
         self._environ = (
@@ -149,6 +150,12 @@ class LocalCluster:
             self.pservers.append(child)
         return child
 
+    def start_standby(self, index: int, **env: Any) -> Child:
+        """Start a process that follows the pserver with this index."""
+        own = {"GRADPOST_PORT": "0", "GRADPOST_FOLLOW": str(index), **env}
+        self.standbys.append(self._spawn_service(f"standby of pserver {index}", "services.pserver", **own))
+        return self.standbys[-1]
+
     def _spawn_service(self, name: str, module: str, *, pass_fds: Sequence[int] = (), **env: Any) -> Child:
         env = {**self.environment(), "GRADPOST_HOST": "127.0.0.1", **self._settings, **env}
         if "GRADPOST_TOKENS_DIR" in env and "GRADPOST_TOKEN_FILE" not in self._settings:
@@ -164,7 +171,7 @@ class LocalCluster:
 
     def stop(self, grace_seconds: float = 10.0) -> dict[str, int]:
         """End all running processes, and return the exit code of every child by name."""
-        children = [*self.trainers, *reversed(self.services)]
+        children = [*self.trainers, *self.standbys, *reversed(self.services)]
         for child in children:
             child.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds

@@ -1,0 +1,1 @@
+"""A standby: a process that follows a pserver, repeats its updates, and serves reads."""

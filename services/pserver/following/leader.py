@@ -1,0 +1,86 @@
+"""The requests of a standby to the pserver that it follows."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+
+from ps_config.control_client import may_be_problem, raise_for_problem
+from ps_protocol import routes
+from ps_protocol.errors import BadInput, StalePserver
+from ps_protocol.standbys import ServedRun, ShardDigests
+
+from .replica import Replica
+
+SILENCE_SECONDS = 5.0  # the leader sends a record every second
+REPLY_SECONDS = 60.0  # for replies that the leader computes from its whole shard, after those of others
+CONNECT_SECONDS = 5.0
+
+
+class Leader:
+    """The pserver at an address. Methods raise the error that it answers, httpx.TransportError and ValueError."""
+
+    def __init__(self, address: str, http: httpx.AsyncClient) -> None:
+        self._address = address
+        self._http = http
+
+    async def read_run(self) -> ServedRun:
+        """Return the run that the pserver serves."""
+        return ServedRun.from_answer(await self._get(routes.RUN, SILENCE_SECONDS))
+
+    async def read_digests(self, replica: Replica) -> ShardDigests:
+        """Return the digests of the pserver's blocks after its newest round."""
+        return ShardDigests.from_answer(await self._get(routes.SHARD_DIGESTS, REPLY_SECONDS, **_identify(replica)))
+
+    async def _get(self, path: str, seconds: float, **query: Any) -> bytes:
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        response = await self._http.get(self._address + path, params=query, timeout=timeout)
+        raise_for_problem(response)
+        return response.content
+
+    async def read_copy(self, run: str, attempt: int) -> memoryview:
+        """Return a copy of the shard, in memory that the caller owns."""
+        timeout = httpx.Timeout(REPLY_SECONDS, connect=CONNECT_SECONDS)
+        query: dict[str, Any] = {"run": run, "attempt": attempt}
+        async with self._http.stream(
+            "GET", self._address + routes.SHARD_COPY, params=query, timeout=timeout
+        ) as response:
+            await _raise_for_answer(response)
+            body, at = bytearray(int(response.headers.get("content-length", 0))), 0
+            async for part in response.aiter_raw():
+                body[at : at + len(part)] = part
+                at += len(part)
+        if at != len(body):
+            raise BadInput("the copy is incomplete", code="malformed_frame", expected=len(body), actual=at)
+        return memoryview(body)
+
+    async def read_updates(self, replica: Replica) -> AsyncGenerator[bytes, None]:
+        """Yield the stream of the updates behind those of a replica. httpx.ReadTimeout is a leader that hangs."""
+        query: dict[str, Any] = {**_identify(replica), "after": replica.round}
+        if replica.digest is not None:
+            query["digest"] = replica.digest
+        timeout = httpx.Timeout(SILENCE_SECONDS)
+        async with self._http.stream("GET", self._address + routes.UPDATES, params=query, timeout=timeout) as response:
+            await _raise_for_answer(response)
+            _check_incarnation(response, replica)
+            async for part in response.aiter_raw():
+                yield part
+
+
+def _check_incarnation(response: httpx.Response, replica: Replica) -> None:
+    """Raise StalePserver for a pserver that was restarted since its run was read: it may have lost updates."""
+    expected, actual = str(replica.installed.incarnation), response.headers.get("gradpost-incarnation")
+    if actual != expected:
+        raise StalePserver("the pserver has another incarnation now", expected=expected, actual=actual)
+
+
+def _identify(replica: Replica) -> dict[str, Any]:
+    return {"run": replica.installed.run, "attempt": replica.installed.attempt}
+
+
+async def _raise_for_answer(response: httpx.Response) -> None:
+    if may_be_problem(response):
+        await response.aread()
+        raise_for_problem(response)

@@ -1,0 +1,110 @@
+"""The reports of a standby to the coordinator, which answers with the pserver to follow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+
+import httpx
+
+from ps_config.certificates import hint_at_tls
+from ps_config.control_client import raise_for_problem
+from ps_config.process_meter import ProcessMeter
+from ps_config.versions import installed_versions
+from ps_protocol.errors import GradpostError
+from ps_protocol.process_reports import Software
+from ps_protocol.retry import heartbeat_period
+from ps_protocol.routes import REPORT_STANDBY
+from ps_protocol.standbys import ReportStandby, StandbyAnswer
+from ps_protocol.vocabulary import PROTOCOL_VERSION
+from services.runtime.logs import get_logger
+
+from ..settings import PserverSettings
+from ..waits import wait_for_any
+from .follower import Follower
+
+log = get_logger()
+
+TIMEOUT_SECONDS = 5.0
+RETRY_SECONDS = 0.5
+GOODBYE_SECONDS = 1.0
+
+
+class Reports:
+    """The background task, which ends when `stop` is set, and sets `stop` once the coordinator reports the end."""
+
+    def __init__(self, follower: Follower, settings: PserverSettings, http: httpx.AsyncClient) -> None:
+        self.exit_code = 0
+        self._follower = follower
+        self._settings = settings
+        self._http = http
+        self._instance = secrets.token_hex(16)
+        self._coordinator = settings.coordinator.rstrip("/")
+        self._meter = ProcessMeter()
+
+    async def run(self, address: str, stop: asyncio.Event) -> None:
+        """Report three times in a lease, and once more in the end."""
+        loop, logged, answered_at, round_ = asyncio.get_running_loop(), "", asyncio.get_running_loop().time(), 0
+        period = RETRY_SECONDS
+        while not stop.is_set():
+            try:
+                answer = await self._report(address)
+            except (httpx.TransportError, ValueError, GradpostError) as error:
+                if isinstance(error, GradpostError) and not error.may_be_retried:
+                    self.fail(error, stop)
+                    break
+                text = f"{type(error).__name__}: {error}".removesuffix(": ") + hint_at_tls(self._coordinator, error)
+                if text != logged:
+                    log.info("waiting for the coordinator", coordinator=self._coordinator, reason=text)
+                logged = text
+                if (newest := self._follower.lag.round) != round_:
+                    answered_at, round_ = loop.time(), newest
+                self._exit_if_alone(loop.time() - answered_at, stop)
+            else:
+                logged, answered_at, period = "", loop.time(), heartbeat_period(answer.lease_seconds)
+                self._follower.note_answer(answer)
+                if answer.stop and self._settings.exit_when_done:
+                    self.exit_code = answer.exit_code
+                    stop.set()
+            await wait_for_any(period, stop)
+        with contextlib.suppress(httpx.TransportError, ValueError, GradpostError, TimeoutError):
+            await asyncio.wait_for(self._report(address, is_stopping=True), GOODBYE_SECONDS)
+
+    def fail(self, error: GradpostError, stop: asyncio.Event) -> None:
+        """Log an error that ends the process, and end it."""
+        log.error("this process cannot follow", pserver=self._follower.index, code=error.code, reason=str(error))
+        self.exit_code = 1
+        stop.set()
+
+    def _exit_if_alone(self, seconds: float, stop: asyncio.Event) -> None:
+        """Exit as pservers do: after the round time-out without the coordinator, and without progress."""
+        replica = self._follower.replica
+        if self._settings.exit_when_done and replica and seconds > replica.installed.round_timeout_seconds:
+            log.error("the coordinator does not answer and no round is applied; exiting", seconds=round(seconds))
+            self.exit_code = 1
+            stop.set()
+
+    async def _report(self, address: str, *, is_stopping: bool = False) -> StandbyAnswer:
+        lag, replica = self._follower.lag, self._follower.replica
+        report = ReportStandby(
+            protocol=PROTOCOL_VERSION,
+            instance=self._instance,
+            address=address,
+            is_stopping=is_stopping,
+            follows=self._follower.index,
+            run=replica.installed.run if replica else None,
+            attempt=replica.installed.attempt if replica else 0,
+            round=replica.round if replica else 0,
+            lag_rounds=lag.rounds,
+            lag_bytes=lag.num_bytes,
+            lag_seconds=lag.seconds(asyncio.get_running_loop().time()),
+            software=Software(**installed_versions()),
+            process=self._meter.measure(),
+        )
+        response = await self._http.post(
+            self._coordinator + REPORT_STANDBY, content=report.model_dump_json(), timeout=TIMEOUT_SECONDS,
+            headers={"content-type": "application/json"},
+        )  # fmt: skip
+        raise_for_problem(response)
+        return StandbyAnswer.from_answer(response.content)

@@ -1,0 +1,425 @@
+"""A follower has the bits of its leader, and begins again with a copy when it cannot continue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ps_protocol import routes
+from ps_protocol.errors import BadInput, Conflict, TrainerLost
+from ps_protocol.standbys import StandbyAnswer
+from services.pserver import replication
+from services.pserver.app import make_pserver_app
+from services.pserver.following import follower as following
+from services.pserver.following import leader as leading
+from services.pserver.following.app import REFUSED, make_follower_app
+from services.pserver.following.follower import Follower
+from services.pserver.following.metrics import StandbyMetrics
+from services.pserver.following.replica import Replica
+from services.runtime.compute import ComputeExecutor
+from services.runtime.metrics import ServiceMetrics
+
+from ...runtime.support import running
+from ..support import Bench, until
+from ..test_replication import KINDS, logging, play_and_write, play_async, play_sync
+
+Change = Callable[[Scope, Message], Message]
+
+
+class Standby:
+    """A follower of a bench over a socket. `change` changes what the leader sends."""
+
+    def __init__(self, b: Bench, address: str, http: httpx.AsyncClient) -> None:
+        self.b = b
+        self.address = address
+        self.registry = CollectorRegistry()
+        self.compute = ComputeExecutor()
+        self.follower = Follower(0, http, self.compute, StandbyMetrics(self.registry))
+        self.task: asyncio.Task[Any] | None = None
+        self.change: Change | None = None
+        self.failures: list[str] = []
+        handle = self.follower._handle_failure
+
+        def note_failure(error: Exception) -> None:
+            self.failures.append(f"{type(error).__name__}: {error}")
+            handle(error)
+
+        self.follower._handle_failure = note_failure  # type: ignore[method-assign]
+
+    def has_failed(self, text: str) -> bool:
+        return any(text in failure for failure in self.failures)
+
+    def name_leader(self, **changes: Any) -> None:
+        values = {"lease_seconds": 10, "leader": self.address, "incarnation": 1, "run": "run1"}
+        self.follower.note_answer(StandbyAnswer(**{**values, **changes}))
+
+    def start(self) -> None:
+        self.task = asyncio.create_task(self.follower.follow())
+
+    async def stop(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait({self.task})
+
+    @property
+    def replica(self) -> Replica:
+        return self.follower.run
+
+    def count(self, what: str) -> int:
+        return int(self.registry.get_sample_value(f"gradpost_replica_{what}_total") or 0)
+
+    async def catch_up(self) -> None:
+        def is_equal() -> bool:
+            own, run = self.follower.replica, self.b.run
+            identity = run.installed.attempt, run.shard.version
+            return own is not None and (own.installed.attempt, own.round) == identity
+
+        await until(is_equal)
+        shard = self.b.run.shard
+        assert self.replica.shard.digest() == shard.digest()
+        assert self.replica.shard.digest_blocks() == shard.digest_blocks()
+        assert self.replica.history == self.b.run.schedule.copy_history()
+
+
+@asynccontextmanager
+async def following_bench(folder: Path, **options: Any) -> AsyncIterator[tuple[Bench, Standby]]:
+    async with logging(folder, **options) as b:
+        app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
+        changer = Changer(app.router)
+        app.router = changer  # type: ignore[assignment]
+        changer.lifespan_context = changer.router.lifespan_context
+        changer.routes = changer.router.routes
+        async with running(app) as service, httpx.AsyncClient() as http:
+            standby = Standby(b, service.address, http)
+            changer.standby = standby
+            standby.name_leader()
+            standby.start()
+            try:
+                yield b, standby
+            finally:
+                await standby.stop()
+                standby.compute.close()
+
+
+class Changer:
+    """The router of an application, whose messages a test may change."""
+
+    routes: Any
+    lifespan_context: Any
+    standby: Standby
+
+    def __init__(self, router: Any) -> None:
+        self.router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def changing_send(message: Message) -> None:
+            change = self.standby.change
+            await send(message if change is None else change(scope, message))
+
+        app: ASGIApp = self.router
+        await app(scope, receive, changing_send)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_follower_has_the_bits_of_its_leader(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replication, "IDLE_SECONDS", 0.05)
+    async with following_bench(tmp_path, **{"nonfinite": "skip_round", **KINDS[kind]}) as (b, standby):
+        play = play_async if b.install.consistency.is_async else play_sync
+        await play(b, 1, 3)
+        await standby.catch_up()
+        await play(b, 4, 8)
+        await standby.catch_up()
+        assert standby.count("copies") == 1
+        before = standby.count("comparisons")
+        standby.follower._compared_at, standby.follower._num_unchecked = 0.0, 1  # due when the leader is idle
+        await until(lambda: standby.count("comparisons") > before)
+        assert standby.count("differences") == 0
+
+
+async def test_it_waits_for_initial_values_and_continues_after_lost_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(replication, "IDLE_SECONDS", 0.05)
+    async with following_bench(tmp_path, initial=False) as (b, standby):
+        await asyncio.sleep(0.1)
+        assert standby.follower.replica is None
+        await b.upload_initial()
+        await b.play_rounds(1, 2)
+        await standby.catch_up()
+        replica = standby.replica
+        monkeypatch.setattr(replication, "IDLE_SECONDS", 30.0)  # the leader hangs
+        await until(lambda: standby.has_failed("ReadTimeout"))
+        await b.play_rounds(3, 5)
+        await standby.catch_up()
+        await standby.stop()
+        await b.play_round(6)
+        standby.start()
+        await standby.catch_up()
+        assert standby.replica is replica
+        assert standby.count("copies") == 1
+
+
+async def test_a_rollback_begins_with_a_copy_of_the_resume_round(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await b.play_rounds(1, 4)
+        await standby.catch_up()
+        await b.install_next_run("run1", attempt=1, restore=2, number=2)
+        await standby.catch_up()
+        assert (standby.replica.round, standby.replica.installed.attempt) == (2, 1)
+        assert standby.count("copies") == 2
+
+
+async def test_another_incarnation_begins_with_a_copy(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await b.play_rounds(1, 2)
+        await standby.catch_up()
+        standby.name_leader(incarnation=2)
+        await until(lambda: standby.has_failed("not the incarnation"))  # the old one is still there
+        b.run.installed = b.run.installed.model_copy(update={"incarnation": 2})
+        await until(lambda: standby.count("copies") == 2)
+        await standby.catch_up()
+
+
+async def test_a_pserver_that_restarted_since_its_copy_is_not_followed(tmp_path: Path) -> None:
+    def restart(scope: Scope, message: Message) -> Message:
+        if scope["path"] != routes.UPDATES or message["type"] != "http.response.start":
+            return message
+        return {**message, "headers": [(k, b"2" if k == b"gradpost-incarnation" else v) for k, v in message["headers"]]}
+
+    async with following_bench(tmp_path) as (b, standby):
+        standby.change = restart
+        await until(lambda: standby.has_failed("another incarnation now"))
+        await b.play_round(1)
+        assert standby.replica.round == 0
+
+
+@pytest.mark.parametrize("change", [{"run": "run2"}, {"attempt": 1}, {"incarnation": 2}])
+async def test_a_replica_continues_only_what_it_was_copied_from(tmp_path: Path, change: dict[str, Any]) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await standby.catch_up()
+        assert standby.replica.continues(b.install.model_copy(update={"number": 9}))
+        assert not standby.replica.continues(b.install.model_copy(update=change))
+
+
+async def test_a_log_that_does_not_reach_back_begins_with_a_copy(tmp_path: Path) -> None:
+    async with following_bench(tmp_path, checkpoint_rounds=2, keep_checkpoints=1) as (b, standby):
+        await play_and_write(b, 1, 2)
+        await standby.catch_up()
+        await standby.stop()
+        await play_and_write(b, 3, 9)
+        standby.start()
+        await standby.catch_up()
+        assert standby.count("copies") == 2
+
+
+async def test_another_update_of_the_same_round_begins_with_a_copy(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await standby.catch_up()
+        await b.play_rounds(1, 2)
+        await standby.catch_up()
+        await standby.stop()
+        standby.replica.digest = "0" * 32
+        standby.start()
+        await until(lambda: standby.count("copies") == 2)
+        await standby.catch_up()
+
+
+async def test_an_end_of_the_run_keeps_the_replica(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await b.play_rounds(1, 3)
+        await standby.catch_up()
+        await b.run.executor.end(TrainerLost("trainer 1 is lost"), is_failure=True)
+        await until(lambda: standby.has_failed("trainer 1 is lost"))
+        assert standby.replica.round == 3
+
+
+async def test_damage_on_the_way_begins_with_a_copy(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await b.play_rounds(1, 2)
+        await standby.catch_up()
+
+        def damage(scope: Scope, message: Message) -> Message:
+            body = message.get("body", b"")
+            if scope["path"] != routes.UPDATES or len(body) < 500:
+                return message
+            standby.change = None
+            return {**message, "body": body[:400] + bytes([body[400] ^ 1]) + body[401:]}
+
+        standby.change = damage
+        await b.play_round(3)
+        await until(lambda: standby.count("copies") == 2)
+        await b.play_round(4)
+        await standby.catch_up()
+
+
+async def test_a_missing_record_is_damage(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await b.play_rounds(1, 2)
+        await standby.catch_up()
+        standby.replica.shard.version = 1  # so that the next record seems to skip a round
+        await b.play_round(3)
+        await until(lambda: standby.count("copies") == 2)
+        await standby.catch_up()
+
+
+# ---------------------------------------------------------------------- comparison
+
+
+@pytest.mark.parametrize("kind", ["sgd", "clipped", "deltas", "async"])
+@pytest.mark.parametrize("part", ["values", "slot", "version"])
+async def test_a_difference_names_its_block_and_begins_with_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, part: str
+) -> None:
+    monkeypatch.setattr(following, "COMPARED_UPDATES", 4)
+    async with following_bench(tmp_path, **{"nonfinite": "skip_round", **KINDS[kind]}) as (b, standby):
+        play = play_async if b.install.consistency.is_async else play_sync
+        await play(b, 1, 4)
+        await standby.catch_up()
+        shard = standby.replica.shard
+        place = shard.layout.place["p2.block0"]
+        if part == "version":
+            shard.versions[place.name] += 1
+        else:
+            slots = shard.optimizer.state.slots
+            flat = shard.values if part == "values" else next(iter(slots.values()))
+            flat[place.end - 1] += 1.0
+        await play(b, 5, 9)
+        await until(lambda: standby.count("copies") == 2)
+        assert standby.count("differences") == 1
+        assert standby.has_failed("'p2.block0' of the replica differs")
+        await standby.catch_up()
+
+
+async def test_a_busy_leader_is_compared_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "COMPARED_UPDATES", 1)
+    async with following_bench(tmp_path) as (b, standby):
+        await standby.catch_up()
+
+        def refuse(scope: Scope, message: Message) -> Message:
+            is_start = message["type"] == "http.response.start"
+            return {**message, "status": 502} if is_start and scope["path"] == routes.SHARD_DIGESTS else message
+
+        await b.play_round(1)
+        await until(lambda: standby.count("comparisons") == 1)
+        standby.change = refuse
+        await b.play_round(2)
+        await until(lambda: standby.has_failed("GatewayPage"))
+        standby.change = None
+        await b.play_round(3)
+        await standby.catch_up()
+        assert (standby.count("copies"), standby.count("differences")) == (1, 0)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+async def test_another_build_of_torch_is_refused(tmp_path: Path, name: str) -> None:
+    def pretend(scope: Scope, message: Message) -> Message:
+        if scope["path"] != routes.RUN or message["type"] != "http.response.body":
+            return message
+        before, _, after = message["body"].partition(f'"{name}":"'.encode())
+        return {**message, "body": before + f'"{name}":"X'.encode() + after[1:]}
+
+    async with following_bench(tmp_path) as (_, standby):
+        standby.change = pretend
+        with pytest.raises(Conflict, match="use the same torch and CPU") as caught:
+            await asyncio.wait_for(standby.task, 5)  # type: ignore[arg-type]
+        assert caught.value.code == "replica_mismatch"
+
+
+async def test_a_run_without_a_log_is_refused(tmp_path: Path) -> None:
+    async with following_bench(tmp_path, durability="none") as (_, standby):
+        with pytest.raises(Conflict) as caught:
+            await asyncio.wait_for(standby.task, 5)  # type: ignore[arg-type]
+        assert caught.value.code == "no_update_log"
+
+
+async def test_a_copy_of_another_shard_is_refused(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await standby.catch_up()
+        data = await leading.Leader(standby.address, standby.follower._http).read_copy("run1", 0)
+        with pytest.raises(BadInput, match="another shard"):
+            Replica.from_copy(b.install, 1, data, standby.compute)
+
+
+# ---------------------------------------------------------------------- reads
+
+
+@asynccontextmanager
+async def reading(standby: Standby) -> AsyncIterator[httpx.AsyncClient]:
+    app = make_follower_app(standby.follower, ServiceMetrics("standby"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
+        yield http
+
+
+@pytest.mark.parametrize("kind", ["sgd", "async"])
+async def test_reads_are_those_of_the_leader(tmp_path: Path, kind: str) -> None:
+    async with following_bench(tmp_path, **KINDS[kind]) as (b, standby):
+        await (play_async if kind == "async" else play_sync)(b, 1, 4)
+        await standby.catch_up()
+        async with reading(standby) as own, httpx.AsyncClient(base_url=standby.address) as leader:
+            for path in ("/v1/blocks?name=p1.block0&name=p3.block0", "/v1/slots?name=p3.block0", "/v1/shard"):
+                answer = await own.get(path)
+                assert answer.status_code == 200
+                assert answer.content == (await leader.get(path)).content
+            assert (await own.get("/v1/statistics?name=p3.block0")).json()[0]["num_elements"] == 130
+            assert (await own.get("/v1/blocks?name=x")).json()["code"] == "unknown_block"
+            assert (await own.get("/readyz")).status_code == 200
+            state, theirs = [(await http.get("/v1/state?digest=true")).json() for http in (own, leader)]
+            assert (state["index"], state["round"], state["leader"]) == (0, theirs["round"], standby.address)
+            assert theirs["digest"].startswith(state["digest"])
+
+
+async def test_reads_of_a_coming_round_wait_for_it(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await b.play_rounds(1, 2)
+        await standby.catch_up()
+        async with reading(standby) as http:
+            path = "/v1/shard?wait_seconds=5&round="
+            coming = asyncio.create_task(http.get(path + "3"))
+            assert (await http.get(path + "1")).json()["code"] == "stale_round"
+            assert (await http.get("/v1/shard?round=9")).json()["code"] == "round_pending"
+            assert (await http.get(path + "2")).status_code == 200
+            await asyncio.sleep(0.05)
+            await b.play_round(3)
+            await b.play_round(4)
+            assert b'"round":"3"' in (await coming).content.replace(b" ", b"")
+
+
+async def test_everything_else_is_refused_with_the_address_of_the_leader(tmp_path: Path) -> None:
+    def list_routes(app: Any) -> set[tuple[str, str]]:
+        return {(method, r.path) for r in app.routes for method in getattr(r, "methods", ()) if method != "HEAD"}
+
+    async with following_bench(tmp_path) as (b, standby):
+        app = make_follower_app(standby.follower, ServiceMetrics("standby"))
+        assert list_routes(app) == list_routes(make_pserver_app(b.pserver, ServiceMetrics("pserver")))
+        async with reading(standby) as http:
+            for method, path in REFUSED:
+                answer = await http.request(method, path, content=b"x" * 1000)
+                assert (answer.status_code, answer.json()["code"]) == (409, "not_leader")
+                assert answer.json()["current"] == standby.address
+
+
+async def test_without_a_replica_reads_are_not_ready() -> None:
+    async with httpx.AsyncClient() as unused:
+        compute = ComputeExecutor()
+        follower = Follower(3, unused, compute, StandbyMetrics(CollectorRegistry()))
+        app = make_follower_app(follower, ServiceMetrics("standby"))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
+            assert (await http.get("/v1/shard")).json()["waiting_for"] == "a copy of the shard of pserver 3"
+            assert (await http.get("/readyz")).status_code == 503
+            assert (await http.get("/v1/state?digest=true")).json()["run"] is None
+            assert (await http.put("/v1/run")).json()["current"] is None
+        compute.close()
