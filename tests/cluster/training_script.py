@@ -45,11 +45,13 @@ def digest_of(model: nn.Module) -> str:
 class Regression:
     """Adam on a small network."""
 
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.Adam
+
     def __init__(self, session: Session) -> None:
         self.session = session
         self.model = make_model()
         self.optimizer = RemoteOptimizer(
-            torch.optim.Adam(self.model.named_parameters(), lr=0.01), model=self.model, session=session
+            self.optimizer_class(self.model.named_parameters(), lr=0.01), model=self.model, session=session
         )
 
     @property
@@ -65,6 +67,12 @@ class Regression:
 
     def result(self) -> str:
         return digest_of(self.model)
+
+
+class Decaying(Regression):
+    """AdamW on the same network."""
+
+    optimizer_class = torch.optim.AdamW
 
 
 def overflows(rank: int, round_: int) -> bool:
@@ -116,7 +124,7 @@ class Counting(Regression):
         return ",".join("/".join(f"{value:.0f}" for value in sorted(row)) for row in rows)
 
 
-KINDS = {"regression": Regression, "scaling": Scaling, "counting": Counting}
+KINDS = {"regression": Regression, "decaying": Decaying, "scaling": Scaling, "counting": Counting}
 
 
 def train(session: Session, rounds: int, pause: float, trouble: str, kind: str) -> None:

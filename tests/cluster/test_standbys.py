@@ -1,0 +1,125 @@
+"""A standby has the bits of its pserver, whatever dies, and training does not notice it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any
+
+import httpx
+import pytest
+
+from ps_config.tokens import SCOPES
+from ps_protocol.messages import PserverState
+from trainer_client.testing import Child
+
+from .faulty_run import FaultyRun
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+ENDLESS = 1_000_000  # rounds
+KINDS: dict[str, dict[str, Any]] = {
+    "sync": {"kind": "decaying", "environment": {"GRADPOST_MAX_GRAD_NORM": "0.05"}},
+    "async": {"kind": "decaying", "mode": "async", "durability": "log"},
+}
+
+
+def read_state(address: str) -> PserverState:
+    answer = httpx.get(f"{address}/v1/state", params={"digest": "true"}, timeout=30, trust_env=False)
+    return PserverState.from_answer(answer.raise_for_status().content)
+
+
+def wait_for_standby(run: FaultyRun, index: int, round_: int, *, attempt: int = 0, seconds: float = 60) -> None:
+    """Wait until a standby has this round. A killed one is listed until its lease ends."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = [s for s in run.cluster.status().standbys if s.follows == index and s.run is not None]
+        if any(s.attempt == attempt and s.round >= round_ for s in found):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no standby of pserver {index} has round {round_}: {run.cluster.status().standbys}")
+
+
+def check_bits(run: FaultyRun, index: int, seconds: float = 60) -> None:
+    """Check that the only standby of a pserver that is idle reaches its round, and has its bits."""
+    leader = run.cluster.pserver_state(index, digest=True)
+    deadline = time.monotonic() + seconds
+    while True:
+        [standby] = [s for s in run.cluster.status().standbys if s.follows == index]
+        state = read_state(standby.address)
+        if state.round == leader.round or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    assert (state.round, state.run) == (leader.round, leader.run)
+    assert leader.digest is not None
+    assert state.digest == leader.digest.partition("-")[0]
+
+
+def stop(child: Child) -> None:
+    begun = time.monotonic()
+    child.signal(SIGTERM)
+    assert child.wait(20) == 0
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("mode", KINDS)
+def test_a_standby_catches_up_after_deaths_and_a_rollback(mode: str) -> None:
+    with FaultyRun(ENDLESS, local_transport=False, checkpoint_rounds=50, **KINDS[mode]) as run:
+        first, _ = run.cluster.start_standby(0), run.cluster.start_standby(1)
+        for index in (0, 1):
+            wait_for_standby(run, index, 1)
+        run.kill(run.cluster.pservers[0])
+        run.cluster.start_pserver(0)
+        run.wait_for_line("replica copied", 2, of="standby of pserver 0")
+        wait_for_standby(run, 0, run.cluster.pserver_state(0).round)
+        run.kill(first)
+        second = run.cluster.start_standby(0)
+        run.wait_for_line("replica copied", 3, of="standby of pserver 0")
+        attempt = 0
+        if mode == "sync":
+            made = run.make_checkpoint()
+            run.wait_for_round(made + 20)
+            run.cluster.view.roll_back(made)
+            attempt = 1
+            run.wait_for_line("replica copied", 2, of="standby of pserver 1")
+        for index in (0, 1):
+            wait_for_standby(run, index, run.cluster.pserver_state(index).round + 20, attempt=attempt)
+        for child in run.cluster.trainers:
+            run.kill(child)
+        time.sleep(2)  # until the lease of the first standby has ended, and nothing is queued
+        for index in (0, 1):
+            check_bits(run, index)
+        stop(second)
+        assert not [s for s in run.cluster.status().standbys if s.follows == 0]
+        lines = [json.loads(line.partition("] ")[2]) for line in run.lines if line.startswith("[standby of pserver 1")]
+        copied = [line["round"] for line in lines if line["event"] == "replica copied"]
+        assert len(copied) == attempt + 1
+        assert not [line for line in lines if line["level"] == "error"]
+
+
+def test_a_standby_ends_with_the_cluster() -> None:
+    with FaultyRun(500, local_transport=False, exit_when_done=True) as run:
+        standby = run.cluster.start_standby(0)
+        run.wait_for_line("replica copied")
+        run.check_results()
+        assert run.cluster.coordinator.wait(60) == 0
+        assert standby.wait(20) == 0
+
+
+def test_a_run_without_a_log_refuses_standbys() -> None:
+    with FaultyRun(ENDLESS, pservers=1, trainers=1, durability="none") as run:
+        standby = run.cluster.start_standby(0)
+        assert standby.wait(60) == 1
+        assert "no_update_log" in run.wait_for_line("cannot follow", of="standby")
+        run.wait_for_round(run.round_of(0) + 10)
+
+
+def test_a_standby_needs_a_token_of_scope_replicate_only(tmp_path: Path) -> None:
+    for scope in SCOPES:
+        (tmp_path / scope).write_text(f"{scope}-token-0123456789abcdef\n")
+        (tmp_path / scope).chmod(0o600)
+    with FaultyRun(ENDLESS, pservers=1, trainers=1, tokens_dir=tmp_path) as run:
+        run.cluster.start_standby(0, GRADPOST_TOKEN_FILE=str(tmp_path / "replicate"))
+        run.wait_for_line("replica copied")
