@@ -110,9 +110,11 @@ def test_a_standby_ends_with_the_cluster() -> None:
 
 def test_a_run_without_a_log_refuses_standbys() -> None:
     with FaultyRun(ENDLESS, pservers=1, trainers=1, durability="none") as run:
-        standby = run.cluster.start_standby(0)
+        standby, mistaken = run.cluster.start_standby(0), run.cluster.start_standby(7)
+        assert mistaken.wait(60) == 1
+        assert "world_mismatch" in run.wait_for_line("cannot follow", of="standby of pserver 7")
         assert standby.wait(60) == 1
-        assert "no_update_log" in run.wait_for_line("cannot follow", of="standby")
+        assert "no_update_log" in run.wait_for_line("cannot follow", of="standby of pserver 0")
         run.wait_for_round(run.round_of(0) + 10)
 
 

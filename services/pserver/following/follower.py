@@ -198,12 +198,12 @@ class Follower:
         No update is applied meanwhile, so that the replica is not beyond that round.
         """
         if self._expected is None and self._is_due(now, is_idle=is_idle):
+            self._compared_at, self._num_unchecked = now, 1  # after an error the next one is due as late
             try:
                 self._expected = await leader.read_digests(replica)
             except TryAgain:
                 return  # the leader is busy
-            self._compared_at = asyncio.get_running_loop().time()
-            self._comparison_seconds = self._compared_at - now
+            self._comparison_seconds = asyncio.get_running_loop().time() - now
             self._num_unchecked = 0
         if self._expected is not None and self._expected.round <= replica.round:
             await self._compare(replica, self._expected)

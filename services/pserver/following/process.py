@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ps_protocol.errors import GradpostError
+from ps_protocol.errors import GradpostError, TryAgain
 from services.runtime.compute import ComputeExecutor
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import make_peer_client
@@ -45,3 +45,5 @@ async def _follow_until(stop: asyncio.Event, follower: Follower, reports: Report
     finally:
         following.cancel()
         stopping.cancel()
+        if follower.replica is not None:
+            follower.replica.end(TryAgain("the standby stops"))

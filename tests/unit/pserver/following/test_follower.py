@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ps_protocol import routes
-from ps_protocol.errors import BadInput, Conflict, TrainerLost
+from ps_protocol.errors import BadInput, Conflict, TrainerLost, TryAgain
 from ps_protocol.standbys import StandbyAnswer
 from services.pserver import replication
 from services.pserver.app import make_pserver_app
@@ -144,6 +144,17 @@ async def test_a_follower_has_the_bits_of_its_leader(
         standby.follower._compared_at, standby.follower._num_unchecked = 0.0, 1  # due when the leader is idle
         await until(lambda: standby.count("comparisons") > before)
         assert standby.count("differences") == 0
+
+
+async def test_a_large_shard_is_stepped_on_the_compute_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.pserver.shard.shard.SMALL_ELEMENTS", 0)
+    monkeypatch.setattr(following, "COMPARED_UPDATES", 3)
+    async with following_bench(tmp_path) as (b, standby):
+        await standby.catch_up()
+        await b.play_rounds(1, 20)
+        await standby.catch_up()
+        assert (standby.count("copies"), standby.count("updates"), standby.count("differences")) == (1, 20, 0)
+        assert standby.count("comparisons") >= 2
 
 
 async def test_it_waits_for_initial_values_and_continues_after_lost_connections(
@@ -306,18 +317,21 @@ async def test_a_busy_leader_is_compared_later(tmp_path: Path, monkeypatch: pyte
     async with following_bench(tmp_path) as (b, standby):
         await standby.catch_up()
 
-        def refuse(scope: Scope, message: Message) -> Message:
-            is_start = message["type"] == "http.response.start"
-            return {**message, "status": 502} if is_start and scope["path"] == routes.SHARD_DIGESTS else message
+        requests: list[Any] = []
+
+        async def refuse(replica: Replica) -> Any:
+            requests.append(replica.round)
+            raise TryAgain("busy")
 
         await b.play_round(1)
         await until(lambda: standby.count("comparisons") == 1)
-        standby.change = refuse
-        await b.play_round(2)
-        await until(lambda: standby.has_failed("GatewayPage"))
-        standby.change = None
+        with monkeypatch.context() as patch:
+            patch.setattr(leading.Leader, "read_digests", lambda _, replica: refuse(replica))
+            await b.play_round(2)
+            await until(lambda: requests == [2])
         await b.play_round(3)
         await standby.catch_up()
+        await until(lambda: standby.count("comparisons") == 2)
         assert (standby.count("copies"), standby.count("differences")) == (1, 0)
 
 
