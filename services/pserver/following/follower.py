@@ -147,13 +147,25 @@ class Follower:
         log.info("replica copied", pserver=self.index, run=installed.run, round=replica.round, bytes=len(data))
 
     async def _apply_updates(self, leader: Leader, named: StandbyAnswer) -> NoReturn:
+        """Apply each update while the next one, and no more, is received."""
         replica = self.run
         parser = RecordParser(replica.max_record_bytes)
-        async with aclosing(leader.read_updates(replica)) as parts:
-            async for part in parts:
-                for received in parser.feed(part):
-                    await self._handle_record(received, parser, replica, leader)
-                self._check_leader(named)
+        handling: asyncio.Task[None] | None = None
+        try:
+            async with aclosing(leader.read_updates(replica)) as parts:
+                async for part in parts:
+                    for received in parser.feed(part):
+                        if handling is not None:
+                            await handling
+                        handling = asyncio.create_task(self._handle_record(received, parser.digest, replica, leader))
+                    self._check_leader(named)
+        except asyncio.CancelledError:
+            if handling is not None:
+                handling.cancel()
+            raise
+        finally:
+            if handling is not None:
+                await handling
         raise TryAgain(f"the stream of pserver {self.index} has ended")
 
     def _check_leader(self, named: StandbyAnswer) -> None:
@@ -162,7 +174,7 @@ class Follower:
         if (newest.leader, newest.incarnation) != (named.leader, named.incarnation):
             raise StalePserver(f"pserver {self.index} has another incarnation now", current=newest.incarnation)
 
-    async def _handle_record(self, received: Received, parser: RecordParser, replica: Replica, leader: Leader) -> None:
+    async def _handle_record(self, received: Received, digest: bytes | None, replica: Replica, leader: Leader) -> None:
         if isinstance(received, End):
             raise received.reason
         now = asyncio.get_running_loop().time()
@@ -170,10 +182,10 @@ class Follower:
             self._logged = ""
             self.lag.note_leader(received.round, now)
         else:
-            await self._apply(received, parser, replica)
+            await self._apply(received, digest, replica)
         await self._compare_if_due(replica, leader, now, is_idle=isinstance(received, Idle))
 
-    async def _apply(self, record: Record, parser: RecordParser, replica: Replica) -> None:
+    async def _apply(self, record: Record, digest: bytes | None, replica: Replica) -> None:
         try:
             await replica.apply(record)
         except UnsupportedFormat:
@@ -184,8 +196,8 @@ class Follower:
                 raise
             log.exception("an update cannot be applied", round=replica.round)
             raise TryAgain(f"an update of pserver {self.index} cannot be applied: {error}") from error
-        assert parser.digest is not None
-        replica.digest = parser.digest.hex()
+        assert digest is not None  # of this record
+        replica.digest = digest.hex()
         self._num_unchecked += 1
         self._metrics.updates.inc()
         self.lag.note_applied(replica.round, record.end - record.begin)
