@@ -250,8 +250,10 @@ async def test_an_end_of_the_run_keeps_the_replica(tmp_path: Path) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await b.play_rounds(1, 3)
         await standby.catch_up()
+        standby.failures.clear()
         await b.run.executor.end(TrainerLost("trainer 1 is lost"), is_failure=True)
-        await until(lambda: standby.has_failed("trainer 1 is lost"))
+        await until(lambda: len(standby.failures) > 0)
+        assert standby.failures[0] == "TrainerLost: trainer 1 is lost"  # as the end of the stream tells it
         assert standby.replica.round == 3
 
 
