@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -18,7 +18,7 @@ from ps_protocol.requests import SINCE_KEY
 from ps_protocol.vocabulary import DTYPE_BYTES, Round
 from ps_protocol.wire_types import WireTensor
 
-from ..waits import EndWait, endable_wait
+from ..waits import EndableWait, EndWait
 from .bodies import BufferPool, PooledBuffer
 from .layout import BlockPlace
 from .tensors import view_bytes
@@ -226,12 +226,16 @@ class Reply:
         """Return all parts, or fewer for a trainer that has the values of version `base`."""
         return self.parts if base is None or self.blocks is None else self.blocks.parts(base)
 
+    def reading(self) -> AbstractAsyncContextManager[None]:
+        """Allow reading the parts within the block. StaleRound is raised there if borrowed views are revoked."""
+        is_borrowed = self.memory is None and any(isinstance(part, memoryview) for part in self.parts)
+        return self._borrow() if is_borrowed else nullcontext()
+
     @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
-        """Allow reading the parts within the block. Raises StaleRound there if the reply is revoked."""
+    async def _borrow(self) -> AsyncIterator[None]:
         if self._is_revoked:
             raise self._make_error()
-        async with endable_wait(self._make_error) as end_reader:
+        async with EndableWait(self._make_error) as end_reader:
             self._readers.add(end_reader)
             try:
                 yield
