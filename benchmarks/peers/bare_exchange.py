@@ -1,7 +1,7 @@
 """Our HTTP/2 with nothing above it: what a round costs without fences, checks, frames, retries and metrics.
 
 A trainer pushes its part to each server, and then asks each one for the new values; a server steps once all trainers
-have asked. So a round has as many requests as one of ours.
+have asked. With one server both are one request. So a round has as many requests as one of ours.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ class Server:
         self._waiting: list[asyncio.Future[None]] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] == "/get":
+        _, rank, kind = scope["path"].split("/")
+        body = memoryview(b"")
+        if kind in ("push", "step"):
+            await self._stage(int(rank), scope, receive)
+        if kind in ("get", "step"):
             await self._wait()
             body = memoryview(self._values).cast("B")
-        else:
-            await self._stage(int(scope["path"][1:]), scope, receive)
-            body = memoryview(b"")
         headers = [(b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send_from(body, scope, send, more_body=False)
@@ -102,8 +103,11 @@ def train(work: Work, rank: int, port: int) -> None:
         await response.aclose()
 
     async def exchange() -> None:
-        await asyncio.gather(*(send(index, f"/{rank}", (pushed[part],)) for index, part in enumerate(parts)))
-        await asyncio.gather(*(send(index, "/get", (), Memory(pulled[part])) for index, part in enumerate(parts)))
+        if len(parts) == 1:
+            await send(0, f"/{rank}/step", (pushed,), Memory(pulled))
+            return
+        await asyncio.gather(*(send(index, f"/{rank}/push", (pushed[part],)) for index, part in enumerate(parts)))
+        await asyncio.gather(*(send(i, f"/{rank}/get", (), Memory(pulled[part])) for i, part in enumerate(parts)))
 
     take_rounds(
         rank,

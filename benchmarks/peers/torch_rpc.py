@@ -20,6 +20,8 @@ from benchmarks.comparison.work import LEARNING_RATE, Work, read_arguments
 
 Values: TypeAlias = list[Tensor]
 
+PIECE = 1 << 20  # elements
+
 
 class Server:
     """A shard that sums the gradients of a round, and steps when it has all of them."""
@@ -55,29 +57,26 @@ _server: Server
 
 
 def part_of(tensors: Values, index: int, num_servers: int) -> Values:
-    """Return a server's part: a slice of a single tensor, or some of several whole ones.
+    """Return a server's part of all tensors, in pieces, which rpc sends faster than many small tensors or a large one.
 
-    Each part has its own memory, as rpc copies a view of half a tensor or less in each round.
+    Each piece has its own memory, as rpc copies a view of half a tensor or less in each round.
     """
-    return [tensors[0].chunk(num_servers)[index].clone()] if len(tensors) == 1 else tensors[index::num_servers]
+    part = torch.cat(tensors).chunk(num_servers)[index]
+    return [piece.clone() for piece in part.split(PIECE)]
 
 
 def train(work: Work, rank: int) -> None:
     gradients = work.make_gradients(rank)
-    values = [torch.zeros_like(gradient) for gradient in gradients]
+    values = torch.zeros(sum(work.elements))
     parts = [part_of(gradients, index, work.num_servers) for index in range(work.num_servers)]
-    whole = len(values) == 1
-    into = [
-        [values[0].chunk(work.num_servers)[index]] if whole else part_of(values, index, work.num_servers)
-        for index in range(work.num_servers)
-    ]
+    into = [part.split(PIECE) for part in values.chunk(work.num_servers)]
 
     def one_round() -> None:
         replies = [rpc.rpc_async(f"server{i}", Server.step, args=(part,), timeout=0) for i, part in enumerate(parts)]
         for destinations, reply in zip(into, replies, strict=True):
             torch._foreach_copy_(destinations, reply.wait())
 
-    take_rounds(rank, one_round, lambda num_rounds: work.check(values, num_rounds))
+    take_rounds(rank, one_round, lambda num_rounds: work.check([values], num_rounds))
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from ps_protocol.errors import TryAgain
 from ps_protocol.vocabulary import Rank
 
-from .waits import EndWait, endable_wait
+from .waits import EndableWait, EndWait
 
 MAX_WAITING_PULLS = 16  # for one trainer, which needs one pull for each step in flight
 MAX_COPIED_BYTES = 256 * 1024 * 1024
@@ -81,7 +81,7 @@ class WaitingPulls:
             text = f"trainer {rank} sent {self._max_each} newer requests, so this one was ended"
             return TryAgain(text, code="overloaded")
 
-        async with endable_wait(make_error) as end_wait:
+        async with EndableWait(make_error) as end_wait:
             pulls.append(end_wait)
             try:
                 yield

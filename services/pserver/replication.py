@@ -146,18 +146,17 @@ def _require_log(run: Run, index: PserverIndex) -> RunStorage:
 async def copy_shard(run: Run) -> AsyncIterator[Stream]:
     """Open a stream of a copy of the shard as it is between two updates: the file of a checkpoint."""
 
-    def copy(metadata: Any) -> tuple[ShardState, str | None]:
-        return run.shard.state.clone(), metadata.get(HISTORY_KEY)
+    def copy(metadata: Any) -> tuple[ShardState, dict[str, str]]:
+        found = History.from_json(metadata[HISTORY_KEY]) if HISTORY_KEY in metadata else history
+        return run.shard.state.clone(), storage.describe_shard(found)
 
-    storage = run.require_storage()
+    storage, history = run.require_storage(), History()
     if isinstance(run.executor, RoundsExecutor):
         await run.executor.wait_for_apply()
         run.context.check_failure()
         history = run.schedule.copy_history()  # the copy is submitted before any await, so that no apply is between
-    state, text = await run.executor.read_after_round(None, copy, 0.0)
-    if text is not None:
-        history = History.from_json(text)
-    parts = state.encode(run.plan, storage.describe_shard(history))
+    state, description = await run.executor.read_after_round(None, copy, 0.0)
+    parts = state.encode(run.plan, description)
 
     async def cut() -> AsyncIterator[bytes]:
         for part in parts:
@@ -199,7 +198,7 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         run: Identifier,
         attempt: OrdinalText,
         after: Annotated[OrdinalText, Query(description="round of the newest update that the reader has")],
-        digest: Annotated[str | None, Query(pattern="^[0-9a-f]{32}$", description="digest of its record")] = None,
+        digest: Annotated[str | None, Query(pattern="^[0-9a-f]{32}$", description="chain of that update")] = None,
     ) -> Response:
         """Return the records of the log after a round, and then each update as soon as it is logged, without an end."""
         return UpdateStream(streams, check_run(run, attempt), after, digest)

@@ -1,4 +1,4 @@
-"""The compute thread of a process, which keeps tensor work off the event loop."""
+"""The jobs of a process on tensors, one at a time, on a thread that keeps large ones off the event loop."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from services.coordinator.restore import FILE, RecordFile
 from services.coordinator.state.losses import evict_trainer
 from services.coordinator.state.record import await_trainers
 from services.pserver.durable.disk import Disk
-from services.pserver.durable.records import Record, append_record, read_records
+from services.pserver.durable.records import PREVIOUS_KEY, Record, append_record, read_records
 from services.pserver.durable.update_log import list_segments
 from services.pserver.shard import shard_state
 from services.runtime.checkpoints import complete_checkpoints
@@ -51,7 +51,16 @@ def test_a_pserver_goes_on_with_what_it_had_written(folder: Path, index: int) ->
     storage, restored = disk.open_run(install_for(PLAN, restore=6, incarnation=2))
     assert restored is not None
     assert (restored.round, restored.shard.digest()) == (6, digest_after(PLAN, 6, index))
+    assert storage.newest_update == (6, restored.shard.digest())  # a chain begins where format 1 ends
+    support.step(restored.shard, 7, storage)
+    newest = storage.newest_update
     storage.close()
+    assert newest is not None
+    again = support.open_storage(folder, PLAN, index=index, log=folder / f"pserver-{index}" / "log")
+    again.find_checkpoints()
+    found = again.restore()
+    assert found is not None
+    assert (found.round, found.chain) == newest
 
 
 def rewrite_records(log: Path, edit: Callable[[dict[str, str]], None]) -> None:
@@ -60,10 +69,11 @@ def rewrite_records(log: Path, edit: Callable[[dict[str, str]], None]) -> None:
         with segment.path.open("rb") as file:
             records = [(dict(r.frame.metadata), bytes(r.data)) for r in read_records(file.fileno(), segment.mark)
                        if isinstance(r, Record)]  # fmt: skip
-        fd, end = os.open(segment.path, os.O_WRONLY | os.O_TRUNC), 0
+        fd, end, chain = os.open(segment.path, os.O_WRONLY | os.O_TRUNC), 0, ""
         for metadata, data in records:
             edit(metadata)
-            end = append_record(fd, end, segment.mark, [encode_header([("g", "U8", (len(data),))], metadata), data])
+            header = encode_header([("g", "U8", (len(data),))], {**metadata, PREVIOUS_KEY: chain})
+            end, chain = append_record(fd, end, segment.mark, [header, data])
         os.close(fd)
 
 

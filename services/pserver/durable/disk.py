@@ -277,7 +277,7 @@ class Disk:
             if restored is None:
                 raise StorageFailed(f"pserver {self.index} cannot restore round {install.restore} of run {install.run}")
             restored.is_short = True  # there were later rounds
-        storage.resume(restored.round, install)
+        storage.resume(restored, install)
         if imported is not None:
             storage.snapshot(restored.shard, restored.history)()
         return restored

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from ps_protocol.errors import Conflict, FutureRound, UpdatesGone
 from ps_protocol.vocabulary import Round
 
-from .records import PREFIX
+from .records import PREFIX, PREVIOUS_KEY
 from .update_log import Segment, UpdateLog, list_segments
 
 CHUNK_BYTES = 1 << 20
@@ -24,11 +24,11 @@ _LENGTH_BYTES = 8  # of a frame's header
 class LogReader:
     """The position of one reader in a log. Any thread may call it; every method blocks, and may raise OSError."""
 
-    def __init__(self, log: UpdateLog, after: Round, digest: str | None, find_newest: Callable[[], Round]) -> None:
-        """Begin behind the update of round `after`, whose record has this digest if the log still has it.
+    def __init__(self, log: UpdateLog, after: Round, chain: str | None, find_newest: Callable[[], Round]) -> None:
+        """Begin behind the update of round `after`, whose record, which may be pruned, has this chain.
 
         `find_newest` returns the round of the newest checkpoint. Raises UpdatesGone, FutureRound, and Conflict
-        (`diverged`) for another digest.
+        (`diverged`) for another chain.
         """
         self._log = log
         self._find_newest = find_newest
@@ -36,18 +36,20 @@ class LogReader:
         self._fd = -1
         self._at = 0  # of the next byte
         self._record_end = 0  # of the record that contains the byte before it
-        if log.tail is None or after > log.tail.round:
-            newest = 0 if log.tail is None else log.tail.round
-            raise FutureRound(f"the log ends before round {after}", current=newest)
+        tail = log.tail
+        if tail is None or after > tail.round:
+            raise FutureRound(f"the log ends before round {after}", current=0 if tail is None else tail.round)
         bases = [segment for segment in list_segments(log.folder) if segment.base <= after]
         if not bases:
             raise self._make_gone(after)
-        # The record of the last common round is in the segment before the one that begins with it.
-        has_earlier = digest is not None and bases[-1].base == after and len(bases) > 1
-        self._segment = bases[-2 if has_earlier else -1]
+        self._segment = bases[-1]
         try:
             self._open(self._segment)
-            self._skip(after, digest)
+            found = self._skip(after) or (tail.chain if after == tail.round else None)
+            if chain is not None and found is None:
+                raise self._make_gone(after)
+            if chain not in (None, found):
+                raise Conflict(f"the updates up to round {after} are others here", code="diverged", current=after)
         except BaseException:
             self.close()
             raise
@@ -60,16 +62,17 @@ class LogReader:
         self._close_file()
         self._segment, self._fd, self._at, self._record_end = segment, fd, 0, 0
 
-    def _skip(self, after: Round, digest: str | None) -> None:
-        last = self._segment.base
-        for end, round_, found in self._read_prefixes():
+    def _skip(self, after: Round) -> str | None:
+        """Go behind the update of round `after`. Return its chain if the file has the update behind it."""
+        last, chain = self._segment.base, None
+        for end, round_, previous in self._read_prefixes():
             if round_ > after:
+                chain = previous
                 break
             last, self._at, self._record_end = round_, end, end
-            if round_ == after and digest not in (None, found.hex()):
-                raise Conflict(f"round {after} is another update here", code="diverged", current=after)
         if last < after:  # a part of the log was lost before a later checkpoint
             raise self._make_gone(after)
+        return chain
 
     def _make_gone(self, after: Round) -> UpdatesGone:
         newest = self._find_newest()
@@ -120,19 +123,20 @@ class LogReader:
             raise self._make_gone(last)
         self._open(following[0])
 
-    def _read_prefixes(self) -> Iterator[tuple[int, Round, bytes]]:
-        """Yield end, round and digest of the segment's records, whose data is not read."""
+    def _read_prefixes(self) -> Iterator[tuple[int, Round, str | None]]:
+        """Yield end, round and previous chain of the segment's records, whose data is not read."""
         begin, (limit, _) = 0, self._find_limit()
         while begin < limit:
             prefix = os.pread(self._fd, PREFIX.size + _LENGTH_BYTES, begin)
             if len(prefix) < PREFIX.size + _LENGTH_BYTES:
                 return
-            mark, length, digest = PREFIX.unpack_from(prefix)
+            mark, length, _ = PREFIX.unpack_from(prefix)
             end = begin + PREFIX.size + length
             if mark != self._segment.mark or end > limit:
                 return
             header = os.pread(self._fd, int.from_bytes(prefix[PREFIX.size :], "little"), begin + len(prefix))
-            yield end, int(json.loads(header)["__metadata__"]["round"]), digest
+            metadata = json.loads(header)["__metadata__"]
+            yield end, int(metadata["round"]), metadata.get(PREVIOUS_KEY)
             begin = end
 
     def close(self) -> None:

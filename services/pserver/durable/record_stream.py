@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ps_protocol.errors import BadInput, GradpostError, error_from_problem
-from ps_protocol.frames import TRUSTED_LIMITS, encode_header, parse_frame
+from ps_protocol.frames import encode_header
 from ps_protocol.vocabulary import Round
-from services.runtime.storage import Buffer, digest_chunks
+from services.runtime.storage import Buffer
 
-from .records import MARK_BYTES, PREFIX, Record, pack_prefix
+from .records import MARK_BYTES, PREFIX, Record, pack_prefix, parse_record
 
 IDLE_SECONDS = 1.0
 _SENDER = bytes(MARK_BYTES)
@@ -54,17 +54,18 @@ def encode_end(reason: GradpostError) -> bytes:
 
 def _encode(metadata: dict[str, str]) -> bytes:
     frame = encode_header([], metadata)
-    return pack_prefix(_SENDER, [frame]) + frame
+    return pack_prefix(_SENDER, [frame])[0] + frame
 
 
 class RecordParser:
     """An incremental parser of a stream, which holds at most one record of `max_bytes`.
 
-    `digest` is that of the newest record of a log. After an error the parser must not be used any more.
+    `chain` is that of the newest record of a log, at first that of the reader's newest update; None: not known. After
+    an error the parser must not be used any more.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.digest: bytes | None = None
+    def __init__(self, max_bytes: int, chain: str | None = None) -> None:
+        self.chain = chain
         self._max_bytes = max_bytes
         self._at = 0  # where the open record begins in the stream
         self._prefix = bytearray()
@@ -79,7 +80,8 @@ class RecordParser:
     def feed(self, chunk: Buffer) -> Iterator[Received]:
         """Yield the records that end in the next bytes of the stream; the iterator must be exhausted.
 
-        Raises BadInput (`malformed_frame`) for damage: the records before it are intact.
+        Raises BadInput (`malformed_frame`) for damage, and for a record that does not continue the chain, such as the
+        one behind a gap. The records before it are intact.
         """
         rest = memoryview(chunk).cast("B")
         while len(rest):
@@ -107,16 +109,19 @@ class RecordParser:
         self._body, self._num_read = memoryview(bytearray(length)), 0
 
     def _end_record(self) -> Received:
-        mark, length, digest = PREFIX.unpack(self._prefix)
-        body, begin = self._body, self._at
-        if digest_chunks([mark, body]).digest() != digest:
-            raise BadInput(f"the record at byte {begin} is damaged", code="malformed_frame")
-        frame = parse_frame(body, TRUSTED_LIMITS)
-        self._at += PREFIX.size + length
+        record = parse_record(bytes(self._prefix), self._body, self._at)
+        if record is None:
+            raise BadInput(f"the record at byte {self._at} is damaged", code="malformed_frame")
+        is_update = not self._prefix.startswith(_SENDER)
+        self._at = record.end
         self._prefix, self._body = bytearray(), memoryview(b"")
-        if mark != _SENDER:
-            self.digest = digest
-            return Record(begin, self._at, frame, body)
-        if "end" in frame.metadata:
-            return End(error_from_problem(json.loads(frame.metadata["end"])))
-        return Idle(int(frame.metadata["round"]))
+        if is_update:
+            if not record.follows(self.chain):
+                text = f"the record at byte {record.begin} does not continue the updates before it"
+                raise BadInput(text, code="malformed_frame")
+            self.chain = record.chain
+            return record
+        metadata = record.frame.metadata
+        if "end" in metadata:
+            return End(error_from_problem(json.loads(metadata["end"])))
+        return Idle(int(metadata["round"]))

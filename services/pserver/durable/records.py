@@ -2,12 +2,17 @@
 
     8 bytes    mark of the file
     8 bytes    length of the frame, little endian
-    16 bytes   XXH3-128 of the mark and the frame
+    16 bytes   XXH3-128 of the mark and the record's chain; in format 1 of the mark and the frame
     frame      a safetensors stream, like every body on the wire
 
+The **chain** of a record is the XXH3-128 of its frame. The metadata of the frame contains the chain of the record
+before as `previous`, so that a chain covers all records up to its own, and neither files nor marks. Before the first
+record it is the digest of the shard. Records of format 1 have no chain.
+
 A process that dies while it writes leaves a **torn** tail: an incomplete last record. It was never acknowledged, so it
-is cut off. An incomplete record before others is **damage**: the later ones must not be applied without it. After the
-last record the file may contain anything that does not begin with its mark, such as the content of a former use.
+is cut off. An incomplete record before others, or one that does not continue the chain, is **damage**: the later ones
+must not be applied. After the last record the file may contain anything that does not begin with its mark, such as the
+content of a former use.
 """
 
 from __future__ import annotations
@@ -24,23 +29,29 @@ from services.runtime.storage import Buffer, digest_chunks
 
 MARK_BYTES = 8
 PREFIX = struct.Struct("<8sQ16s")
+PREVIOUS_KEY = "previous"
 _MAX_VECTORS = 512  # of one writev; the kernel takes 1,024
 _WINDOW_BYTES = 1 << 20  # that are searched for a mark at once
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One complete record: its position in the file, and its parsed frame."""
+    """One complete record: its position in the file, its parsed frame, and its chain, which is None in format 1."""
 
     begin: int
     end: int
     frame: Frame
     body: memoryview
+    chain: str | None
 
     @property
     def data(self) -> memoryview:
         """The frame's data section, not copied."""
         return self.body[self.frame.data_begin :]
+
+    def follows(self, chain: str | None) -> bool:
+        """Return whether the record before has this chain, as far as both are known."""
+        return chain is None or self.chain is None or self.frame.metadata.get(PREVIOUS_KEY) == chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +62,43 @@ class Ending:
     at: int
 
 
-def pack_prefix(mark: bytes, frame: Sequence[Buffer]) -> bytes:
-    """Return the bytes before a frame. The digest contains the mark, so that a new mark does not revive old records."""
-    return PREFIX.pack(mark, sum(map(len, frame)), digest_chunks([mark, *frame]).digest())
+def pack_prefix(mark: bytes, frame: Sequence[Buffer]) -> tuple[bytes, str]:
+    """Return the bytes before a frame, and the record's chain.
+
+    The digest in the prefix contains the mark, so that a new mark does not revive old records.
+    """
+    chain = digest_chunks(frame)
+    return PREFIX.pack(mark, sum(map(len, frame)), _digest_prefix(mark, chain.digest())), chain.hexdigest()
 
 
-def append_record(fd: int, at: int, mark: bytes, frame: Sequence[Buffer]) -> int:
-    """Write a record after the last one, which ends `at`. Returns where the record ends.
+def _digest_prefix(mark: bytes, content: Buffer) -> bytes:
+    return digest_chunks([mark, content]).digest()
+
+
+def parse_record(prefix: bytes, body: memoryview, begin: int) -> Record | None:
+    """Return the record with this prefix and frame, which begins at `begin`, or None if it is damaged."""
+    mark, length, digest = PREFIX.unpack(prefix)
+    hashed = digest_chunks([body])
+    chain: str | None = hashed.hexdigest()
+    if digest != _digest_prefix(mark, hashed.digest()):
+        if digest != _digest_prefix(mark, body):
+            return None
+        chain = None
+    try:
+        frame = parse_frame(body, TRUSTED_LIMITS)
+    except GradpostError:
+        return None
+    return Record(begin, begin + PREFIX.size + length, frame, body, chain)
+
+
+def append_record(fd: int, at: int, mark: bytes, frame: Sequence[Buffer]) -> tuple[int, str]:
+    """Write a record after the last one, which ends `at`. Returns where the record ends, and its chain.
 
     All or nothing while the process lives: on an OSError (such as a full disk) the file ends where it ended before.
     """
+    prefix, chain = pack_prefix(mark, frame)
     try:
-        return _write_all(fd, at, [pack_prefix(mark, frame), *frame])
+        return _write_all(fd, at, [prefix, *frame]), chain
     except BaseException:
         os.ftruncate(fd, at)
         raise
@@ -85,11 +121,11 @@ def read_records(fd: int, mark: bytes) -> Iterator[Record | Ending]:
 
     A record's body is valid until the next record is read: its memory is reused. Every byte is read once.
     """
-    file, at = _File(fd), 0
-    while (record := _read_record(file, at, mark)) is not None:
+    file, at, chain = _File(fd), 0, None
+    while (record := _read_record(file, at, mark)) is not None and record.follows(chain):
         yield record
-        at = record.end
-    if _has_record_after(file, at, mark):
+        at, chain = record.end, record.chain
+    if record is not None or _has_record_after(file, at, mark):
         yield Ending("damaged", at)
     else:
         yield Ending("torn" if os.pread(fd, MARK_BYTES, at) == mark else "clean", at)
@@ -125,17 +161,10 @@ def _read_record(file: _File, begin: int, mark: bytes) -> Record | None:
     prefix = os.pread(file.fd, PREFIX.size, begin)
     if len(prefix) < PREFIX.size:
         return None
-    found, length, digest = PREFIX.unpack(prefix)
-    body_begin = begin + PREFIX.size
-    if found != mark or (body := file.read(body_begin, length)) is None:
+    found, length, _ = PREFIX.unpack(prefix)
+    if found != mark or (body := file.read(begin + PREFIX.size, length)) is None:
         return None
-    if digest_chunks([mark, body]).digest() != digest:
-        return None
-    try:
-        frame = parse_frame(body, TRUSTED_LIMITS)
-    except GradpostError:
-        return None
-    return Record(begin, body_begin + length, frame, body)
+    return parse_record(prefix, body, begin)
 
 
 def _has_record_after(file: _File, begin: int, mark: bytes) -> bool:

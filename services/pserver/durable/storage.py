@@ -54,6 +54,7 @@ from .log_reader import LogReader
 from .replay import replay_update
 from .update_log import LoggedUpdate, UpdateLog
 
+CHAIN_KEY = "chain"
 _DIGEST_BYTES = 16
 _NAME = re.compile(r"(\d{12})\.checkpoint")
 
@@ -113,6 +114,7 @@ class Restored:
 
     shard: Shard
     history: History
+    chain: str | None = None  # of the newest update; None: it begins with this shard
     is_short: bool = False  # there were later rounds
 
     @property
@@ -150,6 +152,12 @@ class RunStorage:
         return self.log.num_bytes
 
     @property
+    def newest_update(self) -> tuple[Round, str] | None:
+        """The round and chain of the newest logged update, for any thread; None without a log."""
+        tail = self.log.tail
+        return None if tail is None else (tail.round, tail.chain)
+
+    @property
     def is_async(self) -> bool:
         """True if rounds are numbers of this pserver's own contributions."""
         return self._install.consistency.is_async
@@ -179,7 +187,7 @@ class RunStorage:
         state = shard.state.clone() if copies else shard.state
         self._is_promised = False
         if self.has_log:
-            self.log.begin_segment(state.version)
+            self.log.begin_segment(state.version, shard.digest() if self.log.tail is None else None)
         metadata = self.describe_shard(history)
         if is_own:
             return lambda: self.own_checkpoints.write(state.version, state.encode(self.plan, metadata))
@@ -187,8 +195,10 @@ class RunStorage:
         return lambda: self.checkpoints.get(state.version) or self._write(state, metadata, steps)
 
     def describe_shard(self, history: History) -> dict[str, str]:
-        """Return the metadata of a shard in a file."""
+        """Return the metadata of a shard in a file; the shard has the newest logged update."""
+        newest = self.newest_update
         return {
+            **({} if newest is None else {CHAIN_KEY: newest[1]}),
             "run": self._install.run,
             "attempt": str(self._install.attempt),
             "pserver": str(self._index),
@@ -320,8 +330,8 @@ class RunStorage:
             read = self._read(round_)
             if read is None:
                 continue
-            state, history, num_bytes = read
-            restored = Restored(Shard(self.plan, self._index), history)
+            state, history, chain, num_bytes = read
+            restored = Restored(Shard(self.plan, self._index), history, chain)
             restored.shard.load_state(state)
             loaded = perf_counter()
             self._replay(restored, newest)
@@ -334,15 +344,15 @@ class RunStorage:
                 return restored
         return None
 
-    def _read(self, round_: Round) -> tuple[ShardState, History, int] | None:
-        """Return a checkpoint's shard, history and bytes. Return None and discard it if it is damaged."""
+    def _read(self, round_: Round) -> tuple[ShardState, History, str | None, int] | None:
+        """Return a checkpoint's shard, history, chain and bytes. Return None and discard it if it is damaged."""
         try:
             if round_ in self.own_checkpoints.rounds:
                 data = self.own_checkpoints.read(round_)
             else:
                 data = read_shard_file(self._place, self._install.run, self.checkpoints[round_])
             state, metadata = ShardState.decode(data)
-            return state, History.from_json(metadata["history"]), len(data)
+            return state, History.from_json(metadata["history"]), metadata.get(CHAIN_KEY), len(data)
         except UnsupportedFormat:
             raise
         except (DamagedFile, GradpostError, KeyError, ValueError) as error:
@@ -352,18 +362,19 @@ class RunStorage:
             return None
 
     def _replay(self, restored: Restored, newest: Round | None) -> None:
-        for update, data in self.log.read_after(restored.round):
+        for update, record in self.log.read_after(restored.round, restored.chain):
             if newest is not None and update.round > newest:
                 break
             keep = self._install.consistency.max_delay + 1
-            replay_update(restored.shard, restored.history, update, data, keep=keep)
+            replay_update(restored.shard, restored.history, update, record.data, keep=keep)
+            restored.chain = record.chain
         if restored.shard.published is not None:
             restored.shard.published.discard_deltas()
         restored.is_short = self.has_log and newest is None and self.log.is_short
 
-    def read_updates(self, after: Round, digest: str | None = None) -> LogReader:
+    def read_updates(self, after: Round, chain: str | None = None) -> LogReader:
         """Return a reader of the log after this round: see `LogReader`."""
-        return LogReader(self.log, after, digest, lambda: max(self.rounds, default=0))
+        return LogReader(self.log, after, chain, lambda: max(self.rounds, default=0))
 
     def find_restorable(self, newest: Round | None = None) -> list[tuple[Round, Round]]:
         """Return the ranges of rounds, first and last, that the log's digests allow to restore, newest first.
@@ -387,18 +398,18 @@ class RunStorage:
             ranges.append((round_, last))
         return ranges
 
-    def resume(self, round_: Round, install: InstallRun) -> None:
-        """Continue after this round, and delete later checkpoints, of an attempt that was rolled back.
+    def resume(self, restored: Restored, install: InstallRun) -> None:
+        """Continue with this shard, and delete later checkpoints, of an attempt that was rolled back.
 
         A place that cannot delete now delays nothing: later incarnations recognise such checkpoints by their attempt.
         """
-        self._install = install
+        self._install, round_ = install, restored.round
         for later in [later for later in self.checkpoints if later > round_]:
             self.undone.append(later)
             del self.checkpoints[later]
         self.own_checkpoints.resume(round_)
         if self.has_log:
-            self.log.resume(round_)
+            self.log.resume(round_, restored.chain or restored.shard.digest())
         try:
             self._delete_leftovers()
         except OSError as error:

@@ -33,7 +33,7 @@ from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.storage import Buffer, check_format, sync_folder
 
-from .records import MARK_BYTES, Ending, Record, append_record, read_records
+from .records import MARK_BYTES, PREVIOUS_KEY, Ending, Record, append_record, read_records
 
 FORMAT = 2
 
@@ -99,11 +99,12 @@ class LoggedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The newest segment, where its last record ends, and the round of that record."""
+    """The newest segment, where its last record ends, and the round and chain of the newest update."""
 
     segment: Segment
     end: int
     round: Round
+    chain: str
 
 
 class UpdateLog:
@@ -136,14 +137,16 @@ class UpdateLog:
         the process. On an OSError nothing of it was written.
         """
         assert self._newest is not None
+        assert self.tail is not None
         segment, fd = self._newest
         reach_failpoint("log.append.before")
         num_elements = sum(map(len, gradient)) // 4
-        header = encode_header([("gradient", "F32", (num_elements,))], update.to_metadata())
-        end = append_record(fd, self.num_bytes, segment.mark, [header, *gradient])
+        metadata = {**update.to_metadata(), PREVIOUS_KEY: self.tail.chain}
+        header = encode_header([("gradient", "F32", (num_elements,))], metadata)
+        end, chain = append_record(fd, self.num_bytes, segment.mark, [header, *gradient])
         if self._durability == "fsync":
             self._sync(fd)
-        self.tail = Tail(segment, end, update.round)
+        self.tail = Tail(segment, end, update.round, chain)
         if self._wakers:
             self.wake_readers()
         reach_failpoint("log.append.after")
@@ -156,8 +159,11 @@ class UpdateLog:
             os.ftruncate(fd, self.num_bytes)
             raise
 
-    def begin_segment(self, round_: Round) -> None:
-        """Write the updates after this round to a new file, or go on with the old one if there can be none."""
+    def begin_segment(self, round_: Round, chain: str | None = None) -> None:
+        """Write the updates after this round to a new file, or go on with the old one if there can be none.
+
+        `chain` is that of the round, by default that of the newest update.
+        """
         if self._newest is not None and self._newest[0].base == round_:
             return  # nothing was applied since it was begun
         try:
@@ -170,7 +176,10 @@ class UpdateLog:
             log.warning("the log cannot begin a new file and continues in the old one", round=round_, error=str(error))
             return
         self.close()
-        self._newest, self.tail = (segment, fd), Tail(segment, 0, round_)
+        if chain is None:
+            assert self.tail is not None
+            chain = self.tail.chain
+        self._newest, self.tail = (segment, fd), Tail(segment, 0, round_, chain)
 
     def _create_segment(self, base: Round) -> tuple[Segment, int]:
         """Return a segment without records, made of the spare one if there is one, and its open file.
@@ -191,33 +200,36 @@ class UpdateLog:
             raise
         return segment, fd
 
-    def resume(self, round_: Round) -> None:
-        """Continue after this round, and cut off later records, such as a torn tail."""
+    def resume(self, round_: Round, chain: str) -> None:
+        """Continue after this round, which has this chain, and cut off later records, such as a torn tail."""
         self.close()
         segments = list_segments(self.folder)
         while segments and segments[-1].base > round_:
             segments.pop().path.unlink()
         if not segments:
-            self.begin_segment(round_)
+            self.begin_segment(round_, chain)
             return
-        segment, end, newest = segments[-1], 0, segments[-1].base
+        segment, end, newest, found = segments[-1], 0, segments[-1].base, None
         for item in _read_segment(segment):
             if isinstance(item, Ending):
                 break
             if (logged := LoggedUpdate.from_record(item).round) > round_:
                 log.warning("cutting off the end of the log", file=segment.path.name, round=round_)
                 break
-            end, newest = item.end, logged
+            end, newest, found = item.end, logged, item.chain
         fd = os.open(segment.path, os.O_WRONLY)
-        self._newest, self.tail = (segment, fd), Tail(segment, end, newest)
+        self._newest, self.tail = (segment, fd), Tail(segment, end, newest, chain)
         os.ftruncate(fd, end)
         os.fsync(fd)
+        if newest != round_ or found not in (None, chain):  # a part of the log is lost: the next record does not follow
+            self.close()
+            self.begin_segment(round_, chain)
 
-    def read_after(self, round_: Round) -> Iterator[tuple[LoggedUpdate, memoryview]]:
-        """Yield the updates after a round with their gradients, without a gap, up to the end of the log or to damage.
+    def read_after(self, round_: Round, chain: str | None = None) -> Iterator[tuple[LoggedUpdate, Record]]:
+        """Yield the updates after a round and their records, without a gap, up to the end of the log or to damage.
 
-        Damage, and a missing file, set `is_short`; a torn tail, which was never acknowledged, does not. A gradient is
-        valid until the next update is read.
+        Damage, a missing file, and an update that does not continue the chain of the round set `is_short`; a torn tail,
+        which was never acknowledged, does not. A record is valid until the next update is read.
         """
         segments = list_segments(self.folder)
         newest_start = max((segment.base for segment in segments if segment.base <= round_), default=None)
@@ -235,9 +247,9 @@ class UpdateLog:
                     self.is_short = item.kind == "damaged"
                     break
                 update = LoggedUpdate.from_record(item)
-                if update.round == round_ + 1:
-                    yield update, item.data
-                    round_ += 1
+                if update.round == round_ + 1 and item.follows(chain):
+                    yield update, item
+                    round_, chain = update.round, item.chain
                 elif update.round > round_:
                     self.is_short = True
                     return

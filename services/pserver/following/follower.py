@@ -149,7 +149,7 @@ class Follower:
     async def _apply_updates(self, leader: Leader, named: StandbyAnswer) -> NoReturn:
         """Apply each update while the next one, and no more, is received."""
         replica = self.run
-        parser = RecordParser(replica.max_record_bytes)
+        parser = RecordParser(replica.max_record_bytes, replica.chain)
         handling: asyncio.Task[None] | None = None
         try:
             async with aclosing(leader.read_updates(replica)) as parts:
@@ -157,7 +157,7 @@ class Follower:
                     for received in parser.feed(part):
                         if handling is not None:
                             await handling
-                        handling = asyncio.create_task(self._handle_record(received, parser.digest, replica, leader))
+                        handling = asyncio.create_task(self._handle_record(received, replica, leader))
                     self._check_leader(named)
         except asyncio.CancelledError:
             if handling is not None:
@@ -174,7 +174,7 @@ class Follower:
         if (newest.leader, newest.incarnation) != (named.leader, named.incarnation):
             raise StalePserver(f"pserver {self.index} has another incarnation now", current=newest.incarnation)
 
-    async def _handle_record(self, received: Received, digest: bytes | None, replica: Replica, leader: Leader) -> None:
+    async def _handle_record(self, received: Received, replica: Replica, leader: Leader) -> None:
         if isinstance(received, End):
             raise received.reason
         now = asyncio.get_running_loop().time()
@@ -182,10 +182,10 @@ class Follower:
             self._logged = ""
             self.lag.note_leader(received.round, now)
         else:
-            await self._apply(received, digest, replica)
+            await self._apply(received, replica)
         await self._compare_if_due(replica, leader, now, is_idle=isinstance(received, Idle))
 
-    async def _apply(self, record: Record, digest: bytes | None, replica: Replica) -> None:
+    async def _apply(self, record: Record, replica: Replica) -> None:
         try:
             await replica.apply(record)
         except UnsupportedFormat:
@@ -196,8 +196,7 @@ class Follower:
                 raise
             log.exception("an update cannot be applied", round=replica.round)
             raise TryAgain(f"an update of pserver {self.index} cannot be applied: {error}") from error
-        assert digest is not None  # of this record
-        replica.digest = digest.hex()
+        replica.chain = record.chain
         self._num_unchecked += 1
         self._metrics.updates.inc()
         self.lag.note_applied(replica.round, record.end - record.begin)

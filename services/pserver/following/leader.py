@@ -59,8 +59,8 @@ class Leader:
     async def read_updates(self, replica: Replica) -> AsyncGenerator[bytes, None]:
         """Yield the stream of the updates behind those of a replica. httpx.ReadTimeout is a leader that hangs."""
         query: dict[str, Any] = {**_identify(replica), "after": replica.round}
-        if replica.digest is not None:
-            query["digest"] = replica.digest
+        if replica.chain is not None:
+            query["digest"] = replica.chain
         timeout = httpx.Timeout(SILENCE_SECONDS)
         async with self._http.stream("GET", self._address + routes.UPDATES, params=query, timeout=timeout) as response:
             await _raise_for_answer(response)

@@ -17,6 +17,7 @@ from services.runtime.compute import ComputeExecutor
 
 from ..durable.records import Record
 from ..durable.replay import replay_update
+from ..durable.storage import CHAIN_KEY
 from ..durable.update_log import LoggedUpdate
 from ..run.schedule import Read
 from ..shard.captures import Captures
@@ -34,13 +35,19 @@ class Replica:
     """The shard of a pserver after its newest replayed update. Its compute thread applies updates and reads it."""
 
     def __init__(
-        self, installed: InstallRun, index: PserverIndex, shard: Shard, history: History, compute: ComputeExecutor
+        self,
+        installed: InstallRun,
+        index: PserverIndex,
+        shard: Shard,
+        history: History,
+        compute: ComputeExecutor,
+        chain: str | None,
     ) -> None:
         self.installed = installed
         self.index = index
         self.shard = shard
         self.history = history
-        self.digest: str | None = None  # of the record of the newest update, once there is one
+        self.chain = chain  # of the newest update; None if the leader does not know it
         self._compute = compute
         self._captures = Captures()
         self._kept_rounds = installed.consistency.max_delay + 1
@@ -61,7 +68,8 @@ class Replica:
             raise BadInput("the copy is of another shard", code="malformed_frame", expected=expected, actual=actual)
         shard = Shard(plan, index)
         shard.load_state(state)
-        return cls(installed, index, shard, History.from_json(metadata["history"]), compute)
+        history = History.from_json(metadata["history"])
+        return cls(installed, index, shard, history, compute, metadata.get(CHAIN_KEY))
 
     @property
     def round(self) -> Round:

@@ -42,6 +42,7 @@ log = get_logger()
 P = ParamSpec("P")
 T = TypeVar("T")
 
+QUICK_PARTS = 2048  # blocks of all contributions, which are summed and stepped within a few milliseconds
 ENDS_WITH_INTACT_SHARDS = (TrainerLost, RoundTimeout, RunStopped)
 
 
@@ -63,7 +64,7 @@ class WaitClock:
 
 @dataclass(eq=False)
 class RunContext:
-    """The shared part of one run. Lives on the event loop; only `compute` touches tensors."""
+    """The shared part of one run. Lives on the event loop; only jobs of `compute` touch the shard's tensors."""
 
     installed: InstallRun
     index: PserverIndex
@@ -81,6 +82,11 @@ class RunContext:
     notice: str = ""  # the notice of the coordinator about lost trainers
     condition: asyncio.Condition = field(default_factory=asyncio.Condition)
     wait_clock: WaitClock = field(default_factory=WaitClock)
+
+    @property
+    def has_log(self) -> bool:
+        """True if updates are logged."""
+        return self.storage is not None and self.storage.has_log
 
     @property
     def identity(self) -> dict[str, str]:
@@ -190,10 +196,10 @@ class RunContext:
     # ------------------------------------------------------------------ work on the shard
 
     async def run_update(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run an update of the shard after the earlier jobs: on the loop if it is small and waits for no disk."""
-        is_quick = self.shard.is_small and self.installed.durability != "fsync"
-        run = self.compute.run_at_once if is_quick else self.compute.run
-        return await run(fn, *args, **kwargs)
+        """Run an update of the shard, which must not wait for a disk, after the earlier jobs: on the loop if quick."""
+        num_parts = len(self.shard.layout.places) * len(self.schedule.members)
+        is_quick = self.shard.is_small and num_parts <= QUICK_PARTS
+        return await (self.compute.run_at_once if is_quick else self.compute.run)(fn, *args, **kwargs)
 
     async def read_now(self, read: Read[T], extra: Mapping[str, str] | None = None) -> T:
         """Return what `read` returns between two updates, on the compute thread; `extra` joins its metadata."""

@@ -22,7 +22,7 @@ LARGE_BYTES = 1024 * 1024
 
 
 class BufferPool:
-    """Buffers of the sizes that recur every round. Used on the event loop and one compute thread."""
+    """Buffers of the sizes that recur every round. They are acquired on the event loop, and released on any thread."""
 
     def __init__(self) -> None:
         self._idle: defaultdict[int, list[memoryview]] = defaultdict(list)
@@ -37,12 +37,14 @@ class BufferPool:
         """
         grain = GRAIN_BYTES if num_bytes >= LARGE_BYTES else PAGE_BYTES
         num_bytes += -num_bytes % grain
-        self.used_bytes += num_bytes
-        self._peak_bytes = max(self._peak_bytes, self.used_bytes)
         if same_size := self._idle[num_bytes]:
             self.idle_bytes -= num_bytes
-            return same_size.pop()
-        return np.empty(num_bytes, np.uint8).data
+            buffer = same_size.pop()
+        else:
+            buffer = np.empty(num_bytes, np.uint8).data
+        self.used_bytes += num_bytes
+        self._peak_bytes = max(self._peak_bytes, self.used_bytes)
+        return buffer
 
     def release(self, buffer: memoryview) -> None:
         """Keep the buffer, unless more bytes would be idle than were ever in use at a time."""

@@ -36,7 +36,7 @@ class Probes:
 
     All readers of a block share one.
 
-    The compute thread calls `copy_before` and `finish_probes`.
+    Jobs of `ComputeExecutor` call `copy_before` and `finish_probes`.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Probes:
 class Captures:
     """Reads of the whole shard after given rounds, before its next write.
 
-    The compute thread calls `capture_round`; other methods are called on the event loop.
+    A job of `ComputeExecutor` calls `capture_round`; other methods are called on the event loop.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -18,7 +18,7 @@ from ps_protocol.requests import SINCE_KEY
 from ps_protocol.vocabulary import DTYPE_BYTES, Round
 from ps_protocol.wire_types import WireTensor
 
-from ..waits import EndWait, endable_wait
+from ..waits import EndableWait, EndWait
 from .bodies import BufferPool, PooledBuffer
 from .layout import BlockPlace
 from .tensors import view_bytes
@@ -35,36 +35,36 @@ NO_DELTAS: Mapping[str, Sequence[EncodedTensor]] = {}
 class PulledViews:
     """Blocks of `values`, the shard's flat float32 tensor, as trainers pull them. Float32 blocks are not copied.
 
-    A run is of blocks that lie one after another in the flat tensor, without padding, and have the same dtype.
+    A stretch is of blocks that lie one after another in the flat tensor, without padding, and have the same dtype.
     """
 
     def __init__(self, values: Tensor, places: Sequence[BlockPlace]) -> None:
-        self._runs: list[memoryview] = []
-        self._blocks: list[tuple[WireTensor, int, int, int]] = []  # with its run, and its first and last byte there
-        self._converted: list[tuple[Tensor, Tensor]] = []  # memory of runs in other dtypes, and their values
-        runs: list[list[BlockPlace]] = []
+        self._stretches: list[memoryview] = []
+        self._blocks: list[tuple[WireTensor, int, int, int]] = []  # with its stretch, and its first and last byte there
+        self._converted: list[tuple[Tensor, Tensor]] = []  # memory of stretches in other dtypes, and their values
+        stretches: list[list[BlockPlace]] = []
         for place in places:
-            if not runs or (runs[-1][-1].pulled, runs[-1][-1].end) != (place.pulled, place.begin):
-                runs.append([])
-            runs[-1].append(place)
-        for number, run in enumerate(runs):
-            dtype, begin = run[0].pulled, run[0].begin
-            pulled = exact = values[begin : run[-1].end]
+            if not stretches or (stretches[-1][-1].pulled, stretches[-1][-1].end) != (place.pulled, place.begin):
+                stretches.append([])
+            stretches[-1].append(place)
+        for number, stretch in enumerate(stretches):
+            dtype, begin = stretch[0].pulled, stretch[0].begin
+            pulled = exact = values[begin : stretch[-1].end]
             if dtype != "F32":
                 pulled = torch.empty(len(exact), dtype=TORCH_DTYPES[dtype])
                 self._converted.append((pulled, exact))
-            self._runs.append(view_bytes(pulled))
+            self._stretches.append(view_bytes(pulled))
             width = DTYPE_BYTES[dtype]
-            for place in run:
+            for place in stretch:
                 tensor = place.name, dtype, (place.block.num_elements,)
                 self._blocks.append((tensor, number, width * (place.begin - begin), width * (place.end - begin)))
 
     def read(self, *, copied: bool) -> PulledBytes:
         """Return the blocks with their bytes, which are valid until the values change, unless they are copied."""
-        for pulled, run in self._converted:
-            pulled.copy_(run)
-        runs = [memoryview(bytes(run)) for run in self._runs] if copied else self._runs
-        return PulledBytes([(tensor, runs[run][begin:end]) for tensor, run, begin, end in self._blocks], runs)
+        for pulled, exact in self._converted:
+            pulled.copy_(exact)
+        pieces = [memoryview(bytes(each)) for each in self._stretches] if copied else self._stretches
+        return PulledBytes([(tensor, pieces[number][begin:end]) for tensor, number, begin, end in self._blocks], pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class PulledBytes:
     """The blocks of a shard in plan order, and the same bytes in fewer pieces."""
 
     blocks: Sequence[EncodedTensor]
-    runs: Sequence[memoryview]
+    pieces: Sequence[memoryview]
 
 
 class FrameCopy:
@@ -171,7 +171,7 @@ class VersionedBlocks:
         self._metadata = metadata
         self._base = base
         self._deltas = deltas
-        self._frames: dict[Round | None, Parts] = {None: _join(blocks, pulled.runs, metadata)}
+        self._frames: dict[Round | None, Parts] = {None: _join(blocks, pulled.pieces, metadata)}
 
     def parts(self, base: Round | None = None) -> Parts:
         """Return the frame for a trainer that has all blocks of version `base`; None is a trainer without blocks.
@@ -226,12 +226,16 @@ class Reply:
         """Return all parts, or fewer for a trainer that has the values of version `base`."""
         return self.parts if base is None or self.blocks is None else self.blocks.parts(base)
 
+    def reading(self) -> AbstractAsyncContextManager[None]:
+        """Allow reading the parts within the block. StaleRound is raised there if borrowed views are revoked."""
+        is_borrowed = self.memory is None and any(isinstance(part, memoryview) for part in self.parts)
+        return self._borrow() if is_borrowed else nullcontext()
+
     @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
-        """Allow reading the parts within the block. Raises StaleRound there if the reply is revoked."""
+    async def _borrow(self) -> AsyncIterator[None]:
         if self._is_revoked:
             raise self._make_error()
-        async with endable_wait(self._make_error) as end_reader:
+        async with EndableWait(self._make_error) as end_reader:
             self._readers.add(end_reader)
             try:
                 yield

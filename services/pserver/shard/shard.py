@@ -63,7 +63,7 @@ class Shard:
 
     @property
     def is_small(self) -> bool:
-        """True if an update or a copy takes less time than waking another thread."""
+        """True if a copy takes less time than waking another thread, as does an update of few blocks."""
         return len(self.values) <= SMALL_ELEMENTS
 
     # ------------------------------------------------------------------ initial values

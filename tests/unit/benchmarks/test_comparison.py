@@ -26,8 +26,8 @@ def test_quick_leaves_out_long_cases_and_peers() -> None:
     }
 
 
-@pytest.mark.parametrize(("ours", "verdict"), [([0.8, 0.9, 1.0], "met"), ([0.9, 1.0, 1.1], "missed")])
-def test_a_target_is_met_when_the_lower_end_of_the_interval_is(ours: list[float], verdict: str) -> None:
+@pytest.mark.parametrize(("ours", "verdict"), [([0.8, 0.84, 1.0], "met"), ([0.8, 0.9, 1.0], "missed")])
+def test_a_target_is_met_when_the_median_is(ours: list[float], verdict: str) -> None:
     [case] = [case for case in CASES if case.name == "sync_100mb_fp32"]
     names = (OURS, "torch_rpc_tcp_keeping", "http1")
     seconds = {OURS: ours, "torch_rpc_tcp_keeping": [1.0] * 3}

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
+from ps_protocol.requests import Pull
 from services.pserver.run.asynchronous import queue_executor, queues, update_jobs
 from services.pserver.shard import shard as shard_module
+from services.pserver.shard.bodies import PooledBuffer
 
 from ...raising import raises_code
 from .oracle import make_options
@@ -310,6 +312,18 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
         await pserver.get(0, 2)
         await pserver.push(0, 3, ones(), computed_on=2)
         assert stepped(await pserver.get(0, 3), by=3)
+
+
+async def test_the_memory_of_a_reply_is_not_reused_while_it_is_sent() -> None:
+    async with asynchronous() as pserver:
+        reply = await pserver.run.executor.get(pserver.fence(0, 0), Pull(0, wait_seconds=1))
+        [part] = reply.parts
+        before = bytes(part)
+        other = PooledBuffer(pserver.pserver.pool, len(part))
+        other.buffer[:] = bytes(len(part))
+        assert bytes(part) == before
+        del reply
+        assert pserver.pserver.pool.idle_bytes > 0
 
 
 async def test_there_are_no_barriers() -> None:

@@ -90,7 +90,7 @@ async def test_a_repeated_request_writes_once_and_another_one_is_retried(tmp_pat
 
 
 async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(tmp_path: Path, monkeypatch):
-    async with bench(state_dir=tmp_path, **LOGGED | {"durability": "fsync"}) as b:  # steps on the compute thread
+    async with bench(state_dir=tmp_path, **LOGGED) as b:  # a round that is logged is stepped on the compute thread
         has_stepped, may_go_on = hold(monkeypatch, b.run.executor, "_step", after=True)
         playing = asyncio.create_task(b.play_round(1))
         assert await asyncio.to_thread(has_stepped.wait, 10)

@@ -187,8 +187,8 @@ VERSIONED = {"small": 3, "large": LARGE_BYTES // 4 + 1, "other": 5, "larger": LA
 def make_versioned(changed: dict[str, int]) -> tuple[VersionedBlocks, dict[str, bytes]]:
     data = {name: torch.randn(size).numpy().tobytes() for name, size in VERSIONED.items()}
     blocks = [((name, "F32", (size,)), memoryview(data[name])) for name, size in VERSIONED.items()]
-    runs = [memoryview(b"".join(data.values()))]
-    return VersionedBlocks(PulledBytes(blocks, runs), changed, {"round": "9"}, 8), data
+    pieces = [memoryview(b"".join(data.values()))]
+    return VersionedBlocks(PulledBytes(blocks, pieces), changed, {"round": "9"}, 8), data
 
 
 @given(

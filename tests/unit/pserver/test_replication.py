@@ -44,16 +44,16 @@ Stop = Callable[[Bench], Any]
 class Reader:
     """A client of the application, without a network. It takes parts while `takes` is set."""
 
-    def __init__(self, b: Bench, path: str, **query: object) -> None:
+    def __init__(self, b: Bench, path: str, **query: Any) -> None:
         self.status = 0
         self.body = bytearray()  # of another answer than a stream
         self.raw = bytearray()  # of a stream
         self.received: list[Received] = []
         self.takes, self.leaves = asyncio.Event(), asyncio.Event()
         self.takes.set()
-        self.digest: str | None = None
+        self.chain: str | None = None
         self.num_parts = 0
-        self._parser = RecordParser(1 << 24)
+        self._parser = RecordParser(1 << 24, query.get("digest"))
         self._is_stream = path == UPDATES
         self._has_sent = False
         scope = {
@@ -81,7 +81,7 @@ class Reader:
         if self._is_stream and self.status == 200:
             self.raw += message.get("body", b"")
             self.received += self._parser.feed(message.get("body", b""))
-            self.digest = self._parser.digest and self._parser.digest.hex()
+            self.chain = self._parser.chain
         else:
             self.body += message.get("body", b"")
 
@@ -111,15 +111,15 @@ async def logging(folder: Path, **options: Any) -> AsyncIterator[Bench]:
         yield b
 
 
-async def read_copy(b: Bench) -> tuple[Shard, History]:
-    """The shard and its history from a copy."""
+async def read_copy(b: Bench) -> tuple[Shard, History, str | None]:
+    """The shard, its history and its chain from a copy."""
     reader = Reader(b, SHARD_COPY, run="run1", attempt=0)
     await asyncio.wait_for(reader.task, 10)
     assert reader.status == 200
     state, metadata = ShardState.decode(memoryview(reader.body))
     shard = Shard(b.plan, 0)
     shard.load_state(state)
-    return shard, History.from_json(metadata["history"])
+    return shard, History.from_json(metadata["history"]), metadata.get("chain")
 
 
 async def refusal(b: Bench, **query: object) -> tuple[int, str, dict[str, Any]]:
@@ -200,9 +200,9 @@ async def test_a_copy_and_the_records_behind_it_have_the_bits_of_the_shard(tmp_p
         is_async = b.install.consistency.is_async
         play = play_async if is_async else play_sync
         await play(b, 1, 3)
-        shard, history = await read_copy(b)
+        shard, history, chain = await read_copy(b)
         assert shard.digest() == b.run.shard.digest()
-        reader = Reader(b, UPDATES, run="run1", attempt=0, after=shard.version)
+        reader = Reader(b, UPDATES, run="run1", attempt=0, after=shard.version, digest=chain)
         await play(b, 4, 8)
         await reader.wait_for_round(b.run.shard.version)
         for update, data in reader.updates:
@@ -211,6 +211,7 @@ async def test_a_copy_and_the_records_behind_it_have_the_bits_of_the_shard(tmp_p
         assert (shard.version, shard.versions) == (b.run.shard.version, b.run.shard.versions)
         assert shard.digest() == b.run.shard.digest()
         assert history == b.run.schedule.copy_history()
+        assert (shard.version, reader.chain) == b.run.storage.newest_update
         await reader.leave()
 
 
@@ -223,6 +224,24 @@ async def test_a_copy_is_the_file_of_a_checkpoint(tmp_path: Path) -> None:
         reader = Reader(b, SHARD_COPY, run="run1", attempt=0)
         await reader.task
         assert bytes(reader.body) == file.read_bytes()
+
+
+async def test_a_copy_has_the_chain_of_its_round_although_updates_follow_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with logging(tmp_path) as b:
+        await b.play_rounds(1, 3)
+        newest, read = b.run.storage.newest_update, b.run.executor.read_after_round
+
+        async def read_before_an_update(*args: Any) -> Any:
+            found = await read(*args)
+            await b.play_round(4)
+            return found
+
+        monkeypatch.setattr(b.run.executor, "read_after_round", read_before_an_update)
+        shard, _, chain = await read_copy(b)
+        assert (shard.version, chain) == newest
+        assert b.run.storage.newest_update[0] == 4
 
 
 # ---------------------------------------------------------------------- the stream
@@ -305,19 +324,20 @@ async def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         await reader.wait_for_round(5)
         assert (await refusal(b, after=5))[1] == "overloaded"
         await reader.leave()
-        same = Reader(b, UPDATES, run="run1", attempt=0, after=5, digest=reader.digest)
+        same = Reader(b, UPDATES, run="run1", attempt=0, after=5, digest=reader.chain)
         await b.play_round(6)
         await same.wait_for_round(6)
         await same.leave()
 
 
-async def test_the_digest_is_compared_over_the_beginning_of_a_file(tmp_path: Path) -> None:
+async def test_the_chain_is_compared_over_the_beginning_of_a_file(tmp_path: Path) -> None:
     async with logging(tmp_path, checkpoint_rounds=2, keep_checkpoints=2) as b:
         first = Reader(b, UPDATES, run="run1", attempt=0, after=0)
         await play_and_write(b, 1, 4)
         await first.wait_for_round(4)
-        assert list_segments(tmp_path / "pserver-0" / "log")[-1].base == 4
-        same = Reader(b, UPDATES, run="run1", attempt=0, after=4, digest=first.digest)
+        assert [segment.base for segment in list_segments(tmp_path / "pserver-0" / "log")] == [2, 4]
+        assert (await refusal(b, after=2, digest="0" * 32))[1] == "diverged"  # without the record of round 2
+        same = Reader(b, UPDATES, run="run1", attempt=0, after=4, digest=first.chain)
         assert (await refusal(b, after=4, digest="0" * 32))[1] == "diverged"
         await b.play_round(5)
         await same.wait_for_round(5)

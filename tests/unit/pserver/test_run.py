@@ -494,7 +494,7 @@ def test_logs_and_checkpoints_of_earlier_versions_have_the_state() -> None:
     assert History.from_json(old).scaler == scaler_state(6)
     metadata = {**LoggedUpdate(7, (0,), [{"lr": 0.1}], None).to_metadata(), "grad_scaler": json.dumps(scaler_state(6))}
     frame = parse_frame(encode({}, metadata))
-    assert LoggedUpdate.from_record(Record(0, 0, frame, memoryview(b""))).hyper_parameters == [
+    assert LoggedUpdate.from_record(Record(0, 0, frame, memoryview(b""), None)).hyper_parameters == [
         {"lr": 0.1},
         scaler_state(6),
     ]

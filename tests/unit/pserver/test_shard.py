@@ -13,10 +13,12 @@ from ps_protocol.frames import parse_frame
 from ps_protocol.optimizers import OptimizerSpec, StepState
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, PLACEMENTS, WINDOW, ParameterSpec
+from ps_protocol.wire_types import WireTypes
 from services.coordinator.settings import RECORD_BYTES
 from services.pserver.shard.aggregation import PIECE, Aggregator
+from services.pserver.shard.bodies import BufferPool
 from services.pserver.shard.layout import ShardLayout
-from services.pserver.shard.reply import CHUNK_BYTES
+from services.pserver.shard.reply import CHUNK_BYTES, FrameCopy, VersionedBlocks
 from services.pserver.shard.shard import Shard
 from tests.unit.coordinator.support import defaults
 
@@ -146,6 +148,34 @@ def test_a_frame_is_a_safetensors_file_of_the_blocks_in_their_own_dtype(model):
     before = [bytes(bytearray(chunk)) for chunk in chunks]
     shard.block(shard.layout.places[0].name).fill_(3.0)
     assert (chunks == before, shard.encode(metadata={"round": "7"}) == before) == (True, False)
+
+
+@given(
+    sizes=st.lists(
+        st.tuples(st.sampled_from([0, 1, 63, 64, 128, 200, 20_000]), st.sampled_from(sorted(DTYPES))), max_size=8
+    ),
+    pull=st.sampled_from(["float32", "bfloat16", "float16"]),
+    chosen=st.sets(st.integers(0, 7)),
+)
+def test_a_pulled_frame_is_the_same_in_one_copy_and_in_pieces(sizes, pull, chosen):
+    parameters = [ParameterSpec(f"p{i}", (size,), dtype) for i, (size, dtype) in enumerate(sizes)]
+    plan = make_plan(parameters, 1, min_block_size=8192, optimizer=SPEC, wire=WireTypes(pull=pull))
+    shard, metadata = Shard(plan, 0), {"round": "3"}
+    shard.values.copy_(torch.randn(len(shard.values)))
+
+    def copy(names):
+        frame = FrameCopy(shard.layout.find_places(names), metadata, BufferPool())
+        frame.fill(shard.values)
+        return bytes(frame.buffer)
+
+    expected = b"".join(shard.encode(metadata=metadata, pulled=True))
+    for copied in (False, True):
+        pulled = shard.view_pulled().read(copied=copied)
+        versioned = VersionedBlocks(pulled, dict.fromkeys(shard.layout.place, 3), metadata, 2)
+        assert b"".join(versioned.parts()) == expected
+    assert copy(None) == expected
+    names = [name for i, name in enumerate(shard.layout.place) if i in chosen]
+    assert copy(names) == b"".join(shard.encode(names, metadata, pulled=True))
 
 
 def test_a_frame_of_some_blocks_has_them_in_plan_order():

@@ -245,7 +245,7 @@ REFUSALS: dict[str, tuple[dict[str, str], int, str]] = {
     ],
 )
 async def test_raw_routes_refuse_what_others_refuse(make_client: Any, refused: str, tokens_dir: Path) -> None:
-    """Though they are called beside the router."""
+    """They do so although they are called beside the router."""
     headers, status, code = REFUSALS[refused]
     sample = Sample()
     async with running(sample.make_app(), tokens_dir=tokens_dir) as service, make_client() as client:

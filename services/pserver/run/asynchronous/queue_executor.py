@@ -144,8 +144,7 @@ class QueueExecutor:
                         self._check_blocks_run(blocks)
                         if self._pauses.may_commit and self._held.is_ready(blocks):
                             self._pauses.note_commit()
-                            has_log = self._context.storage is not None and self._context.storage.has_log
-                            if has_log or self.schedule.contribution(fence.rank).slots:
+                            if self._context.has_log or self.schedule.contribution(fence.rank).slots:
                                 logging = self._pauses.begin_pause(self._log_and_commit(fence.rank))
                             else:
                                 self._commit(fence.rank, self._find_pull(fence.rank))

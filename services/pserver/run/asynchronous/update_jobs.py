@@ -1,4 +1,4 @@
-"""The application of block updates on the compute thread, many of them in one job.
+"""The application of block updates, many of them in one job of `ComputeExecutor`.
 
 Stepping a small block takes less time than a job, a call of the optimizer and a notification of the waiting requests.
 So the updates that are due in one turn of the event loop share these three.
@@ -84,7 +84,7 @@ class UpdateJobs:
         await self._context.notify()
 
     def _step_all(self, due: Sequence[_Due]) -> None:
-        """Step blocks, each of them once, on the compute thread."""
+        """Step blocks, each of them once, as a job."""
         together: dict[tuple[int, int], list[_Due]] = {}  # with the same hyperparameters and counter
         for each in due:
             each.staleness = self._shard.versions[each.name] - each.update.pull.versions[each.name]

@@ -1,4 +1,4 @@
-"""The tensor work of a synchronous round, on the compute thread; `RoundsExecutor` decides and waits.
+"""The tensor work of a synchronous round, as jobs of `ComputeExecutor`; `RoundsExecutor` decides and waits.
 
 clipped:    measure ──► the trainers agree on the norm ──► clip ──► step
 otherwise:  step, which aggregates
@@ -42,7 +42,7 @@ class Measured:
 
 
 class RoundWork:
-    """The aggregation, measurement, log, step and encoding of the rounds of one shard, on the compute thread."""
+    """The aggregation, measurement, log, step and encoding of the rounds of one shard; each method is a job."""
 
     def __init__(self, shard: Shard, storage: RunStorage | None, identity: Mapping[str, str], *, borrows: bool) -> None:
         """`identity` is in a reply's metadata. With `borrows` replies contain views of the values, and are revoked."""

@@ -3,7 +3,7 @@
 plain:    Apply ────────────────────────────────────────────────────► aggregate, log, step, encode ──► the next order
 clipped:  Measure ──► aggregate ──► the trainers agree on the norm ──► clip, log, step, encode ──────► the next order
 
-`RoundsExecutor` lives on the event loop; `RoundWork` does its tensor work on the compute thread.
+`RoundsExecutor` lives on the event loop; `RoundWork` does its tensor work in jobs of `ComputeExecutor`.
 """
 
 from __future__ import annotations
@@ -184,9 +184,10 @@ class RoundsExecutor:
         """Step as soon as the disk accepts the update. A full disk fails the run in the end."""
         loop, context = asyncio.get_running_loop(), self._context
         deadline = loop.time() + context.installed.round_timeout_seconds
+        run = context.compute.run if context.has_log else context.run_update  # a write may block, as may its thread
         while True:
             try:
-                reply = await self._context.run_update(self._step, apply)
+                reply = await run(self._step, apply)
             except OSError as error:
                 self._metrics.log_failures.inc()
                 if loop.time() >= deadline or context.failure is not None:
@@ -274,7 +275,7 @@ class RoundsExecutor:
         return reply
 
     def _encode_blocks(self, names: Sequence[str]) -> tuple[Round, Sequence[bytes]]:
-        # The compute thread runs one job at a time, so the version belongs to the values.
+        # Jobs run one at a time, so the version belongs to the values.
         version = self._context.shard.version
         return version, self._context.shard.encode(names, metadata=self._context.metadata(version), pulled=True)
 

@@ -76,8 +76,10 @@ def step(shard: Shard, round_: int, storage: RunStorage | None = None) -> None:
     shard.apply(gradient, present, numbers)
 
 
-def open_storage(folder: Path, plan: SlicePlan, durability: Durability = "log", index: int = 0) -> RunStorage:
-    return RunStorage(install_for(plan, durability), index, folder / f"log-{index}", place_in(folder))
+def open_storage(
+    folder: Path, plan: SlicePlan, durability: Durability = "log", index: int = 0, log: Path | None = None
+) -> RunStorage:
+    return RunStorage(install_for(plan, durability), index, log or folder / f"log-{index}", place_in(folder))
 
 
 def place_in(folder: Path) -> CheckpointStorage:

@@ -140,6 +140,14 @@ def test_a_run_does_not_begin_with_a_damaged_checkpoint(tmp_path, name):
         disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1"))
 
 
+def test_a_run_that_resumes_another_one_begins_its_chain_with_the_shard(tmp_path):
+    train(tmp_path, 6, (0, 4))
+    disk = reopened(tmp_path)
+    storage, restored = disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1", incarnation=2))
+    assert storage.newest_update == (4, restored.shard.digest())
+    assert storage.restore().chain == restored.shard.digest()
+
+
 def test_a_folder_has_one_holder(tmp_path):
     first = StateFolder(tmp_path, 0)
     with pytest.raises(FolderTaken, match="is in use by another process"):

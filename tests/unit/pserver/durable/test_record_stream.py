@@ -12,20 +12,31 @@ from hypothesis import strategies as st
 from ps_protocol.errors import BadInput, StaleRun
 from ps_protocol.frames import encode_header
 from services.pserver.durable.record_stream import End, Idle, Received, RecordParser, encode_end, encode_idle
-from services.pserver.durable.records import Record, pack_prefix
+from services.pserver.durable.records import PREFIX, Record, pack_prefix
+from services.runtime.storage import digest_chunks
 
 MAX_BYTES = 1000
+FIRST = "f" * 32
 
 items = st.lists(st.one_of(st.binary(max_size=200), st.integers(0, 10**6)), min_size=1, max_size=6)
 
 
-def encode(item: bytes | int) -> bytes:
-    """A record with this data, or an idle record of this round."""
-    if isinstance(item, int):
-        return encode_idle(item)
-    frame = [encode_header([("gradient", "U8", (len(item),))], {"number": "1"}), item]
-    mark = b"mark" + len(item).to_bytes(4, "big")
-    return pack_prefix(mark, frame) + b"".join(frame)
+def encode_all(items: list[bytes | int]) -> list[bytes]:
+    """Records with this data, whose files differ, and idle records of these rounds."""
+    records, chain = [], FIRST
+    for item in items:
+        if isinstance(item, int):
+            records.append(encode_idle(item))
+            continue
+        frame = [encode_header([("gradient", "U8", (len(item),))], {"previous": chain}), item]
+        prefix, chain = pack_prefix(b"mark" + len(item).to_bytes(4, "big"), frame)
+        records.append(prefix + b"".join(frame))
+    return records
+
+
+def encode(*items: bytes | int) -> bytes:
+    """A stream of these records."""
+    return b"".join(encode_all(list(items)))
 
 
 def decode(received: Received) -> bytes | int:
@@ -49,9 +60,9 @@ cuts = st.lists(st.integers(0, 5000), max_size=30)
 @settings(max_examples=100)
 def test_pieces_of_any_size_make_the_same_records(sent: list[bytes | int], places: list[int]) -> None:
     parser = RecordParser(MAX_BYTES)
-    assert read(parser, b"".join(map(encode, sent)), places) == sent
+    assert read(parser, encode(*sent), places) == sent
     assert not parser.is_in_record
-    assert (parser.digest is None) == all(isinstance(item, int) for item in sent)
+    assert (parser.chain is None) == all(isinstance(item, int) for item in sent)
 
 
 @given(items, cuts, st.integers(0, 5000))
@@ -59,9 +70,9 @@ def test_pieces_of_any_size_make_the_same_records(sent: list[bytes | int], place
 def test_a_stream_that_is_cut_anywhere_has_its_complete_records(
     sent: list[bytes | int], places: list[int], cut: int
 ) -> None:
-    stream = b"".join(map(encode, sent))
+    stream = encode(*sent)
     cut %= len(stream)
-    ends = [len(b"".join(map(encode, sent[:number]))) for number in range(len(sent) + 1)]
+    ends = [len(encode(*sent[:number])) for number in range(len(sent) + 1)]
     whole = sum(end <= cut for end in ends) - 1
     parser = RecordParser(MAX_BYTES)
     assert read(parser, stream[:cut], places) == sent[:whole]
@@ -71,10 +82,10 @@ def test_a_stream_that_is_cut_anywhere_has_its_complete_records(
 @given(items, st.integers(0, 50_000))
 @settings(max_examples=200)
 def test_a_flipped_bit_is_found_or_leaves_the_stream_torn(sent: list[bytes | int], bit: int) -> None:
-    stream = bytearray(b"".join(map(encode, sent)))
+    stream = bytearray(encode(*sent))
     bit %= 8 * len(stream)
     stream[bit // 8] ^= 1 << bit % 8
-    before = sum(len(b"".join(map(encode, sent[: number + 1]))) <= bit // 8 for number in range(len(sent)))
+    before = sum(len(encode(*sent[: number + 1])) <= bit // 8 for number in range(len(sent)))
     parser, found, is_found = RecordParser(MAX_BYTES), [], False
     try:
         for place in range(len(stream)):
@@ -99,8 +110,64 @@ def test_the_end_names_its_reason() -> None:
 
 
 def test_a_record_has_its_place_in_the_stream() -> None:
-    first, second = RecordParser(MAX_BYTES).feed(encode(b"a") + encode(b"bc"))
+    first, second = RecordParser(MAX_BYTES).feed(encode(b"a", b"bc"))
     assert isinstance(first, Record)
     assert isinstance(second, Record)
     assert (first.begin, first.end, second.begin) == (0, len(encode(b"a")), first.end)
     assert replace(first, begin=5).data == b"a"
+
+
+updates = st.lists(st.binary(max_size=20), min_size=3, max_size=6)
+
+
+@given(updates, st.data())
+@settings(max_examples=100)
+def test_a_dropped_repeated_or_swapped_record_is_an_error(sent: list[bytes | int], data: st.DataObject) -> None:
+    records = encode_all(sent)
+    first = data.draw(st.integers(0, len(sent) - 2))
+    second = data.draw(st.integers(first + 1, len(sent) - 1))
+    altered = data.draw(
+        st.sampled_from(
+            [
+                [*records[:first], *records[first + 1 :]],
+                [*records[: second + 1], records[first], *records[second + 1 :]],
+                [
+                    *records[:first],
+                    records[second],
+                    *records[first + 1 : second],
+                    records[first],
+                    *records[second + 1 :],
+                ],
+            ]
+        )
+    )
+    whole = next(number for number, pair in enumerate(itertools.zip_longest(records, altered)) if pair[0] != pair[1])
+    parser, found = RecordParser(MAX_BYTES, FIRST), []
+    for record in altered[:whole]:
+        found += map(decode, parser.feed(record))
+    assert found == sent[:whole]
+    with pytest.raises(BadInput, match="does not continue") as error:
+        list(parser.feed(altered[whole]))
+    assert error.value.code == "malformed_frame"
+
+
+def test_the_first_record_must_continue_what_the_reader_has() -> None:
+    stream = encode(b"a", 5, b"b")
+    parser = RecordParser(MAX_BYTES, FIRST)
+    *_, last = parser.feed(stream)
+    assert isinstance(last, Record)
+    assert parser.chain == last.chain
+    with pytest.raises(BadInput, match="does not continue"):
+        list(RecordParser(MAX_BYTES, "0" * 32).feed(stream))
+
+
+def test_an_update_of_format_1_has_no_chain() -> None:
+    frame = encode_header([], {"round": "1"})
+    earlier = PREFIX.pack(b"8 bytes.", len(frame), digest_chunks([b"8 bytes.", frame]).digest()) + frame
+    parser = RecordParser(MAX_BYTES, FIRST)
+    [record] = parser.feed(earlier)
+    assert isinstance(record, Record)
+    assert (record.chain, parser.chain) == (None, None)
+    [record] = parser.feed(encode(b"a"))
+    assert isinstance(record, Record)
+    assert parser.chain == record.chain is not None

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.frames import encode_header
-from services.pserver.durable.records import MARK_BYTES, Ending, Record, append_record, read_records
+from services.pserver.durable.records import MARK_BYTES, PREVIOUS_KEY, Ending, Record, append_record, read_records
 from services.pserver.shard.shard import Shard
 from services.pserver.shard.shard_state import ShardState, concatenate, reslice
 
@@ -25,10 +25,11 @@ MARK = b"\x00mark\xff\x01\x02"
 def write(path: Path, bodies: list[bytes], mark: bytes = MARK) -> list[int]:
     """Over what is there; returns where each record ends, and first of all 0."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    ends = [0]
+    ends, chain = [0], ""
     for number, body in enumerate(bodies):
-        header = encode_header([("gradient", "U8", (len(body),))], {"number": str(number)})
-        ends.append(append_record(fd, ends[-1], mark, [header, body[:3], body[3:]]))
+        header = encode_header([("gradient", "U8", (len(body),))], {"number": str(number), PREVIOUS_KEY: chain})
+        end, chain = append_record(fd, ends[-1], mark, [header, body[:3], body[3:]])
+        ends.append(end)
     os.close(fd)
     return ends
 
@@ -100,6 +101,35 @@ def test_a_flipped_bit_is_a_torn_tail_in_the_last_record_and_damage_before_it(tm
     assert read(path) == (written[:number], Ending(kind, ends[number]))
 
 
+@given(st.lists(st.binary(max_size=20), min_size=4, max_size=6), st.data())
+@settings(max_examples=100)
+def test_a_dropped_repeated_or_swapped_record_is_damage(tmp_path_factory, written, data):
+    path = tmp_path_factory.mktemp("log") / "log"
+    ends = write(path, written)
+    content = path.read_bytes()
+    records = [content[begin:end] for begin, end in itertools.pairwise(ends)]
+    first = data.draw(st.integers(1, len(written) - 2))
+    second = data.draw(st.integers(first + 1, len(written) - 1))
+    altered = data.draw(
+        st.sampled_from(
+            [
+                [*records[:first], *records[first + 1 :]],
+                [*records[: second + 1], records[first], *records[second + 1 :]],
+                [
+                    *records[:first],
+                    records[second],
+                    *records[first + 1 : second],
+                    records[first],
+                    *records[second + 1 :],
+                ],
+            ]
+        )
+    )
+    whole = next(number for number, pair in enumerate(itertools.zip_longest(records, altered)) if pair[0] != pair[1])
+    path.write_bytes(b"".join(altered))
+    assert read(path) == (written[:whole], Ending("damaged", ends[whole]))
+
+
 def test_a_record_that_does_not_fit_ends_the_file_where_it_began(tmp_path, monkeypatch):
     path = tmp_path / "log"
     write(path, [b"former"] * 3, b"old mark")
@@ -119,7 +149,9 @@ def test_a_record_that_does_not_fit_ends_the_file_where_it_began(tmp_path, monke
         append_record(fd, end, MARK, [encode_header([], {"number": "1"})])
     assert path.stat().st_size == end
     monkeypatch.setattr(os, "pwritev", real)
-    append_record(fd, end, MARK, [encode_header([], {"number": "1"})])
+    with path.open("rb") as file:
+        chain = next(read_records(file.fileno(), MARK)).chain
+    append_record(fd, end, MARK, [encode_header([], {"number": "1", PREVIOUS_KEY: chain})])
     os.close(fd)
     assert read(path)[1].kind == "clean"
 

@@ -62,7 +62,7 @@ def test_the_log_goes_on_after_its_last_whole_record(tmp_path, is_torn):
     storage = reopen(tmp_path)
     restored = storage.restore()
     assert restored.round == (9 if is_torn else 10)
-    storage.resume(restored.round, storage._install)
+    storage.resume(restored, storage._install)
     for round_ in range(restored.round + 1, 13):
         step(restored.shard, round_, storage)
     assert_restores(tmp_path, 12)
@@ -119,7 +119,7 @@ def test_a_log_of_an_earlier_version_ends_where_it_sets_values(tmp_path, monkeyp
     storage = reopen(tmp_path)
     assert storage.find_restorable() == [(0, 8)]
     restored = assert_restores(tmp_path, 8, is_short=True)
-    storage.resume(8, storage._install)
+    storage.resume(restored, storage._install)
     step(restored.shard, 9, storage)
     assert reopen(tmp_path).find_restorable() == [(0, 9)]
 
@@ -140,11 +140,12 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypat
 )
 def test_checkpoints_that_a_later_attempt_has_rolled_back_are_ignored_and_deleted(tmp_path, began, expected):
     train(tmp_path, 11)
+    restored = reopen(tmp_path).restore()
     install = install_for(TWO_SHARDS, attempt=len(began), began=began)
     storage = RunStorage(install, 0, tmp_path / "log-0", place_in(tmp_path))
     storage.find_checkpoints()
     assert sorted(storage.checkpoints) == expected
-    storage.resume(11, install)
+    storage.resume(restored, install)
     assert sorted(reopen(tmp_path).checkpoints) == expected
 
 
@@ -221,7 +222,7 @@ def test_a_rollback_deletes_later_own_checkpoints(tmp_path):
     train_alone(tmp_path)
     (tmp_path / "log-0" / f".{28:012}.checkpoint.123").write_bytes(b"half")
     storage = reopen(tmp_path)
-    storage.resume(26, storage._install.model_copy(update={"attempt": 1}))
+    storage.resume(storage.restore(26), storage._install.model_copy(update={"attempt": 1}))
     assert reopen(tmp_path).find_restorable() == [(24, 26), (0, 0)]
     assert [path.name for path in (tmp_path / "log-0").glob("*.checkpoint*")] == [f"{24:012}.checkpoint"]
 
@@ -282,7 +283,7 @@ def test_a_log_is_read_to_its_end_while_a_checkpoint_begins_another_file(tmp_pat
         for round_ in range(first, last + 1):
             log.append(LoggedUpdate(round_, (0,), [], None), [gradient])
 
-    log.begin_segment(0)
+    log.begin_segment(0, "0" * 32)
     append(1, 8)
     log.begin_segment(8)
     log.prune(8)
@@ -302,7 +303,7 @@ def test_a_rollback_deletes_later_rounds_or_ignores_those_that_it_cannot_delete(
     storage = reopen(tmp_path)
     if not deletes:
         monkeypatch.setattr(storage._place, "delete", refuse)
-    storage.resume(6, storage._install.model_copy(update={"attempt": 1, "began": {1: 6}}))
+    storage.resume(storage.restore(6), storage._install.model_copy(update={"attempt": 1, "began": {1: 6}}))
     assert sorted(storage.checkpoints) == [0, 4]
     assert checkpoint(tmp_path, 8).exists() != deletes
     storage = RunStorage(storage._install, 0, tmp_path / "log-0", place_in(tmp_path))

@@ -240,7 +240,7 @@ async def test_another_update_of_the_same_round_begins_with_a_copy(tmp_path: Pat
         await b.play_rounds(1, 2)
         await standby.catch_up()
         await standby.stop()
-        standby.replica.digest = "0" * 32
+        standby.replica.chain = "0" * 32
         standby.start()
         await until(lambda: standby.count("copies") == 2)
         await standby.catch_up()
