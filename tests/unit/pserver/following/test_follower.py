@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ class Standby:
         def is_equal() -> bool:
             own, run = self.follower.replica, self.b.run
             identity = run.installed.attempt, run.shard.version
-            return own is not None and (own.installed.attempt, own.round) == identity
+            is_idle = self.compute.num_jobs == 0  # an update counts before it has stepped
+            return is_idle and own is not None and (own.installed.attempt, own.round) == identity
 
         await until(is_equal)
         shard = self.b.run.shard
@@ -274,6 +276,38 @@ async def test_damage_on_the_way_begins_with_a_copy(tmp_path: Path) -> None:
         await until(lambda: standby.count("copies") == 2)
         await b.play_round(4)
         await standby.catch_up()
+
+
+async def test_a_stream_that_breaks_during_an_update_is_continued_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.pserver.shard.shard.SMALL_ELEMENTS", 0)  # the compute thread applies updates
+    monkeypatch.setattr(replication, "IDLE_SECONDS", 0.05)
+    async with following_bench(tmp_path) as (b, standby):
+        await standby.catch_up()
+        release, is_cut = threading.Event(), asyncio.Event()
+        busy = asyncio.ensure_future(standby.compute.run(release.wait))
+        await b.play_round(1)
+        await until(lambda: standby.compute.num_jobs == 2)  # the update waits for the thread
+
+        def cut(scope: Scope, message: Message) -> Message:
+            if scope["path"] == routes.UPDATES:
+                is_cut.set()
+                raise ConnectionError
+            return message
+
+        standby.change = cut
+        await asyncio.wait_for(is_cut.wait(), 10)
+        standby.change = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await until(lambda: standby.compute.num_jobs == 3)  # of another stream
+        release.set()
+        await busy
+        await standby.catch_up()
+        await b.play_round(2)
+        await standby.catch_up()
+        assert standby.count("copies") == 1
 
 
 async def test_a_missing_record_is_damage(tmp_path: Path) -> None:
