@@ -214,6 +214,7 @@ class World:
         for pserver in status["pservers"]:
             del pserver["round"], pserver["waiting_seconds"]  # as of its last heartbeat
         del status["round"], status["process"], status["elapsed_seconds"]
+        del status["standbys"]  # a standby reports itself, at any time
         states = []
         for address in self.addresses:
             state = (await self.http.get(address + STATE, params={"digest": True})).json()
