@@ -49,7 +49,7 @@ class Reader:
         self.body = bytearray()  # of another answer than a stream
         self.raw = bytearray()  # of a stream
         self.received: list[Received] = []
-        self.takes, self.leaves = asyncio.Event(), asyncio.Event()
+        self.takes, self.leaves, self.is_held = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.takes.set()
         self.chain: str | None = None
         self.num_parts = 0
@@ -73,6 +73,8 @@ class Reader:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
+        if not self.takes.is_set():
+            self.is_held.set()
         await self.takes.wait()
         if message["type"] == "http.response.start":
             self.status = message["status"]
@@ -129,6 +131,11 @@ async def refusal(b: Bench, **query: object) -> tuple[int, str, dict[str, Any]]:
 
 
 # ---------------------------------------------------------------------- the bits
+
+
+async def play(b: Bench, first: int, last: int) -> None:
+    """Rounds, or steps of both trainers, in the mode of the run."""
+    await (play_async if b.install.consistency.is_async else play_sync)(b, first, last)
 
 
 async def play_sync(b: Bench, first: int, last: int) -> None:
@@ -197,8 +204,6 @@ KINDS: dict[str, dict[str, Any]] = {
 async def test_a_copy_and_the_records_behind_it_have_the_bits_of_the_shard(tmp_path: Path, kind: str) -> None:
     options = {"nonfinite": "skip_round", **KINDS[kind]}
     async with logging(tmp_path, **options) as b:
-        is_async = b.install.consistency.is_async
-        play = play_async if is_async else play_sync
         await play(b, 1, 3)
         shard, history, chain = await read_copy(b)
         assert shard.digest() == b.run.shard.digest()
@@ -375,17 +380,23 @@ async def test_the_stream_names_the_reason_of_its_end(tmp_path: Path, how: str) 
         assert end.reason.code == code
 
 
+async def hold_in_round_4(b: Bench) -> Reader:
+    """Return a reader that has rounds 1 to 3, and does not take the first part of round 4."""
+    await b.play_rounds(1, 3)
+    reader = Reader(b, UPDATES, run="run1", attempt=0, after=0)
+    await reader.wait_for_round(3)
+    reader.takes.clear()
+    await b.play_round(4)
+    await asyncio.wait_for(reader.is_held.wait(), 10)
+    return reader
+
+
 async def test_a_slow_reader_gets_no_byte_of_the_attempt_after_a_rollback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_reader, "CHUNK_BYTES", 100)
     async with logging(tmp_path) as b:
-        await b.play_rounds(1, 3)
-        reader = Reader(b, UPDATES, run="run1", attempt=0, after=0)
-        await reader.wait_for_round(3)
-        reader.takes.clear()
-        await b.play_round(4)
-        await asyncio.sleep(0.05)  # the first part of round 4 is being sent
+        reader = await hold_in_round_4(b)
         before = list_segments(tmp_path / "pserver-0" / "log")[-1].path.read_bytes()
         await b.install_next_run("run1", attempt=1, restore=3, number=2)
         numbers = json.loads(b.completion()[HYPER_PARAMETERS_KEY])
@@ -402,12 +413,7 @@ async def test_a_slow_reader_gets_no_byte_of_the_attempt_after_a_rollback(
 async def test_a_slow_reader_does_not_hold_the_end_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replication, "DRAIN_SECONDS", 0.05)
     async with logging(tmp_path) as b:
-        await b.play_rounds(1, 3)
-        reader = Reader(b, UPDATES, run="run1", attempt=0, after=0)
-        await reader.wait_for_round(3)
-        reader.takes.clear()
-        await b.play_round(4)
-        await asyncio.sleep(0.02)
+        reader = await hold_in_round_4(b)
         await b.run.executor.end(TryAgain("stopping"))
         await asyncio.wait_for(reader.task, 2)
         assert not any(isinstance(record, End) for record in reader.received)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ps_protocol.consistency import Consistency
@@ -25,6 +27,17 @@ from ..oracle import make_numbers, make_options, make_spec
 PARAMETERS = [ParameterSpec("a", (130,)), ParameterSpec("b", (7, 9)), ParameterSpec("c", (1,), "BF16")]
 GROUPS = [make_options("Adam", amsgrad=True)]
 SPEC = make_spec("Adam", GROUPS)
+
+
+def alter(records: list[bytes], oldest: int, data: st.DataObject) -> tuple[list[bytes], int]:
+    """Drop, repeat or swap records from `oldest` on; not all behind it are dropped. Return how many are as before."""
+    first = data.draw(st.integers(oldest, len(records) - 2))
+    second = data.draw(st.integers(first + 1, len(records) - 1))
+    swapped = [*records[:first], records[second], *records[first + 1 : second], records[first], *records[second + 1 :]]
+    dropped = [*records[:first], *records[first + 1 :]]
+    repeated = [*records[: second + 1], records[first], *records[second + 1 :]]
+    altered = data.draw(st.sampled_from([dropped, repeated, swapped]))
+    return altered, next(number for number, pair in enumerate(zip_longest(records, altered)) if pair[0] != pair[1])
 
 
 def plan_for(num_pservers: int, **options: object) -> SlicePlan:

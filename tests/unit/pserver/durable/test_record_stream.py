@@ -15,6 +15,8 @@ from services.pserver.durable.record_stream import End, Idle, Received, RecordPa
 from services.pserver.durable.records import PREFIX, Record, pack_prefix
 from services.runtime.storage import digest_chunks
 
+from .support import alter
+
 MAX_BYTES = 1000
 FIRST = "f" * 32
 
@@ -124,24 +126,7 @@ updates = st.lists(st.binary(max_size=20), min_size=3, max_size=6)
 @settings(max_examples=100)
 def test_a_dropped_repeated_or_swapped_record_is_an_error(sent: list[bytes | int], data: st.DataObject) -> None:
     records = encode_all(sent)
-    first = data.draw(st.integers(0, len(sent) - 2))
-    second = data.draw(st.integers(first + 1, len(sent) - 1))
-    altered = data.draw(
-        st.sampled_from(
-            [
-                [*records[:first], *records[first + 1 :]],
-                [*records[: second + 1], records[first], *records[second + 1 :]],
-                [
-                    *records[:first],
-                    records[second],
-                    *records[first + 1 : second],
-                    records[first],
-                    *records[second + 1 :],
-                ],
-            ]
-        )
-    )
-    whole = next(number for number, pair in enumerate(itertools.zip_longest(records, altered)) if pair[0] != pair[1])
+    altered, whole = alter(records, 0, data)
     parser, found = RecordParser(MAX_BYTES, FIRST), []
     for record in altered[:whole]:
         found += map(decode, parser.feed(record))

@@ -17,7 +17,7 @@ from services.pserver.shard.shard import Shard
 from services.pserver.shard.shard_state import ShardState, concatenate, reslice
 
 from ..oracle import make_numbers
-from .support import GROUPS, SPEC, gradients, new_shard, plan_for, step
+from .support import GROUPS, SPEC, alter, gradients, new_shard, plan_for, step
 
 MARK = b"\x00mark\xff\x01\x02"
 
@@ -108,24 +108,7 @@ def test_a_dropped_repeated_or_swapped_record_is_damage(tmp_path_factory, writte
     ends = write(path, written)
     content = path.read_bytes()
     records = [content[begin:end] for begin, end in itertools.pairwise(ends)]
-    first = data.draw(st.integers(1, len(written) - 2))
-    second = data.draw(st.integers(first + 1, len(written) - 1))
-    altered = data.draw(
-        st.sampled_from(
-            [
-                [*records[:first], *records[first + 1 :]],
-                [*records[: second + 1], records[first], *records[second + 1 :]],
-                [
-                    *records[:first],
-                    records[second],
-                    *records[first + 1 : second],
-                    records[first],
-                    *records[second + 1 :],
-                ],
-            ]
-        )
-    )
-    whole = next(number for number, pair in enumerate(itertools.zip_longest(records, altered)) if pair[0] != pair[1])
+    altered, whole = alter(records, 1, data)
     path.write_bytes(b"".join(altered))
     assert read(path) == (written[:whole], Ending("damaged", ends[whole]))
 

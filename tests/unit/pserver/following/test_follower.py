@@ -30,7 +30,7 @@ from services.runtime.metrics import ServiceMetrics
 
 from ...runtime.support import running
 from ..support import Bench, until
-from ..test_replication import KINDS, logging, play_and_write, play_async, play_sync
+from ..test_replication import KINDS, logging, play, play_and_write
 
 Change = Callable[[Scope, Message], Message]
 
@@ -136,7 +136,6 @@ async def test_a_follower_has_the_bits_of_its_leader(
 ) -> None:
     monkeypatch.setattr(replication, "IDLE_SECONDS", 0.05)
     async with following_bench(tmp_path, **{"nonfinite": "skip_round", **KINDS[kind]}) as (b, standby):
-        play = play_async if b.install.consistency.is_async else play_sync
         await play(b, 1, 3)
         await standby.catch_up()
         await play(b, 4, 8)
@@ -330,7 +329,6 @@ async def test_a_difference_names_its_block_and_begins_with_a_copy(
 ) -> None:
     monkeypatch.setattr(following, "COMPARED_UPDATES", 4)
     async with following_bench(tmp_path, **{"nonfinite": "skip_round", **KINDS[kind]}) as (b, standby):
-        play = play_async if b.install.consistency.is_async else play_sync
         await play(b, 1, 4)
         await standby.catch_up()
         shard = standby.replica.shard
@@ -417,7 +415,7 @@ async def reading(standby: Standby) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.mark.parametrize("kind", ["sgd", "async"])
 async def test_reads_are_those_of_the_leader(tmp_path: Path, kind: str) -> None:
     async with following_bench(tmp_path, **KINDS[kind]) as (b, standby):
-        await (play_async if kind == "async" else play_sync)(b, 1, 4)
+        await play(b, 1, 4)
         await standby.catch_up()
         async with reading(standby) as own, httpx.AsyncClient(base_url=standby.address) as leader:
             for path in ("/v1/blocks?name=p1.block0&name=p3.block0", "/v1/slots?name=p3.block0", "/v1/shard"):
