@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from ps_protocol.errors import error_from_answer
+from ps_protocol.fields import Message
 from ps_protocol.printable import printable
 from ps_protocol.retry import read_retry_after
 
@@ -82,6 +83,21 @@ class GatewayPage(httpx.RemoteProtocolError):
 
     It is a transport error whatever its status is: the service may be away, and a gateway answers for it.
     """
+
+
+async def send_message(
+    http: httpx.AsyncClient, method: str, url: str, message: Message | None = None, *, timeout: float
+) -> bytes:
+    """Send a message, and return the body of the answer. `timeout` is in seconds.
+
+    Raises the GradpostError that the answer contains, or httpx.TransportError, of which GatewayPage is one.
+    """
+    response = await http.request(
+        method, url, timeout=timeout, headers={"content-type": "application/json"},
+        content=None if message is None else message.model_dump_json(),
+    )  # fmt: skip
+    raise_for_problem(response)
+    return response.content
 
 
 def may_be_problem(response: httpx.Response) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from ps_config.control_client import raise_for_problem
+from ps_config.control_client import send_message
 from ps_protocol.fields import Message
 from ps_protocol.membership import WantCheckpoint
 from ps_protocol.messages import PserverState
@@ -43,12 +43,7 @@ async def call_pserver(
     timeout: float = TIMEOUT_SECONDS,
 ) -> bytes:
     """Return the body of an answer. Raises the GradpostError that it contains, or httpx.TransportError."""
-    response = await http.request(
-        method, member.info.address + route, timeout=timeout, headers={"content-type": "application/json"},
-        content=None if message is None else message.model_dump_json(),
-    )  # fmt: skip
-    raise_for_problem(response)
-    return response.content
+    return await send_message(http, method, member.info.address + route, message, timeout=timeout)
 
 
 async def want_checkpoint(

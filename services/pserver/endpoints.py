@@ -137,7 +137,7 @@ class TensorEndpoints:
         elif headers.get("content-length") != "0":
             pull = replace(pull, names=tuple(await _receive_names(scope, receive)))
         run.check_fence(fence)
-        run.check_names(pull.names)
+        run.shard.layout.check_names(pull.names)
         if pull.barrier is not None:  # last, since a refused request must not count
             _require_rounds(run, "batch barrier").count_barrier(fence, pull.barrier)
         async with self._waiting.place(fence.rank):

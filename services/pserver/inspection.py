@@ -35,9 +35,6 @@ class ReadableShard(Protocol):
     def check_readable(self) -> None:
         """Raise NotReady before the shard is complete."""
 
-    def check_names(self, names: Sequence[str]) -> None:
-        """Raise BadInput unless the shard has all of these blocks."""
-
     async def read_now(self, read: Read[T]) -> T:
         """Return what `read` returns between two updates."""
 
@@ -107,7 +104,7 @@ async def _describe_block(run: ReadableShard, name: str, thread: ComputeExecutor
 
 def _check(run: ReadableShard, names: Sequence[str]) -> None:
     run.check_readable()
-    run.check_names(names)
+    run.shard.layout.check_names(names)
 
 
 MAX_WAIT_SECONDS = 30.0

@@ -9,7 +9,7 @@ from functools import partial
 import httpx
 
 from ps_config.certificates import hint_at_tls
-from ps_config.control_client import raise_for_problem
+from ps_config.control_client import send_message
 from ps_protocol.errors import GradpostError, StalePserver, TryAgain
 from ps_protocol.fields import Message
 from ps_protocol.membership import PserverRegistered, RegisterPserver
@@ -179,12 +179,7 @@ class Registration:
             log.error("the last checkpoint was not written in time", seconds=LAST_CHECKPOINT_SECONDS)
 
     async def _post(self, path: str, message: Message) -> bytes:
-        response = await self._http.post(
-            self._coordinator + path, content=message.model_dump_json(), timeout=TIMEOUT_SECONDS,
-            headers={"content-type": "application/json"},
-        )  # fmt: skip
-        raise_for_problem(response)
-        return response.content
+        return await send_message(self._http, "POST", self._coordinator + path, message, timeout=TIMEOUT_SECONDS)
 
 
 class _Stopping(Exception):  # noqa: N818 - no error

@@ -5,7 +5,6 @@ It holds what a pserver needs to continue the run: the shard, the history and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 from ps_protocol.errors import BadInput, RoundPending, StaleRound
@@ -122,12 +121,6 @@ class Replica:
 
     def check_readable(self) -> None:
         """Return immediately, since a replica is complete."""
-
-    def check_names(self, names: Sequence[str]) -> None:
-        """Raise BadInput unless this shard has all of these blocks."""
-        for name in names:
-            if name not in self.shard.layout.place:
-                raise BadInput(f"block {name!r} is not on pserver {self.index}", code="unknown_block")
 
     async def read_now(self, read: Read[T]) -> T:
         """Return what `read` returns between two updates."""

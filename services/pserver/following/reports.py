@@ -9,7 +9,7 @@ import secrets
 import httpx
 
 from ps_config.certificates import hint_at_tls
-from ps_config.control_client import raise_for_problem
+from ps_config.control_client import send_message
 from ps_config.process_meter import ProcessMeter
 from ps_config.versions import installed_versions
 from ps_protocol.errors import GradpostError
@@ -102,9 +102,5 @@ class Reports:
             software=Software(**installed_versions()),
             process=self._meter.measure(),
         )
-        response = await self._http.post(
-            self._coordinator + REPORT_STANDBY, content=report.model_dump_json(), timeout=TIMEOUT_SECONDS,
-            headers={"content-type": "application/json"},
-        )  # fmt: skip
-        raise_for_problem(response)
-        return StandbyAnswer.from_answer(response.content)
+        url = self._coordinator + REPORT_STANDBY
+        return StandbyAnswer.from_answer(await send_message(self._http, "POST", url, report, timeout=TIMEOUT_SECONDS))

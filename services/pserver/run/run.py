@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import xxhash
 
-from ps_protocol.errors import BadInput, GradpostError, NonFiniteGradient, NotReady, StaleRound, TryAgain
+from ps_protocol.errors import GradpostError, NonFiniteGradient, NotReady, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
 from ps_protocol.plan import SlicePlan
@@ -117,12 +117,6 @@ class Run:
     def check_fence(self, fence: Fence) -> None:
         """Raise an error if the addressee of a request is stale, or the failure that ended the run."""
         self.context.check_fence(fence)
-
-    def check_names(self, names: Sequence[str]) -> None:
-        """Raise BadInput unless this shard has all of these blocks."""
-        for name in names:
-            if name not in self.shard.layout.place:
-                raise BadInput(f"block {name!r} is not on pserver {self.index}", code="unknown_block")
 
     # ------------------------------------------------------------------ reads, as of `ReadableShard`
 

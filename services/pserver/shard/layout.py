@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ps_protocol.errors import BadInput
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import WINDOW, Block, PserverIndex
 from ps_protocol.wire_types import WireTensor
@@ -60,6 +61,7 @@ class ShardLayout:
     """The places of one pserver's blocks, and the length of its flat tensors."""
 
     def __init__(self, plan: SlicePlan, pserver: PserverIndex) -> None:
+        self._pserver = pserver
         blocks = plan.shards[pserver]
         places: list[BlockPlace] = []
         offset = 0
@@ -96,6 +98,12 @@ class ShardLayout:
     def view_blocks(self, flat: Tensor, names: Iterable[str]) -> list[Tensor]:
         """Return the views of these blocks in a flat tensor of this layout."""
         return [flat[self.place[name].begin : self.place[name].end] for name in names]
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise BadInput unless this shard has all of these blocks."""
+        for name in names:
+            if name not in self.place:
+                raise BadInput(f"block {name!r} is not on pserver {self._pserver}", code="unknown_block")
 
     def find_places(self, names: Collection[str] | None) -> list[BlockPlace]:
         """Return the places of these blocks, or of all, in plan order."""
