@@ -194,6 +194,13 @@ class Freeze(Message):
     number: Count
 
 
+class RequiredStandbys(Message):
+    """The standbys that must hold an update before their pserver acknowledges it, with durability `replicated`."""
+
+    number: Count = Field(default=0, description="of the newest change of the set; a set with a lower number is late")
+    instances: tuple[Instance, ...] = Field(default=(), max_length=MAX_MEMBERS)
+
+
 class InstallRun(Message):
     """The order to serve a run.
 
@@ -228,6 +235,7 @@ class InstallRun(Message):
     )
     uploader: Rank
     number: Count
+    required: RequiredStandbys = RequiredStandbys()
 
 
 class InstallMembers(Message):

@@ -42,8 +42,9 @@ from .fields import (
     Round,
     Text,
 )
+from .membership import RequiredStandbys
 from .process_reports import Link, OutputLines, ProcessFigures, ScriptInfo, Software, Traceback
-from .standbys import StandbyStatus
+from .standbys import SeenStandbys, StandbyStatus
 from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
 
@@ -126,6 +127,7 @@ class PserverHeartbeat(PserverProgress):
     load: PserverLoad | None = Field(default=None, description="work of the pserver, for inspection only")
     software: Software | None = None
     process: ProcessFigures | None = None
+    standbys: SeenStandbys | None = None
 
 
 class PserverHeartbeatReply(Message):
@@ -141,6 +143,7 @@ class PserverHeartbeatReply(Message):
     notice: Note = ""
     stop: Flag = False
     exit_code: Count = 0
+    required: RequiredStandbys = RequiredStandbys()
 
 
 class PserverInfo(Message):

@@ -28,10 +28,15 @@ BUFFERS = "/v1/buffers"
 UPDATES = "/v1/updates"
 SHARD_COPY = "/v1/shard/copy"
 SHARD_DIGESTS = "/v1/shard/digests"
+HELD_UPDATES = "/v1/updates/held"
+# standby: fail-over
+FENCE_STANDBY = "/v1/standby/fence"
+PROMOTE_STANDBY = "/v1/standby/promote"
 
 # coordinator: membership
 REGISTER_PSERVER = "/v1/pservers"
 PSERVER_HEARTBEAT = "/v1/pservers/{index}/heartbeat"
+PSERVER_ENDED = "/v1/pservers/{index}/ended"
 REPORT_STANDBY = "/v1/standbys"
 JOIN_TRAINER = "/v1/trainers"
 TRAINER_HEARTBEAT = "/v1/trainers/{rank}/heartbeat"

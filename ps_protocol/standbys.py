@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from .fields import (
+    MAX_MEMBERS,
     MAX_TENSORS,
     BaseUrl,
     Count,
@@ -27,6 +28,8 @@ from .fields import (
 from .membership import InstallRun
 from .process_reports import ProcessFigures, Software
 
+Instances = Annotated[tuple[Instance, ...], Field(max_length=MAX_MEMBERS)]
+
 
 class StandbyProgress(Message):
     """The replica of a standby, and its lag: the updates of the leader that it has not applied."""
@@ -43,12 +46,16 @@ class StandbyProgress(Message):
 
 
 class ReportStandby(StandbyProgress):
-    """The registration of a standby, and its heartbeat. `instance` is a random id of the process."""
+    """The registration of a standby, and its heartbeat. `instance` is a random id of the process.
+
+    `lost` is the incarnation of the pserver whose stream has ended without a reason, or is silent; 0: none.
+    """
 
     protocol: Protocol
     instance: Instance
     address: BaseUrl = Field(description="base URL under which others read the replica")
     is_stopping: Flag = False
+    lost: Incarnation = 0
 
 
 class StandbyAnswer(Message):
@@ -73,6 +80,38 @@ class StandbyStatus(StandbyProgress):
 
     address: BaseUrl
     heartbeat_age_seconds: Real
+
+
+class SeenStandbys(Message):
+    """The standbys of a pserver with durability `replicated`, as it sees them: a part of its heartbeat."""
+
+    number: Count = Field(description="number of the newest `RequiredStandbys` that the pserver has received")
+    connected: Instances = Field(description="standbys with an open stream that confirm updates in time")
+    caught_up: Instances = Field(description="required standbys that hold every acknowledged update")
+
+
+class HeldUpdates(Message):
+    """The confirmation of a standby to its pserver: it holds all updates of an attempt up to a round."""
+
+    run: Identifier
+    attempt: Ordinal
+    incarnation: Incarnation = Field(description="incarnation of the pserver that sent the updates")
+    instance: Instance
+    round: Round
+
+
+class FenceStandby(Message):
+    """The request to confirm no update of this incarnation of the pserver, or an earlier one, from now on."""
+
+    run: Identifier
+    attempt: Ordinal
+    incarnation: Incarnation
+
+
+class PserverEnded(Message):
+    """The report of a supervisor that the process of a pserver at an address has ended."""
+
+    address: BaseUrl
 
 
 class ServedRun(Message):

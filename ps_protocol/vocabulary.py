@@ -27,7 +27,8 @@ Mode: TypeAlias = Literal["sync", "async", "ssp"]
 Strategy: TypeAlias = Literal["ps", "ring"]
 Placement: TypeAlias = Literal["balanced", "round_robin", "hash"]
 NonfinitePolicy: TypeAlias = Literal["reject", "skip_round", "allow"]
-Durability: TypeAlias = Literal["none", "log", "fsync"]
+Durability: TypeAlias = Literal["none", "log", "fsync", "replicated"]
+ReplicaLoss: TypeAlias = Literal["wait", "continue"]
 LossPolicy: TypeAlias = Literal["wait", "continue", "fail"]
 
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
