@@ -32,7 +32,7 @@ from ps_protocol.membership import (
     PserverRegistered,
     WantCheckpoint,
 )
-from ps_protocol.messages import PserverHeartbeat, PserverHeartbeatReply, PserverLoad, PserverState
+from ps_protocol.messages import PserverHeartbeat, PserverHeartbeatReply, PserverState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.process_reports import Software
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
@@ -368,7 +368,7 @@ class Pserver:
             checkpoints=tuple(run.storage.checkpoints.values()) if run and run.storage else (),
             coming_checkpoints=run.writer.find_pending(run.round) if run else (),
             is_stopping=self.is_stopping,
-            load=_describe_load(run) if run else None,
+            load=run.describe_load() if run else None,
             software=Software(**installed_versions()),
             process=self._meter.measure(
                 sent_bytes=run.pulled_bytes if run else None, received_bytes=run.pushed_bytes if run else None
@@ -408,25 +408,8 @@ class Pserver:
             **run.schedule.describe(),
             missing=tuple(run.missing),
             waiting_seconds=run.waiting_seconds,
-            **_describe_sizes(run),
+            **run.describe_sizes(),
             transports=tuple(sorted(run.transports)),
             digest=await run.digest() if with_digest else None,
             failure=run.context.failure.to_problem() if run.context.failure else None,
         )
-
-
-def _describe_sizes(run: Run) -> dict[str, int]:
-    """Return the sizes that PserverLoad and PserverState have in common."""
-    return {
-        "num_blocks": len(run.plan.shards[run.index]),
-        "shard_bytes": run.shard_bytes,
-        "pushed_bytes": run.pushed_bytes,
-        "pulled_bytes": run.pulled_bytes,
-    }
-
-
-def _describe_load(run: Run) -> PserverLoad:
-    progress = run.schedule.describe()
-    progress.pop("fetch_barriers", None)
-    num_queued = run.executor.num_queued + run.meter.num_held
-    return PserverLoad(**progress, **_describe_sizes(run), num_queued=num_queued, **run.meter.read())

@@ -21,6 +21,7 @@ import xxhash
 from ps_protocol.errors import GradpostError, NonFiniteGradient, NotReady, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.messages import PserverLoad
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import PushAnswer
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
@@ -274,6 +275,22 @@ class Run:
         elif round_ not in storage.checkpoints and not self.writer.is_writing(round_):
             self.writer.check_room()
             await self.executor.begin_checkpoint(round_)
+
+    def describe_sizes(self) -> dict[str, int]:
+        """Return the sizes that PserverLoad and PserverState have in common."""
+        return {
+            "num_blocks": len(self.plan.shards[self.index]),
+            "shard_bytes": self.shard_bytes,
+            "pushed_bytes": self.pushed_bytes,
+            "pulled_bytes": self.pulled_bytes,
+        }
+
+    def describe_load(self) -> PserverLoad:
+        """Return the work of this run for the status."""
+        progress = self.schedule.describe()
+        progress.pop("fetch_barriers", None)
+        num_queued = self.executor.num_queued + self.meter.num_held
+        return PserverLoad(**progress, **self.describe_sizes(), num_queued=num_queued, **self.meter.read())
 
     async def digest(self) -> str:
         """Return a digest of all that a request could change: values, optimizer state, barriers, contributions."""
