@@ -254,6 +254,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("ring_broken", Ended, 504, False, "the ring's connections broke, and no trainer was lost; trainers raise it"),
     ("host_broken", Ended, 504, False, "a process of the host ended, failed or hangs; trainers raise it"),
     ("pserver_lost", Ended, 410, False, "a pserver and its shard are lost for good"),
+    ("standby_lost", Ended, 504, False, "a required standby did not confirm an update in time"),
     ("round_timeout", RoundTimeout, 504, False, "trainers did not reach the barrier, or upload, in time"),
     ("run_over", Ended, 410, False, "the run is finished and this cluster serves no other"),
     ("run_stopped", RunStopped, 410, False, "an administrator stopped the run"),

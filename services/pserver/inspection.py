@@ -41,6 +41,9 @@ class ReadableShard(Protocol):
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
         """Return what `read` returns right after a round: see `Executor.read_after_round`."""
 
+    async def wait_until_held(self) -> None:
+        """Wait until the updates that were read may be seen: see `RunContext.wait_until_held`."""
+
 
 class ShardSource(Protocol):
     """A process with a shard."""
@@ -97,6 +100,7 @@ async def describe_blocks(
 async def _describe_block(run: ReadableShard, name: str, thread: ComputeExecutor, seconds: float) -> Statistics:
     stepped = await run.shard.probes.wait_for_step(name, seconds) if seconds else None
     if stepped is not None:
+        await run.wait_until_held()
         return await thread.run(describe_values, stepped.after, stepped.version, stepped.before)
     version, values = await run.read_now(lambda metadata: (int(metadata["round"]), run.shard.block(name).clone()))
     return await thread.run(describe_values, values, version)

@@ -30,6 +30,7 @@ from ps_protocol.membership import (
     InstallMembers,
     InstallRun,
     PserverRegistered,
+    RequiredStandbys,
     WantCheckpoint,
 )
 from ps_protocol.messages import PserverHeartbeat, PserverHeartbeatReply, PserverState
@@ -81,6 +82,7 @@ class Pserver:
         self.is_stopping = False  # the shard is being persisted before the process ends
         self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
         self._run: Run | None = None
+        self._required = RequiredStandbys()  # of the served run, or of the run in the newest installation
         self._changes = MembershipChanges()  # of the served run, or of the run in the newest request
         self._installing = asyncio.Lock()
         self._searching: tuple[Any, asyncio.Task[Ranges]] | None = None
@@ -180,6 +182,7 @@ class Pserver:
         if current is not None and (current.installed.run, current.installed.attempt) == (message.run, message.attempt):
             if current.installed.plan != message.plan:
                 raise Conflict(f"run {message.run} is installed with another slice plan on pserver {self.index}")
+            self._require_standbys(message.required)
             members = InstallMembers(
                 run=message.run, attempt=message.attempt, number=message.number, membership=message.membership
             )
@@ -197,11 +200,16 @@ class Pserver:
         self._check_size(plan, self.index)  # before the shard is allocated
         if current is not None and current.installed.run != message.run:
             self._ended_runs.append(current.installed.run)
+        if current is None or current.installed.run != message.run:
+            self._required = message.required
+        else:
+            self._require_standbys(message.required)
         del current  # its shard is freed before another is allocated
         await self._replace_run(None, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         reach_failpoint("open.before")
         storage, restored = await self._open_storage(message)
         reach_failpoint("open.after")
+        message = message.model_copy(update={"required": self._required})  # another attempt may know a later set
         run = Run(
             message, self.index, compute=self._compute, pool=self.pool, metrics=self._metrics, storage=storage,
             restored=restored,
@@ -373,6 +381,7 @@ class Pserver:
             process=self._meter.measure(
                 sent_bytes=run.pulled_bytes if run else None, received_bytes=run.pushed_bytes if run else None
             ),
+            standbys=run.context.standbys.describe() if run and run.context.standbys else None,
         )
 
     async def stop(self) -> None:
@@ -381,14 +390,23 @@ class Pserver:
             await self._run.stop()
 
     def handle_heartbeat_reply(self, reply: PserverHeartbeatReply, heartbeat: PserverHeartbeat) -> None:
-        """Note the coordinator's notice and its complete checkpoints, in answer to this heartbeat."""
+        """Note the coordinator's notice, required standbys and complete checkpoints, in answer to this heartbeat."""
         run = self._run
         if run is None:
             return
+        if heartbeat.run == run.installed.run:
+            self._require_standbys(reply.required)
         run.context.notice = reply.notice
         is_current = (heartbeat.run, heartbeat.attempt) == (run.installed.run, run.installed.attempt)
         if reply.complete is not None and is_current:  # else its rounds may have been rolled back since
             run.writer.update_complete(reply.complete, tuple(file.round for file in heartbeat.checkpoints))
+
+    def _require_standbys(self, required: RequiredStandbys) -> None:
+        """Note the required standbys, unless a later change of them is known, and wait for them from now on."""
+        if required.number > self._required.number:
+            self._required = required
+        if self._run is not None and self._run.context.standbys is not None:
+            self._run.context.standbys.require(self._required)
 
     async def describe_state(self, *, with_digest: bool) -> PserverState:
         """Return the state for inspection. The digest reads the whole shard."""

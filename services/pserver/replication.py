@@ -15,11 +15,11 @@ from fastapi import FastAPI, Query, Response
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol import routes
-from ps_protocol.errors import Conflict, GradpostError, StaleRun, TryAgain
-from ps_protocol.fields import Identifier, OrdinalText
+from ps_protocol.errors import Conflict, GradpostError, StalePserver, StaleRun, TryAgain
+from ps_protocol.fields import Identifier, Instance, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.requests import HISTORY_KEY
-from ps_protocol.standbys import ServedRun, ShardDigests
+from ps_protocol.standbys import HeldUpdates, ServedRun, ShardDigests
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, watch_for_disconnect
 
@@ -56,15 +56,21 @@ class UpdateStreams:
 
 
 class UpdateStream(Response):
-    """The reply that contains the log from the update after a round on, until the run or the connection ends."""
+    """The reply that contains the log from the update after a round on, until the run or the connection ends.
 
-    def __init__(self, streams: UpdateStreams, run: Run, after: Round, digest: str | None) -> None:
+    While it is open, the standby that it is for may confirm updates.
+    """
+
+    def __init__(
+        self, streams: UpdateStreams, run: Run, after: Round, digest: str | None, standby: Instance | None = None
+    ) -> None:
         super().__init__(media_type=UPDATES_TYPE)
         self._streams = streams
         self._context = run.context
         self._storage = _require_log(run, run.index)
         self._after = after
         self._digest = digest
+        self._standby = standby
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the log, and then each update as soon as it is in the log."""
@@ -87,6 +93,7 @@ class UpdateStream(Response):
             try:
                 reader = await asyncio.to_thread(self._storage.read_updates, self._after, self._digest)
                 self._storage.log.add_waker(wake)
+                self._begin_confirmations(left)
                 async with limit:
                     note_change()  # the run may have ended meanwhile
                     await self._send(reader, changed, send, left)
@@ -97,6 +104,12 @@ class UpdateStream(Response):
                 left.cancel()
                 if reader is not None:
                     reader.close()
+
+    def _begin_confirmations(self, left: asyncio.Task[None]) -> None:
+        """Let the standby confirm updates until it has left, or the stream is over and cancels `left`."""
+        if self._standby is not None and (standbys := self._context.standbys) is not None:
+            stream = standbys.open_stream(self._standby)
+            left.add_done_callback(lambda _: standbys.close_stream(stream))
 
     async def _send(self, reader: LogReader, changed: asyncio.Event, send: Send, left: asyncio.Task[None]) -> None:
         installed = self._context.installed
@@ -137,25 +150,28 @@ def _require_log(run: Run, index: PserverIndex) -> RunStorage:
     run.context.check_failure()
     run.context.check_readable()
     if run.storage is None or not run.storage.has_log:
-        text = f"pserver {index} has no log of updates; set durability to log or fsync"
-        raise Conflict(text, code="no_update_log", expected="log or fsync", actual=run.installed.durability)
+        text = f"pserver {index} has no log of updates; set durability to log, fsync or replicated"
+        raise Conflict(text, code="no_update_log", expected="log, fsync or replicated", actual=run.installed.durability)
     return run.storage
 
 
 @asynccontextmanager
 async def copy_shard(run: Run) -> AsyncIterator[Stream]:
-    """Open a stream of a copy of the shard as it is between two updates: the file of a checkpoint."""
+    """Open a stream of a copy of the shard as it is between two updates: the file of a checkpoint.
+
+    It may contain updates that wait for standbys: one of these may need the copy.
+    """
 
     def copy(metadata: Any) -> tuple[ShardState, dict[str, str]]:
-        found = History.from_json(metadata[HISTORY_KEY]) if HISTORY_KEY in metadata else history
-        return run.shard.state.clone(), storage.describe_shard(found)
+        if isinstance(run.executor, RoundsExecutor):
+            history = run.executor.stepped_history
+        else:
+            history = History.from_json(metadata[HISTORY_KEY])
+        return run.shard.state.clone(), storage.describe_shard(history)
 
-    storage, history = run.require_storage(), History()
-    if isinstance(run.executor, RoundsExecutor):
-        await run.executor.wait_for_apply()
-        run.context.check_failure()
-        history = run.schedule.copy_history()  # the copy is submitted before any await, so that no apply is between
+    storage = run.require_storage()
     state, description = await run.executor.read_after_round(None, copy, 0.0)
+    run.context.check_failure()  # the newest step may have failed
     parts = state.encode(run.plan, description)
 
     async def cut() -> AsyncIterator[bytes]:
@@ -199,9 +215,19 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         attempt: OrdinalText,
         after: Annotated[OrdinalText, Query(description="round of the newest update that the reader has")],
         digest: Annotated[str | None, Query(pattern="^[0-9a-f]{32}$", description="chain of that update")] = None,
+        standby: Annotated[Instance | None, Query(description="reader that will confirm updates")] = None,
     ) -> Response:
         """Return the records of the log after a round, and then each update as soon as it is logged, without an end."""
-        return UpdateStream(streams, check_run(run, attempt), after, digest)
+        return UpdateStream(streams, check_run(run, attempt), after, digest, standby)
+
+    @app.post(routes.HELD_UPDATES, tags=["replication"], status_code=204, response_class=Response)
+    async def confirm_updates(message: HeldUpdates) -> None:
+        """Confirm, for a standby whose stream of updates is open, that it holds all updates up to a round."""
+        served = check_run(message.run, message.attempt)
+        if message.incarnation != served.installed.incarnation:
+            text = f"the updates are from another incarnation of pserver {served.index}"
+            raise StalePserver(text, expected=served.installed.incarnation, actual=message.incarnation)
+        served.confirm_held(message)
 
     @app.get(
         routes.SHARD_COPY,
@@ -224,4 +250,4 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
             return ShardDigests(round=int(metadata["round"]), digests=served.shard.digest_blocks())
 
         async with digests.slot():
-            return await served.read_after_round(None, read, 0.0)
+            return await served.executor.read_after_round(None, read, 0.0)

@@ -58,6 +58,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.CHECKPOINTS): "read",
     # followers of a pserver
     ("GET", routes.UPDATES): "replicate",
+    ("POST", routes.HELD_UPDATES): "replicate",
     ("GET", routes.SHARD_COPY): "replicate",
     ("GET", routes.SHARD_DIGESTS): "replicate",
     ("GET", routes.RUN): "replicate",

@@ -8,7 +8,7 @@ which no round was named during an interval writes a checkpoint of its own, besi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -86,9 +86,17 @@ class CheckpointWriter:
         return tuple(sorted(round_ for round_ in coming if round_ is not None))
 
     async def copy_and_write(
-        self, shard: Shard, history: History, destination: Destination, compute: ComputeExecutor
+        self,
+        shard: Shard,
+        history: History,
+        destination: Destination,
+        compute: ComputeExecutor,
+        wait_until_held: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Copy the shard, and begin to write the copy. Raises TryAgain if not even the copy can be made."""
+        """Copy the shard, and begin to write the copy. Raises TryAgain if not even the copy can be made.
+
+        To the place it is written after `wait_until_held`: other pservers may restore it.
+        """
         if self._storage is None:
             return
         self._writing[destination] = round_ = shard.version
@@ -100,13 +108,21 @@ class CheckpointWriter:
         except BaseException:
             del self._writing[destination]
             raise
-        self.begin_write(round_, destination, write)
+        self.begin_write(round_, destination, write, None if destination == "folder" else wait_until_held)
 
-    def begin_write(self, round_: Round, destination: Destination, write: Write) -> None:
-        """Begin to write a copy."""
+    def begin_write(
+        self,
+        round_: Round,
+        destination: Destination,
+        write: Write,
+        wait_until_held: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Begin to write a copy, after `wait_until_held`."""
         self._writing[destination] = round_
         self._newest = max(self._newest, round_)
-        task = asyncio.create_task(self._write(round_, destination, write), name=f"checkpoint to the {destination}")
+        task = asyncio.create_task(
+            self._write(round_, destination, write, wait_until_held), name=f"checkpoint to the {destination}"
+        )
         self._tasks[destination] = task
 
     async def write_and_wait(self, round_: Round, write: Write) -> None:
@@ -115,8 +131,16 @@ class CheckpointWriter:
         if (error := await asyncio.shield(self._tasks["place"])) is not None:
             raise error
 
-    async def _write(self, round_: Round, destination: Destination, write: Write) -> OSError | None:
+    async def _write(
+        self,
+        round_: Round,
+        destination: Destination,
+        write: Write,
+        wait_until_held: Callable[[], Awaitable[None]] | None,
+    ) -> OSError | None:
         try:
+            if wait_until_held is not None:
+                await wait_until_held()
             with self._metrics.checkpoint_seconds.time():
                 await asyncio.to_thread(write)
         except Exception as error:  # such as a lack of memory or threads: the next checkpoint is tried

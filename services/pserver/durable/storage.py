@@ -132,6 +132,7 @@ class RunStorage:
         self.undone: list[Round] = []  # rounds of checkpoints that a later attempt has rolled back
         self.own_checkpoints = OwnCheckpoints(log_path)
         self.is_over = False  # the run is finished, and needs its last checkpoint only
+        self.newest_logged: Round = 0  # since it was opened; the last checkpoint may have a higher number
         self._install = install
         self._index = index
         self._place = place
@@ -176,6 +177,7 @@ class RunStorage:
         if loaded is not None:
             update, gradient = replace(update, loaded=loaded.describe()), [*gradient, *loaded.parts()]
         self.log.append(update, gradient)
+        self.newest_logged = update.round
 
     def snapshot(
         self, shard: Shard, history: History, *, is_own: bool = False, copies: bool = True

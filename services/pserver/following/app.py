@@ -24,6 +24,7 @@ REFUSED = (
     *(("PUT", path) for path in (routes.RUN, routes.FREEZE, routes.MEMBERS, routes.WANT_CHECKPOINT)),
     *(("GET", path) for path in (routes.BUFFERS, routes.RESTORABLE)),
     *(("GET", path) for path in (routes.RUN, routes.UPDATES, routes.SHARD_COPY, routes.SHARD_DIGESTS)),
+    ("POST", routes.HELD_UPDATES),
 )
 
 

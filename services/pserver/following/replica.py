@@ -122,6 +122,9 @@ class Replica:
     def check_readable(self) -> None:
         """Return immediately, since a replica is complete."""
 
+    async def wait_until_held(self) -> None:
+        """Return immediately, since the updates of a replica are in the log of its leader."""
+
     async def read_now(self, read: Read[T]) -> T:
         """Return what `read` returns between two updates."""
         return await self._compute.run(lambda: read(self._metadata()))

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from ps_protocol.errors import (
+    Ended,
     GradpostError,
     NotReady,
     RoundPending,
@@ -32,10 +34,12 @@ from ..durable.checkpoint_writer import CheckpointWriter, Destination
 from ..durable.storage import RunStorage
 from ..metrics import PserverMetrics
 from ..shard.bodies import BufferPool
+from ..shard.history import History
 from ..shard.shard import Shard
 from ..shard.tensors import StagedBlock
 from .schedule import Read, Schedule, Wait, name_trainers
 from .staging import Admission, check_member
+from .standbys import LATE_SECONDS, StandbyConfirmations
 
 log = get_logger()
 
@@ -43,6 +47,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 QUICK_PARTS = 2048  # blocks of all contributions, which are summed and stepped within a few milliseconds
+HELD_SECONDS = 10.0  # for which a request waits for standbys
 ENDS_WITH_INTACT_SHARDS = (TrainerLost, RoundTimeout, RunStopped)
 
 
@@ -77,6 +82,7 @@ class RunContext:
     storage: RunStorage | None
     writer: CheckpointWriter
     membership: Membership
+    standbys: StandbyConfirmations | None = None  # with durability `replicated`
     failure: GradpostError | None = None  # the reason that has ended the run
     is_readable: bool = False  # True once all initial values have arrived
     notice: str = ""  # the notice of the coordinator about lost trainers
@@ -191,7 +197,54 @@ class RunContext:
             self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
             if self.storage is not None:
                 self.storage.log.wake_readers()
+            if self.standbys is not None:
+                self.standbys.wake()
         await self.notify()
+
+    # ------------------------------------------------------------------ standbys
+
+    def is_held(self, round_: Round) -> bool:
+        """Return whether a version may be read: every required standby has confirmed it, with `replicated`."""
+        return self.standbys is None or self.standbys.acknowledge(round_)
+
+    @property
+    def _newest_round(self) -> Round:
+        """The round of the newest update in the log, with `replicated`."""
+        assert self.standbys is not None
+        assert self.storage is not None
+        return max(self.standbys.first, self.storage.newest_logged)
+
+    def describe_missing_standbys(self) -> str:
+        """Return the required standbys that have not confirmed the newest update, as text."""
+        missing = [] if self.standbys is None else self.standbys.find_missing(self._newest_round)
+        return ", ".join(f"standby {instance}" for instance in missing)
+
+    async def wait_until_held(self, round_: Round | None = None, wait_seconds: float = math.inf) -> None:
+        """Wait until every required standby holds a round, by default the newest logged one.
+
+        Returns at once without durability `replicated`. Raises RoundPending after `wait_seconds`, and the failure of
+        the run, which this wait ends with `standby_lost` after the round time-out.
+        """
+        if self.standbys is None:
+            return
+        if round_ is None:
+            round_ = self._newest_round
+        loop, limit = asyncio.get_running_loop(), self.installed.round_timeout_seconds
+        began = loop.time()
+        while not self.is_held(round_):
+            self.check_failure()
+            waited = loop.time() - began
+            if waited >= limit:
+                text = f"{self.describe_missing_standbys()} did not confirm round {round_} within {limit:g} s"
+                await self.end_waits(Ended(text, code="standby_lost", round=round_), is_failure=True)
+                self.check_failure()
+            if waited >= wait_seconds:
+                text = f"round {round_} waits for {self.describe_missing_standbys()}"
+                raise RoundPending(text, missing=[], round=round_)
+            if waited >= LATE_SECONDS:
+                self.standbys.note_late(round_)
+            next_check = min(limit, wait_seconds, math.inf if waited >= LATE_SECONDS else LATE_SECONDS)
+            await self.standbys.wait_for_change(next_check - waited)
 
     # ------------------------------------------------------------------ work on the shard
 
@@ -205,6 +258,10 @@ class RunContext:
         """Return what `read` returns between two updates, on the compute thread; `extra` joins its metadata."""
         return await self.compute.run(lambda: read({**self.metadata(self.shard.version), **(extra or {})}))
 
-    async def write_checkpoint(self, destination: Destination) -> None:
-        """Copy the shard as it is, and begin to write the copy. Raises TryAgain."""
-        await self.writer.copy_and_write(self.shard, self.schedule.copy_history(), destination, self.compute)
+    async def write_checkpoint(self, destination: Destination, history: History | None = None) -> None:
+        """Copy the shard as it is, and begin to write the copy. Raises TryAgain.
+
+        The history is by default that of the schedule. To the place an update is written once it is held.
+        """
+        history = self.schedule.copy_history() if history is None else history
+        await self.writer.copy_and_write(self.shard, history, destination, self.compute, self.wait_until_held)

@@ -18,12 +18,13 @@ from typing import TypeVar
 
 import xxhash
 
-from ps_protocol.errors import GradpostError, NonFiniteGradient, NotReady, StaleRound, TryAgain
+from ps_protocol.errors import Conflict, FutureRound, GradpostError, NonFiniteGradient, NotReady, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
 from ps_protocol.messages import PserverLoad
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import PushAnswer
+from ps_protocol.standbys import HeldUpdates
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
@@ -36,11 +37,12 @@ from ..shard.shard import Shard
 from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, find_nonfinite
 from .asynchronous.clocks import Clocks
 from .asynchronous.queue_executor import QueueExecutor
-from .context import ENDS_WITH_INTACT_SHARDS, RunContext
+from .context import ENDS_WITH_INTACT_SHARDS, HELD_SECONDS, RunContext
 from .initial_values import InitialValues
 from .read_pushes import measure_largest_body, read_push
 from .schedule import Executor, Read
 from .staging import StagedContribution
+from .standbys import StandbyConfirmations
 from .synchronous.rounds import Rounds
 from .synchronous.rounds_executor import RoundsExecutor
 
@@ -75,6 +77,11 @@ class Run:
             installed=installed, index=index, plan=plan, schedule=self.schedule, shard=shard, compute=compute,
             pool=pool, metrics=metrics, storage=storage, writer=writer, membership=installed.membership,
         )  # fmt: skip
+        if installed.durability == "replicated":
+            first = restored.round if restored else 0
+            self.context.standbys = StandbyConfirmations(
+                installed.required, first, report=lambda: writer.heartbeat_is_due.set()
+            )
         self.executor: Executor = (
             RoundsExecutor(self.context, self.schedule)
             if isinstance(self.schedule, Rounds)
@@ -126,12 +133,20 @@ class Run:
         self.context.check_readable()
 
     async def read_now(self, read: Read[T]) -> T:
-        """Return what `read` returns between two updates."""
-        return await self.context.read_now(read)
+        """Return what `read` returns between two updates, once standbys hold them: see `RunContext.wait_until_held`."""
+        found = await self.context.read_now(read)
+        await self.wait_until_held()
+        return found
 
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
-        """Return what `read` returns right after a round: see `Executor.read_after_round`."""
-        return await self.executor.read_after_round(round_, read, wait_seconds)
+        """Return what `read` returns right after a round: see `Executor.read_after_round`, and `read_now`."""
+        found = await self.executor.read_after_round(round_, read, wait_seconds)
+        await self.wait_until_held()
+        return found
+
+    async def wait_until_held(self) -> None:
+        """Wait until every required standby holds what was read. Raises RoundPending, or the failure of the run."""
+        await self.context.wait_until_held(wait_seconds=HELD_SECONDS)
 
     # ------------------------------------------------------------------ pushes and pulls
 
@@ -143,6 +158,7 @@ class Run:
         push = read_push(body, self.shard.layout, self.plan, is_async=self.installed.consistency.is_async)
         is_finite = await self._check_finite(fence, push.blocks, body)
         if self.context.admit_push(fence) == "already_applied":
+            await self.wait_until_held()
             return PushAnswer(status="already_applied", duplicates=push.num_entries, finite=is_finite)
         staged = self.executor.stage(fence, push)
         if push.blocks:
@@ -190,6 +206,7 @@ class Run:
         self.context.check_readable()
         self.context.check_member(fence)
         version, chunks = await self._compute.run(encode)
+        await self.wait_until_held()
         self.check_fence(fence)
         self.schedule.check_state(fence.rank, fence.trainer_incarnation, fence.round, version)
         return chunks
@@ -207,7 +224,20 @@ class Run:
         """Wait for a running update, and from then on count no barrier until members are installed."""
         self.context.check_failure()
         await self.executor.hold_updates()
-        return self.schedule.freeze().model_copy(update={"is_readable": self.context.is_readable})
+        frozen = self.schedule.freeze().model_copy(update={"is_readable": self.context.is_readable})
+        await self.context.wait_until_held()
+        return frozen
+
+    def confirm_held(self, message: HeldUpdates) -> None:
+        """Count the confirmation of a standby. Raises Conflict, FutureRound, TryAgain, or the failure of the run."""
+        self.context.check_failure()
+        if self.context.standbys is None:
+            raise Conflict("updates are confirmed with durability `replicated` only")
+        newest = self.storage.newest_update if self.storage else None
+        if newest is None or message.round > newest[0]:
+            current = None if newest is None else newest[0]
+            raise FutureRound(f"the log ends before round {message.round}", current=current)
+        self.context.standbys.confirm(message.instance, message.round)
 
     async def install_members(self, message: InstallMembers) -> None:
         """Replace the set of members by a newer one and notify the waiting requests. Ends a freeze."""

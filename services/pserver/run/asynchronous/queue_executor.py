@@ -32,7 +32,7 @@ from ...durable.update_log import LoggedUpdate
 from ...shard.optimizer_blocks import LoadedState
 from ...shard.reply import Reply
 from ...shard.tensors import StagedBlock, view_bytes
-from ..context import ENDS_WITH_INTACT_SHARDS, RunContext
+from ..context import ENDS_WITH_INTACT_SHARDS, HELD_SECONDS, RunContext
 from ..schedule import Read, Wait, name_trainers
 from ..staging import Push, Staged, StagedContribution
 from .clocks import Clocks
@@ -159,6 +159,7 @@ class QueueExecutor:
         self._metrics.held_seconds.observe(loop.time() - begin)
         if logging is not None:
             await asyncio.shield(logging)  # the task belongs to the run: this client may disconnect
+        await self._context.wait_until_held(wait_seconds=HELD_SECONDS)
 
     def _make_hold_error(self, blocks: Iterable[str]) -> GradpostError:
         if self.schedule.is_paused:
@@ -312,6 +313,7 @@ class QueueExecutor:
         self._metrics.barrier_wait.observe(loop.time() - begin)
         metadata = {**self._context.metadata(fence.round), APPLIED_KEY: str(self.schedule.applied)}
         reading = await reader.read(pull.names or None, metadata)
+        await self._context.wait_until_held(wait_seconds=pull.wait_seconds)
         self._context.check_fence(fence)
         self._context.check_member(fence)
         self._pulls.record_pull(fence.rank, fence.round, reading.pull)

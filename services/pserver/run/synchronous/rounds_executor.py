@@ -56,6 +56,7 @@ class RoundsExecutor:
         self._has_warned_about_disagreement = False
         self._equal_gradients = EqualGradients()
         self._disk_trouble = ""  # the reason why the log of the open round is not written yet
+        self.stepped_history = schedule.copy_history()  # of the shard's version; only jobs replace it
 
     @property
     def longest_wait(self) -> tuple[Sequence[Rank], float | None]:
@@ -167,6 +168,7 @@ class RoundsExecutor:
                     await self._context.run_update(self._work.clip, coefficient)
                 reply = await self._step_when_logged(apply)
                 await self._snapshot_if_due(apply)
+            await self._context.wait_until_held(apply.round)
             await self._finish_round(apply, reply)
 
     async def _revoke_reply(self) -> None:
@@ -202,17 +204,19 @@ class RoundsExecutor:
     def _step(self, apply: Apply[StagedBlock]) -> Reply:
         measured = self._find_measured(apply)
         controls = self._context.membership.controls_at(apply.round)
-        return self._work.step(apply, controls, measured, self._history_after(apply).outcome(apply.round))
+        history = self._history_after(apply)
+        reply = self._work.step(apply, controls, measured, history.outcome(apply.round))
+        self.stepped_history = history
+        return reply
 
     def _history_after(self, apply: Apply[StagedBlock]) -> History:
         measured = self._find_measured(apply)
         return self.schedule.history_after(apply, measured.norm if measured else None)
 
     async def _snapshot_if_due(self, apply: Apply[StagedBlock]) -> None:
-        writer, shard = self._context.writer, self._context.shard
-        if (destination := writer.choose_destination(apply.round)) is not None:
+        if (destination := self._context.writer.choose_destination(apply.round)) is not None:
             with contextlib.suppress(TryAgain):  # the writer has logged the error, and the log has the round
-                await writer.copy_and_write(shard, self._history_after(apply), destination, self._compute)
+                await self._context.write_checkpoint(destination, self._history_after(apply))
 
     async def _finish_round(self, apply: Apply[StagedBlock], reply: Reply) -> None:
         async with self._condition:
@@ -266,8 +270,12 @@ class RoundsExecutor:
         Raises the errors of `RunContext.wait_for`, and StaleRound when the version has been overwritten.
         """
         reply = await self._context.wait_for(pull.wait_seconds, lambda: self._find_reply(fence))
+        if not self._context.is_held(reply.round):  # the restored version
+            await self._context.wait_until_held(reply.round, pull.wait_seconds)
+            reply = await self._context.wait_for(0.0, lambda: self._find_reply(fence))
         if pull.names:
             version, chunks = await self._compute.run(self._encode_blocks, pull.names)
+            await self._context.wait_until_held(version, pull.wait_seconds)
             self._context.check_fence(fence)
             if not self._serves(version, fence):
                 raise StaleRound(f"round {fence.round} has been overwritten", current=version)
@@ -335,7 +343,7 @@ class RoundsExecutor:
         self._wait_clock.start()
         rounds, since = self.schedule, self._wait_clock.since
         missing: Sequence[Rank] = rounds.missing
-        cause = name_trainers(missing) or self._disk_trouble or "its apply"
+        cause = name_trainers(missing) or self._disk_trouble or self._context.describe_missing_standbys() or "its apply"
         owed = f"reach the batch barrier of round {rounds.open}"
         if rounds.is_frozen:
             missing, owed = [], "end a change of members"

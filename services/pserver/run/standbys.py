@@ -1,0 +1,149 @@
+"""The standbys of one run of a pserver with durability `replicated`, and the updates that each of them holds.
+
+    stream opened ──► confirmations ──► in time: connected ──► required ──► caught up
+          ▲                                     │ late, or its stream ends
+          └──────────── not connected ◄─────────┘
+
+An update is acknowledged once every required standby has confirmed it. No clock decides about that: times only decide
+which standbys are reported to the coordinator as connected. The coordinator decides which ones are required.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ps_protocol.errors import TryAgain
+from ps_protocol.fields import Instance
+from ps_protocol.membership import RequiredStandbys
+from ps_protocol.standbys import SeenStandbys
+from ps_protocol.vocabulary import Round
+
+LATE_SECONDS = 2.0  # for which an update may wait for a standby that counts as connected
+PROMPT_SECONDS = 0.5  # between an update and its confirmation by a standby that may become a required one
+
+
+@dataclass(slots=True, eq=False)
+class StandbyStream:
+    """The open stream of one standby, and the newest round that it has confirmed since the stream was opened."""
+
+    instance: Instance
+    target: Round  # once it is confirmed, the standby has needed the time since `target_since`
+    target_since: float
+    held: Round = -1
+    is_prompt: bool = False  # it confirms updates in time
+
+
+class StandbyConfirmations:
+    """The required standbys and the streams of all standbys of one run. Lives on the event loop."""
+
+    def __init__(self, required: RequiredStandbys, first: Round, report: Callable[[], None]) -> None:
+        """`first` is the round that the run begins with. `report` is called when `describe` changes."""
+        self.required = required
+        self.acknowledged: Round = 0  # version 0 is no update
+        self.first = first
+        self._report = report
+        self._streams: dict[Instance, StandbyStream] = {}
+        self._awaited = set(required.instances)  # they count as connected until they are late: the run has just begun
+        self._change: asyncio.Future[None] | None = None  # for the waiting tasks
+        self._described = self.describe()
+
+    def __repr__(self) -> str:
+        streams = ", ".join(f"{stream.instance[:8]}: {stream.held}" for stream in self._streams.values())
+        return f"<StandbyConfirmations [round {self.acknowledged} acknowledged | {streams or 'no streams'}]>"
+
+    # ------------------------------------------------------------------ events
+
+    def require(self, required: RequiredStandbys) -> None:
+        """Require another set of standbys, unless it is not newer than the known one."""
+        if required.number > self.required.number:
+            self.required = required
+            self._awaited.intersection_update(required.instances)
+            self._note_change()
+
+    def open_stream(self, instance: Instance) -> StandbyStream:
+        """Add the stream of a standby, in place of an earlier one."""
+        now = asyncio.get_running_loop().time()
+        self._streams[instance] = stream = StandbyStream(instance, self._newest, now)
+        self._note_change()
+        return stream
+
+    def close_stream(self, stream: StandbyStream) -> None:
+        """Remove a stream that has ended. What it confirmed does not count any more."""
+        if self._streams.get(stream.instance) is stream:
+            del self._streams[stream.instance]
+            self._awaited.discard(stream.instance)
+            self._note_change()
+
+    def confirm(self, instance: Instance, round_: Round) -> None:
+        """Count a confirmation of all updates up to a round. Raises TryAgain without a stream of the standby."""
+        stream = self._streams.get(instance)
+        if stream is None:
+            raise TryAgain(f"standby {instance} has no open stream of updates; open one and confirm again")
+        stream.held = max(stream.held, round_)
+        now = asyncio.get_running_loop().time()
+        if stream.held >= stream.target:
+            stream.is_prompt |= stream.held >= self._newest or now - stream.target_since <= PROMPT_SECONDS
+            stream.target, stream.target_since = self._newest, now
+        self._note_change()
+
+    def note_late(self, round_: Round) -> None:
+        """Count the required standbys that have not confirmed a round as not connected until they confirm in time."""
+        for instance in self.find_missing(round_):
+            self._awaited.discard(instance)
+            if (stream := self._streams.get(instance)) is not None and stream.is_prompt:
+                stream.is_prompt = False
+                stream.target, stream.target_since = self._newest, asyncio.get_running_loop().time()
+        self._note_change(wakes=False)
+
+    # ------------------------------------------------------------------ waiting
+
+    @property
+    def _newest(self) -> Round:
+        """The newest round that this pserver, or an earlier incarnation of it, may have acknowledged."""
+        return max(self.acknowledged, self.first)
+
+    def find_missing(self, round_: Round) -> list[Instance]:
+        """Return the required standbys that have not confirmed a round."""
+        held = {instance for instance, stream in self._streams.items() if stream.held >= round_}
+        return [instance for instance in self.required.instances if instance not in held]
+
+    def acknowledge(self, round_: Round) -> bool:
+        """Return whether the update of a round may be acknowledged, from now on also to standbys that join later."""
+        if round_ > self.acknowledged:
+            if self.find_missing(round_):
+                return False
+            self.acknowledged = round_
+        return True
+
+    async def wait_for_change(self, seconds: float) -> None:
+        """Wait until confirmations or requirements change, the run ends, or `seconds` have passed."""
+        if self._change is None:
+            self._change = asyncio.get_running_loop().create_future()
+        await asyncio.wait([self._change], timeout=seconds)
+
+    def wake(self) -> None:
+        """Make every waiting task check its condition again."""
+        change, self._change = self._change, None
+        if change is not None:
+            change.set_result(None)
+
+    # ------------------------------------------------------------------ reports
+
+    def describe(self) -> SeenStandbys:
+        """Return the standbys as the coordinator needs to know them."""
+        held = {instance: stream.held for instance, stream in self._streams.items() if stream.is_prompt}
+        caught_up = (instance for instance in self.required.instances if held.get(instance, -1) >= self._newest)
+        return SeenStandbys(
+            number=self.required.number,
+            connected=tuple(sorted(held.keys() | self._awaited)),
+            caught_up=tuple(sorted(caught_up)),
+        )
+
+    def _note_change(self, *, wakes: bool = True) -> None:
+        if wakes:
+            self.wake()
+        if (described := self.describe()) != self._described:
+            self._described = described
+            self._report()

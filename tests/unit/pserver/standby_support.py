@@ -1,0 +1,90 @@
+"""A pserver with durability `replicated`, and a standby that confirms what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.membership import RequiredStandbys
+from ps_protocol.messages import PserverHeartbeatReply
+from ps_protocol.routes import HELD_UPDATES, UPDATES
+from ps_protocol.vocabulary import Mode
+from services.pserver.app import make_pserver_app
+from services.runtime.metrics import ServiceMetrics
+
+from .support import Bench, bench, until
+from .test_replication import Reader
+
+NAME = "standby-a"
+SOON = 0.05  # seconds, for a request that must not be answered
+
+
+class Standby:
+    """A standby with an open stream, which confirms rounds when the test says so."""
+
+    def __init__(self, b: Bench, name: str = NAME, *, after: int = 0) -> None:
+        self.b, self.name = b, name
+        self.reader = Reader(
+            b, UPDATES, run=b.run.installed.run, attempt=b.run.installed.attempt, after=after, standby=name
+        )
+
+    async def confirm(self, round_: int, **changes: Any) -> httpx.Response:
+        installed = self.b.run.installed
+        message = {
+            "run": installed.run, "attempt": installed.attempt, "incarnation": installed.incarnation,
+            "instance": self.name, "round": round_, **changes,
+        }  # fmt: skip
+        async with client(self.b) as http:
+            return await http.post(HELD_UPDATES, json=message)
+
+
+def client(b: Bench) -> httpx.AsyncClient:
+    if not hasattr(b, "app"):
+        b.app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))  # type: ignore[attr-defined]
+    return httpx.AsyncClient(transport=httpx.ASGITransport(b.app), base_url="http://x")  # type: ignore[attr-defined]
+
+
+def require(b: Bench, number: int, *names: str) -> None:
+    """Receive a set of required standbys in the answer to a heartbeat."""
+    required = RequiredStandbys(number=number, instances=names)
+    b.pserver.handle_heartbeat_reply(PserverHeartbeatReply(required=required), b.pserver.make_heartbeat())
+
+
+@asynccontextmanager
+async def replicated(
+    folder: Path, mode: Mode = "sync", *, requires: tuple[str, ...] = (NAME,), **options: Any
+) -> AsyncIterator[tuple[Bench, Standby]]:
+    """A pserver with a standby that has confirmed the initial values."""
+    consistency = options.pop("consistency", Consistency(mode=mode))
+    defaults = {"nonfinite": "reject" if mode == "sync" else "allow", "checkpoint_rounds": 0}
+    async with bench(
+        2, state_dir=folder, durability="replicated", consistency=consistency, **{**defaults, **options}
+    ) as b:
+        first = b.run.round
+        standby = Standby(b, after=first)
+        await until(lambda: standby.reader.received)
+        require(b, 1, *requires)
+        assert (await standby.confirm(first)).status_code == 204
+        yield b, standby
+        await standby.reader.leave()
+
+
+async def contribute(b: Bench, round_: int) -> None:
+    for rank in (0, 1):
+        await b.push(rank, round_)
+    for rank in (0, 1):
+        await b.barrier(rank, round_)
+
+
+async def is_waiting(request: asyncio.Future[Any]) -> bool:
+    return not (await asyncio.wait([request], timeout=SOON))[0]
+
+
+def begin(request: Awaitable[Any]) -> asyncio.Future[Any]:
+    return asyncio.ensure_future(request)
