@@ -19,6 +19,7 @@ from ps_protocol.messages import RunState
 from services.runtime.security import KnownHosts
 
 from .state.cluster import Cluster
+from .state.standbys import StandbyRegistry
 
 
 def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
@@ -36,6 +37,11 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
             lambda: sum(
                 t.state in ("lost", "failed") and not t.was_evicted for t in cluster.run.record.trainers.values()
             ),
+        ),
+        (
+            "gradpost_standbys_in_sync",
+            "Standbys that may replace their pservers, with durability `replicated`.",
+            lambda: sum(len(replicas.in_sync) for replicas in cluster.registry.replicas.values()),
         ),
         ("gradpost_run_round", "Newest round that every trainer has completed.", lambda: cluster.run.lowest_round),
     )
@@ -62,14 +68,20 @@ class TargetGroup(BaseModel):
     labels: dict[str, str]
 
 
-def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
-    """Return one target group for each pserver and trainer that serves `/metrics`, labelled with role and number.
+def describe_targets(cluster: Cluster, standbys: StandbyRegistry | None = None) -> list[dict[str, Any]]:
+    """Return one target group for each pserver, standby and trainer that serves `/metrics`, with role and number.
 
-    The coordinator itself is left out, since the caller knows its address.
+    The coordinator itself is left out, since the caller knows its address. So is a standby with the scope `replicate`
+    only, because Prometheus sends its token there.
     """
     groups = [
         _group(member.info.address, role="pserver", pserver=str(index))
         for index, member in sorted(cluster.registry.members.items())
+    ]
+    groups += [
+        _group(standby.report.address, role="standby", pserver=str(standby.report.follows))
+        for standby in (standbys or StandbyRegistry()).members.values()
+        if standby.may_lead
     ]
     groups += [
         _group(trainer.metrics_address, role="trainer", trainer=str(rank))
