@@ -27,7 +27,7 @@ from ps_protocol.errors import GradpostError, TryAgain
 from ps_protocol.membership import PserverRegistered, RegisterPserver, RequiredStandbys
 from ps_protocol.messages import PserverHeartbeat, PserverState
 from ps_protocol.routes import FENCE_STANDBY, PROMOTE_STANDBY, STATE
-from ps_protocol.standbys import FenceStandby, ReportStandby
+from ps_protocol.standbys import FenceStandby, ReportStandby, SeenStandbys
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
@@ -35,7 +35,7 @@ from services.runtime.logs import get_logger
 from .pserver_calls import call_pserver
 from .state.cluster import Cluster
 from .state.pservers import PserverMember
-from .state.replicas import Candidate, Replica, Replicas, choose_leader
+from .state.replicas import Candidate, Replicas, choose_leader
 from .state.standbys import Standby, StandbyRegistry
 
 log = get_logger()
@@ -44,7 +44,6 @@ PROBE_SECONDS = 0.5
 NUM_PROBES = 2  # the pserver may just have closed the connection that the first one uses
 REQUEST_SECONDS = 2.0  # for a standby that is fenced or promoted
 RETRY_SECONDS = 0.1
-CONNECT_SECONDS = 2.0  # for the standbys of a pserver that begins to serve
 
 Key = tuple[PserverIndex, Incarnation]
 
@@ -63,7 +62,6 @@ class FailOver:
         interrupt: Callable[[PserverIndex], None],
     ) -> None:
         self.standbys = StandbyRegistry()
-        self.num_promoted = 0
         self.has_ended = asyncio.Event()  # set at the end of each fail-over, and cleared by its reader
         self._cluster = cluster
         self._http = http
@@ -74,7 +72,6 @@ class FailOver:
         self._tasks: dict[PserverIndex, asyncio.Task[None]] = {}
         self._replacing: set[PserverIndex] = set()
         self._dead: set[Key] = set()  # processes that a supervisor has seen end
-        self._connected: dict[Key, tuple[float, frozenset[Replica]]] = {}  # since when it serves, and its standbys
 
     @property
     def is_replacing(self) -> bool:
@@ -88,32 +85,26 @@ class FailOver:
 
         Raises TryAgain or StorageFailed if it cannot be written.
         """
-        cluster, run = self._cluster, self._cluster.run
-        if run.settings.is_replicated and (message.run, message.attempt) == run.record.attempt_id:
+        cluster, run, seen = self._cluster, self._cluster.run, message.standbys
+        if seen and run.settings.is_replicated and (message.run, message.attempt) == run.record.attempt_id:
             cluster.registry = cluster.registry.change_replicas(
-                index, lambda replicas: self._note_standbys(replicas, index, message)
+                index, lambda replicas: self._note_standbys(replicas, index, seen)
             )
         if cluster.registry.replicas[index] != cluster.persisted.get(index):
             await self._persist()
         return cluster.find_required(index, message.incarnation) or RequiredStandbys()  # else the sender is outdated
 
-    def _note_standbys(self, replicas: Replicas, index: PserverIndex, message: PserverHeartbeat) -> Replicas:
-        seen, now = message.standbys, self._now()
-        assert seen is not None
-        since, before = self._connected.get((index, message.incarnation), (now, frozenset[Replica]()))
-        connected = frozenset(seen.connected)
-        self._connected = {key: known for key, known in self._connected.items() if key[0] != index}
-        self._connected[index, message.incarnation] = since, connected
-        absent = replicas.waits_for - connected
-        lost = absent if now - since > CONNECT_SECONDS else absent & before
-        living = connected & self.standbys.find_leaders(index).keys()
+    def _note_standbys(self, replicas: Replicas, index: PserverIndex, seen: SeenStandbys) -> Replicas:
+        joining = self.standbys.find_leaders(index).keys() & seen.connected
         continues = self._cluster.run.settings.replica_loss == "continue"
-        return replicas.note_report(seen.number, living, seen.caught_up, lost, continues=continues)
+        return replicas.note_report(seen.number, seen.connected, seen.caught_up, joining, continues=continues)
 
     def note_standby(self, report: ReportStandby) -> None:
         """Act on the report of a standby: it has lost its pserver, or was chosen to replace it."""
         index, registry = report.follows, self._cluster.registry
         member = registry.members.get(index)
+        if report.is_stopping:
+            return
         if member is not None and member.record.instance == report.instance and not member.has_reported:
             answer = PserverRegistered(
                 index=index, incarnation=member.info.incarnation, lease_seconds=self._cluster.lease_seconds
@@ -314,7 +305,6 @@ class FailOver:
         self._changed()
         await self._persist_patiently()
         reach_failpoint("promote.after")
-        self.num_promoted += 1
         member = self._find_member(answer.index, answer.incarnation)
         if member is not None:
             await self._promote(member, answer)

@@ -6,16 +6,19 @@ https://prometheus.io/docs/prometheus/latest/http_sd/
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Gauge, Metric
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 from pydantic import BaseModel
 
 from ps_config.hosts import is_ip_literal, is_loopback, reachable_host
 from ps_protocol.messages import RunState
+from ps_protocol.vocabulary import PserverIndex
 from services.runtime.security import KnownHosts
 
 from .state.cluster import Cluster
@@ -38,15 +41,19 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
                 t.state in ("lost", "failed") and not t.was_evicted for t in cluster.run.record.trainers.values()
             ),
         ),
-        (
-            "gradpost_standbys_in_sync",
-            "Standbys that may replace their pservers, with durability `replicated`.",
-            lambda: sum(len(replicas.in_sync) for replicas in cluster.registry.replicas.values()),
-        ),
         ("gradpost_run_round", "Newest round that every trainer has completed.", lambda: cluster.run.lowest_round),
     )
     for name, description, value in gauges:
         Gauge(name, description, registry=registry).set_function(value)
+    in_sync = Gauge(
+        "gradpost_standbys_in_sync",
+        "Standbys that may replace a pserver, with durability `replicated`.",
+        ["pserver"],
+        registry=registry,
+    )
+    for index in range(cluster.registry.num_pservers):
+        in_sync.labels(str(index)).set_function(partial(_count_in_sync, cluster, index))
+    registry.register(_FailOvers(cluster))
     state = Gauge(
         "gradpost_run_state",
         "1 for the state of the run (`gathering`, `training`, `finished`, `failed`), 0 for the others.",
@@ -59,6 +66,22 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
 
 def _is_in(cluster: Cluster, state: RunState) -> float:
     return float(cluster.run.record.state == state)
+
+
+def _count_in_sync(cluster: Cluster, index: PserverIndex) -> float:
+    replicas = cluster.registry.replicas.get(index)
+    return 0.0 if replicas is None else float(len(replicas.in_sync))
+
+
+class _FailOvers(Collector):
+    """The number of fail-overs, which the cluster counts."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Standbys that have replaced a pserver since the coordinator was started."
+        yield CounterMetricFamily("gradpost_fail_overs", text, value=self._cluster.registry.num_promoted)
 
 
 class TargetGroup(BaseModel):

@@ -73,6 +73,7 @@ class PserverRegistry:
     lost: Mapping[PserverIndex, PserverMember] = field(default_factory=dict)
     incarnations: Mapping[PserverIndex, Incarnation] = field(default_factory=dict)
     replicas: Mapping[PserverIndex, Replicas] = field(default_factory=dict)
+    num_promoted: int = 0  # standbys, in this process
 
     @property
     def is_complete(self) -> bool:
@@ -125,7 +126,11 @@ class PserverRegistry:
             local=request.local,
         )
         record = PserverRecord(info=info, instance=request.instance, restored=restored, promoted_at=promoted_at)
-        registry = replace(self, incarnations={**self.incarnations, index: incarnation})
+        registry = replace(
+            self,
+            incarnations={**self.incarnations, index: incarnation},
+            num_promoted=self.num_promoted + is_standby,
+        )
         answer = PserverRegistered(index=index, incarnation=incarnation, lease_seconds=self.lease_seconds)
         return registry._with_member(PserverMember.begin(record, now))._with_replicas(index, replicas), answer
 

@@ -85,18 +85,23 @@ class Replicas:
         return replace(self, number=number + 1, in_sync=in_sync, joining=joining)
 
     def note_report(
-        self, number: int, connected: Collection[Replica], caught_up: Collection[Replica], lost: Collection[Replica],
-        *, continues: bool,
-    ) -> Replicas:  # fmt: skip
+        self,
+        number: int,
+        connected: Collection[Replica],
+        caught_up: Collection[Replica],
+        joining: Collection[Replica],
+        *,
+        continues: bool,
+    ) -> Replicas:
         """Return the replicas after a report of the leader, which has received the set with this number.
 
         `continues`: with replica_loss `continue` lost members are removed; else each is replaced by an admitted one.
 
-        >>> replicas = Replicas("a").note_report(0, ["b"], [], [], continues=True)
+        >>> replicas = Replicas("a").note_report(0, ["b"], [], ["b"], continues=True)
         >>> replicas.joining, replicas.note_report(1, ["b"], ["b"], [], continues=True).in_sync
         (frozenset({'b'}), frozenset({'b'}))
         """
-        replicas = self
+        replicas, lost = self, self.waits_for.difference(connected)
         if number == self.number:
             # An admission does not change what the leader waits for, so that its report also counts for the next one.
             for standby in sorted(self.joining.intersection(caught_up)):
@@ -104,7 +109,7 @@ class Replicas:
                 replicas = replicas.admit(standby, self.incarnation, replicas.number, predecessors)
             for standby in sorted((replicas.waits_for if continues else replicas.joining).intersection(lost)):
                 replicas = replicas.remove(standby)
-        for standby in sorted(set(connected) - replicas.waits_for):
+        for standby in sorted(set(joining) - replicas.waits_for):
             replicas = replicas.begin_joining(standby)
         return replicas
 
