@@ -71,7 +71,7 @@ class FailOver:
         self._interrupt = interrupt
         self._tasks: dict[PserverIndex, asyncio.Task[None]] = {}
         self._replacing: set[PserverIndex] = set()
-        self._dead: set[Key] = set()  # processes that a supervisor has seen end
+        self._dead: dict[Key, float] = {}  # processes that a supervisor has seen end, and when it reported that
 
     @property
     def is_replacing(self) -> bool:
@@ -131,10 +131,10 @@ class FailOver:
         raise TryAgain(text)
 
     def is_awaited(self, unreachable: Mapping[PserverIndex, tuple[Incarnation, float]]) -> bool:
-        """Return whether the successor of a pserver that a trainer does not reach is about to serve the run."""
+        """Return whether a pserver that a trainer does not reach is being replaced, or has not got the run yet."""
         registry, holders = self._cluster.registry, self._cluster.run.holders
         return self._cluster.serves_run and any(
-            index in self._replacing or incarnation < registry.incarnations.get(index, 0) != holders.get(index)
+            index in self._tasks or incarnation < registry.incarnations.get(index, 0) != holders.get(index)
             for index, (incarnation, _) in unreachable.items()
         )
 
@@ -145,7 +145,8 @@ class FailOver:
         if not self._is_to_be_replaced(index, incarnation):
             return
         if has_ended:
-            self._dead = {key for key in self._dead if key[0] != index} | {(index, incarnation)}
+            self._dead = {key: at for key, at in self._dead.items() if key[0] != index or key[1] == incarnation}
+            self._dead.setdefault((index, incarnation), self._now())
         is_replicated, leaders = self._cluster.run.settings.is_replicated, self.standbys.find_leaders(index)
         if not (self._cluster.registry.replicas[index].in_sync if is_replicated else leaders):
             return  # it returns, or the run fails, as without standbys
@@ -216,7 +217,8 @@ class FailOver:
 
     async def _replace_if_silent(self, index: PserverIndex, incarnation: Incarnation) -> None:
         member, registry = self._find_member(index, incarnation), self._cluster.registry
-        assert member is not None
+        if member is None:
+            return
         is_certain = (index, incarnation) in self._dead or registry.replicas[index].is_fenced
         if not is_certain and await self._probe(member):
             return
@@ -265,7 +267,7 @@ class FailOver:
         Returns False if the pserver returns before. In asynchronous modes the run waits for that, because a number of
         updates does not identify them.
         """
-        since = self._now()
+        since = self._dead.get((index, incarnation), self._now())
         while self._is_to_be_replaced(index, incarnation):
             run = self._cluster.run
             is_lost = (index, incarnation) in self._dead or index in self._cluster.registry.lost
