@@ -39,7 +39,7 @@ from ps_protocol.messages import (
 from ps_protocol.plan import SlicePlan
 from ps_protocol.process_reports import Link, OutputLines, ProcessFigures, ScriptInfo, Software, Traffic
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
-from ps_protocol.standbys import ReportStandby, ServedRun, ShardDigests, StandbyAnswer
+from ps_protocol.standbys import PserverEnded, ReportStandby, ServedRun, ShardDigests, StandbyAnswer
 
 from .markdown import example_plan, read
 
@@ -128,6 +128,7 @@ EXAMPLES: tuple[Any, ...] = (
         protocol=2, instance=INSTANCE, address="http://10.0.0.6:7071", follows=0, run=RUN, attempt=1, round=57,
         lag_rounds=1, lag_bytes=40_410, lag_seconds=0.02,
     ),
+    PserverEnded(address=ADDRESS),
     StandbyAnswer(lease_seconds=10, leader="http://10.0.0.5:7071", incarnation=2, run=RUN, attempt=1, round=58),
     ServedRun(
         installed=InstallRun(
