@@ -39,7 +39,7 @@ from .state.standbys import answer_standby
 log = get_logger()
 
 MAX_WAIT_SECONDS = 30.0
-SUCCESSOR_SECONDS = 1.0  # a trainer's lease is longer
+SUCCESSOR_SECONDS = 1.0
 
 
 def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
@@ -133,7 +133,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         coordinator.output.add(rank, message)
         coordinator.activity.record_trainer(cluster, rank, message, coordinator.now())
         coordinator.changed()
-        return await _await_successors(coordinator, message, reply) if message.unreachable else reply
+        return await _await_successors(coordinator, message, reply)
 
     @app.post(routes.LEAVE, tags=["membership"], status_code=204, response_class=Response)
     async def leave(rank: OrdinalText, message: Leave) -> None:
@@ -171,9 +171,11 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
 async def _await_successors(
     coordinator: Coordinator, message: TrainerHeartbeat, reply: TrainerHeartbeatReply
 ) -> TrainerHeartbeatReply:
-    """Return the answer to a trainer that does not reach pservers, as soon as their successors hold the run."""
-    cluster, run = coordinator.cluster, coordinator.cluster.run
-    for index, (incarnation, _) in message.unreachable.items():
-        coordinator.failover.suspect(index, incarnation)
-    await coordinator.wait_until(lambda: not coordinator.failover.is_awaited(message.unreachable), SUCCESSOR_SECONDS)
+    """Return the answer to a trainer as soon as the successors of suspected pservers hold the run."""
+    cluster, run, failover = coordinator.cluster, coordinator.cluster.run, coordinator.failover
+    suspected = failover.list_suspected(message.unreachable)
+    if failover.are_replaced(suspected):
+        return reply
+    seconds = min(SUCCESSOR_SECONDS, cluster.lease_seconds / 4)  # its next heartbeat comes later
+    await coordinator.wait_until(lambda: failover.are_replaced(suspected), seconds)
     return cluster.answer_trainer(coordinator.now()) if cluster.is_current(run) else reply

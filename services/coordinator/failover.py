@@ -16,7 +16,7 @@ Every step may be repeated. After a restart of the coordinator a standby that wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,7 @@ class FailOver:
         self._changed = changed
         self._interrupt = interrupt
         self._tasks: dict[PserverIndex, asyncio.Task[None]] = {}
+        self._suspected: dict[PserverIndex, Incarnation] = {}  # by these tasks
         self._replacing: set[PserverIndex] = set()
         self._dead: dict[Key, float] = {}  # processes that a supervisor has seen end, and when it reported that
 
@@ -109,7 +110,7 @@ class FailOver:
             answer = PserverRegistered(
                 index=index, incarnation=member.info.incarnation, lease_seconds=self._cluster.lease_seconds
             )
-            self._start(index, self._promote(member, answer))
+            self._start(index, answer.incarnation, self._promote(member, answer))
         elif report.lost:
             self.suspect(index, report.lost)
 
@@ -130,12 +131,20 @@ class FailOver:
         text = f"pserver {index} has lost updates that its standby holds, which replaces it"
         raise TryAgain(text)
 
-    def is_awaited(self, unreachable: Mapping[PserverIndex, tuple[Incarnation, float]]) -> bool:
-        """Return whether a pserver that a trainer does not reach is being replaced, or has not got the run yet."""
+    def list_suspected(self, unreachable: Mapping[PserverIndex, tuple[Incarnation, float]]) -> set[Key]:
+        """Suspect the pservers that a trainer does not reach. Return those whose successors it should wait for."""
+        for index, (incarnation, _) in unreachable.items():
+            self.suspect(index, incarnation)
+        # With a log alone a task may wait for a restart, which other trainers need not know at once.
+        others = self._suspected.items() if self._cluster.run.settings.is_replicated else ()
+        return {*others, *((index, incarnation) for index, (incarnation, _) in unreachable.items())}
+
+    def are_replaced(self, suspected: Collection[Key]) -> bool:
+        """Return whether none of these pservers is being replaced, and the successors of the others hold the run."""
         registry, holders = self._cluster.registry, self._cluster.run.holders
-        return self._cluster.serves_run and any(
+        return not self._cluster.serves_run or not any(
             index in self._tasks or incarnation < registry.incarnations.get(index, 0) != holders.get(index)
-            for index, (incarnation, _) in unreachable.items()
+            for index, incarnation in suspected
         )
 
     # ------------------------------------------------------------------ suspicion
@@ -150,7 +159,7 @@ class FailOver:
         is_replicated, leaders = self._cluster.run.settings.is_replicated, self.standbys.find_leaders(index)
         if not (self._cluster.registry.replicas[index].in_sync if is_replicated else leaders):
             return  # it returns, or the run fails, as without standbys
-        self._start(index, self._replace_if_silent(index, incarnation))
+        self._start(index, incarnation, self._replace_if_silent(index, incarnation))
 
     def suspect_ended(self, index: PserverIndex, address: str) -> None:
         """Replace the pserver at an address, whose process has ended; or forget the standby there."""
@@ -177,15 +186,16 @@ class FailOver:
         member = registry.members.get(index) or registry.lost.get(index)
         return member if member is not None and member.info.incarnation == incarnation else None
 
-    def _start(self, index: PserverIndex, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, index: PserverIndex, incarnation: Incarnation, work: Coroutine[Any, Any, None]) -> None:
         if index in self._tasks:
             work.close()
             return
+        self._suspected[index] = incarnation
         self._tasks[index] = asyncio.create_task(work, name=f"fail-over of pserver {index}")
         self._tasks[index].add_done_callback(partial(self._finish, index))
 
     def _finish(self, index: PserverIndex, task: asyncio.Task[None]) -> None:
-        del self._tasks[index]
+        del self._tasks[index], self._suspected[index]
         if index in self._replacing:
             self._replacing.discard(index)
             self.has_ended.set()
