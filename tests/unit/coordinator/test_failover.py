@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -32,6 +33,7 @@ from .coordinating import FakePservers, answering, eventually, training
 from .support import alive, beat, make_cluster, registration, train
 
 APPLIED = 4  # by each pserver and standby
+LONGER = 2.5 * failover.RETRY_SECONDS  # than a fail-over needs that must not happen
 
 
 class FakeProcesses(FakePservers):
@@ -217,13 +219,11 @@ async def test_a_set_that_is_not_written_is_not_answered(monkeypatch: pytest.Mon
         assert read_replicas(coordinator).joining == {"standby s"}
 
 
-async def test_a_heartbeat_without_changes_writes_nothing() -> None:
+async def test_a_heartbeat_without_changes_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running("s") as cluster:
         await cluster.join("s")
-        record = cluster.coordinator._file
-        written = record._written
+        monkeypatch.setattr(cluster.coordinator.failover, "_persist", None)
         await cluster.beat("s", "s")
-        assert record._written is written
 
 
 async def test_a_standby_without_the_scope_of_pservers_does_not_join() -> None:
@@ -309,6 +309,32 @@ async def test_a_change_that_waits_for_the_dead_pserver_is_superseded() -> None:
         await cluster.report("s", lost=1)
         async with asyncio.timeout(3):  # the request would wait for 5 s
             await eventually(cluster.is_replaced)
+
+
+async def test_no_change_of_members_begins_during_a_fail_over() -> None:
+    async with running("s") as cluster:
+        await cluster.join("s")
+        cluster.processes.down.add("0")
+        cluster.processes.silent.add("s")
+        await cluster.report("s", lost=1)
+        await eventually(lambda: cluster.coordinator.failover.is_replacing)
+        cluster.coordinator.cluster.run = cluster.coordinator.cluster.run.with_change()
+        cluster.coordinator.changed()
+        await asyncio.sleep(LONGER)
+        assert cluster.processes.frozen == []
+        cluster.processes.silent.clear()
+        await eventually(cluster.is_replaced)
+
+
+async def test_a_pserver_whose_lease_has_ended_is_replaced() -> None:
+    async with running("s") as cluster:
+        await cluster.join("s")
+        cluster.processes.down.add("0")
+        registry = cluster.coordinator.cluster.registry
+        seen_at = cluster.coordinator.now() - registry.lease_seconds
+        members = {0: replace(registry.members[0], seen_at=seen_at), 1: registry.members[1]}
+        cluster.coordinator.cluster.registry = replace(registry, members=members)
+        await eventually(cluster.is_replaced)
 
 
 async def test_a_lost_answer_to_the_promotion_is_repeated() -> None:
@@ -475,6 +501,7 @@ async def test_with_a_log_a_standby_replaces_a_dead_pserver_once_trainers_have_r
         await eventually(lambda: not cluster.coordinator.failover._tasks)  # it may be alive
         await cluster.send(routes.PSERVER_ENDED.format(index=0), PserverEnded(address="http://0:1"))
         await cluster.send(routes.TRAINER_HEARTBEAT.format(rank=0), alive(run=cluster.run, round_=APPLIED))
+        await asyncio.sleep(LONGER)
         assert cluster.processes.fenced == []
         await cluster.send(routes.TRAINER_HEARTBEAT.format(rank=1), alive(run=cluster.run, round_=APPLIED))
         await eventually(cluster.is_replaced)
@@ -487,6 +514,7 @@ async def test_with_a_log_the_run_waits_for_the_restart_if_a_trainer_has_receive
         await cluster.send(routes.PSERVER_ENDED.format(index=0), PserverEnded(address="http://0:1"))
         for rank, round_ in enumerate((APPLIED, APPLIED + 1)):
             await cluster.send(routes.TRAINER_HEARTBEAT.format(rank=rank), alive(run=cluster.run, round_=round_))
+        await asyncio.sleep(LONGER)
         request = registration("new", index=0, previous=1, held=hold(cluster.run, 0, APPLIED + 1))
         await cluster.send(routes.REGISTER_PSERVER, request)
         await eventually(lambda: not cluster.coordinator.failover._tasks)
