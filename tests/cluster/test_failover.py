@@ -23,7 +23,7 @@ from .up_support import RunningUp, train_script, wait_until
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 KINDS: dict[str, dict[str, Any]] = {
-    "sync": {"kind": "decaying", "environment": {"GRADPOST_MAX_GRAD_NORM": "0.05"}},
+    "sync": {},
     "async": {"kind": "counting", "mode": "async"},
 }
 
