@@ -17,6 +17,7 @@ from ps_protocol.errors import Unreachable
 from ps_protocol.messages import ClusterStatus
 from trainer_client.client.inspection import ClusterView
 
+from . import faulty_run
 from .faulty_run import FaultyRun
 from .up_support import RunningUp, train_script, wait_until
 
@@ -28,7 +29,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def replicated(rounds: int = 400, **settings: Any) -> FaultyRun:
+@pytest.fixture(autouse=True)
+def slow_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run last until its standbys have been started, without many rounds, which the test repeats."""
+    monkeypatch.setattr(faulty_run, "ROUND_SECONDS", 0.06)
+
+
+def replicated(rounds: int = 240, **settings: Any) -> FaultyRun:
     return FaultyRun(rounds, durability="replicated", **settings)
 
 
@@ -70,7 +77,7 @@ def test_a_killed_pserver_is_replaced_without_a_loss(kind: str, wiped: bool, tmp
 
 
 def test_each_pserver_is_replaced_in_turn(tmp_path: Path) -> None:
-    with replicated(600, state_dir=tmp_path, **KINDS["sync"]) as run:
+    with replicated(state_dir=tmp_path, **KINDS["sync"]) as run:
         start_standbys(run)
         for index in (0, 1):
             run.kill(run.cluster.pservers[index])
@@ -82,7 +89,7 @@ def test_each_pserver_is_replaced_in_turn(tmp_path: Path) -> None:
 
 
 def test_a_stopped_pserver_follows_its_successor(tmp_path: Path) -> None:
-    with replicated(600, pservers=1, state_dir=tmp_path, **KINDS["sync"]) as run:
+    with replicated(pservers=1, state_dir=tmp_path, **KINDS["sync"]) as run:
         start_standbys(run)
         run.cluster.pservers[0].signal(signal.SIGSTOP)
         wait_for_status(run, "incarnation 2")
@@ -94,7 +101,7 @@ def test_a_stopped_pserver_follows_its_successor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", ["fence.before", "promote.before", "promote.after"])
 def test_a_coordinator_that_dies_during_a_fail_over_completes_it(point: str, tmp_path: Path) -> None:
-    with replicated(600, pservers=1, state_dir=tmp_path, failpoints=f"{point}=kill", **KINDS["sync"]) as run:
+    with replicated(pservers=1, state_dir=tmp_path, failpoints=f"{point}=kill", **KINDS["sync"]) as run:
         start_standbys(run)
         run.kill(run.cluster.pservers[0])
         run.cluster.coordinator.wait(30)
