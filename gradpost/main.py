@@ -150,6 +150,16 @@ def up(
             rich_help_panel="Failures",
         ),
     ] = 0,
+    standbys: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="The number of standbys of each pserver, one of which replaces it when it fails; unless set, "
+            "durability is replicated.",
+            rich_help_panel="Failures",
+        ),
+    ] = 0,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show all log lines of the services, and all frames of errors.")
     ] = False,
@@ -168,7 +178,14 @@ def up(
     from .up.local_run import UpOptions
 
     settings = {**ctx.obj, **({} if port is None else {"port": port}), **({"slice_parameters": False} if whole else {})}
-    options = UpOptions(max_restarts=max_restarts, run_name=run_name, keep=keep, verbose=verbose, as_json=as_json)
+    options = UpOptions(
+        max_restarts=max_restarts,
+        standbys=standbys,
+        run_name=run_name,
+        keep=keep,
+        verbose=verbose,
+        as_json=as_json,
+    )
     sys.exit(run_up(command, pservers, trainers, settings, options))
 
 

@@ -32,7 +32,7 @@ _HIDDEN = {"coordinator": {"coordinator", "ready_fd"}, "pserver": {"lease_second
 _UP_GROUPS = {  # the titles in `gradpost up --help`, and their settings
     "Options": "strategy mode max_delay nonfinite",
     "Failures": "resume on_trainer_loss min_trainers rejoin_timeout_seconds round_timeout_seconds lease_seconds",
-    "Checkpoints and paths": "durability checkpoint_rounds keep_checkpoints checkpoints state_dir",
+    "Checkpoints and paths": "durability replica_loss checkpoint_rounds keep_checkpoints checkpoints state_dir",
     "Wire types": "push_type pull_type topk",
     "Slice plan": "min_block_size placement",
     "Asynchronous modes": "max_staleness wait_for_apply read_consistency max_queued compensation dc_lambda",

@@ -138,11 +138,15 @@ def print_status(status: ClusterStatus) -> None:
         )
     if status.standbys:
         print_table(
-            [Column("standby of"), Column("address"), Column("round", "right"), Column("lag"), Column("heartbeat")],
+            [
+                *(Column("standby of"), Column("address"), Column("state")),
+                *(Column("round", "right"), Column("lag"), Column("heartbeat")),
+            ],
             [
                 (
                     f"pserver {s.follows}",
                     s.address,
+                    s.role.replace("_", " "),
                     f"{s.round:,}",
                     _describe_lag(s),
                     f"{s.heartbeat_age_seconds:.1f} s ago",

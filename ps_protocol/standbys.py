@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -80,6 +80,11 @@ class StandbyStatus(StandbyProgress):
 
     address: BaseUrl
     heartbeat_age_seconds: Real
+    role: Literal["following", "joining", "in_sync"] = Field(
+        default="following",
+        description="durability `replicated`: the pserver waits for a standby that is `joining`, and one that is "
+        "`in_sync` may replace it",
+    )
 
 
 class SeenStandbys(Message):

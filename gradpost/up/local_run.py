@@ -37,6 +37,7 @@ from .ending import (
 )
 from .progress import Progress, print_summary
 from .screen import Screen
+from .standbys import Standbys
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class UpOptions:
     """The options of `gradpost up` that are no settings of the cluster."""
 
     max_restarts: int = 0  # of each process
+    standbys: int = 0  # of each pserver
     run_name: str | None = None
     keep: bool = False  # leave the services up after the run, until a signal
     verbose: bool = False
@@ -91,6 +93,9 @@ class LocalRun:
         if num_trainers == 1 and self._screen.is_terminal and sys.stdin.isatty():
             self._inherited = ["stdin", "output"]
         self._restarts_left: defaultdict[str, int] = defaultdict(lambda: options.max_restarts)  # by the child's name
+        self._standbys = Standbys(
+            self._cluster, options.standbys, lambda text: self._screen.print_message(text, "yellow")
+        )
         self._tolerates_losses = tolerates_losses
         self._place = settings.get("checkpoints") or find_setting("checkpoints") or str(self._state_dir / "checkpoints")
         self._has_log = has_log
@@ -168,6 +173,7 @@ class LocalRun:
         cluster, now = self._cluster, time.monotonic()
         try:
             cluster.start(give_up=lambda: not self._signals.empty())
+            self._standbys.start()
             pservers = f"{count(cluster.num_pservers, 'pserver')} and " if cluster.num_pservers else ""
             trainers = count(cluster.num_trainers, "trainer")
             self._screen.print_message(f"{pservers}{trainers}; dashboard: {cluster.address}", "dim")
@@ -205,6 +211,7 @@ class LocalRun:
                     self._handle_end(rank, trainer.wait())
             if self._ending is None:
                 self._check_services()
+                self._standbys.check()
                 self._check_joins()
             if self._ending is not None:
                 self._send_signals(self._ending)
@@ -252,7 +259,10 @@ class LocalRun:
 
     def _check_services(self) -> None:
         for service in self._cluster.services:
-            if service.is_running:
+            is_pserver = service in self._cluster.pservers
+            if service.is_running or (
+                is_pserver and self._standbys.replace(self._cluster.pservers.index(service), service)
+            ):
                 continue
             how = describe_end(service.wait())
             if not self._may_restart(service.name, how):

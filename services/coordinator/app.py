@@ -22,11 +22,11 @@ from ps_protocol.messages import (
     TrainerHeartbeatReply,
     TrainerJoined,
 )
-from ps_protocol.standbys import ReportStandby, StandbyAnswer
+from ps_protocol.standbys import PserverEnded, ReportStandby, StandbyAnswer
 from services.runtime.app import make_app
 from services.runtime.logs import get_logger
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.security import KnownHosts
+from services.runtime.security import KnownHosts, may_administer
 
 from .administration import add_administration_routes
 from .coordinator import Coordinator
@@ -39,6 +39,7 @@ from .state.standbys import answer_standby
 log = get_logger()
 
 MAX_WAIT_SECONDS = 30.0
+SUCCESSOR_SECONDS = 1.0
 
 
 def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
@@ -55,6 +56,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.post(routes.REGISTER_PSERVER, tags=["membership"])
     async def register_pserver(request: RegisterPserver) -> PserverRegistered:
         """Register a pserver, and return its index and incarnation."""
+        coordinator.failover.check_registration(request)
         answer = cluster.register_pserver(request, coordinator.now())
         coordinator.changed()
         await coordinator.persist()  # so that no other process gets this incarnation after a restart
@@ -66,13 +68,24 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         reply = cluster.pserver_heartbeat(index, message, coordinator.now())
         coordinator.activity.record_pserver(cluster, index, message, coordinator.now())
         coordinator.changed()
-        return reply
+        if message.standbys is None:
+            return reply
+        return reply.model_copy(update={"required": await coordinator.failover.note_heartbeat(index, message)})
+
+    @app.post(routes.PSERVER_ENDED, tags=["membership"], status_code=204, response_class=Response)
+    async def pserver_ended(index: OrdinalText, message: PserverEnded) -> None:
+        """Replace a pserver, whose process a supervisor has seen end. The end of a standby is noted."""
+        coordinator.failover.suspect_ended(index, message.address)
+        coordinator.changed()
 
     @app.post(routes.REPORT_STANDBY, tags=["membership"])
-    async def report_standby(report: ReportStandby) -> StandbyAnswer:
+    async def report_standby(report: ReportStandby, request: Request) -> StandbyAnswer:
         """Register a standby or renew its lease, and return the pserver that it follows."""
-        answer = answer_standby(cluster, report)
-        coordinator.standbys = coordinator.standbys.report(report, coordinator.now(), stop=answer.stop)
+        answer, failover = answer_standby(cluster, report), coordinator.failover
+        failover.standbys = failover.standbys.report(
+            report, coordinator.now(), stop=answer.stop, may_lead=may_administer(request.scope)
+        )
+        failover.note_standby(report)
         if answer.stop:
             coordinator.changed()
         return answer
@@ -120,7 +133,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         coordinator.output.add(rank, message)
         coordinator.activity.record_trainer(cluster, rank, message, coordinator.now())
         coordinator.changed()
-        return reply
+        return await _await_successors(coordinator, message, reply)
 
     @app.post(routes.LEAVE, tags=["membership"], status_code=204, response_class=Response)
     async def leave(rank: OrdinalText, message: Leave) -> None:
@@ -146,10 +159,23 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.get(routes.TARGETS, tags=["inspection"], response_model=list[TargetGroup])
     async def targets() -> list[dict[str, Any]]:
         """Return all members for Prometheus' HTTP service discovery (`http_sd_configs`)."""
-        return describe_targets(coordinator.cluster)
+        return describe_targets(coordinator.cluster, coordinator.standbys)
 
     add_inspection_routes(app, coordinator)
     add_administration_routes(app, coordinator)
     add_history_routes(app, coordinator.history)
     add_dashboard_routes(app)
     return app
+
+
+async def _await_successors(
+    coordinator: Coordinator, message: TrainerHeartbeat, reply: TrainerHeartbeatReply
+) -> TrainerHeartbeatReply:
+    """Return the answer to a trainer as soon as the successors of suspected pservers hold the run."""
+    cluster, run, failover = coordinator.cluster, coordinator.cluster.run, coordinator.failover
+    suspected = failover.list_suspected(message.unreachable)
+    if failover.are_replaced(suspected):
+        return reply
+    seconds = min(SUCCESSOR_SECONDS, cluster.lease_seconds / 4)  # its next heartbeat comes later
+    await coordinator.wait_until(lambda: failover.are_replaced(suspected), seconds)
+    return cluster.answer_trainer(coordinator.now()) if cluster.is_current(run) else reply

@@ -21,6 +21,7 @@ from .activity import ActivityLog, Curves
 from .audit import AuditLog
 from .checkpoints import CheckpointSchedule, Manifests
 from .events import Events
+from .failover import FailOver
 from .history import HistoryWriter, RunHistory
 from .output import OutputLog
 from .pserver_calls import WaitLog
@@ -42,7 +43,6 @@ class Coordinator:
 
     def __init__(self, settings: CoordinatorSettings, http: httpx.AsyncClient) -> None:
         self.cluster = Cluster(settings, name_run=lambda: secrets.token_hex(6))
-        self.standbys = StandbyRegistry()
         self.http = http
         self._settings = settings
         self._condition = asyncio.Condition()
@@ -57,6 +57,10 @@ class Coordinator:
         self.audit = AuditLog(settings.state_dir)
         waits = WaitLog()
         self._reconciler = Reconciler(self.cluster, http, self.now, self.persist, waits)
+        self.failover = FailOver(
+            self.cluster, http, self.now, self.persist, changed=self.changed, interrupt=self._reconciler.interrupt
+        )
+        self._reconciler.on_silence = self.failover.suspect
         self.result = RunResult(self.cluster, http, self.now, self.wait_until, waits)
         self._saving: asyncio.Task[None] | None = None  # saves the result
         self.history = RunHistory(settings.history_folder)
@@ -72,6 +76,11 @@ class Coordinator:
     def now(self) -> float:
         """Return the time of the monotonic clock that leases use."""
         return asyncio.get_running_loop().time()
+
+    @property
+    def standbys(self) -> StandbyRegistry:
+        """The living standbys."""
+        return self.failover.standbys
 
     def changed(self) -> None:
         """Note the events of a change of the cluster, before another change hides it, and wake the background tasks."""
@@ -125,6 +134,7 @@ class Coordinator:
                     raise StorageFailed(text) from error
                 raise TryAgain(text) from error
             self._failing_since = None
+            self.cluster.persisted = record.replicas
 
     # ------------------------------------------------------------------ background
 
@@ -139,6 +149,7 @@ class Coordinator:
                     task.cancel()
         finally:
             self.is_stopping = True
+            self.failover.close()
             await self._notify_waiters()
             self._history_writer.note(self.now(), is_stopping=True)
             await self._history_writer.flush()
@@ -153,9 +164,10 @@ class Coordinator:
                 # This process was stopped (SIGSTOP, a paused machine), so the silence was its own.
                 log.warning("the coordinator was paused; all leases are renewed", seconds=round(paused, 1))
                 self.cluster.renew_leases(self.now())
-                self.standbys = self.standbys.renew_leases(self.now())
+                self.failover.standbys = self.standbys.renew_leases(self.now())
             self.cluster.expire(self.now())
-            self.standbys = self.standbys.expire(self.now(), self.cluster.lease_seconds)
+            self.failover.standbys = self.standbys.expire(self.now(), self.cluster.lease_seconds)
+            self.failover.suspect_lost()
             self.meter.measure()  # in even periods, for any number of readers
             self.changed()
             await self._notify_waiters()  # the reconciliation may be waiting for a pserver
@@ -185,8 +197,13 @@ class Coordinator:
             checked_at = self._log_losses(checked_at)
             self._log_early_ends()
             self.cluster.start_run_if_complete(self.now())
+            if self.failover.is_replacing:
+                continue  # its end wakes this task
+            self.failover.has_ended.clear()
             if not await self._reconciler.reconcile():
-                await asyncio.sleep(RETRY_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_SECONDS):
+                        await self.failover.has_ended.wait()
                 self._wake.set()
             elif members != self.cluster.run.installed.members:
                 members = self.cluster.run.installed.members

@@ -19,6 +19,7 @@ from ps_protocol.vocabulary import PserverIndex, Rank, Round
 from .state.cluster import Cluster
 from .state.pservers import PserverMember
 from .state.record import TrainerRecord
+from .state.replicas import Replica, Replicas
 from .state.run import Run
 
 MAX_EVENTS = 1000
@@ -45,6 +46,7 @@ class Events:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._run: Run | None = None  # as of the last call, like `_pservers`
         self._pservers: dict[PserverIndex, tuple[PserverMember, bool]] = {}
+        self._replicas: Mapping[PserverIndex, Replicas] = {}
 
     @property
     def newest_id(self) -> int:
@@ -82,6 +84,7 @@ class Events:
         self._run = run
         before = last if last is not None and cluster.is_current(last) else None
         yield from self._changed_pservers(cluster)
+        yield from self._changed_replicas(cluster)
         yield from _changed_trainers({} if before is None else before.record.trainers, record.trainers)
         is_new = last is not None or record.state != "gathering"
         if is_new and (before is None or before.record.state != record.state):
@@ -107,7 +110,22 @@ class Events:
             if known is not None and (known.info.incarnation, was_present) == (incarnation, is_present):
                 continue
             change = f"has registered at {address}" if is_present else f"at {address} is silent"
+            if is_present and member.record.promoted_at == incarnation:
+                change = f"is replaced by its standby at {address}"
             yield "pserver", f"pserver {index} {change}", {"pserver": index, "incarnation": incarnation}
+
+    def _changed_replicas(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
+        before, self._replicas = self._replicas, cluster.registry.replicas
+        if before is self._replicas:
+            return
+        for index, replicas in sorted(self._replicas.items()):
+            was_in_sync = before[index].in_sync if index in before else frozenset[Replica]()
+            changes = [(standby, "is in sync") for standby in replicas.in_sync - was_in_sync]
+            lost = was_in_sync - replicas.in_sync - {replicas.leader}  # not if it was promoted
+            changes += [(standby, "is no longer in sync") for standby in lost]
+            for standby, change in sorted(changes):
+                facts = {"pserver": index, "standby": standby, "in_sync": len(replicas.in_sync)}
+                yield "pserver", f"a standby of pserver {index} {change} ({len(replicas.in_sync)} in sync)", facts
 
 
 def _changed_trainers(

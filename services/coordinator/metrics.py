@@ -6,19 +6,23 @@ https://prometheus.io/docs/prometheus/latest/http_sd/
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Gauge, Metric
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 from pydantic import BaseModel
 
 from ps_config.hosts import is_ip_literal, is_loopback, reachable_host
 from ps_protocol.messages import RunState
+from ps_protocol.vocabulary import PserverIndex
 from services.runtime.security import KnownHosts
 
 from .state.cluster import Cluster
+from .state.standbys import StandbyRegistry
 
 
 def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
@@ -41,6 +45,15 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
     )
     for name, description, value in gauges:
         Gauge(name, description, registry=registry).set_function(value)
+    in_sync = Gauge(
+        "gradpost_standbys_in_sync",
+        "Standbys that may replace a pserver, with durability `replicated`.",
+        ["pserver"],
+        registry=registry,
+    )
+    for index in range(cluster.registry.num_pservers):
+        in_sync.labels(str(index)).set_function(partial(_count_in_sync, cluster, index))
+    registry.register(_FailOvers(cluster))
     state = Gauge(
         "gradpost_run_state",
         "1 for the state of the run (`gathering`, `training`, `finished`, `failed`), 0 for the others.",
@@ -55,6 +68,22 @@ def _is_in(cluster: Cluster, state: RunState) -> float:
     return float(cluster.run.record.state == state)
 
 
+def _count_in_sync(cluster: Cluster, index: PserverIndex) -> float:
+    replicas = cluster.registry.replicas.get(index)
+    return 0.0 if replicas is None else float(len(replicas.in_sync))
+
+
+class _FailOvers(Collector):
+    """The number of fail-overs, which the cluster counts."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Standbys that have replaced a pserver since the coordinator was started."
+        yield CounterMetricFamily("gradpost_fail_overs", text, value=self._cluster.registry.num_promoted)
+
+
 class TargetGroup(BaseModel):
     """The members of one role, in the format of Prometheus' HTTP service discovery."""
 
@@ -62,14 +91,20 @@ class TargetGroup(BaseModel):
     labels: dict[str, str]
 
 
-def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
-    """Return one target group for each pserver and trainer that serves `/metrics`, labelled with role and number.
+def describe_targets(cluster: Cluster, standbys: StandbyRegistry | None = None) -> list[dict[str, Any]]:
+    """Return one target group for each pserver, standby and trainer that serves `/metrics`, with role and number.
 
-    The coordinator itself is left out, since the caller knows its address.
+    The coordinator itself is left out, since the caller knows its address. So is a standby with the scope `replicate`
+    only, because Prometheus sends its token there.
     """
     groups = [
         _group(member.info.address, role="pserver", pserver=str(index))
         for index, member in sorted(cluster.registry.members.items())
+    ]
+    groups += [
+        _group(standby.report.address, role="standby", pserver=str(standby.report.follows))
+        for standby in (standbys or StandbyRegistry()).members.values()
+        if standby.may_lead
     ]
     groups += [
         _group(trainer.metrics_address, role="trainer", trainer=str(rank))

@@ -13,6 +13,7 @@ another run has begun. So no transition of a request handler is lost.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from pydantic import TypeAdapter
 
 from ps_protocol.errors import ERRORS, Conflict, Ended, GradpostError, NotReady, StaleRun, StorageFailed, TryAgain
 from ps_protocol.fields import Message
-from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, RequiredStandbys
 from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint
@@ -84,6 +85,33 @@ class Reconciler:
         self._failing: tuple[str, float] | None = None  # the run and the time since when changes fail
         self._problem = ""
         self._logged: set[str] = set()  # logged since the last success
+        self._calls: defaultdict[PserverIndex, set[asyncio.Timeout]] = defaultdict(set)
+        self.on_silence: Callable[[PserverIndex, Incarnation], None] = lambda *_: None
+
+    def interrupt(self, index: PserverIndex) -> None:
+        """End the requests to a pserver, which another process replaces."""
+        for limit in self._calls[index]:
+            if not limit.expired():
+                limit.reschedule(self._now())
+
+    async def _call(
+        self,
+        member: PserverMember,
+        method: str,
+        route: str,
+        message: Message | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+    ) -> bytes:
+        """Return the answer of `call_pserver`. Raises httpx.ReadTimeout if `interrupt` ends the wait for it."""
+        limit, calls = asyncio.timeout(None), self._calls[member.info.index]
+        calls.add(limit)
+        try:
+            async with limit:
+                return await call_pserver(self._http, member, method, route, message, timeout)
+        except TimeoutError:
+            raise httpx.ReadTimeout("a standby replaces the pserver") from None
+        finally:
+            calls.discard(limit)
 
     async def reconcile(self) -> bool:
         """Persist the cluster's state, and bring every pserver to it. Returns False if it must be tried again.
@@ -159,6 +187,7 @@ class Reconciler:
     def _note_silence(self, member: PserverMember, error: httpx.HTTPError) -> None:
         self._problem = f"pserver {member.info.index} did not answer: {error!r}"
         self._waits.note(member.info.index, error)
+        self.on_silence(member.info.index, member.info.incarnation)
 
     # ------------------------------------------------------------------ freeze, decide
 
@@ -215,7 +244,7 @@ class Reconciler:
     async def _freeze(self, run: Run, member: PserverMember, message: Freeze) -> FrozenRounds | None:
         """Freeze a pserver and return its rounds; None if it holds nothing that it could continue from by itself."""
         try:
-            body = await call_pserver(self._http, member, "PUT", FREEZE, message)
+            body = await self._call(member, "PUT", FREEZE, message)
         except httpx.HTTPError as error:
             self._note_silence(member, error)
             raise _InterruptedError from error
@@ -234,7 +263,7 @@ class Reconciler:
 
     async def _list_restorable(self, run: Run, member: PserverMember, newest: Round | None = None) -> Ranges:
         route = f"{RESTORABLE}?run={run.record.name}" + ("" if newest is None else f"&newest={newest}")
-        body = await call_pserver(self._http, member, "GET", route, timeout=RESTORE_TIMEOUT_SECONDS)
+        body = await self._call(member, "GET", route, timeout=RESTORE_TIMEOUT_SECONDS)
         return _RANGES.validate_json(body)
 
     async def _roll_back(
@@ -298,6 +327,8 @@ class Reconciler:
         message: Message
         if target.has_same_attempt(self._installed.get(index)) or not cluster.serves_run:
             route, timeout, message = MEMBERS, TIMEOUT_SECONDS, make_members_message(run, number)
+        elif cluster.find_required(index, member.info.incarnation) is None:
+            return False  # another process has replaced it, or is about to
         else:
             restore = self._restore.get(index)
             if run.record.state == "gathering":
@@ -306,7 +337,7 @@ class Reconciler:
             route, timeout = RUN, RESTORE_TIMEOUT_SECONDS
             message = make_installation(cluster, index, number, restore)
         try:
-            await call_pserver(self._http, member, "PUT", route, message, timeout)
+            await self._call(member, "PUT", route, message, timeout)
         except httpx.HTTPError as error:
             self._note_silence(member, error)
             return False
@@ -355,6 +386,7 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
         keep_checkpoints=settings.keep_checkpoints,
         restore=restore,
         number=number,
+        required=cluster.find_required(index, run.holders[index]) or RequiredStandbys(),
     )
 
 

@@ -23,6 +23,7 @@ from ps_protocol.vocabulary import (
     Mode,
     NonfinitePolicy,
     Placement,
+    ReplicaLoss,
     Round,
     Strategy,
 )
@@ -45,7 +46,7 @@ def _declared(name: str) -> Any:
 _OF_PSERVERS = {  # settings that need pservers
     *("num_pservers", "min_block_size", "placement", "slice_parameters", "push_type", "pull_type", "topk"),
     *("on_trainer_loss", "min_trainers", "rejoin_timeout_seconds"),
-    *("durability", "checkpoint_rounds", "max_log_bytes", "keep_checkpoints", "checkpoints", "resume"),
+    *("durability", "replica_loss", "checkpoint_rounds", "max_log_bytes", "keep_checkpoints", "checkpoints", "resume"),
 }
 _WITHOUT = {"on_trainer_loss": "fail", "durability": "none"}  # their values without pservers
 
@@ -121,7 +122,13 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
     durability: Durability | None = Field(
         default=None,
         description="data that a pserver writes before a round counts: `none`; `log`, which survives a crash of the "
-        "process; `fsync`, which survives a crash of the machine. Default: `log`; in the asynchronous modes `none`",
+        "process; `fsync`, which survives a crash of the machine; `replicated`, a log that the standbys in "
+        "sync hold as well. Default: `log`; in the asynchronous modes `none`",
+    )
+    replica_loss: ReplicaLoss = Field(
+        default="continue",
+        description="policy for a lost standby with durability `replicated`: `continue` without it, or `wait` for "
+        "another one",
     )
     checkpoint_rounds: int | None = Field(
         default=None,
@@ -169,6 +176,11 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
         """The durability, with the default of the mode."""
         has_log = not (self.consistency.is_async or self.consistency.is_ring)
         return self.durability or ("log" if has_log else "none")
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if pservers wait for their standbys."""
+        return self.log_durability == "replicated"
 
     @property
     def history_folder(self) -> Path:

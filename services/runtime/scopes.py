@@ -79,6 +79,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     # services among each other
     ("POST", routes.REGISTER_PSERVER): "admin",
     ("POST", routes.PSERVER_HEARTBEAT): "admin",
+    ("POST", routes.PSERVER_ENDED): "admin",
     ("PUT", routes.RUN): "admin",
     ("PUT", routes.MEMBERS): "admin",
     ("PUT", routes.FREEZE): "admin",

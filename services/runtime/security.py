@@ -27,6 +27,7 @@ log = get_logger()
 
 TOKEN_WAIT_SECONDS = 60.0  # until the token is written: services and trainers may be started in any order
 TOKEN_KEY = "gradpost.token"  # in a request's scope
+GIVEN_KEY = "gradpost.scope"  # of the token
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _READING = frozenset({"GET", "OPTIONS"})
 
@@ -164,7 +165,7 @@ class CheckAccess:
                 needed=needed,
             )
         given = tokens.scope_of(token)
-        scope[TOKEN_KEY] = token
+        scope[TOKEN_KEY], scope[GIVEN_KEY] = token, given
         if given is None:
             raise Unauthenticated("the bearer token is not valid for this service", needed=needed)
         if not includes(given, needed):
@@ -179,6 +180,11 @@ def name_token(scope: Scope) -> str:
     """Return a name for the token of a request: the beginning of its digest, which does not reveal the token."""
     token = scope.get(TOKEN_KEY)
     return "anybody" if token is None else f"token {hashlib.sha256(token.encode()).hexdigest()[:8]}"
+
+
+def may_administer(scope: Scope) -> bool:
+    """Return whether a request may do everything: its token has the scope `admin`, or the service has no tokens."""
+    return bool(scope.get(GIVEN_KEY, "admin") == "admin")
 
 
 def _check_origin(origin: str, authority: str) -> None:

@@ -39,7 +39,15 @@ from ps_protocol.messages import (
 from ps_protocol.plan import SlicePlan
 from ps_protocol.process_reports import Link, OutputLines, ProcessFigures, ScriptInfo, Software, Traffic
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
-from ps_protocol.standbys import HeldUpdates, ReportStandby, SeenStandbys, ServedRun, ShardDigests, StandbyAnswer
+from ps_protocol.standbys import (
+    HeldUpdates,
+    PserverEnded,
+    ReportStandby,
+    SeenStandbys,
+    ServedRun,
+    ShardDigests,
+    StandbyAnswer,
+)
 
 from .markdown import example_plan, read
 
@@ -130,6 +138,7 @@ EXAMPLES: tuple[Any, ...] = (
         lag_rounds=1, lag_bytes=40_410, lag_seconds=0.02,
     ),
     HeldUpdates(run=RUN, attempt=1, incarnation=2, instance=INSTANCE, round=58),
+    PserverEnded(address=ADDRESS),
     StandbyAnswer(lease_seconds=10, leader="http://10.0.0.5:7071", incarnation=2, run=RUN, attempt=1, round=58),
     ServedRun(
         installed=InstallRun(

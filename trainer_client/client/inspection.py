@@ -36,12 +36,14 @@ from ps_protocol.routes import (
     MODEL,
     PARAMETER,
     PARAMETERS,
+    PSERVER_ENDED,
     ROLL_BACK,
     STATE,
     STATISTICS,
     STATUS,
     SUMMARY,
 )
+from ps_protocol.standbys import PserverEnded
 
 T = TypeVar("T")
 
@@ -171,6 +173,11 @@ class ClusterView:
             reason=reason or "",
         )
         self._request("POST", self.coordinator + LEAVE.format(rank=trainer.rank), message)
+
+    def report_end(self, index: int, address: str) -> None:
+        """Report that the process of a pserver at an address, or of a standby of it, has ended."""
+        path = PSERVER_ENDED.format(index=index)
+        self._request("POST", self.coordinator + path, PserverEnded(address=address))
 
     def close(self) -> None:
         """Close the connections."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import sys
@@ -29,6 +30,7 @@ START_SECONDS = 60.0  # importing takes a second or two, and much longer on a bu
 # Settings of the services that their trainers need as well.
 _SHARED = ("GRADPOST_TLS_CA", "GRADPOST_TLS_CLIENT_CERT", "GRADPOST_TLS_CLIENT_KEY", "GRADPOST_TOKENS_DIR")
 MAX_KEPT_LINES = 10_000
+_SERVING = re.compile(r'(?=.*"event": "serving").*"address": "([^"]+)"')  # the log of a service
 
 
 class LocalCluster:
@@ -61,6 +63,8 @@ class LocalCluster:
         self.output: deque[str] = deque(maxlen=MAX_KEPT_LINES)
         self.pservers: list[Child] = []
         self.standbys: list[Child] = []
+        self._follows: dict[Child, int] = {}  # the pserver that each standby was started for
+        self._addresses: dict[Child, list[str]] = {}  # at which a service has logged that it serves
         self.trainers: list[Child] = []
         self._coordinator: Child | None = None
         self._environ = (
@@ -153,21 +157,57 @@ class LocalCluster:
     def start_standby(self, index: int, **env: Any) -> Child:
         """Start a process that follows the pserver with this index."""
         own = {"GRADPOST_PORT": "0", "GRADPOST_FOLLOW": str(index), **env}
-        self.standbys.append(self._spawn_service(f"standby of pserver {index}", "services.pserver", **own))
-        return self.standbys[-1]
+        child = self._spawn_service(f"standby of pserver {index}", "services.pserver", **own)
+        self.standbys.append(child)
+        self._follows[child] = index
+        return child
+
+    def followed_by(self, standby: Child) -> int:
+        """Return the index of the pserver that a standby follows."""
+        return self._follows[standby]
+
+    def exchange(self, index: int, standby: Child) -> None:
+        """Note that a standby has become a pserver. The process before it, if it still runs, follows it now."""
+        former, self.pservers[index] = self.pservers[index], standby
+        self.standbys.remove(standby)
+        if former.is_running:
+            self.standbys.append(former)
+            self._follows[former] = index
+
+    def find_address(self, service: Child) -> str:
+        """Return the newest address of a pserver or standby; empty until it serves."""
+        return next(reversed(self._addresses[service]), "")
+
+    def report_end(self, index: int, service: Child) -> None:
+        """Report the end of the process of a pserver, or of a standby of it. Raises GradpostError."""
+        environ = {**self._environ, **self._settings}
+        folder = find_path("tokens_dir", environ)
+        token = None if folder is None else folder / "admin"
+        if address := self.find_address(service):
+            with ClusterView(self.address, tls=client_files(environ), token_file=token) as view:
+                view.report_end(index, address)
 
     def _spawn_service(self, name: str, module: str, *, pass_fds: Sequence[int] = (), **env: Any) -> Child:
         env = {**self.environment(), "GRADPOST_HOST": "127.0.0.1", **self._settings, **env}
         if "GRADPOST_TOKENS_DIR" in env and "GRADPOST_TOKEN_FILE" not in self._settings:
             env.pop("GRADPOST_TOKEN_FILE", None)  # the token of trainers is not sufficient for a service
-        return Child(
+        addresses: list[str] = []
+
+        def handle_line(name: str, line: str) -> None:
+            if found := _SERVING.search(line):
+                addresses.append(found[1])
+            self._line(name, line)
+
+        child = Child(
             name,
             [sys.executable, "-P", "-m", module],
             env=find_our_packages(env, first=True),
-            on_line=self._line,
+            on_line=handle_line,
             pass_fds=pass_fds,
             guardian=self._guardian,
         )
+        self._addresses[child] = addresses
+        return child
 
     def stop(self, grace_seconds: float = 10.0) -> dict[str, int]:
         """End all running processes, and return the exit code of every child by name."""

@@ -62,7 +62,8 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         """Return the state of the cluster and its members."""
         cluster, process = coordinator.cluster, coordinator.meter.measure()
         now = coordinator.now()
-        return describe_status(cluster.run, cluster.registry, now, process, coordinator.standbys.describe(now))
+        standbys = coordinator.standbys.describe(now, cluster.registry.replicas)
+        return describe_status(cluster.run, cluster.registry, now, process, standbys)
 
     @app.get(routes.ACTIVITY, tags=["inspection"])
     async def activity() -> Activity:

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from ps_protocol.errors import (
-    Conflict,
-    Ended,
-    ModelMismatch,
-    NotReady,
-    RoundTimeout,
-    TrainerLost,
-    error_from_problem,
-)
-from ps_protocol.membership import PserverRegistered, RegisterPserver
+from ps_protocol.errors import Conflict, Ended, ModelMismatch, NotReady, RoundTimeout, TrainerLost, error_from_problem
+from ps_protocol.membership import PserverRegistered, RegisterPserver, RequiredStandbys
 from ps_protocol.messages import (
     DeclareModel,
     JoinTrainer,
@@ -44,24 +36,12 @@ from .losses import (
     time_out,
 )
 from .pservers import PserverRegistry
-from .record import Beginning, ClusterRecord, RunRecord, await_trainers
+from .record import Beginning, ClusterRecord, Resumption, await_trainers
+from .replicas import Replicas
 from .run import LostRounds, Run
 from .status import describe_notice, list_rounds, list_waits
 
 log = get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """The recorded state of a resumed run, in case processes of the recorded run still live.
-
-    If such a process reports before `until`, when the leases end, the recorded state is restored. If the recorded run
-    had failed, the run after it begins with the checkpoint `beginning`; None: with initial values.
-    """
-
-    saved: RunRecord
-    until: float
-    beginning: Manifest | None
 
 
 class Cluster:
@@ -80,6 +60,7 @@ class Cluster:
         self.run = Run.begin(name_run(), settings, {})
         self.is_writing_manifest = False
         self.beginning: Manifest | None = None  # the checkpoint that the next run begins with
+        self.persisted: Mapping[PserverIndex, Replicas] = {}  # the replicas on the disk, or earlier ones
         self.resumption: Resumption | None = None  # until processes of the run before have reported or expired
 
     def is_current(self, run: Run) -> bool:
@@ -105,6 +86,7 @@ class Cluster:
             pserver_incarnations=dict(self.registry.incarnations),
             run_incarnations=dict(self.run.holders),
             pservers=tuple(member.record for _, member in sorted(members.items())),
+            replicas=dict(self.registry.replicas),
             beginning=beginning and Beginning(run=beginning.run, round=beginning.round, controls=beginning.controls),
             run=self.run.durable if self.run.record.trainers else None,
         )
@@ -118,7 +100,7 @@ class Cluster:
         """Restore the cluster from its record. All leases begin now, and the last change is made again."""
         self.restore_incarnations(record)
         for pserver in record.pservers:
-            self.registry = self.registry.restore(pserver, now)
+            self.registry = self.registry.restore(pserver, now, record.replicas.get(pserver.info.index))
         self.run = self.run.note_holders(record.run_incarnations)
         if record.run is not None:
             self.run = self.run.restore(record.run, now)
@@ -130,6 +112,7 @@ class Cluster:
         """
         assert record.run is not None
         self.restore(record, now)
+        self.registry = self.registry.clear_replicas()  # their processes have ended, too
         waiting = await_trainers(self.run.record, is_async=self._settings.consistency.is_async)
         reports = {rank: self.run.reports[rank] for rank in waiting.trainers}
         self.run = replace(self.run, record=waiting, reports=reports, ended_at=None)
@@ -168,8 +151,8 @@ class Cluster:
 
     # ------------------------------------------------------------------ pservers
 
-    def register_pserver(self, request: RegisterPserver, now: float) -> PserverRegistered:
-        """Register a pserver. One that returns during a run must bring its shard, or the run fails."""
+    def register_pserver(self, request: RegisterPserver, now: float, *, is_standby: bool = False) -> PserverRegistered:
+        """Register a pserver, or a standby that replaces it. During a run it must bring its shard, or the run fails."""
         check_protocol(request.protocol)
         if self._settings.consistency.is_ring:
             raise Conflict(
@@ -178,7 +161,7 @@ class Cluster:
         run, record, held = self.run, self.run.record, request.held
         is_current = held is not None and (held.run, held.attempt) == record.attempt_id
         self.registry, answer = self.registry.register(
-            request, now, held.rounds.applied if held and is_current else None
+            request, now, held.rounds.applied if held and is_current else None, is_standby=is_standby
         )
         is_known = answer.incarnation == run.holders.get(answer.index)
         if record.plan is None or is_known or not self.serves_run:
@@ -214,6 +197,16 @@ class Cluster:
             stop=stop,
             exit_code=self.exit_code,
         )
+
+    def find_required(self, index: PserverIndex, incarnation: Incarnation) -> RequiredStandbys | None:
+        """Return the standbys that a pserver must wait for, as the disk has them; None if it has another incarnation.
+
+        A set that is not persisted could lack a standby that a restarted coordinator may promote.
+        """
+        if not self._settings.is_replicated:
+            return RequiredStandbys()
+        replicas = self.persisted.get(index)
+        return None if replicas is None or replicas.incarnation != incarnation else replicas.required
 
     def _note_missing_pservers(self, now: float) -> None:
         """Note the time if a pserver does not serve the run, so that trainers cannot reach a barrier."""
@@ -287,7 +280,12 @@ class Cluster:
                 if self.registry.was_reachable(index, incarnation, now - seconds, now):
                     text = f"trainer {rank} has not reached pserver {index} for {seconds:.1f} s, though both are alive"
                     run = lose_stuck_trainers(run, [rank], TrainerLost(text, ranks=[rank]), now)
-        self.run, record = run, run.record
+        self.run = run
+        return self.answer_trainer(now)
+
+    def answer_trainer(self, now: float) -> TrainerHeartbeatReply:
+        """Return the answer to the heartbeat of a trainer of the current run."""
+        record = self.run.record
         return TrainerHeartbeatReply(
             state=record.state,
             failure=record.failure.to_problem() if record.failure else None,
@@ -369,6 +367,7 @@ class Cluster:
         if self.run.record.is_over:
             return False
         self.beginning = None
+        self.registry = self.registry.clear_replicas()
         return True
 
     def plan_ready(self, rank: Rank, incarnation: Incarnation) -> PlanReady | None:

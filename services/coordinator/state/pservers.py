@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Conflict, StalePserver
@@ -11,6 +11,7 @@ from ps_protocol.messages import PserverHeartbeat, PserverInfo, ShardFile
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 
 from .record import PserverRecord
+from .replicas import Replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class PserverMember:
         return self.heartbeat.run, self.heartbeat.attempt
 
     @property
+    def has_reported(self) -> bool:
+        """True if the pserver has sent a heartbeat since its lease began."""
+        return self.seen_at > self.present_since
+
+    @property
     def shards(self) -> dict[Round, ShardFile]:
         """The shards of checkpoints that the pserver has written, by their rounds."""
         return {file.round: file for file in self.heartbeat.checkpoints}
@@ -66,6 +72,8 @@ class PserverRegistry:
     members: Mapping[PserverIndex, PserverMember] = field(default_factory=dict)
     lost: Mapping[PserverIndex, PserverMember] = field(default_factory=dict)
     incarnations: Mapping[PserverIndex, Incarnation] = field(default_factory=dict)
+    replicas: Mapping[PserverIndex, Replicas] = field(default_factory=dict)
+    num_promoted: int = 0  # standbys, in this process
 
     @property
     def is_complete(self) -> bool:
@@ -81,25 +89,35 @@ class PserverRegistry:
         """Return whether every pserver serves this run and attempt."""
         return self.is_complete and all(member.attempt_id == attempt_id for member in self.members.values())
 
-    def restore(self, record: PserverRecord, now: float) -> PserverRegistry:
+    def restore(self, record: PserverRecord, now: float, replicas: Replicas | None = None) -> PserverRegistry:
         """Restore a recorded pserver, whose lease begins now."""
-        if record.info.index >= self.num_pservers:
+        index = record.info.index
+        if index >= self.num_pservers:
             return self
-        return self._with_member(PserverMember.begin(record, now, is_restored=True))
+        replicas = replicas or Replicas(record.instance, record.info.incarnation)  # earlier versions record none
+        return self._with_member(PserverMember.begin(record, now, is_restored=True))._with_replicas(index, replicas)
 
     def register(
-        self, request: RegisterPserver, now: float, restored: Round | None = None
+        self, request: RegisterPserver, now: float, restored: Round | None = None, *, is_standby: bool = False
     ) -> tuple[PserverRegistry, PserverRegistered]:
         """Return the registry with a process, and its index and incarnation: the same for a repeated request.
 
-        `restored` is the round of the current attempt that the process has restored, if any.
+        `restored` is the round of the current attempt that the process has restored, if any. A standby takes the
+        place of the pserver that it follows.
 
-        A process that has locked the folder of the current incarnation replaces it before the lease ends.
+        A process that has locked the folder of the current incarnation replaces it before the lease ends. One that was
+        fenced gets the next incarnation.
         """
         index = self._choose_index(request)
         member, incarnation = self.members.get(index), self.incarnations.get(index, 0)
-        if member is None or member.record.instance != request.instance:
+        replicas, known = self.replicas.get(index), member or self.lost.get(index)
+        promoted_at = known.record.promoted_at if known else 0
+        is_repeated = member is not None and member.record.instance == request.instance
+        if replicas is None or not is_repeated or replicas.is_fenced:
             incarnation = max(incarnation, request.previous) + 1
+            replicas = Replicas(request.instance) if replicas is None else replicas.promote(request.instance)
+            replicas = replace(replicas, incarnation=incarnation)
+            promoted_at = incarnation if is_standby else promoted_at
         info = PserverInfo(
             index=index,
             address=request.address.rstrip("/"),
@@ -107,15 +125,31 @@ class PserverRegistry:
             http2=request.http2,
             local=request.local,
         )
-        record = PserverRecord(info=info, instance=request.instance, restored=restored)
-        registry = replace(self, incarnations={**self.incarnations, index: incarnation})
+        record = PserverRecord(info=info, instance=request.instance, restored=restored, promoted_at=promoted_at)
+        registry = replace(
+            self,
+            incarnations={**self.incarnations, index: incarnation},
+            num_promoted=self.num_promoted + is_standby,
+        )
         answer = PserverRegistered(index=index, incarnation=incarnation, lease_seconds=self.lease_seconds)
-        return registry._with_member(PserverMember.begin(record, now)), answer
+        return registry._with_member(PserverMember.begin(record, now))._with_replicas(index, replicas), answer
 
     def _with_member(self, member: PserverMember) -> PserverRegistry:
         index = member.info.index
         lost = {other: lost_member for other, lost_member in self.lost.items() if other != index}
         return replace(self, members={**self.members, index: member}, lost=lost)
+
+    def _with_replicas(self, index: PserverIndex, replicas: Replicas) -> PserverRegistry:
+        return replace(self, replicas={**self.replicas, index: replicas})
+
+    def change_replicas(self, index: PserverIndex, change: Callable[[Replicas], Replicas]) -> PserverRegistry:
+        """Return the registry after a transition of the replicas of a shard."""
+        replicas = change(self.replicas[index])
+        return self if replicas == self.replicas[index] else self._with_replicas(index, replicas)
+
+    def clear_replicas(self) -> PserverRegistry:
+        """Remove all standbys of all shards."""
+        return replace(self, replicas={index: replicas.clear() for index, replicas in self.replicas.items()})
 
     def _choose_index(self, request: RegisterPserver) -> PserverIndex:
         for index, member in self.members.items():
@@ -138,7 +172,11 @@ class PserverRegistry:
                 code="world_mismatch", expected=f"0 to {self.num_pservers - 1}", actual=request.index,
             )  # fmt: skip
         if request.index not in free:
-            holder = self.members[request.index].info.address
+            member, holder = self.members[request.index], self.members[request.index].info.address
+            # One that has not served yet may still turn out to be dead.
+            if request.previous < member.record.promoted_at and member.heartbeat.run is not None:
+                text = f"a standby at {holder} has replaced pserver {request.index}, and continues without this process"
+                raise Conflict(text, code="superseded", current=member.info.incarnation)
             raise Conflict(
                 f"a living pserver at {holder} has index {request.index}; stop that pserver, or set another index",
                 code="index_taken",
@@ -157,6 +195,9 @@ class PserverRegistry:
                 f"pserver {index} incarnation {message.incarnation} is not a member; register again",
                 current=member.info.incarnation if member else None,
             )
+        if self.replicas[index].is_fenced:
+            text = f"a standby may refuse incarnation {message.incarnation} of pserver {index}"
+            raise StalePserver(f"{text}; register again, to continue with the next one")
         # The index of a lost pserver was not taken, so that the pserver returns.
         present_since = member.present_since if index in self.members else now
         return self._with_member(replace(member, heartbeat=message, seen_at=now, present_since=present_since))

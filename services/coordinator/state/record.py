@@ -19,6 +19,8 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest, is_undone, nest_membership
 
+from .replicas import Replicas
+
 EVICTED = "was evicted by an administrator"  # the end of `why`; files of November 2026 have no `was_evicted`
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -245,6 +247,7 @@ class PserverRecord(Message):
     info: PserverInfo
     instance: str
     restored: Round | None = None  # the round of the current attempt that the pserver had restored when it registered
+    promoted_at: Incarnation = 0  # the newest incarnation that began as a standby; folders of earlier ones are old
 
 
 class Beginning(Message):
@@ -255,6 +258,19 @@ class Beginning(Message):
     controls: Controls | None = None  # None: the controls of the manifest
 
 
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """The recorded state of a resumed run, in case processes of the recorded run still live.
+
+    If such a process reports before `until`, when the leases end, the recorded state is restored. If the recorded run
+    had failed, the run after it begins with the checkpoint `beginning`; None: with initial values.
+    """
+
+    saved: RunRecord
+    until: float
+    beginning: Manifest | None
+
+
 class ClusterRecord(Message):
     """The content of the coordinator's state file."""
 
@@ -262,5 +278,6 @@ class ClusterRecord(Message):
     pserver_incarnations: dict[PserverIndex, Incarnation]
     run_incarnations: dict[PserverIndex, Incarnation]
     pservers: tuple[PserverRecord, ...]
+    replicas: dict[PserverIndex, Replicas] = Field(default={})
     beginning: Beginning | None = None
     run: RunRecord | None

@@ -5,6 +5,7 @@ event                                          in_sync                        jo
 a standby begins to follow                     unchanged                      + the standby   unchanged
 the leader confirms that it waits for it       + the standby, - its           - the standby   unchanged
                                                predecessor
+the leader is suspected                        unchanged                      unchanged       fenced
 a standby is lost (`replica_loss` continue)    - the standby                  - the standby   unchanged
 fail-over, or the leader has restarted         - the new leader               empty           next incarnation
 
@@ -19,6 +20,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from ps_protocol.membership import RequiredStandbys
 from ps_protocol.vocabulary import Incarnation
 
 Replica: TypeAlias = str  # the instance of one process
@@ -47,11 +49,17 @@ class Replicas:
     in_sync: frozenset[Replica] = frozenset()  # each holds every acknowledged update
     joining: frozenset[Replica] = frozenset()
     lost_at: Incarnation = 0  # it began without updates that earlier incarnations had acknowledged
+    is_fenced: bool = False  # a standby may refuse the stream of this incarnation, which therefore ends
 
     @property
     def waits_for(self) -> frozenset[Replica]:
         """The standbys that must hold an update before the leader acknowledges it."""
         return self.in_sync | self.joining
+
+    @property
+    def required(self) -> RequiredStandbys:
+        """The message to the leader."""
+        return RequiredStandbys(number=self.number, instances=tuple(sorted(self.waits_for)))
 
     def begin_joining(self, standby: Replica) -> Replicas:
         """Add a standby that the leader must wait for, and that is not promoted yet."""
@@ -75,6 +83,43 @@ class Replicas:
             return self
         in_sync, joining = (self.in_sync - {*lost}) | {standby}, self.joining - {standby, *lost}
         return replace(self, number=number + 1, in_sync=in_sync, joining=joining)
+
+    def note_report(
+        self,
+        number: int,
+        connected: Collection[Replica],
+        caught_up: Collection[Replica],
+        joining: Collection[Replica],
+        *,
+        continues: bool,
+    ) -> Replicas:
+        """Return the replicas after a report of the leader, which has received the set with this number.
+
+        `continues`: with replica_loss `continue` lost members are removed; else each is replaced by an admitted one.
+
+        >>> replicas = Replicas("a").note_report(0, ["b"], [], ["b"], continues=True)
+        >>> replicas.joining, replicas.note_report(1, ["b"], ["b"], [], continues=True).in_sync
+        (frozenset({'b'}), frozenset({'b'}))
+        """
+        replicas, lost = self, self.waits_for.difference(connected)
+        if number == self.number:
+            # An admission does not change what the leader waits for, so that its report also counts for the next one.
+            for standby in sorted(self.joining.intersection(caught_up)):
+                predecessors = sorted(replicas.in_sync.intersection(lost))[:1]
+                replicas = replicas.admit(standby, self.incarnation, replicas.number, predecessors)
+            for standby in sorted((replicas.waits_for if continues else replicas.joining).intersection(lost)):
+                replicas = replicas.remove(standby)
+        for standby in sorted(set(joining) - replicas.waits_for):
+            replicas = replicas.begin_joining(standby)
+        return replicas
+
+    def suspect(self) -> Replicas:
+        """Note that a standby may receive the request to refuse the stream of this incarnation."""
+        return replace(self, is_fenced=True)
+
+    def clear(self) -> Replicas:
+        """Remove all standbys, because another run begins, or because other processes resume this one."""
+        return replace(self, number=self.number + 1, in_sync=frozenset(), joining=frozenset())
 
     def remove(self, standby: Replica) -> Replicas:
         """Let the leader continue without a standby, which is not promoted from now on."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ps_protocol.errors import Conflict, TryAgain
 from ps_protocol.standbys import ReportStandby, StandbyAnswer, StandbyStatus
+from ps_protocol.vocabulary import PserverIndex
 
 from .cluster import Cluster
 from .joining import check_protocol
+from .replicas import Replica, Replicas
 from .status import copy_fields
 
 MAX_STANDBYS = 1000
@@ -20,11 +23,15 @@ MAX_STANDBYS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """A standby: its last report, and the time of it by the monotonic clock."""
+    """A standby: its last report, and the time of it by the monotonic clock.
+
+    `may_lead`: its token allows what a pserver does. The coordinator sends its own token to the address of a leader.
+    """
 
     report: ReportStandby
     seen_at: float
     is_asked_to_stop: bool = False
+    may_lead: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,7 @@ class StandbyRegistry:
         """True if all living standbys know that the coordinator is about to exit."""
         return not self.members.keys() - self.stopped
 
-    def report(self, report: ReportStandby, now: float, *, stop: bool) -> StandbyRegistry:
+    def report(self, report: ReportStandby, now: float, *, stop: bool, may_lead: bool = True) -> StandbyRegistry:
         """Add a standby, or renew its lease. `stop` is part of the answer.
 
         A standby knows of the end once it reports again or stops, because an answer may be lost. Raises TryAgain beyond
@@ -52,7 +59,7 @@ class StandbyRegistry:
         if len(others) >= MAX_STANDBYS:
             raise TryAgain(f"the limit of {MAX_STANDBYS} standbys is reached", code="overloaded")
         stopped = self.stopped | {report.instance} if stop and known and known.is_asked_to_stop else self.stopped
-        return StandbyRegistry({**others, report.instance: Standby(report, now, stop)}, stopped)
+        return StandbyRegistry({**others, report.instance: Standby(report, now, stop, may_lead)}, stopped)
 
     def expire(self, now: float, lease_seconds: float) -> StandbyRegistry:
         """Remove standbys with an expired lease."""
@@ -63,13 +70,36 @@ class StandbyRegistry:
         """Renew all leases, after a time in which no report could be received."""
         return replace(self, members={key: replace(standby, seen_at=now) for key, standby in self.members.items()})
 
-    def describe(self, now: float) -> tuple[StandbyStatus, ...]:
+    def drop(self, address: str) -> StandbyRegistry:
+        """Remove the standby at an address, whose process has ended or become a pserver."""
+        members = {key: standby for key, standby in self.members.items() if standby.report.address != address}
+        return StandbyRegistry(members, self.stopped & members.keys())
+
+    def find_leaders(self, index: PserverIndex) -> dict[Replica, Standby]:
+        """Return the standbys of a pserver that may replace it."""
+        return {key: one for key, one in self.members.items() if one.report.follows == index and one.may_lead}
+
+    def describe(self, now: float, replicas: Mapping[PserverIndex, Replicas]) -> tuple[StandbyStatus, ...]:
         """Return the standbys for readers, in order of the pservers that they follow."""
         ordered = sorted(self.members.values(), key=lambda standby: (standby.report.follows, standby.report.address))
         return tuple(
-            copy_fields(StandbyStatus, standby.report, heartbeat_age_seconds=now - standby.seen_at)
+            copy_fields(
+                StandbyStatus,
+                standby.report,
+                heartbeat_age_seconds=now - standby.seen_at,
+                role=_find_role(standby.report, replicas),
+            )
             for standby in ordered
         )
+
+
+def _find_role(
+    report: ReportStandby, replicas: Mapping[PserverIndex, Replicas]
+) -> Literal["following", "joining", "in_sync"]:
+    known = replicas.get(report.follows)
+    if known is None or report.instance not in known.waits_for:
+        return "following"
+    return "in_sync" if report.instance in known.in_sync else "joining"
 
 
 def answer_standby(cluster: Cluster, report: ReportStandby) -> StandbyAnswer:

@@ -61,15 +61,15 @@ def test_status_as_tables(run_command: RunCommand) -> None:
 def test_status_with_standbys(run_command: RunCommand) -> None:
     values = {"follows": 0, "address": "http://127.0.0.1:2", "heartbeat_age_seconds": 0.5}
     standbys = (
-        StandbyStatus(**values, run="5f0c", round=1232, lag_rounds=2, lag_bytes=8192, lag_seconds=0.25),
+        StandbyStatus(**values, run="5f0c", round=1232, lag_rounds=2, lag_bytes=8192, lag_seconds=0.25, role="in_sync"),
         StandbyStatus(**values),
     )
     with serving({STATUS: STATE.model_copy(update={"standbys": standbys}).model_dump_json()}) as url:
         outcome = run_command("status", "--coordinator", url)
     assert (
-        "standby of  address             round  lag                           heartbeat\n"
-        "pserver 0   http://127.0.0.1:2  1,232  2 rounds, 8,192 bytes, 0.2 s  0.5 s ago\n"
-        "pserver 0   http://127.0.0.1:2      0  no replica yet                0.5 s ago\n"
+        "standby of  address             state      round  lag                           heartbeat\n"
+        "pserver 0   http://127.0.0.1:2  in sync    1,232  2 rounds, 8,192 bytes, 0.2 s  0.5 s ago\n"
+        "pserver 0   http://127.0.0.1:2  following      0  no replica yet                0.5 s ago\n"
     ) in outcome.stdout
 
 

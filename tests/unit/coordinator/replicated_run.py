@@ -222,6 +222,26 @@ class ReplicatedRun:
         self.late.append(arrive)
         arrive()
 
+    def report_standbys(self, shard: int) -> None:
+        """Let the leader report all its standbys at once, as its heartbeat does."""
+        leader = self.find_leader(shard)
+        if leader is None or not self.rules.is_replicated:
+            return
+        reached = (self.reach(shard, slot, ("pserver", shard, leader.slot)) for slot in self.slots)
+        connected = {process.instance for process in reached if process and process.instance in leader.held}
+        caught_up = {standby for standby in connected if leader.confirm(standby)}
+        origin, number = (leader.instance, leader.incarnation, leader.attempt), leader.number
+
+        def arrive() -> None:
+            replicas, attempt = self.durable.replicas[shard], self.durable.attempt
+            if shard in self.failing or (replicas.leader, replicas.incarnation, attempt) != origin:
+                return
+            continues = self.rules.continues
+            self.set_replicas(shard, replicas.note_report(number, connected, caught_up, connected, continues=continues))
+
+        self.late.append(arrive)
+        arrive()
+
     def remove(self, shard: int, slot: int) -> None:
         """Remove what has run at a place; with replica_loss `wait` only what has not joined."""
         replicas = self.durable.replicas[shard]

@@ -6,6 +6,12 @@ is the tuple of its updates. Each process may end, stop or lose its disk at any 
 messages may be lost or arrive late. The coordinator may restart between any two steps of a change. At the end all
 faults are over, and each trainer must complete three more steps.
 
+The services differ from the model in four points. The suspicion of a leader is durable before a standby is fenced, so
+that no replica has to report what it refuses. Standbys are fenced one after another, and the first suitable one leads.
+A restarted leader keeps its members and leads again, unless its log is shorter than it has reported; the model trusts
+only its members. With `log` a trainer reports the number of its newest round, in the synchronous mode only, where a
+wrong choice ends in a rollback.
+
 The model has no deaths of trainers and no `max_delay` (see tests/unit/test_membership_changes.py), no reads by others
 than trainers, and one process for each follower. A reply is checked and sent in one step.
 
@@ -143,6 +149,10 @@ class Replication(RuleBasedStateMachine):
     @rule(which=INDICES)
     def remove(self, which: int) -> None:
         self.run.remove(*self._place(which))
+
+    @rule(which=INDICES)
+    def report_standbys(self, which: int) -> None:
+        self.run.report_standbys(which % len(self.run.shards))
 
     @rule()
     def join_standbys(self) -> None:
@@ -327,6 +337,7 @@ def walk(seed: int, **fixed: int) -> None:
         (6, lambda: faults.notify_leader(which())),
         (6, lambda: faults.admit(which())),
         (2, lambda: faults.remove(which())),
+        (6, lambda: faults.report_standbys(which())),
         (3, faults.join_standbys),
         (3, lambda: faults.suspect(which())),
         (8, lambda: faults.step_change(which())),

@@ -10,6 +10,7 @@ import pytest
 
 from ps_config.hosts import reachable_host
 from ps_protocol.routes import JOIN_TRAINER
+from ps_protocol.standbys import ReportStandby
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
@@ -17,6 +18,7 @@ from services.coordinator.metrics import describe_targets, is_own_address
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.losses import leave_run, note_heartbeat
+from services.coordinator.state.standbys import StandbyRegistry
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import KnownHosts, guard
 
@@ -53,6 +55,19 @@ def test_every_pserver_and_trainer_is_a_target_with_its_role_and_number():
         {"targets": ["10.0.0.2:7071"], "labels": {**plain, "role": "pserver", "pserver": "1"}},
         {"targets": ["10.0.0.3:1"], "labels": {**plain, "role": "trainer", "trainer": "0"}},  # the other serves none
     ]
+
+
+def test_a_standby_is_a_target_if_its_token_is_that_of_a_service():
+    cluster, registry = cluster_of(["http://10.0.0.1:7071"], [None]), StandbyRegistry()
+    for number, may_lead in enumerate((True, False)):
+        address = f"http://10.0.0.2:{number + 1}"
+        report = ReportStandby(
+            protocol=PROTOCOL_VERSION, instance=f"standby number {number}", address=address, follows=0
+        )
+        registry = registry.report(report, 0, stop=False, may_lead=may_lead)
+    [_, group] = describe_targets(cluster, registry)
+    assert (group["targets"], group["labels"]["role"]) == (["10.0.0.2:1"], "standby")
+    assert group["labels"]["pserver"] == "0"
 
 
 def test_an_address_is_split_for_prometheus():

@@ -1,0 +1,356 @@
+"""The fail-over: a standby takes the place of a pserver that does not answer any more.
+
+    suspect ──► probe ──no answer──► persist the suspicion ──► fence a standby ──► register it, persist ──► promote it
+
+A pserver is suspected by its standbys, by trainers, by the supervisor of its process and after its lease. There is one
+task for each shard. While it replaces the pserver, no change of members begins. The change that follows is an ordinary
+one, as after a restart of the pserver.
+
+With durability `replicated` a member of the in-sync set replaces a pserver that does not answer, which may be alive:
+without the confirmations of that standby it acknowledges nothing. With a log alone the pserver must have ended, or its
+lease, and the standby must hold each round that a trainer has received; otherwise the run waits for the restart.
+
+Every step may be repeated. After a restart of the coordinator a standby that was fenced or chosen reports again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+import httpx
+
+from ps_config.control_client import send_message
+from ps_protocol.errors import GradpostError, TryAgain
+from ps_protocol.membership import PserverRegistered, RegisterPserver, RequiredStandbys
+from ps_protocol.messages import PserverHeartbeat, PserverState
+from ps_protocol.routes import FENCE_STANDBY, PROMOTE_STANDBY, STATE
+from ps_protocol.standbys import FenceStandby, ReportStandby, SeenStandbys
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
+from services.runtime.failpoints import reach_failpoint
+from services.runtime.logs import get_logger
+
+from .pserver_calls import call_pserver
+from .state.cluster import Cluster
+from .state.pservers import PserverMember
+from .state.replicas import Candidate, Replicas, choose_leader
+from .state.standbys import Standby, StandbyRegistry
+
+log = get_logger()
+
+PROBE_SECONDS = 0.5
+NUM_PROBES = 2  # the pserver may just have closed the connection that the first one uses
+REQUEST_SECONDS = 2.0  # for a standby that is fenced or promoted
+RETRY_SECONDS = 0.1
+
+Key = tuple[PserverIndex, Incarnation]
+
+
+class FailOver:
+    """The standbys that pservers wait for, and the tasks that promote them."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        http: httpx.AsyncClient,
+        now: Callable[[], float],
+        persist: Callable[[], Awaitable[None]],
+        *,
+        changed: Callable[[], None],
+        interrupt: Callable[[PserverIndex], None],
+    ) -> None:
+        self.standbys = StandbyRegistry()
+        self.has_ended = asyncio.Event()  # set at the end of each fail-over, and cleared by its reader
+        self._cluster = cluster
+        self._http = http
+        self._now = now
+        self._persist = persist
+        self._changed = changed
+        self._interrupt = interrupt
+        self._tasks: dict[PserverIndex, asyncio.Task[None]] = {}
+        self._suspected: dict[PserverIndex, Incarnation] = {}  # by these tasks
+        self._replacing: set[PserverIndex] = set()
+        self._dead: dict[Key, float] = {}  # processes that a supervisor has seen end, and when it reported that
+
+    @property
+    def is_replacing(self) -> bool:
+        """True while a standby is being promoted, so that no change of members can be completed."""
+        return bool(self._replacing) and self._cluster.serves_run
+
+    # ------------------------------------------------------------------ the in-sync set
+
+    async def note_heartbeat(self, index: PserverIndex, message: PserverHeartbeat) -> RequiredStandbys:
+        """Change the in-sync set as the heartbeat of a pserver says, persist it, and return the standbys to wait for.
+
+        Raises TryAgain or StorageFailed if it cannot be written.
+        """
+        cluster, run, seen = self._cluster, self._cluster.run, message.standbys
+        if seen and run.settings.is_replicated and (message.run, message.attempt) == run.record.attempt_id:
+            cluster.registry = cluster.registry.change_replicas(
+                index, lambda replicas: self._note_standbys(replicas, index, seen)
+            )
+        if cluster.registry.replicas[index] != cluster.persisted.get(index):
+            await self._persist()
+        return cluster.find_required(index, message.incarnation) or RequiredStandbys()  # else the sender is outdated
+
+    def _note_standbys(self, replicas: Replicas, index: PserverIndex, seen: SeenStandbys) -> Replicas:
+        joining = self.standbys.find_leaders(index).keys() & seen.connected
+        continues = self._cluster.run.settings.replica_loss == "continue"
+        return replicas.note_report(seen.number, seen.connected, seen.caught_up, joining, continues=continues)
+
+    def note_standby(self, report: ReportStandby) -> None:
+        """Act on the report of a standby: it has lost its pserver, or was chosen to replace it."""
+        index, registry = report.follows, self._cluster.registry
+        member = registry.members.get(index)
+        if report.is_stopping:
+            return
+        if member is not None and member.record.instance == report.instance and not member.has_reported:
+            answer = PserverRegistered(
+                index=index, incarnation=member.info.incarnation, lease_seconds=self._cluster.lease_seconds
+            )
+            self._start(index, answer.incarnation, self._promote(member, answer))
+        elif report.lost:
+            self.suspect(index, report.lost)
+
+    def check_registration(self, request: RegisterPserver) -> None:
+        """Raise TryAgain for a restarted pserver that has lost updates which a living standby holds."""
+        cluster, index, held = self._cluster, request.index, request.held
+        replicas = None if index is None else cluster.registry.replicas.get(index)
+        if index is None or replicas is None or not (self._may_replace() and cluster.run.settings.is_replicated):
+            return
+        member = self._find_member(index, replicas.incarnation)
+        is_current = held is not None and (held.run, held.attempt) == cluster.run.record.attempt_id
+        has_all = held is not None and is_current and not held.rounds.is_short
+        if has_all and held is not None and member is not None and member.attempt_id == cluster.run.record.attempt_id:
+            has_all = held.rounds.applied >= member.round
+        if has_all or not replicas.in_sync & self.standbys.find_leaders(index).keys():
+            return
+        self.suspect(index, replicas.incarnation, has_ended=request.previous == replicas.incarnation)
+        text = f"pserver {index} has lost updates that its standby holds, which replaces it"
+        raise TryAgain(text)
+
+    def list_suspected(self, unreachable: Mapping[PserverIndex, tuple[Incarnation, float]]) -> set[Key]:
+        """Suspect the pservers that a trainer does not reach. Return those whose successors it should wait for."""
+        for index, (incarnation, _) in unreachable.items():
+            self.suspect(index, incarnation)
+        # With a log alone a task may wait for a restart, which other trainers need not know at once.
+        others = self._suspected.items() if self._cluster.run.settings.is_replicated else ()
+        return {*others, *((index, incarnation) for index, (incarnation, _) in unreachable.items())}
+
+    def are_replaced(self, suspected: Collection[Key]) -> bool:
+        """Return whether none of these pservers is being replaced, and the successors of the others hold the run."""
+        registry, holders = self._cluster.registry, self._cluster.run.holders
+        return not self._cluster.serves_run or not any(
+            index in self._tasks or incarnation < registry.incarnations.get(index, 0) != holders.get(index)
+            for index, incarnation in suspected
+        )
+
+    # ------------------------------------------------------------------ suspicion
+
+    def suspect(self, index: PserverIndex, incarnation: Incarnation, *, has_ended: bool = False) -> None:
+        """Probe a pserver in a task, and replace it if it does not answer, unless it has another incarnation now."""
+        if not self._is_to_be_replaced(index, incarnation):
+            return
+        if has_ended:
+            self._dead = {key: at for key, at in self._dead.items() if key[0] != index or key[1] == incarnation}
+            self._dead.setdefault((index, incarnation), self._now())
+        is_replicated, leaders = self._cluster.run.settings.is_replicated, self.standbys.find_leaders(index)
+        if not (self._cluster.registry.replicas[index].in_sync if is_replicated else leaders):
+            return  # it returns, or the run fails, as without standbys
+        self._start(index, incarnation, self._replace_if_silent(index, incarnation))
+
+    def suspect_ended(self, index: PserverIndex, address: str) -> None:
+        """Replace the pserver at an address, whose process has ended; or forget the standby there."""
+        self.standbys = self.standbys.drop(address)
+        incarnation = self._cluster.registry.incarnations.get(index, 0)
+        member = self._find_member(index, incarnation)
+        if member is not None and member.info.address == address:
+            self.suspect(index, incarnation, has_ended=True)
+
+    def suspect_lost(self) -> None:
+        """Suspect pservers with an expired lease, and those that were fenced before the coordinator restarted."""
+        registry = self._cluster.registry
+        fenced = (index for index, replicas in registry.replicas.items() if replicas.is_fenced)
+        for index in {*registry.lost, *fenced}:
+            self.suspect(index, registry.incarnations[index])
+
+    def _may_replace(self) -> bool:
+        run = self._cluster.run
+        return self._cluster.serves_run and run.record.state != "gathering" and run.settings.log_durability != "none"
+
+    def _find_member(self, index: PserverIndex, incarnation: Incarnation) -> PserverMember | None:
+        """Return a pserver, which may be silent, unless another incarnation is in force."""
+        registry = self._cluster.registry
+        member = registry.members.get(index) or registry.lost.get(index)
+        return member if member is not None and member.info.incarnation == incarnation else None
+
+    def _start(self, index: PserverIndex, incarnation: Incarnation, work: Coroutine[Any, Any, None]) -> None:
+        if index in self._tasks:
+            work.close()
+            return
+        self._suspected[index] = incarnation
+        self._tasks[index] = asyncio.create_task(work, name=f"fail-over of pserver {index}")
+        self._tasks[index].add_done_callback(partial(self._finish, index))
+
+    def _finish(self, index: PserverIndex, task: asyncio.Task[None]) -> None:
+        del self._tasks[index], self._suspected[index]
+        if index in self._replacing:
+            self._replacing.discard(index)
+            self.has_ended.set()
+        if not task.cancelled():
+            if (error := task.exception()) is not None:
+                log.error("a fail-over has failed", pserver=index, error=repr(error))
+            self._changed()
+
+    def close(self) -> None:
+        """Cancel the tasks. The next process of the coordinator repeats what they have not completed."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _probe(self, member: PserverMember) -> bool:
+        """Return whether a pserver answers with its incarnation."""
+        for _ in range(NUM_PROBES):
+            try:
+                body = await call_pserver(self._http, member, "GET", STATE, timeout=PROBE_SECONDS)
+                return PserverState.from_answer(body).incarnation == member.info.incarnation
+            except (httpx.ConnectError, httpx.TimeoutException, ValueError):
+                return False
+            except httpx.HTTPError:
+                continue
+            except GradpostError:
+                return True  # it refuses or is busy, but lives
+        return False
+
+    # ------------------------------------------------------------------ the replacement
+
+    async def _replace_if_silent(self, index: PserverIndex, incarnation: Incarnation) -> None:
+        member, registry = self._find_member(index, incarnation), self._cluster.registry
+        if member is None:
+            return
+        is_certain = (index, incarnation) in self._dead or registry.replicas[index].is_fenced
+        if not is_certain and await self._probe(member):
+            return
+        is_replicated = self._cluster.run.settings.is_replicated
+        if not is_replicated and not await self._has_complete_standby(index, incarnation):
+            return
+        if not self._is_to_be_replaced(index, incarnation):
+            return
+        log.warning("a pserver does not answer; a standby replaces it", pserver=index, incarnation=incarnation)
+        self._replacing.add(index)
+        self._interrupt(index)
+        self._cluster.registry = self._cluster.registry.change_replicas(index, Replicas.suspect)
+        await self._persist_patiently()
+        reach_failpoint("fence.before")
+        while self._is_to_be_replaced(index, incarnation):
+            for standby in self._list_candidates(index):
+                request = await self._fence(standby, index, incarnation)
+                if request is not None and self._is_to_be_replaced(index, incarnation):
+                    await self._register(request)
+                    return
+            await asyncio.sleep(RETRY_SECONDS)  # the pserver may register again meanwhile
+
+    def _is_to_be_replaced(self, index: PserverIndex, incarnation: Incarnation) -> bool:
+        return self._may_replace() and self._find_member(index, incarnation) is not None
+
+    def _list_candidates(self, index: PserverIndex) -> list[Standby]:
+        """Return the standbys that may hold every acknowledged update, the one with the newest round first."""
+        run, leaders = self._cluster.run, self.standbys.find_leaders(index)
+        if run.settings.is_replicated:
+            found = [leaders[key] for key in self._cluster.registry.replicas[index].in_sync if key in leaders]
+        else:
+            newest = self._find_newest_received()
+            found = [
+                standby for standby in leaders.values()
+                if (standby.report.run, standby.report.attempt) == run.record.attempt_id
+                and standby.report.round >= newest
+            ]  # fmt: skip
+        return sorted(found, key=lambda standby: standby.report.round, reverse=True)
+
+    def _find_newest_received(self) -> Round:
+        return max((self._cluster.run.reports[rank].round for rank in self._cluster.run.record.members), default=0)
+
+    async def _has_complete_standby(self, index: PserverIndex, incarnation: Incarnation) -> bool:
+        """Wait until a standby holds all that trainers have received, which report after the pserver is lost.
+
+        Returns False if the pserver returns before. In asynchronous modes the run waits for that, because a number of
+        updates does not identify them.
+        """
+        since = self._dead.get((index, incarnation), self._now())
+        while self._is_to_be_replaced(index, incarnation):
+            run = self._cluster.run
+            is_lost = (index, incarnation) in self._dead or index in self._cluster.registry.lost
+            reports = [run.reports[rank] for rank in run.record.members]
+            is_known = all(r.seen_at > since and r.heartbeat.attempt == run.record.attempt for r in reports)
+            if not is_lost or run.settings.consistency.is_async:
+                return False
+            if is_known and self._list_candidates(index):
+                return True
+            await asyncio.sleep(RETRY_SECONDS)
+        return False
+
+    async def _fence(self, standby: Standby, index: PserverIndex, incarnation: Incarnation) -> RegisterPserver | None:
+        """Fence a standby. Return its registration if it may lead, else None."""
+        name, attempt = self._cluster.run.record.attempt_id
+        message = FenceStandby(run=name, attempt=attempt, incarnation=incarnation)
+        url = standby.report.address + FENCE_STANDBY
+        try:
+            body = await send_message(self._http, "PUT", url, message, timeout=REQUEST_SECONDS)
+            request = RegisterPserver.from_answer(body)
+        except (httpx.HTTPError, GradpostError, ValueError) as error:
+            log.warning("a standby cannot replace its pserver", pserver=index, address=url, error=repr(error))
+            return None
+        held = request.held
+        is_expected = request.instance == standby.report.instance and request.index == index
+        if not is_expected or held is None or (held.run, held.attempt) != self._cluster.run.record.attempt_id:
+            return None
+        is_complete = not self._cluster.run.settings.is_replicated
+        is_complete = is_complete and held.rounds.applied >= self._find_newest_received()
+        candidate = Candidate(held.rounds.applied, has_acknowledged=is_complete)
+        chosen = choose_leader(self._cluster.registry.replicas[index], {request.instance: candidate})
+        return request if chosen == request.instance else None
+
+    async def _register(self, request: RegisterPserver) -> None:
+        reach_failpoint("promote.before")
+        answer = self._cluster.register_pserver(request, self._now(), is_standby=True)
+        self._changed()
+        await self._persist_patiently()
+        reach_failpoint("promote.after")
+        member = self._find_member(answer.index, answer.incarnation)
+        if member is not None:
+            await self._promote(member, answer)
+
+    async def _promote(self, member: PserverMember, answer: PserverRegistered) -> None:
+        """Promote a standby that is registered, until it answers or its lease ends, or another one must replace it."""
+        index = answer.index
+        self._replacing.add(index)
+        url = member.info.address + PROMOTE_STANDBY
+        while self._is_unaware(answer):
+            try:
+                await send_message(self._http, "PUT", url, answer, timeout=REQUEST_SECONDS)
+            except (httpx.HTTPError, GradpostError, ValueError) as error:
+                log.warning("a standby was not promoted", pserver=index, address=url, error=repr(error))
+                if self._list_candidates(index) and self._cluster.run.settings.is_replicated:
+                    await self._replace_if_silent(index, answer.incarnation)
+                    return
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                self.standbys = self.standbys.drop(member.info.address)
+                log.info("a standby was promoted", pserver=index, incarnation=answer.incarnation)
+                return
+
+    def _is_unaware(self, answer: PserverRegistered) -> bool:
+        """Return whether a registered standby is alive and may not know of its promotion."""
+        member = self._cluster.registry.members.get(answer.index)
+        return member is not None and member.info.incarnation == answer.incarnation and not member.has_reported
+
+    async def _persist_patiently(self) -> None:
+        """Persist the state. Raises StorageFailed after the round time-out."""
+        while True:
+            try:
+                await self._persist()
+            except TryAgain:
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return

@@ -1,0 +1,144 @@
+"""A standby replaces a pserver that is killed, stopped or wiped, and the run has the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ps_protocol.errors import Unreachable
+from ps_protocol.messages import ClusterStatus
+from trainer_client.client.inspection import ClusterView
+
+from . import faulty_run
+from .faulty_run import FaultyRun
+from .up_support import RunningUp, train_script, wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"kind": "counting", "mode": "async"},
+}
+
+
+@pytest.fixture(autouse=True)
+def slow_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run last until its standbys have been started, without many rounds, which the test repeats."""
+    monkeypatch.setattr(faulty_run, "ROUND_SECONDS", 0.06)
+
+
+def replicated(rounds: int = 240, **settings: Any) -> FaultyRun:
+    return FaultyRun(rounds, durability="replicated", **settings)
+
+
+def wait_for_status(run: FaultyRun, what: str, seconds: float = 60) -> ClusterStatus:
+    """Wait until every pserver has as many standbys in sync, or the incarnation, that `what` names."""
+    deadline = time.monotonic() + seconds
+    kind, _, wanted = what.rpartition(" ")
+    while time.monotonic() < deadline:
+        status = run.cluster.status()
+        in_sync = [sum(s.follows == p.index and s.role == "in_sync" for s in status.standbys) for p in status.pservers]
+        incarnations = [p.incarnation for p in status.pservers if p.index == 0]
+        found = in_sync if kind == "in sync" else incarnations
+        if found and min(found) >= int(wanted):
+            return status
+        time.sleep(0.05)
+    raise AssertionError(f"waited in vain for {what}: {run.cluster.status()}")
+
+
+def start_standbys(run: FaultyRun, num: int = 1) -> None:
+    for index in range(run.cluster.num_pservers):
+        for _ in range(num):
+            run.cluster.start_standby(index)
+    wait_for_status(run, f"in sync {num}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wiped", [False, True])
+def test_a_killed_pserver_is_replaced_without_a_loss(kind: str, wiped: bool, tmp_path: Path) -> None:
+    with replicated(pservers=1, state_dir=tmp_path, **KINDS[kind]) as run:
+        start_standbys(run)
+        run.wait_for_round(run.round_of(0) + 10)
+        run.kill(run.cluster.pservers[0])
+        if wiped:
+            shutil.rmtree(tmp_path / "pserver-0")
+        wait_for_status(run, "incarnation 2")
+        run.wait_for_round(run.round_of(0) + 10)
+        assert run.cluster.status().run == run.cluster.summary().run
+        run.check_results()
+
+
+def test_each_pserver_is_replaced_in_turn(tmp_path: Path) -> None:
+    with replicated(state_dir=tmp_path, **KINDS["sync"]) as run:
+        start_standbys(run)
+        for index in (0, 1):
+            run.kill(run.cluster.pservers[index])
+            run.cluster.report_end(index, run.cluster.pservers[index])
+            run.wait_for_round(run.round_of(0) + 20)
+            run.cluster.start_standby(index)
+            wait_for_status(run, "in sync 1")
+        run.check_results()
+
+
+def test_a_stopped_pserver_follows_its_successor(tmp_path: Path) -> None:
+    with replicated(pservers=1, state_dir=tmp_path, **KINDS["sync"]) as run:
+        start_standbys(run)
+        run.cluster.pservers[0].signal(signal.SIGSTOP)
+        wait_for_status(run, "incarnation 2")
+        run.wait_for_round(run.round_of(0) + 10)
+        run.cluster.pservers[0].signal(signal.SIGCONT)
+        wait_for_status(run, "in sync 1")
+        run.check_results()
+
+
+@pytest.mark.parametrize("point", ["fence.before", "promote.before", "promote.after"])
+def test_a_coordinator_that_dies_during_a_fail_over_completes_it(point: str, tmp_path: Path) -> None:
+    with replicated(pservers=1, state_dir=tmp_path, failpoints=f"{point}=kill", **KINDS["sync"]) as run:
+        start_standbys(run)
+        run.kill(run.cluster.pservers[0])
+        run.cluster.coordinator.wait(30)
+        run.cluster.restart_coordinator(GRADPOST_FAILPOINTS="")
+        wait_for_status(run, "incarnation 2")
+        run.check_results()
+
+
+def test_a_lost_standby_does_not_stop_the_run(tmp_path: Path) -> None:
+    with replicated(pservers=1, state_dir=tmp_path, **KINDS["sync"]) as run:
+        start_standbys(run)
+        run.kill(run.cluster.standbys[0])
+        run.wait_for_round(run.round_of(0) + 20)
+        run.check_results()
+
+
+def test_up_replaces_a_dead_pserver_and_starts_another_standby(tmp_path: Path) -> None:
+    script = train_script(tmp_path, rounds=100_000, in_each_round="time.sleep(0.01); Path('stop').exists() and exit()")
+    script.write_text("from pathlib import Path\n" + script.read_text())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = ("--pservers", 1, "--trainers", 1, "--standbys", 1, "--port", port, "--", "python", script)
+
+    def is_in_sync(incarnation: int) -> bool:
+        with suppress(Unreachable), ClusterView(f"http://127.0.0.1:{port}") as view:
+            status = view.status()
+            found = [p.incarnation for p in status.pservers]
+            return found == [incarnation] and [s.role for s in status.standbys] == ["in_sync"]
+        return False
+
+    with RunningUp(*arguments, folder=tmp_path, cold=True) as up:
+        for incarnation in (1, 2):  # the standby that was started at last replaces the one before
+            assert wait_until(lambda incarnation=incarnation: is_in_sync(incarnation), 60)  # type: ignore[misc]
+            os.kill(min(pid for pid, command in up.left().items() if "-m services.pserver" in command), signal.SIGKILL)
+        assert wait_until(lambda: is_in_sync(3), 60)
+        (tmp_path / "stop").touch()
+        code, stdout, stderr = up.finish()
+    assert code == 0, stdout + stderr
+    assert stderr.count("a standby replaces it") == 2
+    assert "starting it again" not in stderr
