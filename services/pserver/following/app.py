@@ -18,16 +18,20 @@ from services.runtime.metrics import ServiceMetrics
 from ..inspection import add_inspection_routes
 from ..shard.bodies import discard_body
 from .follower import Follower
+from .promotion import Promotion, add_promotion_routes
 
 REFUSED = (
     *(("POST", path) for path in (routes.SEND, routes.INITIAL, routes.GET, routes.SLOTS, routes.NORM, routes.BARRIER)),
     *(("PUT", path) for path in (routes.RUN, routes.FREEZE, routes.MEMBERS, routes.WANT_CHECKPOINT)),
     *(("GET", path) for path in (routes.BUFFERS, routes.RESTORABLE)),
     *(("GET", path) for path in (routes.RUN, routes.UPDATES, routes.SHARD_COPY, routes.SHARD_DIGESTS)),
+    ("POST", routes.HELD_UPDATES),
 )
 
 
-def make_follower_app(follower: Follower, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
+def make_follower_app(
+    follower: Follower, promotion: Promotion, metrics: ServiceMetrics, lifespan: Any = None
+) -> FastAPI:
     """Return the application, which runs on the event loop that serves it."""
 
     def find_missing() -> str | None:
@@ -52,6 +56,7 @@ def make_follower_app(follower: Follower, metrics: ServiceMetrics, lifespan: Any
             return await describe_state(follower, with_digest=digest)
 
     add_inspection_routes(app, follower, large)
+    add_promotion_routes(app, promotion)
     return app
 
 
