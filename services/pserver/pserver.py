@@ -212,6 +212,7 @@ class Pserver:
         await self._replace_run(run, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         changes.end_change(message.number)
         await run.initial_values.publish()
+        self.heartbeat_is_due.set()  # the coordinator names this pserver to its standbys after the next one
         log.info("run installed", round=run.round)
 
     def _changes_of(self, run: str) -> MembershipChanges:
