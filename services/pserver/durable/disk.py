@@ -353,12 +353,11 @@ class Disk:
         After an OSError the run is still held, so that opening it can be tried again.
         """
         assert self.folder is not None
-        before, shard = self._storage, self._restored
-        if before is not None and shard is not None and before.is_at(shard) and _continues(install, self.held, shard):
-            before.continue_run(install)
+        if (replica := self._find_replica(install)) is not None:
+            replica[0].continue_run(install)
             self.folder.write_identity(self.folder.identity.incarnation, install)
             self._drop_held()
-            return before, shard
+            return replica
         if self._storage is not None:
             self._storage.close()
         if self.held is None or self.held.run != install.run:
@@ -379,6 +378,14 @@ class Disk:
             raise
         self._drop_held()
         return storage, restored
+
+    def _find_replica(self, install: InstallRun) -> tuple[RunStorage, Restored] | None:
+        """Return the adopted replica with its open log, if the installation continues it without going back."""
+        storage, restored, held = self._storage, self._restored, self.held
+        if storage is None or restored is None or held is None or not storage.is_at(restored):
+            return None
+        is_continued = held.run == install.run and install.source is None and install.restore == restored.round
+        return (storage, restored) if is_continued else None
 
     def _resume_storage(self, storage: RunStorage, install: InstallRun, imported: Restored | None) -> Restored | None:
         """Bring the storage to the round that the run begins with. Returns the restored shard, if there is one."""
@@ -422,9 +429,3 @@ class Disk:
         shard = Shard(plan, self.folder.index)
         shard.load_state(state)
         return Restored(shard, history)
-
-
-def _continues(install: InstallRun, held: HeldRun | None, restored: Restored) -> bool:
-    """Return whether an installation continues a held run without going back."""
-    is_same = held is not None and held.run == install.run and install.source is None
-    return is_same and install.restore == restored.round

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol import routes
-from ps_protocol.errors import Conflict
+from ps_protocol.errors import Conflict, TryAgain
 from ps_protocol.messages import PserverState
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.large_replies import LargeReplies
@@ -42,6 +42,8 @@ def make_follower_app(
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         await discard_body(scope, receive)
+        if follower.is_fenced or follower.is_released:
+            raise TryAgain(f"this standby may become pserver {follower.index}; send the request again")
         leader = follower.leader.leader if follower.leader else None
         text = f"this process follows pserver {follower.index}, and serves only reads; send the request to the leader"
         raise Conflict(text, code="not_leader", current=leader)

@@ -103,6 +103,11 @@ class Follower:
             raise NotReady(text, waiting_for=f"a copy of the shard of pserver {self.index}")
         return self.replica
 
+    @property
+    def is_fenced(self) -> bool:
+        """True if the replica must stay as it is."""
+        return self.replica is not None and self.replica.installed.incarnation <= self._fenced
+
     def note_answer(self, answer: StandbyAnswer) -> None:
         """Note the leader that the coordinator names, and its newest round. Without a leader the last one stays."""
         if answer.leader is None:
@@ -135,7 +140,7 @@ class Follower:
     def _handle_failure(self, error: Exception) -> None:
         if isinstance(error, GradpostError) and error.code in REFUSALS:
             raise error
-        if isinstance(error, GradpostError) and error.code in _BROKEN and not self._is_fenced():
+        if isinstance(error, GradpostError) and error.code in _BROKEN and not self.is_fenced:
             self._discard_replica(error)
         text = f"{type(error).__name__}: {error}"
         if text != self._logged:
@@ -179,17 +184,13 @@ class Follower:
         Raises NotReady without a replica, and StalePserver unless it is fenced against all earlier incarnations.
         """
         replica = self.run
-        if answer.index != self.index or not self._is_fenced() or answer.incarnation <= self._fenced:
+        if answer.index != self.index or not self.is_fenced or answer.incarnation <= self._fenced:
             text = f"this standby is not fenced for incarnation {answer.incarnation} of pserver {answer.index}"
             raise StalePserver(text, current=replica.installed.incarnation)
         self._fenced, self.replica, self.is_released = answer.incarnation, None, True
         self.report_is_due.set()
         replica.end(TryAgain(f"the standby becomes pserver {self.index}; send the request again"))
         return replica
-
-    def _is_fenced(self) -> bool:
-        """Return whether the replica must stay as it is."""
-        return self.replica is not None and self.replica.installed.incarnation <= self._fenced
 
     def _check_fence(self, incarnation: Incarnation) -> None:
         if incarnation <= self._fenced:

@@ -15,6 +15,8 @@ from starlette.types import Message, Scope
 
 from ps_protocol import routes
 from ps_protocol.errors import BadInput, Conflict, TrainerLost, TryAgain
+from ps_protocol.membership import PserverRegistered
+from ps_protocol.standbys import FenceStandby
 from services.pserver import replication
 from services.pserver.app import make_pserver_app
 from services.pserver.following import follower as following
@@ -365,6 +367,15 @@ async def test_everything_else_is_refused_with_the_address_of_the_leader(tmp_pat
                 answer = await http.request(method, path, content=b"x" * 1000)
                 assert (answer.status_code, answer.json()["code"]) == (409, "not_leader")
                 assert answer.json()["current"] == standby.address
+
+
+async def test_requests_to_a_fenced_standby_are_repeated_since_it_may_be_promoted(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (_, standby), reading(standby) as http:
+        await standby.catch_up()
+        await standby.promotion.fence(FenceStandby(run="run1", attempt=0, incarnation=1))
+        assert (await http.post(routes.SEND)).json()["code"] == "try_again"
+        standby.follower.release_replica(PserverRegistered(index=0, incarnation=2, lease_seconds=1))
+        assert (await http.post(routes.SEND)).json()["code"] == "try_again"
 
 
 async def test_without_a_replica_reads_are_not_ready(tmp_path: Path) -> None:
