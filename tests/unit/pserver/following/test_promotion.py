@@ -37,6 +37,7 @@ async def test_a_promoted_standby_has_the_bits_of_its_leader_and_restores_them(
                 patch.setattr(module, name, failing(AssertionError("a promotion reads no file")))
             promotion = promote(standby)
             other = await promotion.__aenter__()
+        assert other.run.storage.checkpoints == b.run.storage.checkpoints  # of the place, for the next heartbeat
         replies = []
         for one in (b, other):
             await play(one, 4, 8)
@@ -53,6 +54,18 @@ async def test_a_promoted_standby_has_the_bits_of_its_leader_and_restores_them(
     disk.close()
     async with bench(2, state_dir=tmp_path, incarnation=3, durability="log", **options) as again:
         assert (again.run.shard.digest(), again.run.schedule.copy_history()) == (digest, history)
+
+
+async def test_the_first_version_of_a_promoted_standby_is_pulled_whole(tmp_path: Path) -> None:
+    async with following_bench(tmp_path, **KINDS["deltas"]) as (b, standby):
+        await standby.catch_up()
+        await b.play_rounds(1, 3)
+        await standby.catch_up()
+        async with promote(standby) as other:
+            delta, whole = [await one.get(0, 3, have=2) for one in (b, other)]
+            assert len(whole) > len(delta)
+            await other.play_round(4)
+            assert len(await other.get(0, 4, have=3)) < len(whole)
 
 
 @pytest.mark.parametrize("kind", ["clipped", "deltas", "async"])
@@ -269,6 +282,22 @@ async def test_a_confirmation_that_fails_is_sent_again(tmp_path: Path) -> None:
 
         standby.answers += [fail, fail]
         await until(lambda: len(standby.confirmed) == 3)
+
+
+async def test_a_fence_ends_the_stream_and_the_repetition_of_a_confirmation(tmp_path: Path) -> None:
+    async with following_bench(tmp_path, durability="replicated") as (_, standby):
+        go = asyncio.Event()
+
+        async def fail_later() -> int:
+            await go.wait()
+            return 503
+
+        standby.answers.append(fail_later)
+        await until(lambda: standby.confirmed)
+        await standby.promotion.fence(FENCE)
+        go.set()
+        await until(lambda: standby.has_failed("incarnation 1 of pserver 0 is fenced"))  # later than the repetition
+        assert len(standby.confirmed) == 1
 
 
 async def test_without_replicated_nothing_is_confirmed(tmp_path: Path) -> None:
