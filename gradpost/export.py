@@ -24,7 +24,7 @@ from ps_protocol.vocabulary import PserverIndex, Round
 from services.coordinator.restore import RecordFile
 from services.coordinator.state.decision import newest_common
 from services.coordinator.state.record import RunRecord
-from services.pserver.durable.disk import IDENTITY, FolderTaken, StateFolder
+from services.pserver.durable.disk import IDENTITY, FolderTaken, StateFolder, folder_path, rank_copies
 from services.pserver.durable.storage import RunStorage
 from services.pserver.shard.shard_state import ShardState, concatenate
 from services.runtime.checkpoints import Manifest, all_checkpoints, read_shard_file
@@ -239,10 +239,11 @@ def open_stopped_run(state_dir: Path, place: CheckpointStorage, name: str | None
 
 
 def _open_folder(state_dir: Path, index: PserverIndex) -> StateFolder:
-    if not (state_dir / f"pserver-{index}" / IDENTITY).exists():
-        raise NotRestorable(f"the folder of pserver {index} is not in {state_dir}")
     try:
-        return StateFolder(state_dir, index)
+        copy = next((copy for _, copy in rank_copies(state_dir, index)), 0)
+        if not (folder_path(state_dir, index, copy) / IDENTITY).exists():
+            raise NotRestorable(f"the folder of pserver {index} is not in {state_dir}")
+        return StateFolder(state_dir, index, copy)
     except FolderTaken:
         raise NotRestorable(f"pserver {index} is still running") from None
     except DamagedFile as error:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from ps_http2.local_sockets import bind_locally, local_name
+from ps_protocol.vocabulary import PserverIndex
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.logs import configure_logs, get_logger
@@ -34,12 +35,26 @@ def main(settings: PserverSettings) -> int:
     log.info("starting")  # everything is imported
     arm_failpoints(settings.failpoints or "")
     torch.set_num_threads(settings.threads)
-    return run_service(
-        lambda stop: _serve(settings, stop) if settings.follow is None else serve_follower(settings, stop)
-    )
+    return run_service(lambda stop: _serve(settings, stop))
 
 
 async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
+    """Serve until `stop` is set, or the run is over. A superseded pserver goes on as a standby of its successor."""
+    while True:
+        ended = asyncio.Event()
+        stopping = asyncio.create_task(stop.wait())
+        stopping.add_done_callback(lambda _, ended=ended: ended.set())  # type: ignore[misc]
+        try:
+            exit_code, superseded = await _serve_once(settings, ended)
+        finally:
+            stopping.cancel()
+        if superseded is None or stop.is_set():
+            return exit_code
+        settings = settings.model_copy(update={"follow": superseded, "ready_fd": None})
+
+
+async def _serve_once(settings: PserverSettings, stop: asyncio.Event) -> tuple[int, PserverIndex | None]:
+    """Serve in one role. Returns the exit code, and the index of a pserver that has been superseded."""
     compute = ComputeExecutor()
     metrics = ServiceMetrics("pserver")
     disk = Disk(settings.state_dir, settings.checkpoints)
@@ -55,6 +70,15 @@ async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
             def stay_registered(address: str) -> None:
                 tasks.create_task(registration.run(address, stop))
 
-            await serve(app, settings, stop=stop, on_started=stay_registered, local=local)
+            if settings.follow is None:
+                await serve(app, settings, stop=stop, on_started=stay_registered, local=local)
+                exit_code = registration.exit_code
+            else:
+                exit_code = await serve_follower(
+                    settings, stop, pserver=pserver, app=app, registration=registration, http=http, compute=compute,
+                    local=local,
+                )  # fmt: skip
     compute.close()
-    return registration.exit_code
+    if registration.superseded is not None:
+        disk.close()
+    return exit_code, registration.superseded

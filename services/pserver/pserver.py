@@ -43,7 +43,7 @@ from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import DamagedFile
 
 from .durable.disk import Disk
-from .durable.storage import Restored, RunStorage
+from .durable.storage import Ranges, Restored, RunStorage
 from .limits import InFlight
 from .metrics import PserverMetrics
 from .run.membership_changes import MembershipChanges
@@ -51,8 +51,6 @@ from .run.run import Run
 from .shard.bodies import BufferPool
 
 log = get_logger()
-
-Ranges = list[tuple[Round, Round]]  # the first and the last round of each range
 
 MAX_ENDED_RUNS = 1000
 FRAME_ROOM_BYTES = 1024  # room in a frame besides its only block
@@ -77,7 +75,7 @@ class Pserver:
         self.limits = limits
         self.in_flight = in_flight or InFlight(limits.max_body_bytes)
         self._compute = compute
-        self._metrics = metrics
+        self.metrics = metrics
         self._meter = ProcessMeter()
         self.is_stopping = False  # the shard is being persisted before the process ends
         self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
@@ -150,6 +148,11 @@ class Pserver:
             identity = f"pserver {answer.index} incarnation {answer.incarnation}"
             await self._replace_run(None, StalePserver("the pserver was registered again", current=identity))
 
+    async def take_over(self, answer: PserverRegistered) -> None:
+        """Adopt the identity of the pserver that this process has followed. Its disk holds the replica."""
+        self._has_opened_folder = True
+        await self.adopt_identity(answer)
+
     async def _write_identity(self, disk: Disk, answer: PserverRegistered) -> None:
         try:
             await asyncio.to_thread(disk.write_incarnation, answer.index, answer.incarnation)
@@ -211,12 +214,13 @@ class Pserver:
         reach_failpoint("open.after")
         message = message.model_copy(update={"required": self._required})  # another attempt may know a later set
         run = Run(
-            message, self.index, compute=self._compute, pool=self.pool, metrics=self._metrics, storage=storage,
+            message, self.index, compute=self._compute, pool=self.pool, metrics=self.metrics, storage=storage,
             restored=restored,
         )  # fmt: skip
         await self._replace_run(run, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         changes.end_change(message.number)
         await run.initial_values.publish()
+        self.heartbeat_is_due.set()  # the coordinator names this pserver to its standbys after the next one
         log.info("run installed", round=run.round)
 
     def _changes_of(self, run: str) -> MembershipChanges:

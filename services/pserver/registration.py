@@ -16,7 +16,7 @@ from ps_protocol.membership import PserverRegistered, RegisterPserver
 from ps_protocol.messages import PserverHeartbeatReply
 from ps_protocol.retry import RetryPolicy, heartbeat_period, request_with_retry
 from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
-from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
+from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 from services.runtime.logs import get_logger
 
 from .pserver import Pserver
@@ -38,6 +38,9 @@ class Registration:
         self, pserver: Pserver, settings: PserverSettings, http: httpx.AsyncClient, *, local: str | None = None
     ) -> None:
         self.exit_code = 0
+        self.superseded: PserverIndex | None = (
+            None  # the index of this pserver, once a standby has become its successor
+        )
         self._pserver = pserver
         self._local = local  # the name of its Unix socket
         self._settings = settings
@@ -45,11 +48,16 @@ class Registration:
         self._coordinator = settings.coordinator.rstrip("/")
         self._logged = ""  # why the newest registration waits
 
-    async def run(self, address: str, stop: asyncio.Event) -> None:
-        """Register `address`, then send heartbeats, three in a lease. Register again when the lease has expired."""
-        answer = None
+    async def run(self, address: str, stop: asyncio.Event, answer: PserverRegistered | None = None) -> None:
+        """Register `address`, then send heartbeats, three in a lease. Register again when the lease has expired.
+
+        A promoted standby has an `answer` already.
+        """
+        is_registered = answer is not None
         while not stop.is_set():
-            answer = await self._register(address, stop)
+            if not is_registered:
+                answer = await self._register(address, stop)
+            is_registered = False
             if answer is not None:
                 await self._send_heartbeats(answer, stop)
         await self._leave(answer)
@@ -87,6 +95,11 @@ class Registration:
         except _Stopping:
             return None
         except GradpostError as error:
+            if error.code == "superseded":
+                log.warning("a standby has become this pserver; this process follows it", pserver=request.index)
+                self.superseded = request.index
+                self._exit(0, stop)
+                return None
             log.error("the coordinator refused this pserver", code=error.code, reason=str(error))
             self._exit(1, stop)
             return None

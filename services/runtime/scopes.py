@@ -85,6 +85,8 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("PUT", routes.FREEZE): "admin",
     ("GET", routes.RESTORABLE): "admin",
     ("PUT", routes.WANT_CHECKPOINT): "admin",
+    ("PUT", routes.FENCE_STANDBY): "admin",
+    ("PUT", routes.PROMOTE_STANDBY): "admin",
     # administrators
     ("POST", routes.CHECKPOINTS): "admin",
     ("POST", routes.PAUSE): "admin",

@@ -49,7 +49,7 @@ def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
 
 
 def guard(app: FastAPI, settings: ServiceSettings, address: str) -> None:
-    """Add limits and access control to `app`, which is served under `address`; log a warning if it is unprotected.
+    """Add limits and access control to `app`, which is served under `address`.
 
     Raises RuntimeError if the application has answered a request before.
     """
@@ -63,8 +63,12 @@ def guard(app: FastAPI, settings: ServiceSettings, address: str) -> None:
     # Innermost, so that refusals are measured, and clients that are still sending a body receive them.
     app.state.hosts = KnownHosts([*names, *_listed(settings.allowed_hosts)])
     app.user_middleware.append(Middleware(CheckAccess, tokens=tokens, hosts=app.state.hosts))
+
+
+def warn_if_exposed(settings: ServiceSettings) -> None:
+    """Log a warning if other hosts reach a service without tokens, or without encryption."""
     if not is_loopback(settings.host):
-        if tokens is None:
+        if settings.tokens_dir is None:
             log.warning("insecure: every client that reaches this port may do everything", host=settings.host)
         elif settings.tls_cert is None:
             log.warning("tokens travel unencrypted: set tls_cert and tls_key, or use a private network")

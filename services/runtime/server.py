@@ -11,7 +11,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from inspect import isawaitable
@@ -30,7 +30,7 @@ from .errors import problem_response
 from .http1 import GuardedProtocol, Handshakes
 from .logs import get_logger
 from .process import allow_many_files, bound_connections, keep_large_buffers
-from .security import guard, wait_for_token
+from .security import guard, wait_for_token, warn_if_exposed
 from .settings import ServiceSettings
 
 BACKLOG = 1024
@@ -44,8 +44,20 @@ class ListenError(OSError):
     """The host and port cannot be bound; the message has the reason and a remedy."""
 
 
+class SwitchedApp:
+    """Applications of one server, of which `choose` returns the one that answers a request."""
+
+    def __init__(self, apps: Sequence[FastAPI], choose: Callable[[Scope], FastAPI]) -> None:
+        self.apps = apps
+        self._choose = choose
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        await self._choose(scope)(scope, receive, send)
+
+
 async def serve(
-    app: FastAPI,
+    app: FastAPI | SwitchedApp,
     settings: ServiceSettings,
     *,
     stop: asyncio.Event,
@@ -66,9 +78,12 @@ async def serve(
     requests = _RequestsInFlight(app)
     with take_port(settings.host, settings.port) as bound:
         address = advertised_address(settings, bound.getsockname()[1])
-        guard(app, settings, address)
-        # Not by uvicorn, which turns exceptions of the lifespan into a log line and an exit code.
-        async with app.router.lifespan_context(app):
+        warn_if_exposed(settings)
+        async with contextlib.AsyncExitStack() as stack:
+            for one in app.apps if isinstance(app, SwitchedApp) else [app]:
+                guard(one, settings, address)
+                # Not by uvicorn, which turns exceptions of the lifespan into a log line and an exit code.
+                await stack.enter_async_context(one.router.lifespan_context(one))
             server = UvicornServer(requests, settings, bound, local)
             serving = asyncio.create_task(server.serve())
             try:

@@ -40,6 +40,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.process_reports import Link, OutputLines, ProcessFigures, ScriptInfo, Software, Traffic
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.standbys import (
+    FenceStandby,
     HeldUpdates,
     PserverEnded,
     ReportStandby,
@@ -148,6 +149,7 @@ EXAMPLES: tuple[Any, ...] = (
         torch="2.11.0+cpu", cpu="AVX2",
     ),
     ShardDigests(round=58, digests={"w.block0": "1f0e6a7c9d3b2a54", "buffer mask": "99aa06d3014798d8"}),
+    FenceStandby(run=RUN, attempt=1, incarnation=2),
 )  # fmt: skip
 
 

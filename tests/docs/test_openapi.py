@@ -22,7 +22,7 @@ from services.runtime.scopes import ROUTE_SCOPES
 
 from ..raising import raises_code
 from ..unit.protocol.test_messages import find_unbounded
-from .apps import call, run_coordinator, run_pserver
+from .apps import call, run_coordinator, run_pserver, run_standby
 
 Document: TypeAlias = dict[str, Any]
 
@@ -37,8 +37,9 @@ HEADERS = Fence(PROTOCOL_VERSION, "run", 0, "plan", 0, 1, 0, 1, 1).to_headers()
 
 
 async def read_documents() -> dict[str, Document]:
-    async with run_pserver() as (_, pserver), run_coordinator() as coordinator:
-        return {"pserver": await read_document(pserver), "coordinator": await read_document(coordinator)}
+    async with run_pserver() as (_, pserver), run_coordinator() as coordinator, run_standby() as standby:
+        apps = {"pserver": pserver, "coordinator": coordinator, "standby": standby}
+        return {name: await read_document(app) for name, app in apps.items()}
 
 
 async def read_document(app: FastAPI) -> Document:
@@ -83,7 +84,7 @@ def known_paths() -> set[str]:
 
 def test_every_path_of_the_protocol_is_served_and_described(documents: dict[str, Document]) -> None:
     assert documents["pserver"]["paths"].keys() == OF_A_PSERVER | OF_EVERY_SERVICE
-    assert known_paths() == documents["coordinator"]["paths"].keys() | documents["pserver"]["paths"].keys()
+    assert known_paths() == {path for document in documents.values() for path in document["paths"]}
 
 
 def test_the_document_is_valid(document: Document) -> None:

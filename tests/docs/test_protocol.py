@@ -15,9 +15,10 @@ from ps_protocol.fence import FENCE_HEADER, Fence
 from ps_protocol.optimizers import RULES
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
+from ps_protocol.routes import FENCE_STANDBY, PROMOTE_STANDBY
 from services.runtime.scopes import DOCS, OPENAPI, ROUTE_SCOPES, needed_scope
 
-from .apps import run_coordinator, run_pserver
+from .apps import run_coordinator, run_pserver, run_standby
 from .markdown import codes, example_plan, examples, read, section, table, tables
 from .messages import EXAMPLES, messages_in
 from .reference import list_messages
@@ -87,9 +88,11 @@ def served_routes(app: FastAPI) -> set[tuple[str, str]]:
 
 @pytest.mark.asyncio
 async def test_every_route_has_the_documented_scope() -> None:
-    async with run_pserver() as (_, pserver), run_coordinator() as coordinator:
-        served = served_routes(pserver) | served_routes(coordinator)
-        described = {
+    async with run_pserver() as (_, pserver), run_coordinator() as coordinator, run_standby() as standby:
+        own = {("PUT", FENCE_STANDBY), ("PUT", PROMOTE_STANDBY)}
+        assert own <= served_routes(standby)
+        served = served_routes(pserver) | served_routes(coordinator) | own
+        described = own | {
             (method.upper(), path)
             for app in (pserver, coordinator)
             for path, operations in app.openapi()["paths"].items()

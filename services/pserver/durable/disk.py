@@ -3,15 +3,20 @@
 {state_dir}/pserver-0/lock             locked while the process lives
                       identity.json    incarnation, and the run that it serves
                       log/             of that run
+            pserver-0-1/…              the same of a standby, with incarnation 0 until it is promoted
 
 At the start, before it registers:  open()                locks the folder and restores the run in it
 Once it is registered:              write_incarnation()   fences off the earlier incarnation
 For every installation:             open_run()            begins a run's state, or resumes at the requested round
+
+A standby, for every copy:          begin_replica()       writes the copy, and begins a log behind it
+Once it is promoted:                adopt_replica()       holds the replica in memory like a run that open() restored
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -38,11 +43,12 @@ from services.runtime.storage import DamagedFile, lock_folder, open_checkpoint_s
 from ..shard.history import History
 from ..shard.shard import Shard
 from ..shard.shard_state import ShardState, reslice
-from .storage import Restored, RunStorage
+from .storage import Ranges, Restored, RunStorage
 
 log = get_logger()
 
 IDENTITY = "identity.json"
+_FOLDER = re.compile(r"pserver-(\d+)(?:-([1-9]\d*))?")
 
 
 class FolderTaken(GradpostError):  # noqa: N818 - as all of its kind
@@ -67,12 +73,45 @@ class Identity(Message):
         return run
 
 
+def folder_path(state_dir: Path, index: PserverIndex, copy: int) -> Path:
+    """Return the path of a folder of this index. A pserver begins with copy 0, standbys with the others.
+
+    >>> [folder_path(Path("state"), 0, copy).name for copy in (0, 1)]
+    ['pserver-0', 'pserver-0-1']
+    """
+    return state_dir / (f"pserver-{index}-{copy}" if copy else f"pserver-{index}")
+
+
+def list_folders(state_dir: Path) -> list[tuple[PserverIndex, int]]:
+    """Return index and copy of each folder in order."""
+    names = [_FOLDER.fullmatch(path.name) for path in state_dir.glob("pserver-*")]
+    return sorted((int(found[1]), int(found[2] or 0)) for found in names if found)
+
+
+def read_identity(path: Path) -> Identity:
+    """Return the identity in a folder, which another process may have locked. Raises DamagedFile."""
+    path = path / IDENTITY
+    try:
+        return unseal(path.read_bytes(), Identity, str(path))
+    except FileNotFoundError:
+        return Identity()
+    except DamagedFile as error:
+        raise DamagedFile(f"{error}; delete this file to continue the run from the newest checkpoint") from None
+
+
+def rank_copies(state_dir: Path, index: PserverIndex) -> list[tuple[Incarnation, int]]:
+    """Return incarnation and copy of each folder of this index, the newest incarnation first. Raises DamagedFile."""
+    copies = [copy for found, copy in list_folders(state_dir) if found == index]
+    ranked = [(read_identity(folder_path(state_dir, index, copy)).incarnation, copy) for copy in copies]
+    return sorted(ranked, key=lambda one: (-one[0], one[1]))
+
+
 class StateFolder:
     """A folder that is locked while this object is open. Raises FolderTaken, and OSError if the disk cannot be used."""
 
-    def __init__(self, state_dir: Path, index: PserverIndex) -> None:
+    def __init__(self, state_dir: Path, index: PserverIndex, copy: int = 0) -> None:
         self.index = index
-        self.path = state_dir / f"pserver-{index}"
+        self.path = folder_path(state_dir, index, copy)
         lock = lock_folder(self.path)
         if lock is None:
             raise FolderTaken(
@@ -81,7 +120,7 @@ class StateFolder:
             )
         self._lock = lock
         try:
-            self.identity = self._read_identity()
+            self.identity = read_identity(self.path)
         except OSError:
             self.close()
             raise
@@ -95,21 +134,18 @@ class StateFolder:
         """The folder of the run's log."""
         return self.path / "log"
 
-    def _read_identity(self) -> Identity:
-        path = self.path / IDENTITY
-        if not path.exists():
-            return Identity()
-        try:
-            return unseal(path.read_bytes(), Identity, str(path))
-        except DamagedFile as error:
-            raise DamagedFile(f"{error}; delete this file to continue the run from the newest checkpoint") from None
-
     def write_identity(self, incarnation: Incarnation, run: InstallRun | None) -> None:
         """Persist the identity of this process. Raises FolderTaken if a later incarnation has taken the folder."""
-        if self._read_identity().incarnation > incarnation:
+        if read_identity(self.path).incarnation > incarnation:
             raise FolderTaken(f"{self.path} belongs to a later incarnation of pserver {self.index}")
         self.identity = Identity(incarnation=incarnation, run=run)
         write_file(self.path / IDENTITY, [seal(self.identity)])
+
+    def clear(self) -> None:
+        """Delete the run of another process, and then its log, before a standby uses the folder. Raises OSError."""
+        (self.path / IDENTITY).unlink(missing_ok=True)
+        self.identity = Identity()
+        self.delete_log()
 
     def delete_log(self) -> None:
         """Delete the log of an ended run. Raises OSError, since remaining files would be read as the next run's."""
@@ -122,20 +158,65 @@ class StateFolder:
 
 
 def open_folder(state_dir: Path, index: PserverIndex | None) -> StateFolder | None:
-    """Return the folder of this index or, without one, the first folder that is not locked; None without such a folder.
+    """Return the folder of this index with the newest incarnation.
 
-    Raises FolderTaken if the index is given and another process has locked its folder.
+    Without an index it is that of the first index whose folder is not locked; None without such a folder. Raises
+    FolderTaken if the index is given and another process has locked its folder. A restarted pserver opens the folder of
+    its own incarnation although a promoted standby has locked a newer one. It does not open the folder of a standby
+    beside that of a living pserver.
     """
-    if index is not None:
-        return StateFolder(state_dir, index)
-    for path in sorted(state_dir.glob("pserver-*")):
-        number = path.name.removeprefix("pserver-")
-        if number.isdigit():
-            try:
-                return StateFolder(state_dir, int(number))
-            except FolderTaken:
-                continue
-    return None
+    if index is None:
+        for found in sorted({found for found, _ in list_folders(state_dir)}):
+            with suppress(FolderTaken):
+                return open_folder(state_dir, found)
+        return None
+    taken: FolderTaken | None = None
+    for incarnation, copy in rank_copies(state_dir, index):
+        if taken is not None and incarnation == 0:
+            break
+        try:
+            return StateFolder(state_dir, index, copy)
+        except FolderTaken as error:
+            taken = error
+    if taken is not None and folder_path(state_dir, index, 0).exists():
+        raise taken
+    return StateFolder(state_dir, index)
+
+
+def open_standby_folder(state_dir: Path, index: PserverIndex, incarnation: Incarnation) -> StateFolder:
+    """Return a folder for a standby of this incarnation of a pserver: the oldest unlocked one, or a new one.
+
+    A folder of the same or a later incarnation is not taken: it belongs to the pserver itself, which may restart.
+    """
+    oldest: list[tuple[Incarnation, int]] = []
+    copies = [copy for found, copy in list_folders(state_dir) if found == index]
+    for copy in copies:
+        with suppress(DamagedFile):
+            oldest.append((read_identity(folder_path(state_dir, index, copy)).incarnation, copy))
+    for found, copy in sorted(oldest):
+        if found < incarnation and (found or copy):
+            with suppress(FolderTaken):
+                return StateFolder(state_dir, index, copy)
+    copy = max(copies, default=0)
+    while True:
+        copy += 1
+        with suppress(FolderTaken):
+            return StateFolder(state_dir, index, copy)
+
+
+def describe_held(storage: RunStorage, install: InstallRun, restored: Restored, ranges: Ranges) -> HeldRun:
+    """Return the description of a restored run for the coordinator."""
+    history = restored.history
+    rounds = FrozenRounds(
+        applied=restored.round,
+        is_short=restored.is_short,
+        participants=history.participants,
+        verdicts=history.nonfinite,
+        opens={rank: step + 1 for rank, (_, step) in history.steps.items()},
+    )
+    return HeldRun(
+        run=install.run, attempt=install.attempt, plan=storage.plan.digest, rounds=rounds, restorable=tuple(ranges)
+    )
 
 
 class Disk:
@@ -175,6 +256,8 @@ class Disk:
         """
         if self.folder is None:
             self.folder = open_folder(self._state_dir, index)
+        if self._storage is not None:
+            self._storage.close()  # the log of a replica that was promoted, and of which no run was opened
         install = None if self.folder is None else self.folder.identity.run
         if self.folder is None or install is None:
             return
@@ -186,25 +269,15 @@ class Disk:
             log.warning("no checkpoint of the run can be restored", run=install.run)
             return
         self._storage = storage
-        history = self._restored.history
-        rounds = FrozenRounds(
-            applied=self._restored.round,
-            is_short=self._restored.is_short,
-            participants=history.participants,
-            verdicts=history.nonfinite,
-            opens={rank: step + 1 for rank, (_, step) in history.steps.items()},
-        )
-        self.held = HeldRun(
-            run=install.run,
-            attempt=install.attempt,
-            plan=storage.plan.digest,
-            rounds=rounds,
-            restorable=tuple(storage.find_restorable()),
-        )
+        self.held = describe_held(storage, install, self._restored, storage.find_restorable())
 
     def find_restorable(self, newest: Round | None) -> list[tuple[Round, Round]]:
         """Return the ranges of rounds to which the held run can go back: see `RunStorage.find_restorable`."""
-        return [] if self._storage is None else self._storage.find_restorable(newest)
+        if self._storage is None:
+            return []
+        if self._storage.newest_update is not None:  # of a replica, which has not needed the place until now
+            self._storage.find_checkpoints()
+        return self._storage.find_restorable(newest)
 
     def find_checkpoints(self, run: str, index: PserverIndex) -> list[tuple[Round, Round]]:
         """Return the rounds of a run that is not held to which this pserver can go back: complete checkpoints."""
@@ -227,8 +300,49 @@ class Disk:
                     self._storage.close()
                 self._drop_held()
                 self.folder.close()
-            self.folder = StateFolder(self._state_dir, index)
+            self.folder = open_folder(self._state_dir, index)
+        assert self.folder is not None
         self.folder.write_identity(incarnation, self.folder.identity.run)
+
+    def close(self) -> None:
+        """Close the log, and unlock the folder."""
+        if self._storage is not None:
+            self._storage.close()
+        self._drop_held()
+        if self.folder is not None:
+            self.folder.close()
+        self.folder = None
+
+    def begin_replica(
+        self, install: InstallRun, index: PserverIndex, data: memoryview, restored: Restored
+    ) -> RunStorage:
+        """Write a copy of another process's shard, `data`, and begin a log behind it, in a folder of this process.
+
+        `restored` is the shard in this copy, which must not change before this returns. The replica before is deleted.
+        """
+        if self._storage is not None:
+            self._storage.close()
+            self._storage = None
+        if self.folder is None:
+            self.folder = open_standby_folder(self._state_dir, index, install.incarnation)
+        self.folder.clear()
+        storage = RunStorage(install, index, self.folder.log_path, self._place)
+        try:
+            storage.begin_with_copy(restored, data)
+            self.folder.write_identity(0, install)
+        except BaseException:
+            storage.close()
+            raise
+        self._storage = storage
+        return storage
+
+    def adopt_replica(self, install: InstallRun, restored: Restored) -> None:
+        """Hold the run of the replica, whose shard has the newest logged update, like one that was restored."""
+        assert self._storage is not None
+        if restored.shard.published is not None:
+            restored.shard.published.discard_deltas()
+        self._restored = restored
+        self.held = describe_held(self._storage, install, restored, self._storage.promise_restorable())
 
     def _drop_held(self) -> None:
         self.held = self._storage = self._restored = None
@@ -239,6 +353,11 @@ class Disk:
         After an OSError the run is still held, so that opening it can be tried again.
         """
         assert self.folder is not None
+        if (replica := self._find_replica(install)) is not None:
+            replica[0].continue_run(install)
+            self.folder.write_identity(self.folder.identity.incarnation, install)
+            self._drop_held()
+            return replica
         if self._storage is not None:
             self._storage.close()
         if self.held is None or self.held.run != install.run:
@@ -259,6 +378,14 @@ class Disk:
             raise
         self._drop_held()
         return storage, restored
+
+    def _find_replica(self, install: InstallRun) -> tuple[RunStorage, Restored] | None:
+        """Return the adopted replica with its open log, if the installation continues it without going back."""
+        storage, restored, held = self._storage, self._restored, self.held
+        if storage is None or restored is None or held is None or not storage.is_at(restored):
+            return None
+        is_continued = held.run == install.run and install.source is None and install.restore == restored.round
+        return (storage, restored) if is_continued else None
 
     def _resume_storage(self, storage: RunStorage, install: InstallRun, imported: Restored | None) -> Restored | None:
         """Bring the storage to the round that the run begins with. Returns the restored shard, if there is one."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import TypeAlias
 
 import torch
 import xxhash
@@ -53,6 +54,8 @@ from ..shard.shard_state import ShardState
 from .log_reader import LogReader
 from .replay import replay_update
 from .update_log import LoggedUpdate, UpdateLog
+
+Ranges: TypeAlias = list[tuple[Round, Round]]  # the first and the last round of each range
 
 CHAIN_KEY = "chain"
 _DIGEST_BYTES = 16
@@ -378,13 +381,13 @@ class RunStorage:
         """Return a reader of the log after this round: see `LogReader`."""
         return LogReader(self.log, after, chain, lambda: max(self.rounds, default=0))
 
-    def find_restorable(self, newest: Round | None = None) -> list[tuple[Round, Round]]:
+    def find_restorable(self, newest: Round | None = None) -> Ranges:
         """Return the ranges of rounds, first and last, that the log's digests allow to restore, newest first.
 
         With `newest` the checkpoint that leads to that round is read, and left out if it is damaged. The run may go
         back to any of these rounds, so none is deleted before the run continues and makes another checkpoint.
         """
-        ranges: list[tuple[Round, Round]] = []
+        ranges: Ranges = []
         with self._pruning:
             self._is_promised = True
         if newest is not None:
@@ -416,6 +419,27 @@ class RunStorage:
             self._delete_leftovers()
         except OSError as error:
             log.warning("incomplete checkpoints could not be deleted", error=str(error))
+
+    def promise_restorable(self) -> Ranges:
+        """Return the result of `find_restorable` for a log that this process has written, without reading it."""
+        with self._pruning:
+            self._is_promised = True
+            assert self.log.tail is not None
+            return [(min(self.rounds), self.log.tail.round)]
+
+    def begin_with_copy(self, restored: Restored, data: memoryview) -> None:
+        """Begin with the shard of another process: `data` is the file of its checkpoint."""
+        self.own_checkpoints.write(restored.round, [data])
+        self.log.begin_segment(restored.round, restored.chain or restored.shard.digest())
+
+    def is_at(self, restored: Restored) -> bool:
+        """Return whether the log is open, and ends with the newest update of this shard."""
+        return self.newest_update is not None and self.newest_update == (restored.round, restored.chain)
+
+    def continue_run(self, install: InstallRun) -> None:
+        """Continue with the open log, after a promotion. Raises OSError if the place cannot be read."""
+        self._install, self._num_kept = install, install.keep_checkpoints
+        self.find_checkpoints()
 
     def close(self) -> None:
         """Close the log. Its readers end, since another attempt may overwrite the end of the file that they read."""

@@ -136,17 +136,21 @@ class UpdateLog:
         With durability `fsync` it is on the disk when this returns, else in the kernel's memory, which outlives the
         process. On an OSError nothing of it was written.
         """
-        assert self._newest is not None
         assert self.tail is not None
-        segment, fd = self._newest
-        reach_failpoint("log.append.before")
         num_elements = sum(map(len, gradient)) // 4
         metadata = {**update.to_metadata(), PREVIOUS_KEY: self.tail.chain}
         header = encode_header([("gradient", "F32", (num_elements,))], metadata)
-        end, chain = append_record(fd, self.num_bytes, segment.mark, [header, *gradient])
+        self.append_frame(update.round, [header, *gradient])
+
+    def append_frame(self, round_: Round, frame: Sequence[Buffer]) -> None:
+        """Write an update as `append` does: the frame of a record, which may be that of another process."""
+        assert self._newest is not None
+        segment, fd = self._newest
+        reach_failpoint("log.append.before")
+        end, chain = append_record(fd, self.num_bytes, segment.mark, frame)
         if self._durability == "fsync":
             self._sync(fd)
-        self.tail = Tail(segment, end, update.round, chain)
+        self.tail = Tail(segment, end, round_, chain)
         if self._wakers:
             self.wake_readers()
         reach_failpoint("log.append.after")

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol import routes
-from ps_protocol.errors import Conflict
+from ps_protocol.errors import Conflict, TryAgain
 from ps_protocol.messages import PserverState
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.large_replies import LargeReplies
@@ -18,6 +18,7 @@ from services.runtime.metrics import ServiceMetrics
 from ..inspection import add_inspection_routes
 from ..shard.bodies import discard_body
 from .follower import Follower
+from .promotion import Promotion, add_promotion_routes
 
 REFUSED = (
     *(("POST", path) for path in (routes.SEND, routes.INITIAL, routes.GET, routes.SLOTS, routes.NORM, routes.BARRIER)),
@@ -28,7 +29,9 @@ REFUSED = (
 )
 
 
-def make_follower_app(follower: Follower, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
+def make_follower_app(
+    follower: Follower, promotion: Promotion, metrics: ServiceMetrics, lifespan: Any = None
+) -> FastAPI:
     """Return the application, which runs on the event loop that serves it."""
 
     def find_missing() -> str | None:
@@ -39,6 +42,8 @@ def make_follower_app(follower: Follower, metrics: ServiceMetrics, lifespan: Any
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         await discard_body(scope, receive)
+        if follower.is_fenced or follower.is_released:
+            raise TryAgain(f"this standby may become pserver {follower.index}; send the request again")
         leader = follower.leader.leader if follower.leader else None
         text = f"this process follows pserver {follower.index}, and serves only reads; send the request to the leader"
         raise Conflict(text, code="not_leader", current=leader)
@@ -53,6 +58,7 @@ def make_follower_app(follower: Follower, metrics: ServiceMetrics, lifespan: Any
             return await describe_state(follower, with_digest=digest)
 
     add_inspection_routes(app, follower, large)
+    add_promotion_routes(app, promotion)
     return app
 
 

@@ -3,9 +3,12 @@
     wait for a leader ──► its run ──► a copy of the shard ──► updates, without an end
                             ▲              ▲                     │ connection lost
                             ├──────────────┼─────────────────────┘
-                            └──────────────┴── another attempt or incarnation, damage, a difference
+                            └──────────────┴── another attempt, other updates, damage, a difference
 
-The leader decides nothing here, and waits for nothing.
+The updates of another incarnation are continued if its log contains the newest update of the replica. With durability
+`replicated` the leader acknowledges an update once this process confirms that it is in its log. After a fence nothing
+of that incarnation is confirmed or applied: the replica stays as it is until it is promoted, or a later incarnation is
+named.
 """
 
 from __future__ import annotations
@@ -17,25 +20,30 @@ from typing import NoReturn
 import httpx
 import torch
 
-from ps_protocol.errors import Conflict, GradpostError, NotReady, StalePserver, TryAgain, UnsupportedFormat
+from ps_protocol.errors import Conflict, GradpostError, NotReady, StalePserver, TryAgain
+from ps_protocol.membership import PserverRegistered
 from ps_protocol.retry import choose_backoff
-from ps_protocol.standbys import ServedRun, ShardDigests, StandbyAnswer
-from ps_protocol.vocabulary import PserverIndex
+from ps_protocol.standbys import FenceStandby, HeldUpdates, ServedRun, ShardDigests, StandbyAnswer
+from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
+from ..durable.checkpoint_writer import CheckpointWriter
 from ..durable.record_stream import End, Idle, Received, RecordParser
 from ..durable.records import Record
+from ..pserver import Pserver
+from ..waits import wait_for_any
 from .lag import Lag
 from .leader import Leader
 from .metrics import StandbyMetrics
-from .replica import Replica
+from .replica import Replica, restore_copy
 
 log = get_logger()
 
 COMPARED_UPDATES = 1000  # between two comparisons of digests
 IDLE_COMPARISON_SECONDS = 10.0  # between two comparisons while updates are rare
 IDLE_SHARE = 0.01  # of the time, at most, that such comparisons take
+CONFIRMATION_RETRY_SECONDS = 0.1
 STEADY_SECONDS = 5.0  # after which a stream counts as working, so that the next failure is the first one
 
 # The leader and this process cannot work together, so that trying again would not help.
@@ -45,19 +53,38 @@ _BROKEN = frozenset({"updates_gone", "diverged", "future_round", "malformed_fram
 
 
 class Follower:
-    """The replica of one pserver's shard, and the loop that keeps it up to date. Lives on the event loop."""
+    """The replica of one pserver's shard, and the loop that keeps it up to date. Lives on the event loop.
+
+    The replica is in a folder of the disk of `pserver`, which takes its place when this process is promoted.
+    """
 
     def __init__(
-        self, index: PserverIndex, http: httpx.AsyncClient, compute: ComputeExecutor, metrics: StandbyMetrics
+        self,
+        index: PserverIndex,
+        pserver: Pserver,
+        http: httpx.AsyncClient,
+        compute: ComputeExecutor,
+        metrics: StandbyMetrics,
     ) -> None:
+        assert pserver.disk is not None
         self.index = index
+        self.instance = pserver.instance
         self.replica: Replica | None = None
         self.leader: StandbyAnswer | None = None  # the newest one that the coordinator named
+        self.lost: Incarnation = 0  # of the leader whose stream was lost, until there is another stream
+        self.report_is_due = asyncio.Event()
+        self.is_released = False  # this process becomes the pserver, and never follows again
         self.lag = Lag()
+        self._pserver = pserver
+        self._disk = pserver.disk
         self._http = http
         self._compute = compute
         self._metrics = metrics
-        self._is_named = asyncio.Event()  # a leader is known
+        self._is_named = asyncio.Event()  # another leader, or the first one
+        self._writer: CheckpointWriter | None = None  # of the newest replica
+        self._fenced: Incarnation = 0  # no update of this incarnation, or an earlier one, is applied or confirmed
+        self._updating = asyncio.Lock()  # held while an update is logged and applied
+        self._is_held = asyncio.Event()  # another update is in the log of the replica
         self._expected: ShardDigests | None = None  # those of the leader, for a round that comes
         self._num_unchecked = 0
         self._compared_at = -IDLE_COMPARISON_SECONDS
@@ -76,33 +103,44 @@ class Follower:
             raise NotReady(text, waiting_for=f"a copy of the shard of pserver {self.index}")
         return self.replica
 
+    @property
+    def is_fenced(self) -> bool:
+        """True if the replica must stay as it is."""
+        return self.replica is not None and self.replica.installed.incarnation <= self._fenced
+
     def note_answer(self, answer: StandbyAnswer) -> None:
         """Note the leader that the coordinator names, and its newest round. Without a leader the last one stays."""
         if answer.leader is None:
             return
-        self.leader = answer
-        self._is_named.set()
+        before, self.leader = self.leader, answer
+        if before is None or (before.leader, before.incarnation) != (answer.leader, answer.incarnation):
+            self._is_named.set()
         replica = self.replica
         if replica is not None and (answer.run, answer.attempt) == (replica.installed.run, replica.installed.attempt):
             self.lag.note_leader(answer.round, asyncio.get_running_loop().time())
 
-    async def follow(self) -> NoReturn:
-        """Follow the leader until cancelled. Raises an error whose code is one of `REFUSALS`."""
+    async def follow(self) -> None:
+        """Follow the leader until cancelled or released. Raises an error whose code is one of `REFUSALS`."""
         loop, num_failures = asyncio.get_running_loop(), 0
-        while True:
-            await self._is_named.wait()
+        while not self.is_released:
+            while (named := self.leader) is None:
+                await self._is_named.wait()
+            self._is_named.clear()
             began = loop.time()
             try:
-                await self._follow_leader()
+                await self._follow_leader(named)
             except (httpx.TransportError, ValueError, GradpostError) as error:
                 self._handle_failure(error)
+                if isinstance(error, httpx.TransportError):
+                    self.lost = named.incarnation
+                    self.report_is_due.set()
             num_failures = 1 if loop.time() - began > STEADY_SECONDS else num_failures + 1
-            await asyncio.sleep(choose_backoff(num_failures))
+            await wait_for_any(choose_backoff(num_failures), self._is_named)
 
     def _handle_failure(self, error: Exception) -> None:
         if isinstance(error, GradpostError) and error.code in REFUSALS:
             raise error
-        if isinstance(error, GradpostError) and error.code in _BROKEN:
+        if isinstance(error, GradpostError) and error.code in _BROKEN and not self.is_fenced:
             self._discard_replica(error)
         text = f"{type(error).__name__}: {error}"
         if text != self._logged:
@@ -116,19 +154,61 @@ class Follower:
             log.warning("the replica is discarded; it begins with another copy", round=replica.round)
             replica.end(reason)
 
+    # ------------------------------------------------------------------ fail-over
+
+    async def fence(self, message: FenceStandby) -> Replica:
+        """Refuse this incarnation of the leader, and earlier ones, from now on. Return the replica.
+
+        Raises NotReady without a replica of the run and attempt, and StalePserver if it follows a later incarnation.
+        """
+        replica = self.run
+        installed = replica.installed
+        if (installed.run, installed.attempt) != (message.run, message.attempt):
+            text = f"the replica is of attempt {installed.attempt} of run {installed.run}"
+            raise NotReady(text, waiting_for=f"a copy of the shard of pserver {self.index}")
+        if installed.incarnation > message.incarnation:
+            text = f"this standby follows a later incarnation of pserver {self.index}"
+            raise StalePserver(text, current=installed.incarnation)
+        self._fenced = max(self._fenced, message.incarnation)
+        async with self._updating:
+            pass  # an update that may be confirmed already is applied first
+        if self.replica is not replica:
+            text = "the replica was damaged by its last update"
+            raise NotReady(text, waiting_for=f"a copy of the shard of pserver {self.index}")
+        log.info("the standby is fenced", pserver=self.index, incarnation=message.incarnation, round=replica.round)
+        return replica
+
+    def release_replica(self, answer: PserverRegistered) -> Replica:
+        """Return the replica for the incarnation that leads from now on, and never follow again.
+
+        Raises NotReady without a replica, and StalePserver unless it is fenced against all earlier incarnations.
+        """
+        replica = self.run
+        if answer.index != self.index or not self.is_fenced or answer.incarnation <= self._fenced:
+            text = f"this standby is not fenced for incarnation {answer.incarnation} of pserver {answer.index}"
+            raise StalePserver(text, current=replica.installed.incarnation)
+        self._fenced, self.replica, self.is_released = answer.incarnation, None, True
+        self.report_is_due.set()
+        replica.end(TryAgain(f"the standby becomes pserver {self.index}; send the request again"))
+        return replica
+
+    def _check_fence(self, incarnation: Incarnation) -> None:
+        if incarnation <= self._fenced:
+            raise StalePserver(f"incarnation {incarnation} of pserver {self.index} is fenced", current=self._fenced)
+
     # ------------------------------------------------------------------ the leader
 
-    async def _follow_leader(self) -> None:
-        """Follow the newest leader until its stream ends or the coordinator names another one."""
-        named = self.leader
-        assert named is not None
+    async def _follow_leader(self, named: StandbyAnswer) -> None:
+        """Follow this leader until its stream ends or the coordinator names another one."""
         assert named.leader is not None
+        self._check_fence(named.incarnation)
         leader = Leader(named.leader, self._http)
         served = await leader.read_run()
         if served.installed.incarnation != named.incarnation:
             text = f"pserver {self.index} at {named.leader} is not the incarnation that the coordinator named"
             raise StalePserver(text, expected=named.incarnation, actual=served.installed.incarnation)
         check_software(served)
+        self._check_fence(named.incarnation)
         if self.replica is not None and self.replica.continues(served.installed):
             self.replica.installed = served.installed
         else:
@@ -136,10 +216,19 @@ class Follower:
         await self._apply_updates(leader, named)
 
     async def _copy_shard(self, leader: Leader, served: ServedRun) -> None:
+        """Begin with a copy of the shard, which is on the disk when this returns."""
         installed = served.installed
         self._discard_replica(StalePserver(f"the standby begins with another copy of pserver {self.index}"))
+        if self._writer is not None:
+            await self._writer.wait_for_writes()  # to the folder that is cleared
         data = await leader.read_copy(installed.run, installed.attempt)
-        replica = await self._compute.run(Replica.from_copy, installed, self.index, data, self._compute)
+        restored = await self._compute.run(restore_copy, installed, self.index, data)
+        try:
+            storage = await asyncio.to_thread(self._disk.begin_replica, installed, self.index, data, restored)
+        except OSError as error:
+            raise TryAgain(f"the standby cannot write its copy of pserver {self.index}: {error}") from error
+        replica = Replica(installed, self.index, restored, storage, self._compute, self._pserver.metrics)
+        self._writer = replica.writer
         self._metrics.copies.inc()
         self._num_unchecked = 0
         self.lag.reset(replica.round)
@@ -147,13 +236,17 @@ class Follower:
         log.info("replica copied", pserver=self.index, run=installed.run, round=replica.round, bytes=len(data))
 
     async def _apply_updates(self, leader: Leader, named: StandbyAnswer) -> NoReturn:
-        """Apply each update while the next one, and no more, is received."""
+        """Log and apply each update while the next one, and no more, is received."""
         replica = self.run
         parser = RecordParser(replica.max_record_bytes, replica.chain)
         handling: asyncio.Task[None] | None = None
+        confirming: asyncio.Task[None] | None = None
         try:
-            async with aclosing(leader.read_updates(replica)) as parts:
+            async with aclosing(leader.read_updates(replica, self.instance)) as parts:
                 async for part in parts:
+                    self.lost = 0
+                    if confirming is None and replica.installed.durability == "replicated":
+                        confirming = asyncio.create_task(self._confirm_updates(leader, replica))
                     for received in parser.feed(part):
                         if handling is not None:
                             await handling
@@ -164,15 +257,39 @@ class Follower:
                 handling.cancel()
             raise
         finally:
+            if confirming is not None:
+                confirming.cancel()
             if handling is not None:
                 await handling
-        raise TryAgain(f"the stream of pserver {self.index} has ended")
+        raise httpx.RemoteProtocolError(f"the stream of pserver {self.index} has ended without a reason")
 
     def _check_leader(self, named: StandbyAnswer) -> None:
         newest = self.leader
         assert newest is not None
+        self._check_fence(named.incarnation)
         if (newest.leader, newest.incarnation) != (named.leader, named.incarnation):
             raise StalePserver(f"pserver {self.index} has another incarnation now", current=newest.incarnation)
+
+    async def _confirm_updates(self, leader: Leader, replica: Replica) -> None:
+        """Confirm the newest logged update, with one request at a time, until cancelled or fenced."""
+        installed, confirmed = replica.installed, -1
+        while installed.incarnation > self._fenced and (newest := replica.storage.newest_update) is not None:
+            if newest[0] == confirmed:
+                self._is_held.clear()
+                await self._is_held.wait()
+                continue
+            held = HeldUpdates(
+                run=installed.run,
+                attempt=installed.attempt,
+                incarnation=installed.incarnation,
+                instance=self.instance,
+                round=newest[0],
+            )
+            try:
+                await leader.confirm_updates(held)
+                confirmed = held.round
+            except (httpx.TransportError, ValueError, GradpostError):
+                await asyncio.sleep(CONFIRMATION_RETRY_SECONDS)
 
     async def _handle_record(self, received: Received, replica: Replica, leader: Leader) -> None:
         if isinstance(received, End):
@@ -182,24 +299,30 @@ class Follower:
             self._logged = ""
             self.lag.note_leader(received.round, now)
         else:
-            await self._apply(received, replica)
+            async with self._updating:
+                self._check_fence(replica.installed.incarnation)
+                await self._apply(received, replica)
         await self._compare_if_due(replica, leader, now, is_idle=isinstance(received, Idle))
 
     async def _apply(self, record: Record, replica: Replica) -> None:
+        """Log an update, from which on it is confirmed, and apply it."""
         try:
-            await replica.apply(record)
-        except UnsupportedFormat:
-            raise
+            update = await replica.log_update(record)
+        except OSError as error:
+            raise TryAgain(f"the standby cannot log an update of pserver {self.index}: {error}") from error
+        self._is_held.set()
+        try:
+            await replica.apply(update, record)
         except Exception as error:
             self._discard_replica(error)
             if isinstance(error, GradpostError):
                 raise
             log.exception("an update cannot be applied", round=replica.round)
             raise TryAgain(f"an update of pserver {self.index} cannot be applied: {error}") from error
-        replica.chain = record.chain
         self._num_unchecked += 1
         self._metrics.updates.inc()
         self.lag.note_applied(replica.round, record.end - record.begin)
+        await replica.write_checkpoint_if_due()
 
     # ------------------------------------------------------------------ comparison
 
@@ -236,7 +359,9 @@ class Follower:
         self._metrics.differences.inc()
         log.error("the replica differs from its leader", pserver=self.index, block=name, round=replica.round)
         text = f"{name!r} of the replica differs from that of pserver {self.index} after round {replica.round}"
-        raise Conflict(text, code="diverged", current=replica.round)
+        error = Conflict(text, code="diverged", current=replica.round)
+        self._discard_replica(error)
+        raise error
 
 
 def check_software(served: ServedRun) -> None:

@@ -7,14 +7,15 @@ from typing import Any
 
 import httpx
 
-from ps_config.control_client import may_be_problem, raise_for_problem
+from ps_config.control_client import may_be_problem, raise_for_problem, send_message
 from ps_protocol import routes
 from ps_protocol.errors import BadInput, StalePserver
-from ps_protocol.standbys import ServedRun, ShardDigests
+from ps_protocol.standbys import HeldUpdates, ServedRun, ShardDigests
 
 from .replica import Replica
 
-SILENCE_SECONDS = 5.0  # the leader sends a record every second
+SILENCE_SECONDS = 1.0  # the leader sends a record four times a second
+CONFIRM_SECONDS = 2.0
 REPLY_SECONDS = 60.0  # for replies that the leader computes from its whole shard, after those of others
 CONNECT_SECONDS = 5.0
 
@@ -33,6 +34,10 @@ class Leader:
     async def read_digests(self, replica: Replica) -> ShardDigests:
         """Return the digests of the pserver's blocks after its newest round."""
         return ShardDigests.from_answer(await self._get(routes.SHARD_DIGESTS, REPLY_SECONDS, **_identify(replica)))
+
+    async def confirm_updates(self, held: HeldUpdates) -> None:
+        """Report the updates that this process holds."""
+        await send_message(self._http, "POST", self._address + routes.HELD_UPDATES, held, timeout=CONFIRM_SECONDS)
 
     async def _get(self, path: str, seconds: float, **query: Any) -> bytes:
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
@@ -56,9 +61,12 @@ class Leader:
             raise BadInput("the copy is incomplete", code="malformed_frame", expected=len(body), actual=at)
         return memoryview(body)
 
-    async def read_updates(self, replica: Replica) -> AsyncGenerator[bytes, None]:
-        """Yield the stream of the updates behind those of a replica. httpx.ReadTimeout is a leader that hangs."""
-        query: dict[str, Any] = {**_identify(replica), "after": replica.round}
+    async def read_updates(self, replica: Replica, instance: str) -> AsyncGenerator[bytes, None]:
+        """Yield the stream of the updates behind those of a replica, which is that of the standby `instance`.
+
+        httpx.ReadTimeout is a leader that hangs.
+        """
+        query: dict[str, Any] = {**_identify(replica), "after": replica.round, "standby": instance}
         if replica.chain is not None:
             query["digest"] = replica.chain
         timeout = httpx.Timeout(SILENCE_SECONDS)

@@ -1,37 +1,77 @@
-"""The standby as a process."""
+"""The standby as a process, which may become the pserver: the same server answers with the application of a pserver."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 
+import httpx
+from fastapi import FastAPI
+from starlette.types import Scope
+
+from ps_http2.local_sockets import local_name
 from ps_protocol.errors import GradpostError, TryAgain
+from ps_protocol.membership import PserverRegistered
+from ps_protocol.routes import FENCE_STANDBY, PROMOTE_STANDBY
 from services.runtime.compute import ComputeExecutor
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.security import make_peer_client
-from services.runtime.server import serve
+from services.runtime.server import SwitchedApp, serve
 
+from ..pserver import Pserver
+from ..registration import Registration
 from ..settings import PserverSettings
 from .app import make_follower_app
 from .follower import Follower
 from .metrics import StandbyMetrics
+from .promotion import Promotion
 from .reports import Reports
 
 
-async def serve_follower(settings: PserverSettings, stop: asyncio.Event) -> int:
-    """Follow and serve until `stop` is set. Returns the exit code."""
+async def serve_follower(
+    settings: PserverSettings,
+    stop: asyncio.Event,
+    *,
+    pserver: Pserver,
+    app: FastAPI,
+    registration: Registration,
+    http: httpx.AsyncClient,
+    compute: ComputeExecutor,
+    local: socket.socket | None = None,
+) -> int:
+    """Follow and serve until `stop` is set. Returns the exit code.
+
+    Once it is promoted, this process is `pserver`, with its application and its registration.
+    """
     assert settings.follow is not None
-    compute, metrics = ComputeExecutor(), ServiceMetrics("standby")
-    async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
-        follower = Follower(settings.follow, http, compute, StandbyMetrics(metrics.registry))
+    metrics = ServiceMetrics("standby")
+    async with asyncio.TaskGroup() as tasks:
+        follower = Follower(settings.follow, pserver, http, compute, StandbyMetrics(metrics.registry))
         reports = Reports(follower, settings, http)
 
+        def begin_heartbeats(answer: PserverRegistered) -> None:
+            tasks.create_task(registration.run(promotion.address, stop, answer))
+
+        promotion = Promotion(
+            follower,
+            pserver,
+            http2=settings.http2,
+            local=None if local is None else local_name(local),
+            on_promoted=begin_heartbeats,
+            on_failed=lambda error: reports.fail(error, stop),
+        )
+        own = make_follower_app(follower, promotion, metrics)
+
+        def choose(scope: Scope) -> FastAPI:
+            is_own = promotion.registered is None or scope.get("path") in (FENCE_STANDBY, PROMOTE_STANDBY)
+            return own if is_own else app
+
         def begin(address: str) -> None:
+            promotion.address = address
             tasks.create_task(reports.run(address, stop))
             tasks.create_task(_follow_until(stop, follower, reports))
 
-        await serve(make_follower_app(follower, metrics), settings, stop=stop, on_started=begin)
-    compute.close()
-    return reports.exit_code
+        await serve(SwitchedApp([own, app], choose), settings, stop=stop, on_started=begin, local=local)
+    return reports.exit_code or registration.exit_code
 
 
 async def _follow_until(stop: asyncio.Event, follower: Follower, reports: Reports) -> None:

@@ -1,33 +1,52 @@
 """The replica of a shard: a copy of it, which the updates of its leader are applied to one after another.
 
-It holds what a pserver needs to continue the run: the shard, the history and the message that installed the run.
+It holds what a pserver needs to continue the run: the shard, the history and the message that installed the run. Each
+update is in its own log before it is applied, so that its folder restores the same bits.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ParamSpec, TypeVar
 
-from ps_protocol.errors import BadInput, RoundPending, StaleRound
+from ps_protocol.errors import BadInput, RoundPending, StaleRound, TryAgain
 from ps_protocol.membership import InstallRun
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import APPLIED_KEY, HISTORY_KEY
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 
+from ..durable.checkpoint_writer import CheckpointWriter
 from ..durable.records import Record
 from ..durable.replay import replay_update
-from ..durable.storage import CHAIN_KEY
+from ..durable.storage import CHAIN_KEY, Restored, RunStorage
 from ..durable.update_log import LoggedUpdate
+from ..metrics import PserverMetrics
 from ..run.schedule import Read
 from ..shard.captures import Captures
 from ..shard.history import History
 from ..shard.shard import MASTER_BYTES, Shard
 from ..shard.shard_state import ShardState
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_TENSORS_OF_RECORD = 8  # a gradient, pulled values, and loaded optimizer state, all of the size of the shard
 MAX_METADATA_BYTES = 1 << 14  # of a block in a record, most of it its name, several times
+
+
+def restore_copy(installed: InstallRun, index: PserverIndex, data: memoryview) -> Restored:
+    """Return the shard in a copy. Its tensors may be views of `data`. Raises BadInput for the copy of another shard."""
+    state, metadata = ShardState.decode(data)
+    plan = SlicePlan.from_json(installed.plan)
+    expected = {"run": installed.run, "attempt": str(installed.attempt), "pserver": str(index), "plan": plan.digest}
+    actual = {key: metadata.get(key) for key in expected}
+    if actual != expected:
+        raise BadInput("the copy is of another shard", code="malformed_frame", expected=expected, actual=actual)
+    shard = Shard(plan, index)
+    shard.load_state(state)
+    return Restored(shard, History.from_json(metadata["history"]), metadata.get(CHAIN_KEY))
 
 
 class Replica:
@@ -37,16 +56,18 @@ class Replica:
         self,
         installed: InstallRun,
         index: PserverIndex,
-        shard: Shard,
-        history: History,
+        restored: Restored,
+        storage: RunStorage,
         compute: ComputeExecutor,
-        chain: str | None,
+        metrics: PserverMetrics,
     ) -> None:
         self.installed = installed
         self.index = index
-        self.shard = shard
-        self.history = history
-        self.chain = chain  # of the newest update; None if the leader does not know it
+        self.shard = restored.shard
+        self.history = restored.history
+        self.chain = restored.chain  # of the newest update; None if the leader does not know it
+        self.storage = storage
+        self.writer = CheckpointWriter(storage, installed.checkpoint_rounds, metrics)
         self._compute = compute
         self._captures = Captures()
         self._kept_rounds = installed.consistency.max_delay + 1
@@ -54,21 +75,10 @@ class Replica:
     def __repr__(self) -> str:
         return f"<Replica of pserver {self.index} [round {self.round} of {self.installed.run}]>"
 
-    @classmethod
-    def from_copy(
-        cls, installed: InstallRun, index: PserverIndex, data: memoryview, compute: ComputeExecutor
-    ) -> Replica:
-        """Return the replica in a copy of the shard. Raises BadInput for the copy of another shard."""
-        state, metadata = ShardState.decode(data)
-        plan = SlicePlan.from_json(installed.plan)
-        expected = {"run": installed.run, "attempt": str(installed.attempt), "pserver": str(index), "plan": plan.digest}
-        actual = {key: metadata.get(key) for key in expected}
-        if actual != expected:
-            raise BadInput("the copy is of another shard", code="malformed_frame", expected=expected, actual=actual)
-        shard = Shard(plan, index)
-        shard.load_state(state)
-        history = History.from_json(metadata["history"])
-        return cls(installed, index, shard, history, compute, metadata.get(CHAIN_KEY))
+    @property
+    def restored(self) -> Restored:
+        """The shard and the history with which a pserver continues."""
+        return Restored(self.shard, self.history, self.chain)
 
     @property
     def round(self) -> Round:
@@ -83,30 +93,48 @@ class Replica:
         return tensors + len(layout.places) * MAX_METADATA_BYTES + (1 << 20)
 
     def continues(self, installed: InstallRun) -> bool:
-        """Return whether the updates that follow are those of this installation: no restart or rollback is between."""
+        """Return whether the updates of this installation may continue those of the replica; no rollback is between.
+
+        The log of another incarnation must confirm that, with the chain of the newest update.
+        """
         own, other = self.installed, installed
-        return (own.run, own.attempt, own.incarnation) == (other.run, other.attempt, other.incarnation)
+        is_same = (own.run, own.attempt, own.durability) == (other.run, other.attempt, other.durability)
+        return is_same and (self.chain is not None or own.incarnation == other.incarnation)
 
     # ------------------------------------------------------------------ updates
 
-    async def apply(self, record: Record) -> None:
-        """Apply the next update. Raises BadInput (`malformed_frame`) for another one, and UnsupportedFormat.
+    async def log_update(self, record: Record) -> LoggedUpdate:
+        """Write the next update to the log and return it. After an error nothing has changed.
 
-        After any error the replica must not be used any more.
+        Raises BadInput (`malformed_frame`) for another update, UnsupportedFormat, and OSError.
         """
-        run = self._compute.run_at_once if self.shard.is_small else self._compute.run
-        await run(self._replay, record)
-        self._captures.expire_rounds(self.round)
-
-    def _replay(self, record: Record) -> None:
-        update = LoggedUpdate.from_record(record)
-        if update.round != self.round + 1:
+        update, newest = LoggedUpdate.from_record(record), self.storage.newest_update
+        if newest is None or not newest[0] == self.round == update.round - 1:
             raise BadInput(
                 f"an update of pserver {self.index} is not the next one",
                 code="malformed_frame", expected=f"round {self.round + 1}", actual=f"round {update.round}",
             )  # fmt: skip
+        await self._run(self.storage.log.append_frame, update.round, [record.body])
+        return update
+
+    async def apply(self, update: LoggedUpdate, record: Record) -> None:
+        """Apply an update that was logged. After an error the replica must not be used any more."""
+        await self._run(self._replay, update, record)
+        self._captures.expire_rounds(self.round)
+
+    async def _run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await (self._compute.run_at_once if self.shard.is_small else self._compute.run)(fn, *args, **kwargs)
+
+    def _replay(self, update: LoggedUpdate, record: Record) -> None:
         replay_update(self.shard, self.history, update, record.data, keep=self._kept_rounds)
+        self.chain = record.chain
         self._captures.capture_round(self.round)
+
+    async def write_checkpoint_if_due(self) -> None:
+        """Copy the shard for a checkpoint in the folder of the replica, if one is due, and begin to write it."""
+        if (destination := self.writer.choose_destination(self.round)) is not None:
+            with suppress(TryAgain):  # the writer has logged the error
+                await self.writer.copy_and_write(self.shard, self.history, destination, self._compute)
 
     async def find_difference(self, expected: dict[str, str]) -> str | None:
         """Return the name of the first block, or else buffer, whose digest is not the expected one; None if all are."""

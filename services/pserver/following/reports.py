@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 
 import httpx
 
@@ -28,26 +27,31 @@ log = get_logger()
 
 TIMEOUT_SECONDS = 5.0
 RETRY_SECONDS = 0.5
+LOST_SECONDS = 0.2  # between reports while there is no leader
 GOODBYE_SECONDS = 1.0
 
 
 class Reports:
-    """The background task, which ends when `stop` is set, and sets `stop` once the coordinator reports the end."""
+    """The background task, which ends when `stop` is set, and sets `stop` once the coordinator reports the end.
+
+    It also ends when this process is promoted, since a pserver sends heartbeats.
+    """
 
     def __init__(self, follower: Follower, settings: PserverSettings, http: httpx.AsyncClient) -> None:
         self.exit_code = 0
         self._follower = follower
         self._settings = settings
         self._http = http
-        self._instance = secrets.token_hex(16)
         self._coordinator = settings.coordinator.rstrip("/")
         self._meter = ProcessMeter()
 
     async def run(self, address: str, stop: asyncio.Event) -> None:
-        """Report three times in a lease, and once more in the end."""
+        """Report three times in a lease, at once when the leader is lost, and once more in the end."""
         loop, logged, answered_at, round_ = asyncio.get_running_loop(), "", asyncio.get_running_loop().time(), 0
         period = RETRY_SECONDS
-        while not stop.is_set():
+        follower = self._follower
+        while not stop.is_set() and not follower.is_released:
+            follower.report_is_due.clear()
             try:
                 answer = await self._report(address)
             except (httpx.TransportError, ValueError, GradpostError) as error:
@@ -58,16 +62,16 @@ class Reports:
                 if text != logged:
                     log.info("waiting for the coordinator", coordinator=self._coordinator, reason=text)
                 logged = text
-                if (newest := self._follower.lag.round) != round_:
+                if (newest := follower.lag.round) != round_:
                     answered_at, round_ = loop.time(), newest
                 self._exit_if_alone(loop.time() - answered_at, stop)
             else:
                 logged, answered_at, period = "", loop.time(), heartbeat_period(answer.lease_seconds)
-                self._follower.note_answer(answer)
+                follower.note_answer(answer)
                 if answer.stop and self._settings.exit_when_done:
                     self.exit_code = answer.exit_code
                     stop.set()
-            await wait_for_any(period, stop)
+            await wait_for_any(LOST_SECONDS if follower.lost else period, stop, follower.report_is_due)
         with contextlib.suppress(httpx.TransportError, ValueError, GradpostError, TimeoutError):
             await asyncio.wait_for(self._report(address, is_stopping=True), GOODBYE_SECONDS)
 
@@ -89,9 +93,10 @@ class Reports:
         lag, replica = self._follower.lag, self._follower.replica
         report = ReportStandby(
             protocol=PROTOCOL_VERSION,
-            instance=self._instance,
+            instance=self._follower.instance,
             address=address,
             is_stopping=is_stopping,
+            lost=self._follower.lost,
             follows=self._follower.index,
             run=replica.installed.run if replica else None,
             attempt=replica.installed.attempt if replica else 0,

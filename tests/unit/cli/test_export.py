@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.messages import ShardFile
 from services.coordinator.restore import RecordFile
 from services.coordinator.state.record import ClusterRecord
-from services.pserver.durable.disk import Disk
+from services.pserver.durable.disk import Disk, StateFolder
 from services.pserver.shard.history import History
 from services.pserver.shard.shard_state import concatenate
 from services.runtime.checkpoints import Manifest, write_manifest
@@ -99,6 +100,18 @@ def test_the_newest_round_of_the_logs_is_exported(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "of round 6 of run run1" in said
     assert "round 7 is newer, but not all pservers have it" in said
+
+
+def test_the_folder_of_a_promoted_standby_is_exported(tmp_path, capsys):
+    stop_at(tmp_path, 7, 7)
+    shutil.copytree(tmp_path / "pserver-0", tmp_path / "pserver-0-1")
+    shutil.rmtree(tmp_path / "pserver-0" / "log")
+    promoted = StateFolder(tmp_path, 0, copy=1)
+    promoted.write_identity(2, promoted.identity.run)
+    export(tmp_path)
+    assert "without the logs: pserver 0 is still running" in capsys.readouterr().out
+    promoted.close()
+    assert_is_round(export(tmp_path), 7)
 
 
 def test_an_asynchronous_run_is_exported_with_the_newest_values_of_each_pserver(tmp_path, capsys):

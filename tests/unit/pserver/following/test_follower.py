@@ -4,130 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Scope
 
 from ps_protocol import routes
 from ps_protocol.errors import BadInput, Conflict, TrainerLost, TryAgain
-from ps_protocol.standbys import StandbyAnswer
+from ps_protocol.membership import PserverRegistered
+from ps_protocol.standbys import FenceStandby
 from services.pserver import replication
 from services.pserver.app import make_pserver_app
 from services.pserver.following import follower as following
 from services.pserver.following import leader as leading
 from services.pserver.following.app import REFUSED, make_follower_app
-from services.pserver.following.follower import Follower
-from services.pserver.following.metrics import StandbyMetrics
-from services.pserver.following.replica import Replica
-from services.runtime.compute import ComputeExecutor
+from services.pserver.following.replica import Replica, restore_copy
 from services.runtime.metrics import ServiceMetrics
 
-from ...runtime.support import running
-from ..support import Bench, until
-from ..test_replication import KINDS, logging, play, play_and_write
-
-Change = Callable[[Scope, Message], Message]
-
-
-class Standby:
-    """A follower of a bench over a socket. `change` changes what the leader sends."""
-
-    def __init__(self, b: Bench, address: str, http: httpx.AsyncClient) -> None:
-        self.b = b
-        self.address = address
-        self.registry = CollectorRegistry()
-        self.compute = ComputeExecutor()
-        self.follower = Follower(0, http, self.compute, StandbyMetrics(self.registry))
-        self.task: asyncio.Task[Any] | None = None
-        self.change: Change | None = None
-        self.failures: list[str] = []
-        handle = self.follower._handle_failure
-
-        def note_failure(error: Exception) -> None:
-            self.failures.append(f"{type(error).__name__}: {error}")
-            handle(error)
-
-        self.follower._handle_failure = note_failure  # type: ignore[method-assign]
-
-    def has_failed(self, text: str) -> bool:
-        return any(text in failure for failure in self.failures)
-
-    def name_leader(self, **changes: Any) -> None:
-        values = {"lease_seconds": 10, "leader": self.address, "incarnation": 1, "run": "run1"}
-        self.follower.note_answer(StandbyAnswer(**{**values, **changes}))
-
-    def start(self) -> None:
-        self.task = asyncio.create_task(self.follower.follow())
-
-    async def stop(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-            await asyncio.wait({self.task})
-
-    @property
-    def replica(self) -> Replica:
-        return self.follower.run
-
-    def count(self, what: str) -> int:
-        return int(self.registry.get_sample_value(f"gradpost_replica_{what}_total") or 0)
-
-    async def catch_up(self) -> None:
-        def is_equal() -> bool:
-            own, run = self.follower.replica, self.b.run
-            identity = run.installed.attempt, run.shard.version
-            is_idle = self.compute.num_jobs == 0  # an update counts before it has stepped
-            return is_idle and own is not None and (own.installed.attempt, own.round) == identity
-
-        await until(is_equal)
-        shard = self.b.run.shard
-        assert self.replica.shard.digest() == shard.digest()
-        assert self.replica.shard.digest_blocks() == shard.digest_blocks()
-        assert self.replica.history == self.b.run.schedule.copy_history()
-
-
-@asynccontextmanager
-async def following_bench(folder: Path, **options: Any) -> AsyncIterator[tuple[Bench, Standby]]:
-    async with logging(folder, **options) as b:
-        app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
-        changer = Changer(app.router)
-        app.router = changer  # type: ignore[assignment]
-        changer.lifespan_context = changer.router.lifespan_context
-        changer.routes = changer.router.routes
-        async with running(app) as service, httpx.AsyncClient() as http:
-            standby = Standby(b, service.address, http)
-            changer.standby = standby
-            standby.name_leader()
-            standby.start()
-            try:
-                yield b, standby
-            finally:
-                await standby.stop()
-                standby.compute.close()
-
-
-class Changer:
-    """The router of an application, whose messages a test may change."""
-
-    routes: Any
-    lifespan_context: Any
-    standby: Standby
-
-    def __init__(self, router: Any) -> None:
-        self.router = router
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def changing_send(message: Message) -> None:
-            change = self.standby.change
-            await send(message if change is None else change(scope, message))
-
-        app: ASGIApp = self.router
-        await app(scope, receive, changing_send)
+from ..support import until
+from ..test_replication import KINDS, play, play_and_write
+from .support import Standby, following_bench
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,14 +92,20 @@ async def test_a_rollback_begins_with_a_copy_of_the_resume_round(tmp_path: Path)
         assert standby.count("copies") == 2
 
 
-async def test_another_incarnation_begins_with_a_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_another_incarnation_is_continued_if_its_log_confirms_the_newest_update(
+    tmp_path: Path, is_known: bool
+) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await b.play_rounds(1, 2)
         await standby.catch_up()
+        if not is_known:
+            standby.replica.chain = None
         standby.name_leader(incarnation=2)
         await until(lambda: standby.has_failed("not the incarnation"))  # the old one is still there
-        b.run.installed = b.run.installed.model_copy(update={"incarnation": 2})
-        await until(lambda: standby.count("copies") == 2)
+        b.run.installed = b.run.context.installed = b.run.installed.model_copy(update={"incarnation": 2})
+        await until(lambda: standby.follower.replica and standby.replica.installed.incarnation == 2)
+        assert standby.count("copies") == (1 if is_known else 2)
         await standby.catch_up()
 
 
@@ -216,7 +122,7 @@ async def test_a_pserver_that_restarted_since_its_copy_is_not_followed(tmp_path:
         assert standby.replica.round == 0
 
 
-@pytest.mark.parametrize("change", [{"run": "run2"}, {"attempt": 1}, {"incarnation": 2}])
+@pytest.mark.parametrize("change", [{"run": "run2"}, {"attempt": 1}, {"durability": "fsync"}])
 async def test_a_replica_continues_only_what_it_was_copied_from(tmp_path: Path, change: dict[str, Any]) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await standby.catch_up()
@@ -226,6 +132,7 @@ async def test_a_replica_continues_only_what_it_was_copied_from(tmp_path: Path, 
 
 async def test_a_log_that_does_not_reach_back_begins_with_a_copy(tmp_path: Path) -> None:
     async with following_bench(tmp_path, checkpoint_rounds=2, keep_checkpoints=1) as (b, standby):
+        await standby.catch_up()
         await play_and_write(b, 1, 2)
         await standby.catch_up()
         await standby.stop()
@@ -399,7 +306,7 @@ async def test_a_copy_of_another_shard_is_refused(tmp_path: Path) -> None:
         await standby.catch_up()
         data = await leading.Leader(standby.address, standby.follower._http).read_copy("run1", 0)
         with pytest.raises(BadInput, match="another shard"):
-            Replica.from_copy(b.install, 1, data, standby.compute)
+            restore_copy(b.install, 1, data)
 
 
 # ---------------------------------------------------------------------- reads
@@ -407,7 +314,7 @@ async def test_a_copy_of_another_shard_is_refused(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def reading(standby: Standby) -> AsyncIterator[httpx.AsyncClient]:
-    app = make_follower_app(standby.follower, ServiceMetrics("standby"))
+    app = make_follower_app(standby.follower, standby.promotion, ServiceMetrics("standby"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
         yield http
 
@@ -451,8 +358,10 @@ async def test_everything_else_is_refused_with_the_address_of_the_leader(tmp_pat
         return {(method, r.path) for r in app.routes for method in getattr(r, "methods", ()) if method != "HEAD"}
 
     async with following_bench(tmp_path) as (b, standby):
-        app = make_follower_app(standby.follower, ServiceMetrics("standby"))
-        assert list_routes(app) == list_routes(make_pserver_app(b.pserver, ServiceMetrics("pserver")))
+        app = make_follower_app(standby.follower, standby.promotion, ServiceMetrics("standby"))
+        own = {("PUT", routes.FENCE_STANDBY), ("PUT", routes.PROMOTE_STANDBY)}
+        theirs = list_routes(make_pserver_app(b.pserver, ServiceMetrics("pserver")))
+        assert list_routes(app) - own == theirs | {("POST", routes.HELD_UPDATES)}
         async with reading(standby) as http:
             for method, path in REFUSED:
                 answer = await http.request(method, path, content=b"x" * 1000)
@@ -460,14 +369,20 @@ async def test_everything_else_is_refused_with_the_address_of_the_leader(tmp_pat
                 assert answer.json()["current"] == standby.address
 
 
-async def test_without_a_replica_reads_are_not_ready() -> None:
-    async with httpx.AsyncClient() as unused:
-        compute = ComputeExecutor()
-        follower = Follower(3, unused, compute, StandbyMetrics(CollectorRegistry()))
-        app = make_follower_app(follower, ServiceMetrics("standby"))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
-            assert (await http.get("/v1/shard")).json()["waiting_for"] == "a copy of the shard of pserver 3"
-            assert (await http.get("/readyz")).status_code == 503
-            assert (await http.get("/v1/state?digest=true")).json()["run"] is None
-            assert (await http.put("/v1/run")).json()["current"] is None
-        compute.close()
+async def test_requests_to_a_fenced_standby_are_repeated_since_it_may_be_promoted(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (_, standby), reading(standby) as http:
+        await standby.catch_up()
+        await standby.promotion.fence(FenceStandby(run="run1", attempt=0, incarnation=1))
+        assert (await http.post(routes.SEND)).json()["code"] == "try_again"
+        standby.follower.release_replica(PserverRegistered(index=0, incarnation=2, lease_seconds=1))
+        assert (await http.post(routes.SEND)).json()["code"] == "try_again"
+
+
+async def test_without_a_replica_reads_are_not_ready(tmp_path: Path) -> None:
+    async with following_bench(tmp_path, initial=False) as (_, standby), reading(standby) as http:
+        await standby.stop()
+        assert (await http.get("/v1/shard")).json()["waiting_for"] == "a copy of the shard of pserver 0"
+        assert (await http.get("/readyz")).status_code == 503
+        assert (await http.get("/v1/state?digest=true")).json()["run"] is None
+        standby.follower.leader = None
+        assert (await http.put("/v1/run")).json()["current"] is None

@@ -1,0 +1,179 @@
+"""A follower of a pserver over a socket, both in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ps_protocol.errors import StaleRun
+from ps_protocol.membership import PserverRegistered
+from ps_protocol.routes import HELD_UPDATES
+from ps_protocol.standbys import FenceStandby, HeldUpdates, StandbyAnswer
+from services.pserver.app import make_pserver_app
+from services.pserver.durable.disk import Disk
+from services.pserver.endpoints import TensorEndpoints
+from services.pserver.following.follower import Follower
+from services.pserver.following.metrics import StandbyMetrics
+from services.pserver.following.promotion import Promotion
+from services.pserver.following.replica import Replica
+from services.pserver.metrics import PserverMetrics
+from services.pserver.pserver import Pserver
+from services.runtime.compute import ComputeExecutor
+from services.runtime.metrics import ServiceMetrics
+
+from ...runtime.support import running
+from ..support import LIMITS, Bench, failing, until
+from ..test_replication import logging
+
+Change = Callable[[Scope, Message], Message]
+
+
+class Standby:
+    """A follower of a bench over a socket. `change` changes what the leader sends."""
+
+    def __init__(self, b: Bench, address: str, http: httpx.AsyncClient, folder: Path) -> None:
+        self.b = b
+        self.address = address
+        self.registry = CollectorRegistry()
+        self.compute = ComputeExecutor()
+        metrics = PserverMetrics(CollectorRegistry(), self.compute)
+        self.pserver = Pserver(self.compute, metrics, LIMITS, disk=Disk(folder))
+        self.follower = Follower(0, self.pserver, http, self.compute, StandbyMetrics(self.registry))
+        self.promoted: list[PserverRegistered] = []
+        self.promotion = Promotion(
+            self.follower, self.pserver, http2=True, local=None,
+            on_promoted=self.promoted.append, on_failed=failing(AssertionError()),
+        )  # fmt: skip
+        self.promotion.address = "http://standby:1"
+        self.task: asyncio.Task[Any] | None = None
+        self.change: Change | None = None
+        self.confirmed: list[HeldUpdates] = []
+        self.answers: list[Callable[[], Awaitable[int]]] = []  # each returns the status of the next confirmation
+        self.failures: list[str] = []
+        handle = self.follower._handle_failure
+
+        def note_failure(error: Exception) -> None:
+            self.failures.append(f"{type(error).__name__}: {error}")
+            handle(error)
+
+        self.follower._handle_failure = note_failure  # type: ignore[method-assign]
+
+    async def answer_confirmation(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.confirmed.append(HeldUpdates.model_validate_json((await receive())["body"]))
+        status = await self.answers.pop(0)() if self.answers else 204
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    def has_failed(self, text: str) -> bool:
+        return any(text in failure for failure in self.failures)
+
+    def name_leader(self, **changes: Any) -> None:
+        values = {"lease_seconds": 10, "leader": self.address, "incarnation": 1, "run": "run1"}
+        self.follower.note_answer(StandbyAnswer(**{**values, **changes}))
+
+    def start(self) -> None:
+        self.task = asyncio.create_task(self.follower.follow())
+
+    async def stop(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait({self.task})
+
+    async def close(self) -> None:
+        await self.stop()
+        if self.follower._writer is not None:
+            await self.follower._writer.wait_for_writes()
+        self.compute.close()
+        self.pserver.disk.close()
+
+    @property
+    def replica(self) -> Replica:
+        return self.follower.run
+
+    def count(self, what: str) -> int:
+        return int(self.registry.get_sample_value(f"gradpost_replica_{what}_total") or 0)
+
+    async def catch_up(self) -> None:
+        def is_equal() -> bool:
+            own, run = self.follower.replica, self.b.run
+            identity = run.installed.attempt, run.shard.version
+            is_idle = self.compute.num_jobs == 0  # an update counts before it has stepped
+            return is_idle and own is not None and (own.installed.attempt, own.round) == identity
+
+        await until(is_equal)
+        shard = self.b.run.shard
+        assert self.replica.shard.digest() == shard.digest()
+        assert self.replica.shard.digest_blocks() == shard.digest_blocks()
+        assert self.replica.history == self.b.run.schedule.copy_history()
+
+
+@asynccontextmanager
+async def promote(standby: Standby, incarnation: int = 2) -> AsyncIterator[Bench]:
+    """Make a standby the pserver, without the knowledge of its leader, which may go on."""
+    b, pserver = standby.b, standby.pserver
+    fence = FenceStandby(run=b.install.run, attempt=0, incarnation=incarnation - 1)
+    request = await standby.promotion.fence(fence)
+    assert request.held is not None
+    await standby.promotion.promote(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
+    await standby.stop()
+    changes = {"incarnation": incarnation, "restore": request.held.rounds.applied, "number": 3}
+    install = b.install.model_copy(update=changes)
+    other = Bench(
+        pserver, standby.compute, TensorEndpoints(pserver), CollectorRegistry(), b.plan, install, b.groups
+    )  # fmt: skip
+    assert await other.freeze(2) == request.held.rounds
+    await pserver.install_run(install)
+    try:
+        yield other
+    finally:
+        await other.run.close(StaleRun("the test is over"))
+
+
+@asynccontextmanager
+async def following_bench(folder: Path, **options: Any) -> AsyncIterator[tuple[Bench, Standby]]:
+    """A pserver, and a standby with another folder in the same place."""
+    async with logging(folder, **options) as b:
+        app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
+        changer = Changer(app.router)
+        app.router = changer  # type: ignore[assignment]
+        changer.lifespan_context = changer.router.lifespan_context
+        changer.routes = changer.router.routes
+        async with running(app) as service, httpx.AsyncClient() as http:
+            standby = Standby(b, service.address, http, folder)
+            changer.standby = standby
+            standby.name_leader()
+            standby.start()
+            try:
+                yield b, standby
+            finally:
+                await standby.close()
+
+
+class Changer:
+    """The router of an application, whose messages a test may change."""
+
+    routes: Any
+    lifespan_context: Any
+    standby: Standby
+
+    def __init__(self, router: Any) -> None:
+        self.router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == HELD_UPDATES:
+            await self.standby.answer_confirmation(scope, receive, send)
+            return
+
+        async def changing_send(message: Message) -> None:
+            change = self.standby.change
+            await send(message if change is None else change(scope, message))
+
+        app: ASGIApp = self.router
+        await app(scope, receive, changing_send)

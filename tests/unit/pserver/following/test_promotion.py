@@ -1,0 +1,307 @@
+"""A standby that is promoted has the bits of its leader, in memory and on its disk, and no file is read for it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ps_protocol.errors import StaleRun
+from ps_protocol.membership import PserverRegistered
+from ps_protocol.standbys import FenceStandby
+from services.pserver.durable import storage, update_log
+from services.pserver.durable.disk import Disk
+
+from ..durable.support import cut
+from ..support import bench, failing, refused, until
+from ..test_replication import KINDS, play, play_and_write
+from .support import following_bench, promote
+
+FENCE = FenceStandby(run="run1", attempt=0, incarnation=1)
+PROMOTED = PserverRegistered(index=0, incarnation=2, lease_seconds=10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_promoted_standby_has_the_bits_of_its_leader_and_restores_them(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"nonfinite": "skip_round", **KINDS[kind]}
+    async with following_bench(tmp_path, **options) as (b, standby):
+        await play(b, 1, 3)
+        await standby.catch_up()
+        with monkeypatch.context() as patch:
+            for module, name in ((storage, "read_file"), (storage, "replay_update"), (update_log, "read_records")):
+                patch.setattr(module, name, failing(AssertionError("a promotion reads no file")))
+            promotion = promote(standby)
+            other = await promotion.__aenter__()
+        assert other.run.storage.checkpoints == b.run.storage.checkpoints  # of the place, for the next heartbeat
+        replies = []
+        for one in (b, other):
+            await play(one, 4, 8)
+            replies.append(await one.get(0, 8 if one.install.consistency.is_async else one.run.round))
+        assert other.run.shard.digest() == b.run.shard.digest()
+        assert other.run.schedule.copy_history() == b.run.schedule.copy_history()
+        assert other.run.storage.newest_update == b.run.storage.newest_update
+        assert replies[0].rpartition(b"}")[2] == replies[1].rpartition(b"}")[2]
+        digest, history = b.run.shard.digest(), b.run.schedule.copy_history()
+        await promotion.__aexit__(None, None, None)
+    disk = Disk(tmp_path)
+    disk.open(0)
+    assert (disk.folder.path.name, disk.previous_incarnation) == ("pserver-0-1", 2)
+    disk.close()
+    async with bench(2, state_dir=tmp_path, incarnation=3, durability="log", **options) as again:
+        assert (again.run.shard.digest(), again.run.schedule.copy_history()) == (digest, history)
+
+
+async def test_the_first_version_of_a_promoted_standby_is_pulled_whole(tmp_path: Path) -> None:
+    async with following_bench(tmp_path, **KINDS["deltas"]) as (b, standby):
+        await standby.catch_up()
+        await b.play_rounds(1, 3)
+        await standby.catch_up()
+        async with promote(standby) as other:
+            delta, whole = [await one.get(0, 3, have=2) for one in (b, other)]
+            assert len(whole) > len(delta)
+            await other.play_round(4)
+            assert len(await other.get(0, 4, have=3)) < len(whole)
+
+
+@pytest.mark.parametrize("kind", ["clipped", "deltas", "async"])
+@pytest.mark.parametrize("is_torn", [False, True])
+async def test_the_folder_of_a_standby_alone_restores_what_it_has_logged(
+    tmp_path: Path, kind: str, is_torn: bool
+) -> None:
+    options = {"nonfinite": "skip_round", **KINDS[kind]}
+    async with following_bench(tmp_path, **options) as (b, standby):
+        await play(b, 1, 3)
+        await standby.catch_up()
+        await play(b, 4, 7)
+        await standby.catch_up()
+        newest = standby.replica.round
+        if not is_torn:
+            digest = b.run.shard.digest()
+        [segment] = (standby.replica.storage.log.folder).glob("*.log")
+    shutil.rmtree(tmp_path / "pserver-0")
+    shutil.rmtree(tmp_path / "checkpoints")
+    if is_torn:
+        cut(segment)
+    async with bench(2, state_dir=tmp_path, durability="log", **options) as again:
+        if is_torn:
+            assert again.run.shard.version == newest - 1
+        else:
+            assert (again.run.shard.version, again.run.shard.digest()) == (newest, digest)
+
+
+async def test_a_standby_writes_checkpoints_of_its_own_and_keeps_its_log_short(tmp_path: Path) -> None:
+    async with following_bench(tmp_path, checkpoint_rounds=2, keep_checkpoints=1) as (b, standby):
+        await standby.catch_up()
+        for round_ in range(1, 8):
+            await play_and_write(b, round_, round_)
+            await standby.catch_up()
+            await standby.replica.writer.wait_for_writes()
+        own = standby.replica.storage
+        assert (own.rounds, own.checkpoints, own.promise_restorable()) == ([6], {}, [(6, 7)])
+        assert [file.round for file in b.run.storage.checkpoints.values()] == [0]  # the leader's place is not touched
+        digest = b.run.shard.digest()
+    shutil.rmtree(tmp_path / "pserver-0")
+    async with bench(2, state_dir=tmp_path, durability="log") as again:
+        assert (again.run.shard.version, again.run.shard.digest()) == (7, digest)
+
+
+async def test_a_torn_copy_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await b.play_rounds(1, 2)
+        await standby.catch_up()
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "write_file", failing(OSError("No space left on device")))
+            standby.replica.chain = "0" * 32
+            standby.name_leader(incarnation=2)
+            b.run.installed = b.run.context.installed = b.run.installed.model_copy(update={"incarnation": 2})
+            await until(lambda: standby.has_failed("cannot write its copy of pserver 0: No space left"))
+            assert standby.follower.replica is None
+            other = Disk(tmp_path / "other")
+            shutil.copytree(tmp_path / "pserver-0-1", tmp_path / "other" / "pserver-0")
+            other.open(0)
+            assert other.held is None
+            other.close()
+        await standby.catch_up()
+
+
+async def test_an_update_that_cannot_be_logged_is_received_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await standby.catch_up()
+        replica = standby.replica
+        log = replica.storage.log
+        with monkeypatch.context() as patch:
+            patch.setattr(log, "append_frame", failing(OSError("No space left on device")))
+            await b.play_round(1)
+            await until(lambda: standby.has_failed("cannot log an update of pserver 0: No space left"))
+            assert (replica.round, log.tail.round) == (0, 0)
+        await standby.catch_up()
+        assert standby.replica is replica
+
+
+# ---------------------------------------------------------------------- the fence
+
+
+async def test_a_fenced_standby_confirms_and_applies_nothing_until_a_later_incarnation_is_named(tmp_path: Path) -> None:
+    async with following_bench(tmp_path, durability="replicated") as (b, standby):
+        await standby.catch_up()
+        await b.play_rounds(1, 2)
+        await standby.catch_up()
+        await until(lambda: standby.confirmed and standby.confirmed[-1].round == 2)
+        request = await standby.promotion.fence(FENCE)
+        assert (request.instance, request.index, request.previous) == (standby.pserver.instance, 0, 1)
+        assert (request.held.rounds.applied, request.held.restorable) == (2, ((0, 2),))
+        num_confirmed = len(standby.confirmed)
+        await b.play_rounds(3, 4)
+        await until(lambda: standby.has_failed("incarnation 1 of pserver 0 is fenced"))
+        standby.name_leader()
+        assert await standby.promotion.fence(FENCE) == request
+        assert (standby.replica.round, len(standby.confirmed)) == (2, num_confirmed)
+        standby.name_leader(incarnation=2)
+        b.run.installed = b.run.context.installed = b.run.installed.model_copy(update={"incarnation": 2})
+        await standby.catch_up()
+        await until(lambda: standby.confirmed[-1].round == 4)
+        assert {held.incarnation for held in standby.confirmed[num_confirmed:]} == {2}
+        assert standby.count("copies") == 1
+        late = await refused("stale_pserver", standby.promotion.fence(FENCE))
+        assert late.facts["current"] == 2
+        await refused("stale_pserver", standby.promotion.promote(PROMOTED))
+
+
+async def test_a_fence_waits_for_the_update_that_may_be_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.pserver.shard.shard.SMALL_ELEMENTS", 0)  # the compute thread applies updates
+    async with following_bench(tmp_path, durability="replicated") as (b, standby):
+        await standby.catch_up()
+        apply, go = standby.replica.apply, asyncio.Event()
+
+        async def apply_later(*arguments: Any) -> None:
+            await go.wait()
+            await apply(*arguments)
+
+        monkeypatch.setattr(standby.replica, "apply", apply_later)
+        await b.play_round(1)
+        await until(lambda: standby.confirmed and standby.confirmed[-1].round == 1)
+        fencing = asyncio.create_task(standby.promotion.fence(FENCE))
+        await asyncio.sleep(0)
+        assert not fencing.done()
+        go.set()
+        request = await fencing
+        assert request.held.rounds.applied == 1
+
+
+@pytest.mark.parametrize("change", [{"run": "run2"}, {"attempt": 1}])
+async def test_a_fence_of_another_run_changes_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await standby.catch_up()
+        await refused("not_ready", standby.promotion.fence(FENCE.model_copy(update=change)))
+        await refused("stale_pserver", standby.promotion.promote(PROMOTED))  # without a fence
+        await b.play_round(1)
+        await standby.catch_up()
+        assert not standby.failures
+
+
+async def test_a_standby_without_a_replica_cannot_be_fenced(tmp_path: Path) -> None:
+    async with following_bench(tmp_path, initial=False) as (_, standby):
+        await refused("not_ready", standby.promotion.fence(FENCE))
+        await refused("not_ready", standby.promotion.promote(PROMOTED))
+
+
+async def test_a_promotion_is_repeated_without_effect(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await b.play_round(1)
+        await standby.catch_up()
+        async with promote(standby) as other:
+            await other.play_round(2)
+            await standby.promotion.promote(PROMOTED)
+            assert standby.promoted == [PROMOTED]
+            await other.play_round(3)
+            await refused("stale_pserver", standby.promotion.promote(PROMOTED.model_copy(update={"incarnation": 3})))
+            await refused("stale_pserver", standby.promotion.fence(FENCE))
+            assert other.run.round == 3
+
+
+async def test_a_promoted_standby_goes_back_to_the_rounds_of_its_own_files(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await b.play_rounds(1, 2)
+        digest = b.run.shard.digest()
+        await b.run.want_checkpoint(2)
+        await b.run.wait_for_writes()
+        await standby.catch_up()
+        await b.play_rounds(3, 6)
+        await standby.catch_up()
+        await standby.promotion.fence(FENCE)
+        await standby.promotion.promote(PROMOTED)
+        await standby.stop()
+        pserver = standby.pserver
+        assert (2, 6) in await pserver.find_restorable("run1", 2)  # from the place, and the log
+        install = b.install.model_copy(update={"incarnation": 2, "restore": 2, "attempt": 1, "number": 5})
+        await pserver.install_run(install)
+        assert (pserver.run.shard.version, pserver.run.shard.digest()) == (2, digest)
+        assert 2 in pserver.run.storage.checkpoints
+        await pserver.run.close(StaleRun("the test is over"))
+
+
+# ---------------------------------------------------------------------- confirmations
+
+
+async def test_one_confirmation_at_a_time_names_the_newest_round(tmp_path: Path) -> None:
+    async with following_bench(tmp_path, durability="replicated") as (b, standby):
+        go = asyncio.Event()
+
+        async def answer_later() -> int:
+            await go.wait()
+            return 204
+
+        standby.answers.append(answer_later)
+        await standby.catch_up()
+        await until(lambda: standby.confirmed)
+        await b.play_rounds(1, 5)
+        await standby.catch_up()  # the stream does not wait
+        assert [held.round for held in standby.confirmed] == [0]
+        go.set()
+        await until(lambda: len(standby.confirmed) == 2)
+        await b.play_round(6)
+        await until(lambda: standby.confirmed[-1].round == 6)
+        assert [held.round for held in standby.confirmed] == [0, 5, 6]
+        assert {held.instance for held in standby.confirmed} == {standby.pserver.instance}
+
+
+async def test_a_confirmation_that_fails_is_sent_again(tmp_path: Path) -> None:
+    async with following_bench(tmp_path, durability="replicated") as (_, standby):
+
+        async def fail() -> int:
+            return 503
+
+        standby.answers += [fail, fail]
+        await until(lambda: len(standby.confirmed) == 3)
+
+
+async def test_a_fence_ends_the_stream_and_the_repetition_of_a_confirmation(tmp_path: Path) -> None:
+    async with following_bench(tmp_path, durability="replicated") as (_, standby):
+        go = asyncio.Event()
+
+        async def fail_later() -> int:
+            await go.wait()
+            return 503
+
+        standby.answers.append(fail_later)
+        await until(lambda: standby.confirmed)
+        await standby.promotion.fence(FENCE)
+        go.set()
+        await until(lambda: standby.has_failed("incarnation 1 of pserver 0 is fenced"))  # later than the repetition
+        assert len(standby.confirmed) == 1
+
+
+async def test_without_replicated_nothing_is_confirmed(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await b.play_round(1)
+        await standby.catch_up()
+        assert not standby.confirmed
