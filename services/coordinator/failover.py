@@ -40,7 +40,7 @@ from .state.standbys import Standby, StandbyRegistry
 
 log = get_logger()
 
-PROBE_SECONDS = 0.5
+PROBE_SECONDS = 0.4
 NUM_PROBES = 2  # the pserver may just have closed the connection that the first one uses
 REQUEST_SECONDS = 2.0  # for a standby that is fenced or promoted
 RETRY_SECONDS = 0.1

@@ -14,7 +14,7 @@ from ps_protocol.standbys import HeldUpdates, ServedRun, ShardDigests
 
 from .replica import Replica
 
-SILENCE_SECONDS = 1.0  # the leader sends a record four times a second
+SILENCE_SECONDS = 0.75  # the leader sends a record five times a second
 CONFIRM_SECONDS = 2.0
 REPLY_SECONDS = 60.0  # for replies that the leader computes from its whole shard, after those of others
 CONNECT_SECONDS = 5.0
