@@ -305,11 +305,12 @@ class FailOver:
         is_expected = request.instance == standby.report.instance and request.index == index
         if not is_expected or held is None or (held.run, held.attempt) != self._cluster.run.record.attempt_id:
             return None
-        is_complete = not self._cluster.run.settings.is_replicated
+        # A number of updates identifies those of this incarnation only.
+        is_complete = not self._cluster.run.settings.is_replicated and request.previous == incarnation
         is_complete = is_complete and held.rounds.applied >= self._find_newest_received()
         candidate = Candidate(held.rounds.applied, has_acknowledged=is_complete)
         chosen = choose_leader(self._cluster.registry.replicas[index], {request.instance: candidate})
-        return request if chosen == request.instance else None
+        return request.model_copy(update={"previous": incarnation}) if chosen == request.instance else None
 
     async def _register(self, request: RegisterPserver) -> None:
         reach_failpoint("promote.before")

@@ -21,7 +21,7 @@ import httpx
 import torch
 
 from ps_protocol.errors import Conflict, GradpostError, NotReady, StalePserver, TryAgain
-from ps_protocol.membership import PserverRegistered
+from ps_protocol.membership import InstallRun, PserverRegistered
 from ps_protocol.retry import choose_backoff
 from ps_protocol.standbys import FenceStandby, HeldUpdates, ServedRun, ShardDigests, StandbyAnswer
 from ps_protocol.vocabulary import Incarnation, PserverIndex
@@ -140,7 +140,8 @@ class Follower:
     def _handle_failure(self, error: Exception) -> None:
         if isinstance(error, GradpostError) and error.code in REFUSALS:
             raise error
-        if isinstance(error, GradpostError) and error.code in _BROKEN and not self.is_fenced:
+        assert self.leader is not None
+        if isinstance(error, GradpostError) and error.code in _BROKEN and self.leader.incarnation > self._fenced:
             self._discard_replica(error)
         text = f"{type(error).__name__}: {error}"
         if text != self._logged:
@@ -209,11 +210,9 @@ class Follower:
             raise StalePserver(text, expected=named.incarnation, actual=served.installed.incarnation)
         check_software(served)
         self._check_fence(named.incarnation)
-        if self.replica is not None and self.replica.continues(served.installed):
-            self.replica.installed = served.installed
-        else:
+        if self.replica is None or not self.replica.continues(served.installed):
             await self._copy_shard(leader, served)
-        await self._apply_updates(leader, named)
+        await self._apply_updates(leader, served.installed, named)
 
     async def _copy_shard(self, leader: Leader, served: ServedRun) -> None:
         """Begin with a copy of the shard, which is on the disk when this returns."""
@@ -235,16 +234,20 @@ class Follower:
         self.replica = replica
         log.info("replica copied", pserver=self.index, run=installed.run, round=replica.round, bytes=len(data))
 
-    async def _apply_updates(self, leader: Leader, named: StandbyAnswer) -> NoReturn:
-        """Log and apply each update while the next one, and no more, is received."""
+    async def _apply_updates(self, leader: Leader, installed: InstallRun, named: StandbyAnswer) -> NoReturn:
+        """Log and apply each update while the next one, and no more, is received.
+
+        The replica is one of the leader's incarnation once the leader's log has confirmed its newest update.
+        """
         replica = self.run
         parser = RecordParser(replica.max_record_bytes, replica.chain)
         handling: asyncio.Task[None] | None = None
         confirming: asyncio.Task[None] | None = None
         try:
-            async with aclosing(leader.read_updates(replica, self.instance)) as parts:
+            async with aclosing(leader.read_updates(replica, self.instance, named.incarnation)) as parts:
                 async for part in parts:
-                    self.lost = 0
+                    self._check_fence(named.incarnation)
+                    replica.installed, self.lost = installed, 0
                     if confirming is None and replica.installed.durability == "replicated":
                         confirming = asyncio.create_task(self._confirm_updates(leader, replica))
                     for received in parser.feed(part):

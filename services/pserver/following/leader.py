@@ -11,6 +11,7 @@ from ps_config.control_client import may_be_problem, raise_for_problem, send_mes
 from ps_protocol import routes
 from ps_protocol.errors import BadInput, StalePserver
 from ps_protocol.standbys import HeldUpdates, ServedRun, ShardDigests
+from ps_protocol.vocabulary import Incarnation
 
 from .replica import Replica
 
@@ -61,10 +62,12 @@ class Leader:
             raise BadInput("the copy is incomplete", code="malformed_frame", expected=len(body), actual=at)
         return memoryview(body)
 
-    async def read_updates(self, replica: Replica, instance: str) -> AsyncGenerator[bytes, None]:
+    async def read_updates(
+        self, replica: Replica, instance: str, incarnation: Incarnation
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the stream of the updates behind those of a replica, which is that of the standby `instance`.
 
-        httpx.ReadTimeout is a leader that hangs.
+        `incarnation` is that of the leader. httpx.ReadTimeout is a leader that hangs.
         """
         query: dict[str, Any] = {**_identify(replica), "after": replica.round, "standby": instance}
         if replica.chain is not None:
@@ -72,14 +75,14 @@ class Leader:
         timeout = httpx.Timeout(SILENCE_SECONDS)
         async with self._http.stream("GET", self._address + routes.UPDATES, params=query, timeout=timeout) as response:
             await _raise_for_answer(response)
-            _check_incarnation(response, replica)
+            _check_incarnation(response, incarnation)
             async for part in response.aiter_raw():
                 yield part
 
 
-def _check_incarnation(response: httpx.Response, replica: Replica) -> None:
+def _check_incarnation(response: httpx.Response, incarnation: Incarnation) -> None:
     """Raise StalePserver for a pserver that was restarted since its run was read: it may have lost updates."""
-    expected, actual = str(replica.installed.incarnation), response.headers.get("gradpost-incarnation")
+    expected, actual = str(incarnation), response.headers.get("gradpost-incarnation")
     if actual != expected:
         raise StalePserver("the pserver has another incarnation now", expected=expected, actual=actual)
 

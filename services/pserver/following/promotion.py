@@ -62,7 +62,7 @@ class Promotion:
                 http2=self._http2,
                 local=self._local,
                 index=self._follower.index,
-                previous=message.incarnation,
+                previous=replica.installed.incarnation,
                 held=describe_held(replica.storage, replica.installed, replica.restored, ranges),
             )
 

@@ -48,7 +48,7 @@ class FakeProcesses(FakePservers):
         self.promoted: dict[str, PserverRegistered] = {}
         self.lose_promotions = 0  # whose answers are lost, after they have had their effect
         self.empty_standbys: set[str] = set()
-        self.previous = 1
+        self.previous: int | None = None  # the incarnation of the replicas of standbys, if it is not the newest one
         self.instances = {name: f"standby {name}" for name in standbys}
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -84,7 +84,7 @@ class FakeProcesses(FakePservers):
         message = FenceStandby.model_validate_json(request.content)
         return RegisterPserver(
             protocol=PROTOCOL_VERSION, instance=self.instances[host], address=f"http://{host}:1", http2=True, index=0,
-            previous=message.incarnation, held=hold(message.run, message.attempt),
+            previous=self.previous or message.incarnation, held=hold(message.run, message.attempt),
         )  # fmt: skip
 
 
@@ -505,6 +505,24 @@ async def test_with_a_log_a_standby_replaces_a_dead_pserver_once_trainers_have_r
         assert cluster.processes.fenced == []
         await cluster.send(routes.TRAINER_HEARTBEAT.format(rank=1), alive(run=cluster.run, round_=APPLIED))
         await eventually(cluster.is_replaced)
+
+
+@pytest.mark.parametrize("durability", ["replicated", "log"])
+async def test_a_replica_of_an_earlier_incarnation_leads_only_as_a_member_of_the_in_sync_set(durability: str) -> None:
+    async with running("s", durability=durability) as cluster:
+        if durability == "replicated":
+            await cluster.join("s")
+        request = registration("new", index=0, previous=1, held=hold(cluster.run, 0))
+        await cluster.send(routes.REGISTER_PSERVER, request)
+        await eventually(lambda: cluster.is_replaced("new"))
+        await cluster.report("s")
+        cluster.processes.previous = 1
+        cluster.processes.down.add("new")
+        await cluster.send(routes.PSERVER_ENDED.format(index=0), PserverEnded(address="http://new:1"))
+        for rank in (0, 1):
+            await cluster.send(routes.TRAINER_HEARTBEAT.format(rank=rank), alive(run=cluster.run, round_=APPLIED))
+        await eventually(lambda: len(cluster.processes.fenced) > 1 or cluster.is_replaced("s", 3))
+        assert cluster.is_replaced("s", 3) is (durability == "replicated")
 
 
 async def test_with_a_log_the_run_waits_for_the_restart_if_a_trainer_has_received_more() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Message, Scope
 
+from ps_protocol import routes
 from ps_protocol.errors import StaleRun
 from ps_protocol.membership import PserverRegistered
 from ps_protocol.standbys import FenceStandby
@@ -18,7 +20,7 @@ from services.pserver.durable.disk import Disk
 from ..durable.support import cut
 from ..support import bench, failing, refused, until
 from ..test_replication import KINDS, play, play_and_write
-from .support import following_bench, promote
+from .support import Standby, following_bench, promote
 
 FENCE = FenceStandby(run="run1", attempt=0, incarnation=1)
 PROMOTED = PserverRegistered(index=0, incarnation=2, lease_seconds=10)
@@ -163,8 +165,7 @@ async def test_a_fenced_standby_confirms_and_applies_nothing_until_a_later_incar
         standby.name_leader()
         assert await standby.promotion.fence(FENCE) == request
         assert (standby.replica.round, len(standby.confirmed)) == (2, num_confirmed)
-        standby.name_leader(incarnation=2)
-        b.run.installed = b.run.context.installed = b.run.installed.model_copy(update={"incarnation": 2})
+        lead_again(standby, 2)
         await standby.catch_up()
         await until(lambda: standby.confirmed[-1].round == 4)
         assert {held.incarnation for held in standby.confirmed[num_confirmed:]} == {2}
@@ -172,6 +173,45 @@ async def test_a_fenced_standby_confirms_and_applies_nothing_until_a_later_incar
         late = await refused("stale_pserver", standby.promotion.fence(FENCE))
         assert late.facts["current"] == 2
         await refused("stale_pserver", standby.promotion.promote(PROMOTED))
+
+
+def lead_again(standby: Standby, incarnation: int) -> None:
+    """Name the next incarnation of the leader, which continues its run."""
+    run = standby.b.run
+    run.installed = run.context.installed = run.installed.model_copy(update={"incarnation": incarnation})
+    standby.name_leader(incarnation=incarnation)
+
+
+async def test_a_replica_is_of_another_incarnation_once_its_stream_is_accepted(tmp_path: Path) -> None:
+    is_refused = True
+
+    def pretend(scope: Scope, message: Message) -> Message:
+        is_answer = scope["path"] == routes.UPDATES and message["type"] == "http.response.start"
+        return {**message, "headers": [(b"gradpost-incarnation", b"3")]} if is_answer and is_refused else message
+
+    async with following_bench(tmp_path) as (b, standby):
+        await standby.catch_up()
+        await b.play_round(1)
+        await standby.catch_up()
+        standby.change = pretend
+        lead_again(standby, 2)
+        await until(lambda: standby.has_failed("the pserver has another incarnation now (expected 2; actual 3)"))
+        assert (await standby.promotion.fence(FENCE)).previous == 1
+        is_refused = False
+        await until(lambda: standby.replica.installed.incarnation == 2)
+        request = await standby.promotion.fence(FENCE.model_copy(update={"incarnation": 2}))
+        assert request.previous == 2
+
+
+async def test_a_fenced_replica_without_the_updates_of_a_later_incarnation_is_copied_again(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await b.play_round(1)
+        await standby.catch_up()
+        await standby.promotion.fence(FENCE)
+        standby.replica.chain = "0" * 32  # of an update that the leader does not have
+        lead_again(standby, 2)
+        await until(lambda: standby.count("copies") == 2)
+        await standby.catch_up()
 
 
 async def test_a_fence_waits_for_the_update_that_may_be_confirmed(
