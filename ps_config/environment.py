@@ -28,7 +28,7 @@ _NAMES = """
     num_pservers num_trainers max_trainers last_call_seconds strategy mode max_delay max_staleness wait_for_apply
     read_consistency max_queued compensation dc_lambda min_block_size placement slice_parameters nonfinite push_type
     pull_type topk round_timeout_seconds on_trainer_loss min_trainers rejoin_timeout_seconds durability
-    replica_loss checkpoint_rounds max_log_bytes keep_checkpoints resume history_dir
+    replica_loss standbys checkpoint_rounds max_log_bytes keep_checkpoints resume history_dir
 
     pserver_index follow http2 local_transport max_inflight_bytes threads
 

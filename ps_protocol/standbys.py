@@ -61,7 +61,8 @@ class ReportStandby(StandbyProgress):
 class StandbyAnswer(Message):
     """The pserver to follow, and the lease of the standby.
 
-    `leader` is null while no living pserver serves the run. `round` is the newest one that the leader has reported.
+    `leader` is null while no living pserver serves the run. Then `incarnation` is that of a lost pserver that had been
+    promoted, whose folder is the newest, or 0. `round` is the newest one that the leader has reported.
     `stop` asks a standby with --exit-when-done to exit with `exit_code`.
     """
 

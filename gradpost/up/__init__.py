@@ -48,15 +48,12 @@ def run_up(
     given = dict(settings)
     if not options.max_restarts and find_setting("on_trainer_loss") is None:
         given.setdefault("on_trainer_loss", "fail")  # no lost trainer can rejoin
-    if options.standbys and find_setting("durability") is None:
-        given.setdefault("durability", "replicated")
+    given["standbys"] = options.standbys
     # Checked here too, since the services would report errors in their own logs only.
     pservers = {} if num_pservers is None else {"num_pservers": num_pservers}
     cluster = read_settings(CoordinatorSettings, {**given, **pservers})
     if cluster.strategy == "ring" and options.max_restarts:
         raise CommandError("--max-restarts needs pservers: a ring cannot continue without a trainer, or take it back")
-    if options.standbys and (cluster.strategy == "ring" or cluster.log_durability == "none"):
-        raise CommandError("--standbys needs pservers with a log: set --durability replicated, log or fsync")
     read_settings(PserverSettings, {})
     resolved = resolve_command(command)  # before a folder is made for the run
     root = Path(given.pop("state_dir", named_root()))

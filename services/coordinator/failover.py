@@ -115,8 +115,12 @@ class FailOver:
             self.suspect(index, report.lost)
 
     def check_registration(self, request: RegisterPserver) -> None:
-        """Raise TryAgain for a restarted pserver that has lost updates which a living standby holds."""
+        """Raise TryAgain for a restarted pserver without the updates of a living standby, or of its lost successor."""
         cluster, index, held = self._cluster, request.index, request.held
+        lost = None if index is None or not cluster.serves_run else cluster.registry.lost.get(index)
+        if lost is not None and self._is_awaited(lost, request):
+            text = f"the newest incarnation of pserver {index} was at {lost.info.address}"
+            raise TryAgain(f"{text}; this process has an older state and waits for it")
         replicas = None if index is None else cluster.registry.replicas.get(index)
         if index is None or replicas is None or not (self._may_replace() and cluster.run.settings.is_replicated):
             return
@@ -130,6 +134,15 @@ class FailOver:
         self.suspect(index, replicas.incarnation, has_ended=request.previous == replicas.incarnation)
         text = f"pserver {index} has lost updates that its standby holds, which replaces it"
         raise TryAgain(text)
+
+    def _is_awaited(self, lost: PserverMember, request: RegisterPserver) -> bool:
+        """Return whether a promoted pserver may return that has later updates than a process with its index."""
+        is_older = request.previous < lost.record.promoted_at and (request.previous > 0 or request.held is not None)
+        # One that was lost before it had the run has acknowledged nothing. A restarted coordinator may not know that.
+        has_run = lost.is_restored or request.previous < self._cluster.run.holders.get(lost.info.index, 0)
+        return (
+            is_older and has_run and self._now() - lost.seen_at < self._cluster.run.settings.rejoin_timeout_seconds / 2
+        )
 
     def list_suspected(self, unreachable: Mapping[PserverIndex, tuple[Incarnation, float]]) -> set[Key]:
         """Suspect the pservers that a trainer does not reach. Return those whose successors it should wait for."""

@@ -45,7 +45,7 @@ def _declared(name: str) -> Any:
 
 _OF_PSERVERS = {  # settings that need pservers
     *("num_pservers", "min_block_size", "placement", "slice_parameters", "push_type", "pull_type", "topk"),
-    *("on_trainer_loss", "min_trainers", "rejoin_timeout_seconds"),
+    *("on_trainer_loss", "min_trainers", "rejoin_timeout_seconds", "standbys"),
     *("durability", "replica_loss", "checkpoint_rounds", "max_log_bytes", "keep_checkpoints", "checkpoints", "resume"),
 }
 _WITHOUT = {"on_trainer_loss": "fail", "durability": "none"}  # their values without pservers
@@ -123,12 +123,18 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
         default=None,
         description="data that a pserver writes before a round counts: `none`; `log`, which survives a crash of the "
         "process; `fsync`, which survives a crash of the machine; `replicated`, a log that the standbys in "
-        "sync hold as well. Default: `log`; in the asynchronous modes `none`",
+        "sync hold as well. Default: `replicated` with `standbys`, else `log`, in the asynchronous modes `none`",
     )
     replica_loss: ReplicaLoss = Field(
         default="continue",
         description="policy for a lost standby with durability `replicated`: `continue` without it, or `wait` for "
         "another one",
+    )
+    standbys: int = Field(
+        default=0,
+        ge=0,
+        description="number of standbys that each pserver should have. A process whose `pserver_index` is "
+        "`num_pservers` or larger is one of them, and follows pserver `pserver_index` modulo `num_pservers`",
     )
     checkpoint_rounds: int | None = Field(
         default=None,
@@ -173,9 +179,9 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
 
     @property
     def log_durability(self) -> Durability:
-        """The durability, with the default of the mode."""
+        """The durability, with the default of the mode and of the standbys."""
         has_log = not (self.consistency.is_async or self.consistency.is_ring)
-        return self.durability or ("log" if has_log else "none")
+        return self.durability or ("replicated" if self.standbys else "log" if has_log else "none")
 
     @property
     def is_replicated(self) -> bool:
@@ -214,6 +220,8 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
             raise ValueError(error.detail) from None
         if self.mode != "sync" and self.nonfinite == "skip_round":
             raise ValueError("nonfinite skip_round needs the synchronous mode: the other modes have no rounds")
+        if self.standbys and self.durability == "none":
+            raise ValueError("standbys read the log of their pserver: set durability to replicated, log or fsync")
         if self.max_trainers is not None and self.max_trainers < self.num_trainers:
             raise ValueError(f"max_trainers {self.max_trainers} is less than num_trainers {self.num_trainers}")
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
@@ -39,22 +40,22 @@ def main(settings: PserverSettings) -> int:
 
 
 async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
-    """Serve until `stop` is set, or the run is over. A superseded pserver goes on as a standby of its successor."""
+    """Serve until `stop` is set, or the run is over, in one role after another: see `Registration` and `Reports`."""
     while True:
         ended = asyncio.Event()
         stopping = asyncio.create_task(stop.wait())
         stopping.add_done_callback(lambda _, ended=ended: ended.set())  # type: ignore[misc]
         try:
-            exit_code, superseded = await _serve_once(settings, ended)
+            exit_code, next_role = await _serve_once(settings, ended)
         finally:
             stopping.cancel()
-        if superseded is None or stop.is_set():
+        if not next_role or stop.is_set():
             return exit_code
-        settings = settings.model_copy(update={"follow": superseded, "ready_fd": None})
+        settings = settings.model_copy(update={**next_role, "ready_fd": None})
 
 
-async def _serve_once(settings: PserverSettings, stop: asyncio.Event) -> tuple[int, PserverIndex | None]:
-    """Serve in one role. Returns the exit code, and the index of a pserver that has been superseded."""
+async def _serve_once(settings: PserverSettings, stop: asyncio.Event) -> tuple[int, Mapping[str, PserverIndex | None]]:
+    """Serve in one role. Returns the exit code, and the settings of the next role, if there is one."""
     compute = ComputeExecutor()
     metrics = ServiceMetrics("pserver")
     disk = Disk(settings.state_dir, settings.checkpoints)
@@ -79,6 +80,6 @@ async def _serve_once(settings: PserverSettings, stop: asyncio.Event) -> tuple[i
                     local=local,
                 )  # fmt: skip
     compute.close()
-    if registration.superseded is not None:
+    if registration.next_role:
         disk.close()
-    return exit_code, registration.superseded
+    return exit_code, registration.next_role

@@ -38,9 +38,7 @@ class Registration:
         self, pserver: Pserver, settings: PserverSettings, http: httpx.AsyncClient, *, local: str | None = None
     ) -> None:
         self.exit_code = 0
-        self.superseded: PserverIndex | None = (
-            None  # the index of this pserver, once a standby has become its successor
-        )
+        self.next_role: dict[str, PserverIndex | None] = {}  # settings with which this process goes on
         self._pserver = pserver
         self._local = local  # the name of its Unix socket
         self._settings = settings
@@ -96,8 +94,9 @@ class Registration:
             return None
         except GradpostError as error:
             if error.code == "superseded":
-                log.warning("a standby has become this pserver; this process follows it", pserver=request.index)
-                self.superseded = request.index
+                follow = error.facts.get("follow", request.index)
+                log.info("this process becomes a standby", pserver=follow, reason=str(error))
+                self.next_role = {"follow": follow}
                 self._exit(0, stop)
                 return None
             log.error("the coordinator refused this pserver", code=error.code, reason=str(error))

@@ -56,7 +56,9 @@ class Cluster:
         self.exit_when_done = settings.exit_when_done
         self._settings = settings
         self._name_run = name_run
-        self.registry = PserverRegistry(settings.wanted_pservers, settings.lease_seconds)
+        self.registry = PserverRegistry(
+            settings.wanted_pservers, settings.lease_seconds, num_standbys=settings.standbys
+        )
         self.run = Run.begin(name_run(), settings, {})
         self.is_writing_manifest = False
         self.beginning: Manifest | None = None  # the checkpoint that the next run begins with

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ps_protocol.errors import Conflict, StalePserver
+from ps_protocol.errors import Conflict, StalePserver, TryAgain
 from ps_protocol.membership import PserverRegistered, RegisterPserver
 from ps_protocol.messages import PserverHeartbeat, PserverInfo, ShardFile
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
@@ -74,6 +74,7 @@ class PserverRegistry:
     incarnations: Mapping[PserverIndex, Incarnation] = field(default_factory=dict)
     replicas: Mapping[PserverIndex, Replicas] = field(default_factory=dict)
     num_promoted: int = 0  # standbys, in this process
+    num_standbys: int = 0  # of each pserver, whose processes have the indices from `num_pservers` on
 
     @property
     def is_complete(self) -> bool:
@@ -166,6 +167,10 @@ class PserverRegistry:
                     current=self.num_pservers,
                 )
             return free[0]
+        if self.num_pservers <= request.index < self.num_pservers * (1 + self.num_standbys):
+            follow = request.index % self.num_pservers
+            text = f"the process with index {request.index} is a standby of pserver {follow}"
+            raise Conflict(text, code="superseded", follow=follow)
         if request.index >= self.num_pservers:
             raise Conflict(
                 f"pserver index {request.index} must be less than the number of pservers, {self.num_pservers}",
@@ -173,9 +178,10 @@ class PserverRegistry:
             )  # fmt: skip
         if request.index not in free:
             member, holder = self.members[request.index], self.members[request.index].info.address
-            # One that has not served yet may still turn out to be dead.
-            if request.previous < member.record.promoted_at and member.heartbeat.run is not None:
+            if request.previous < member.record.promoted_at:
                 text = f"a standby at {holder} has replaced pserver {request.index}, and continues without this process"
+                if member.heartbeat.run is None:  # it may still turn out to be dead
+                    raise TryAgain(text)
                 raise Conflict(text, code="superseded", current=member.info.incarnation)
             raise Conflict(
                 f"a living pserver at {holder} has index {request.index}; stop that pserver, or set another index",

@@ -117,7 +117,9 @@ def answer_standby(cluster: Cluster, report: ReportStandby) -> StandbyAnswer:
         )  # fmt: skip
     stop = cluster.exit_when_done and run.record.is_deserted and run.is_result_saved
     answer = StandbyAnswer(lease_seconds=cluster.lease_seconds, stop=stop, exit_code=cluster.exit_code)
-    leader = registry.members.get(report.follows)
+    leader, lost = registry.members.get(report.follows), registry.lost.get(report.follows)
+    if lost is not None and lost.record.promoted_at:
+        return answer.model_copy(update={"incarnation": lost.info.incarnation})
     if leader is None or leader.attempt_id != run.record.attempt_id:
         return answer
     name, attempt = run.record.attempt_id

@@ -304,6 +304,15 @@ class Disk:
         assert self.folder is not None
         self.folder.write_identity(incarnation, self.folder.identity.run)
 
+    def has_free_folder(self, index: PserverIndex, incarnation: Incarnation) -> bool:
+        """Return whether a folder of this incarnation exists that no process has locked and that can be read."""
+        with suppress(FolderTaken, OSError):
+            for found, copy in rank_copies(self._state_dir, index):
+                if found == incarnation:
+                    StateFolder(self._state_dir, index, copy).close()
+                    return True
+        return False
+
     def close(self) -> None:
         """Close the log, and unlock the folder."""
         if self._storage is not None:

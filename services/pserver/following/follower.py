@@ -157,6 +157,12 @@ class Follower:
 
     # ------------------------------------------------------------------ fail-over
 
+    async def has_folder_of(self, incarnation: Incarnation) -> bool:
+        """Return whether the folder of this incarnation of the pserver is here, and no process uses it."""
+        if self._writer is not None:
+            await self._writer.wait_for_writes()  # which this process does not end before it leads
+        return await asyncio.to_thread(self._disk.has_free_folder, self.index, incarnation)
+
     async def fence(self, message: FenceStandby) -> Replica:
         """Refuse this incarnation of the leader, and earlier ones, from now on. Return the replica.
 

@@ -71,6 +71,8 @@ async def serve_follower(
             tasks.create_task(_follow_until(stop, follower, reports))
 
         await serve(SwitchedApp([own, app], choose), settings, stop=stop, on_started=begin, local=local)
+    if reports.leads_again:
+        registration.next_role = {"follow": None, "pserver_index": settings.follow}
     return reports.exit_code or registration.exit_code
 
 

@@ -29,16 +29,20 @@ TIMEOUT_SECONDS = 5.0
 RETRY_SECONDS = 0.5
 LOST_SECONDS = 0.2  # between reports while there is no leader
 GOODBYE_SECONDS = 1.0
+FAIL_OVER_SECONDS = 2.0  # after a lease, for standbys that report again
 
 
 class Reports:
     """The background task, which ends when `stop` is set, and sets `stop` once the coordinator reports the end.
 
-    It also ends when this process is promoted, since a pserver sends heartbeats.
+    It also ends when this process is promoted, since a pserver sends heartbeats, and when it leads again: a promoted
+    pserver is lost, no other standby has replaced it, and its folder is here.
     """
 
     def __init__(self, follower: Follower, settings: PserverSettings, http: httpx.AsyncClient) -> None:
         self.exit_code = 0
+        self.leads_again = False
+        self._lost_since: float | None = None
         self._follower = follower
         self._settings = settings
         self._http = http
@@ -71,9 +75,22 @@ class Reports:
                 if answer.stop and self._settings.exit_when_done:
                     self.exit_code = answer.exit_code
                     stop.set()
+                elif await self._may_lead_again(answer) and not follower.is_released:
+                    log.warning("the newest folder of a lost pserver is here; it starts again", pserver=follower.index)
+                    self.leads_again = True
+                    stop.set()
             await wait_for_any(LOST_SECONDS if follower.lost else period, stop, follower.report_is_due)
         with contextlib.suppress(httpx.TransportError, ValueError, GradpostError, TimeoutError):
             await asyncio.wait_for(self._report(address, is_stopping=True), GOODBYE_SECONDS)
+
+    async def _may_lead_again(self, answer: StandbyAnswer) -> bool:
+        now = asyncio.get_running_loop().time()
+        if answer.leader is not None or not answer.incarnation:
+            self._lost_since = None
+            return False
+        self._lost_since = now if self._lost_since is None else self._lost_since
+        is_lost = now - self._lost_since > answer.lease_seconds + FAIL_OVER_SECONDS
+        return is_lost and await self._follower.has_folder_of(answer.incarnation)
 
     def fail(self, error: GradpostError, stop: asyncio.Event) -> None:
         """Log an error that ends the process, and end it."""

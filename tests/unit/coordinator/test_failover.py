@@ -384,7 +384,7 @@ async def test_the_pserver_that_was_replaced_is_superseded() -> None:
         await eventually(cluster.is_replaced)
         requests = [registration("0", index=0, previous=previous, held=hold(cluster.run, 0)) for previous in (1, 0)]
         for request in requests:
-            with raises_code("index_taken"):  # the standby has not reported that it serves the run
+            with pytest.raises(TryAgain):  # the standby has not reported that it serves the run
                 await cluster.send(routes.REGISTER_PSERVER, request)
         await cluster.beat("", incarnation=2)
         for request in requests:

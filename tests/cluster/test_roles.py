@@ -1,0 +1,110 @@
+"""The process with the newest folder leads, when each process of a shard has a disk of its own, as a pod has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import pytest
+
+from ps_protocol.messages import ClusterStatus
+from trainer_client.testing import Child, LocalCluster
+
+from . import faulty_run
+from .faulty_run import FaultyRun
+from .up_support import wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+class Pods(LocalCluster):
+    """A cluster whose pserver processes have a state folder each."""
+
+    def start_pserver(self, index: int, **env: Any) -> Child:
+        volume = Path(self._settings["GRADPOST_STATE_DIR"]) / f"volume-{index}"
+        return super().start_pserver(index, GRADPOST_STATE_DIR=str(volume), **env)
+
+
+@contextmanager
+def running_pods(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRun]:
+    """Two pservers and two standbys, which only their indices distinguish. The standbys are in sync."""
+    monkeypatch.setattr(faulty_run, "LocalCluster", Pods)
+    with FaultyRun(800, standbys=1, checkpoints=folder) as run:
+        for index in (2, 3):
+            run.cluster.start_pserver(index)
+        wait_for_sync(run)
+        yield run
+
+
+def wait_for_sync(run: FaultyRun) -> None:
+    def is_in_sync() -> bool:
+        return {s.follows for s in run.cluster.status().standbys if s.role == "in_sync"} == {0, 1}
+
+    assert wait_until(is_in_sync, 60), run.cluster.status()
+
+
+def find_incarnation(status: ClusterStatus) -> int:
+    """Return the incarnation of pserver 0; 0 while it is lost."""
+    return max((p.incarnation for p in status.pservers if p.index == 0), default=0)
+
+
+def fail_over(run: FaultyRun) -> None:
+    """Kill pserver 0, which the process with index 2 replaces."""
+    run.kill(run.cluster.pservers[0])
+    assert wait_until(lambda: find_incarnation(run.cluster.status()) == 2, 30)
+    run.wait_for_round(run.round_of(0) + 20)
+
+
+def kill_all(run: FaultyRun) -> None:
+    for child in run.cluster.pservers:
+        child.signal(SIGKILL)
+    for child in run.cluster.pservers:
+        child.wait(10)
+
+
+def check_results(run: FaultyRun) -> None:
+    run.check_results()
+    assert not [line for line in run.lines if "the run is rolled back" in line]
+
+
+@pytest.mark.parametrize("former", ["dead", "following"])
+def test_the_promoted_process_leads_again_after_a_restart_of_all(
+    former: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_pods(tmp_path, monkeypatch) as run:
+        fail_over(run)
+        if former == "following":
+            run.cluster.start_pserver(0)
+            wait_for_sync(run)
+        kill_all(run)
+        for index in (0, 1, 2, 3):
+            run.cluster.start_pserver(index)
+        run.wait_for_line("the newest folder of a lost pserver is here", of="pserver 2")
+        check_results(run)
+
+
+@pytest.mark.parametrize("former", ["dead", "following"])
+def test_a_process_with_an_older_folder_waits_for_the_promoted_one(
+    former: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_pods(tmp_path, monkeypatch) as run:
+        fail_over(run)
+        if former == "following":
+            run.cluster.start_pserver(0)
+            wait_for_sync(run)
+        kill_all(run)
+        assert wait_until(lambda: find_incarnation(run.cluster.status()) == 0, 30)
+        for index in (0, 1, 3):
+            run.cluster.start_pserver(index)
+        run.wait_for_line("this process has an older state and waits for it", of="pserver 0")
+        before = run.round_of(0)
+        time.sleep(1)
+        assert run.round_of(0) == before
+        run.cluster.start_pserver(2)
+        run.wait_for_round(before + 20)
+        wait_for_sync(run)  # the first process follows now
+        check_results(run)

@@ -1,0 +1,147 @@
+"""The roles of a shard's processes: further indices, older folders, and a lost pserver with the newest folder."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ps_protocol import routes
+from ps_protocol.errors import TryAgain
+from ps_protocol.membership import PserverRegistered
+from ps_protocol.standbys import ReportStandby
+from ps_protocol.vocabulary import PROTOCOL_VERSION
+from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.state.pservers import PserverRegistry
+from services.coordinator.state.standbys import answer_standby
+
+from ...raising import raises_code
+from .coordinating import eventually
+from .support import registration
+from .test_failover import Cluster, hold, running
+
+LIMIT = 300.0  # the rejoin time-out
+
+
+# ---------------------------------------------------------------- further indices
+
+
+@pytest.mark.parametrize(("index", "follow"), [(2, 0), (3, 1), (4, 0), (5, 1)])
+def test_a_process_with_a_further_index_follows_a_pserver(index: int, follow: int) -> None:
+    registry = PserverRegistry(2, 10.0, num_standbys=2)
+    with raises_code("superseded") as caught:
+        registry.register(registration(index=index), 0)
+    assert caught.value.facts["follow"] == follow
+
+
+@pytest.mark.parametrize(("num_standbys", "index"), [(0, 2), (1, 4)])
+def test_a_larger_index_is_refused(num_standbys: int, index: int) -> None:
+    with raises_code("world_mismatch"):
+        PserverRegistry(2, 10.0, num_standbys=num_standbys).register(registration(index=index), 0)
+
+
+async def test_a_coordinator_with_standbys_answers_further_indices() -> None:
+    async with running(standbys=1) as cluster:
+        with raises_code("superseded"):
+            await cluster.send(routes.REGISTER_PSERVER, registration("new", index=2))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "log"),
+        ({"mode": "async"}, "none"),
+        ({"standbys": 1}, "replicated"),
+        ({"standbys": 1, "mode": "async"}, "replicated"),
+        ({"standbys": 1, "durability": "log"}, "log"),
+    ],
+)
+def test_with_standbys_the_default_durability_is_replicated(given: dict[str, Any], expected: str) -> None:
+    assert CoordinatorSettings(**given).log_durability == expected
+
+
+@pytest.mark.parametrize("given", [{"durability": "none"}, {"strategy": "ring"}])
+def test_standbys_need_a_log(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="standbys"):
+        CoordinatorSettings(standbys=1, **given)
+
+
+# ---------------------------------------------------------------- after a fail-over
+
+
+@asynccontextmanager
+async def after_fail_over() -> AsyncIterator[Cluster]:
+    """A standby has become pserver 0, with incarnation 2, and serves the run."""
+    async with running("s", rejoin_timeout_seconds=LIMIT) as cluster:
+        await cluster.join("s")
+        cluster.processes.down.add("0")
+        await cluster.report("s", lost=1)
+        await eventually(cluster.is_replaced)
+        await cluster.beat("", incarnation=2)
+        yield cluster
+
+
+def lose(cluster: Cluster, index: int = 0, seconds: float = 0.0, **changes: Any) -> None:
+    """Let the lease of a pserver expire, whose last heartbeat was so long ago."""
+    state = cluster.coordinator.cluster
+    members = dict(state.registry.members)
+    lost = replace(members.pop(index), seen_at=cluster.coordinator.now() - seconds, **changes)
+    state.registry = replace(state.registry, members=members, lost={index: lost})
+
+
+async def register(cluster: Cluster, previous: int, *, is_empty: bool = False) -> int:
+    held = None if is_empty else hold(cluster.run, 0)
+    request = registration("new", index=0, previous=previous, held=held)
+    return PserverRegistered.from_answer(await cluster.send(routes.REGISTER_PSERVER, request)).incarnation
+
+
+@pytest.mark.parametrize("previous", [1, 0])  # a former leader, and one that has become a standby since
+async def test_a_process_with_an_older_folder_waits_for_the_newest_one(previous: int) -> None:
+    async with after_fail_over() as cluster:
+        lose(cluster)
+        with pytest.raises(TryAgain, match="of pserver 0 was at http://s:1; this process has an older state"):
+            await register(cluster, previous)
+        registry = cluster.coordinator.cluster.registry
+        assert await register(cluster, 2) == 3
+        cluster.coordinator.cluster.registry = registry
+        lost = replace(registry.lost[0], seen_at=cluster.coordinator.now() - LIMIT / 2 - 1)
+        cluster.coordinator.cluster.registry = replace(registry, lost={0: lost})
+        assert await register(cluster, previous) == 3
+
+
+async def test_a_process_without_a_folder_does_not_wait() -> None:
+    async with after_fail_over() as cluster:
+        lose(cluster)
+        assert await register(cluster, 0, is_empty=True) == 3
+
+
+async def test_a_successor_that_never_had_the_run_is_not_awaited() -> None:
+    async with after_fail_over() as cluster:
+        state = cluster.coordinator.cluster
+        state.run = state.run.note_holders({0: 1})
+        lose(cluster, is_restored=True)  # the coordinator has restarted, and may not know that it had the run
+        with pytest.raises(TryAgain):
+            await register(cluster, 1)
+        state.registry = replace(state.registry, lost={0: replace(state.registry.lost[0], is_restored=False)})
+        assert await register(cluster, 1) == 3
+
+
+async def test_the_answer_to_a_standby_names_a_lost_pserver_that_was_promoted() -> None:
+    async with after_fail_over() as cluster:
+
+        def ask(index: int) -> tuple[str | None, int]:
+            report = ReportStandby(protocol=PROTOCOL_VERSION, instance="standby t", address="http://t:1", follows=index)
+            answer = answer_standby(cluster.coordinator.cluster, report)
+            return answer.leader, answer.incarnation
+
+        assert ask(0) == ("http://s:1", 2)
+        lose(cluster)
+        assert ask(0) == (None, 2)
+        await register(cluster, 2)
+        assert ask(0) == (None, 0)  # it lives, and does not serve the run yet
+        lose(cluster, 1)
+        assert ask(1) == (None, 0)  # its own process returns
