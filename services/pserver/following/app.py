@@ -35,7 +35,8 @@ def make_follower_app(
     """Return the application, which runs on the event loop that serves it."""
 
     def find_missing() -> str | None:
-        return f"a copy of the shard of pserver {follower.index}" if follower.replica is None else None
+        is_ready = follower.replica is not None or follower.has_nothing_to_copy  # a rolling restart waits for it
+        return None if is_ready else f"a copy of the shard of pserver {follower.index}"
 
     app = make_app(title="Gradpost standby", role="standby", metrics=metrics, is_ready=find_missing, lifespan=lifespan)
     large = LargeReplies()

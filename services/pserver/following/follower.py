@@ -71,6 +71,7 @@ class Follower:
         self.instance = pserver.instance
         self.replica: Replica | None = None
         self.leader: StandbyAnswer | None = None  # the newest one that the coordinator named
+        self.has_nothing_to_copy = False  # the coordinator has answered that no pserver serves a run
         self.lost: Incarnation = 0  # of the leader whose stream was lost, until there is another stream
         self.report_is_due = asyncio.Event()
         self.is_released = False  # this process becomes the pserver, and never follows again
@@ -110,6 +111,7 @@ class Follower:
 
     def note_answer(self, answer: StandbyAnswer) -> None:
         """Note the leader that the coordinator names, and its newest round. Without a leader the last one stays."""
+        self.has_nothing_to_copy = answer.leader is None
         if answer.leader is None:
             return
         before, self.leader = self.leader, answer

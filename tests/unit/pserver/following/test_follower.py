@@ -384,5 +384,7 @@ async def test_without_a_replica_reads_are_not_ready(tmp_path: Path) -> None:
         assert (await http.get("/v1/shard")).json()["waiting_for"] == "a copy of the shard of pserver 0"
         assert (await http.get("/readyz")).status_code == 503
         assert (await http.get("/v1/state?digest=true")).json()["run"] is None
+        standby.name_leader(leader=None)
+        assert (await http.get("/readyz")).status_code == 200  # there is no run to copy
         standby.follower.leader = None
         assert (await http.put("/v1/run")).json()["current"] is None
