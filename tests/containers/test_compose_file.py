@@ -143,6 +143,19 @@ def test_a_trainer_is_scraped_at_the_address_of_its_container(monkeypatch: pytes
         server.close()
 
 
+def test_each_pserver_has_a_standby_that_may_become_it() -> None:
+    indices = range(SERVICES["coordinator"]["environment"]["GRADPOST_NUM_PSERVERS"])
+    assert SERVICES["coordinator"]["environment"]["GRADPOST_DURABILITY"] == "replicated"
+    for index in indices:
+        pserver, standby = dict(SERVICES[f"pserver-{index}"]), dict(SERVICES[f"standby-{index}"])
+        assert standby.pop("profiles") == ["standby"]
+        expected = dict(pserver.pop("environment"))
+        expected["GRADPOST_FOLLOW"] = expected.pop("GRADPOST_PSERVER_INDEX")
+        assert standby.pop("environment") == expected
+        assert standby == pserver
+    assert not [name for name in SERVICES if name.startswith("standby-") and int(name[8:]) not in indices]
+
+
 def test_gpu_trainers_have_a_gpu_and_torch_for_it() -> None:
     trainer, other = SERVICES["gpu-trainer"], SERVICES["trainer"]
     [device] = trainer["deploy"]["resources"]["reservations"]["devices"]
