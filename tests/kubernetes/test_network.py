@@ -52,12 +52,14 @@ def test_only_the_connections_of_a_cluster_are_allowed(overlay: str) -> None:
     }
     all_places = {**roles, **others}
     is_monitored = bool(of_kind(overlay, "ServiceMonitor"))
+    [settings] = of_kind(overlay, "ConfigMap")
+    calls = CALLS | ({("pserver", "pserver")} if "GRADPOST_STANDBYS" in settings["data"] else set())
     for source in all_places:
         for target in all_places:
             if not {source, target} & (roles.keys() | {"stranger"}):
                 continue  # outside this namespace
             expected = set()
-            if (source, target) in CALLS or (source == "prometheus" and target in roles and is_monitored):
+            if (source, target) in calls or (source == "prometheus" and target in roles and is_monitored):
                 expected = set(all_places[target].ports.values())
             if target == "dns":
                 expected = set(DNS.ports.values())
@@ -104,7 +106,8 @@ def test_addresses_are_service_names_with_certificates(overlay: str) -> None:
     if scheme == "https":
         names = certificates(overlay)
         assert matches_name(names["coordinator-tls"], "coordinator")
-        assert matches_name(names["pserver-tls"], "pserver-1.pserver.gradpost.svc")
+        for index in range(4):  # standbys as well
+            assert matches_name(names["pserver-tls"], f"pserver-{index}.pserver.gradpost.svc")
         assert all(matches_name(names[secret], "localhost") for secret in ("coordinator-tls", "pserver-tls"))
 
 

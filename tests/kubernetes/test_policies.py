@@ -187,7 +187,8 @@ def test_rendering_reads_manifests_only() -> None:
 def test_numbers_agree(overlay: str) -> None:
     [settings] = of_kind(overlay, "ConfigMap")
     [pservers] = of_kind(overlay, "StatefulSet")
-    assert settings["data"]["GRADPOST_NUM_PSERVERS"] == str(pservers["spec"]["replicas"])
+    num_standbys = int(settings["data"].get("GRADPOST_STANDBYS", "0"))  # of each pserver
+    assert pservers["spec"]["replicas"] == int(settings["data"]["GRADPOST_NUM_PSERVERS"]) * (1 + num_standbys)
     wanted = settings["data"]["GRADPOST_NUM_TRAINERS"]
     assert {one["spec"]["trainer"]["numNodes"] for one in of_kind(overlay, "TrainJob")} <= {int(wanted)}
     assert {one["spec"]["mlPolicy"]["numNodes"] for one in of_kind(overlay, "TrainingRuntime")} <= {int(wanted)}
@@ -196,6 +197,12 @@ def test_numbers_agree(overlay: str) -> None:
     [pod] = [pod for name, pod in pods(overlay) if name == "trainer"]
     environ = environment_of(overlay, pod)
     assert environ.get("WORLD_SIZE", environ.get("PET_NNODES")) == wanted
+
+
+def test_an_overlay_has_standbys_and_the_base_has_none() -> None:
+    for overlay, number in (("base", None), ("overlays/gpu-trainers", "1")):
+        [settings] = of_kind(overlay, "ConfigMap")
+        assert settings["data"].get("GRADPOST_STANDBYS") == number
 
 
 @every_overlay
@@ -222,7 +229,7 @@ def test_one_coordinator_at_a_time_has_its_volume(overlay: str) -> None:
 
 
 @every_overlay
-def test_pservers_are_disrupted_one_at_a_time_and_keep_their_volumes(overlay: str) -> None:
+def test_pservers_and_standbys_are_disrupted_one_at_a_time_and_keep_their_volumes(overlay: str) -> None:
     [budget] = of_kind(overlay, "PodDisruptionBudget")
     [pservers] = of_kind(overlay, "StatefulSet")
     assert budget["spec"]["maxUnavailable"] == 1
