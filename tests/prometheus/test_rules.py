@@ -25,6 +25,12 @@ ALERTS: dict[str, tuple[dict[str, str], int]] = {
     "GradpostPserverDown": ({'gradpost_members{kind="pserver"}': "1", "gradpost_pservers_wanted": "2"}, MINUTE),
     "GradpostBarrierStuck": ({"gradpost_barrier_waiting_seconds": "61", "gradpost_barrier_missing": "1"}, MINUTE),
     "GradpostTrainerLost": ({"gradpost_trainers_gone": "1", **TRAINING}, MINUTE),
+    "GradpostNoStandbyInSync": (
+        {'gradpost_standbys_in_sync{pserver="0"}': "1", 'gradpost_standbys_in_sync{pserver="1"}': "0",
+         "gradpost_standbys_wanted": "1", **TRAINING}, 5 * MINUTE),
+    "GradpostStandbyLag": (
+        {'gradpost_replica_lag_seconds{pserver="0"}': "11", 'gradpost_replica_lag_seconds{pserver="1"}': "0"},
+        5 * MINUTE),
     "GradpostStalenessHigh": (
         {'gradpost_staleness_bucket{le="32"}': "0", 'gradpost_staleness_bucket{le="64"}': "0+9",
          'gradpost_staleness_bucket{le="+Inf"}': "0+9"}, 10 * MINUTE),
@@ -46,6 +52,12 @@ NEARLY: dict[str, dict[str, str]] = {
     "GradpostPserverDown": {'gradpost_members{kind="pserver"}': "2", "gradpost_pservers_wanted": "2"},
     "GradpostBarrierStuck": {"gradpost_barrier_waiting_seconds": "60", "gradpost_barrier_missing": "1"},
     "GradpostTrainerLost": {"gradpost_trainers_gone": "1", **FINISHED},
+    "GradpostNoStandbyInSync": {
+        'gradpost_standbys_in_sync{pserver="0"}': "0",
+        "gradpost_standbys_wanted": "0",
+        **TRAINING,
+    },
+    "GradpostStandbyLag": {"gradpost_replica_lag_seconds": "10"},
     "GradpostStalenessHigh": {
         'gradpost_staleness_bucket{le="32"}': "0+9",
         'gradpost_staleness_bucket{le="+Inf"}': "0+9",
