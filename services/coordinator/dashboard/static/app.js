@@ -8,7 +8,7 @@ import { followEvents, leaveEvents, setUpEvents } from "./events.js";
 import * as format from "./format.js";
 import { isRing, isSync, showFacts, showHeadline, showNotices } from "./headline.js";
 import { keptFolder, refreshHistory, setUpHistory } from "./history.js";
-import { showBarrier, showPservers, showTrainers } from "./members.js";
+import { showBarrier, showPservers, showStandbys, showTrainers } from "./members.js";
 import { refreshOutput, setUpOutput, showButtons } from "./output.js";
 import * as parameters from "./parameters.js";
 import { showProcesses } from "./processes.js";
@@ -37,6 +37,7 @@ async function refresh() {
   showButtons();
   showBarrier(status, activity);
   showPservers(status, activity);
+  showStandbys(status);
   showProcesses(status);
   showSpeed(status, activity);
   showStaleness(status, activity);

@@ -114,6 +114,25 @@ export function showPservers(status, activity) {
   ]);
 }
 
+export function showStandbys({ standbys, num_pservers: numPservers }) {
+  const ready = new Set(standbys.filter(({ role }) => role === "in_sync").map(({ follows }) => follows));
+  show(byId("standbys-note"), `${ready.size} of ${format.count(numPservers)} pservers have a standby in sync`, ready.size);
+  const figure = (name, text) => ["number", (cell, s) => show(cell, s.run === null ? "–" : text(s[name]), s[name])];
+  keepRows(byId("standbys"), standbys, ({ follows, address }) => `${follows} ${address}`, [
+    ["", (cell, s) => show(cell, String(s.follows), s.follows)],
+    ["", (cell, s) => {
+      show(cell, s.run === null ? "no replica yet" : s.role.replace("_", " "), s.role);
+      flag(cell, "data-on", s.role === "in_sync");
+    }],
+    ["", (cell, s) => show(cell, s.address, s.address)],
+    figure("round", format.count),
+    figure("lag_rounds", format.count),
+    figure("lag_bytes", format.bytes),
+    figure("lag_seconds", format.age),
+    ["number", (cell, s) => showAge(cell, s.heartbeat_age_seconds)],
+  ]);
+}
+
 function showShare(cell, share) {
   if (!cell.firstChild) cell.append(make("meter", { min: 0, max: 1 }));
   const meter = cell.firstChild;

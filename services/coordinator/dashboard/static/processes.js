@@ -1,4 +1,4 @@
-// What each process uses of its host: the coordinator, the pservers and the trainers.
+// What each process uses of its host: the coordinator, the pservers, their standbys and the trainers.
 
 import { byId, keepRows, show } from "./dom.js";
 import * as format from "./format.js";
@@ -17,9 +17,10 @@ export function showProcesses(status) {
   const processes = [
     { name: "coordinator", ...status.process },
     ...status.pservers.map(({ index, process }) => ({ name: `pserver ${index}`, ...process })),
+    ...status.standbys.map(({ follows, address, process }) => ({ name: `standby of ${follows}`, address, ...process })),
     ...status.trainers.map(({ rank, process }) => ({ name: `trainer ${rank}`, ...process })),
   ];
-  keepRows(byId("processes"), processes, ({ name }) => name, [
+  keepRows(byId("processes"), processes, ({ name, address }) => name + (address ?? ""), [
     ["", (cell, { name }) => show(cell, name, name)],
     ["", (cell, { host }) => show(cell, host ?? "–", host)],
     ...FIGURES.map(([key, text]) => ["number", (cell, process) => show(cell, text(process[key]), process[key])]),
