@@ -110,6 +110,20 @@ def test_examples_use_public_names_only(script: Path) -> None:
     assert used <= set(gradpost.__all__)
 
 
+@pytest.mark.cluster
+@pytest.mark.extended
+def test_a_pserver_that_dies_changes_no_bit(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / "failover.py"]
+    environ = {**clean_environment(), "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=2 * SECONDS, check=False
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.search(r"^round \d+: training goes on after a pause of \d+\.\d\d s$", process.stdout, re.MULTILINE)
+    assert "incarnation 2" in process.stdout
+    assert process.stdout.endswith("the same bits\n")
+
+
 PROCESS = Path(__file__).with_name("example_process.py")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 EPOCHS = 8
