@@ -99,6 +99,28 @@ def test_a_standby_catches_up_after_deaths_and_a_rollback(mode: str) -> None:
         assert not [line for line in lines if line["level"] == "error"]
 
 
+def wait_for_sync(run: FaultyRun, num: int) -> None:
+    """Wait until so many standbys are in sync."""
+    deadline = time.monotonic() + 60
+    while sum(s.role == "in_sync" for s in run.cluster.status().standbys) < num:
+        assert time.monotonic() < deadline, run.cluster.status().standbys
+        time.sleep(0.1)
+
+
+def test_a_pserver_that_stops_is_replaced_and_follows_when_it_returns() -> None:
+    with FaultyRun(500, durability="replicated") as run:
+        run.cluster.start_standby(0)
+        wait_for_sync(run, 1)
+        pserver = run.cluster.pservers[0]
+        stop(pserver)
+        run.wait_for_round(run.round_of(0) + 30)
+        assert run.cluster.status().pservers[0].incarnation == 2
+        run.cluster.start_pserver(0)
+        run.wait_for_line("this process follows it", of="pserver 0")
+        wait_for_sync(run, 1)
+        run.check_results()
+
+
 def test_a_standby_ends_with_the_cluster() -> None:
     with FaultyRun(500, local_transport=False, exit_when_done=True) as run:
         standby = run.cluster.start_standby(0)
