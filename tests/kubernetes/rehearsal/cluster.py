@@ -57,11 +57,19 @@ class Cluster:
         self.wires.close()
         self.guardian.close()
 
+    def remove(self, name: str) -> Pod:
+        """Kill a pod as if its machine had failed."""
+        with self._rewiring:
+            pod = self.pods.pop(name)
+        pod.kill()
+        return pod
+
     def replace(self, name: str) -> Pod:
         """Replace a pod whose machine failed by one with the same name and volumes, and another address."""
-        with self._rewiring:
-            old = self.pods.pop(name)
-        old.kill()
+        return self.start_again(name, self.remove(name))
+
+    def start_again(self, name: str, old: Pod) -> Pod:
+        """Start a pod with the name and volumes of one that was removed, and another address."""
         shutil.rmtree(self.folder / name / "tmp")  # an emptyDir goes with its pod
         index = int(name.rpartition("-")[2])
         new = self.pods[name] = Pod(self, name, index, old.template, old.mounts)

@@ -6,9 +6,14 @@ Unlike in Kubernetes names come from a hosts file, a Service is the address of i
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -43,10 +48,15 @@ def render_with_checkpoints(overlay: str, folder: Path) -> list[Object]:
     ]
 )
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("rehearsal")
+    with rehearse(request.param, tmp_path_factory.mktemp("rehearsal")) as cluster:
+        yield cluster
+
+
+@contextmanager
+def rehearse(overlay: str, folder: Path) -> Iterator[Cluster]:
     for parent in folder.parents[:2]:  # pytest excludes other users, such as that of the pods
         parent.chmod(0o755)
-    objects = render_with_checkpoints(request.param, folder)
+    objects = render_with_checkpoints(overlay, folder)
     with Cluster(objects, folder / "machine") as cluster:
         yield cluster
 
@@ -73,3 +83,46 @@ def test_training_succeeds_although_a_pserver_moves(cluster: Cluster) -> None:
     assert [pod.stop() for pod in services] == [0, 0, 0], cluster.describe()
     for secret in cluster.secrets["gradpost-tokens"].values():
         assert not [line for _, line in cluster.lines if secret.decode() in line]
+
+
+def read_status(cluster: Cluster) -> dict[str, Any]:
+    """Return the status of the cluster, as `gradpost status` in the coordinator's pod gets it."""
+    token = cluster.secrets["gradpost-tokens"]["read"].decode()
+    url = f"http://{cluster.pods['coordinator-0'].address}:7070/v1/status"
+    headers = {"authorization": f"Bearer {token}"}
+    with ThreadPoolExecutor(1, initializer=cluster.wires.node.enter) as pool:  # the thread of a kubelet
+        answer = pool.submit(httpx.get, url, headers=headers, trust_env=False).result()
+    return answer.raise_for_status().json()  # type: ignore[no-any-return]
+
+
+def wait_for_standbys(cluster: Cluster, number: int) -> dict[str, Any]:
+    """Wait until so many standbys are in sync, and return the status."""
+    cluster.wait_for("members installed")
+    until = time.monotonic() + 60
+    while True:
+        status = read_status(cluster)
+        if sum(standby["role"] == "in_sync" for standby in status["standbys"]) == number:
+            return status
+        assert time.monotonic() < until, f"{status['standbys']}\n{cluster.describe()}"
+        time.sleep(0.1)
+
+
+def test_a_standby_replaces_a_pserver_whose_machine_fails(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with rehearse("overlays/gpu-trainers", tmp_path_factory.mktemp("rehearsal")) as cluster:
+        before = wait_for_standbys(cluster, 2)
+        followed = {standby["address"]: standby["follows"] for standby in before["standbys"]}
+        assert followed == {f"http://{cluster.pods[f'pserver-{2 + index}'].address}:7071": index for index in range(2)}
+        removed = cluster.remove("pserver-0")
+        assert not [line for _, line in cluster.lines if line.startswith(("epoch  7", "epoch  8"))], "it came too late"
+        cluster.wait_for("a standby was promoted")
+        cluster.start_again("pserver-0", removed)
+        lines = cluster.wait_for(LAST_LINE, 2)
+        assert len({line for _, line in lines}) == 1, lines
+        until = time.monotonic() + 60
+        while not (following := [s for s in read_status(cluster)["standbys"] if s["follows"] == 0]):
+            assert time.monotonic() < until, cluster.describe()
+            time.sleep(0.1)
+        assert cluster.pods["pserver-0"].address in following[0]["address"]
+        leader, other = read_status(cluster)["pservers"]
+        assert cluster.pods["pserver-2"].address in leader["address"]
+        assert (leader["incarnation"], other["incarnation"]) == (2, 1)
