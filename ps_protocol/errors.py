@@ -228,6 +228,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("norm_changed", NormChanged, 409, False, "the gradient has changed since its norm was read; read the norm again"),
     ("no_update_log", Conflict, 409, False, "the run has no log, so that its updates cannot be read"),
     ("diverged", Conflict, 409, False, "the reader's last update is another one than in the log of the pserver"),
+    ("superseded", Conflict, 409, False, "a standby has replaced the pserver, whose process may follow it now"),
     ("not_leader", Conflict, 409, False, "the process follows a pserver, `current`, and serves only reads"),
     ("replica_mismatch", Conflict, 409, False, "a follower has another build of torch or CPU capability than its "
     "leader"),
