@@ -19,6 +19,7 @@ from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 from services.runtime.logs import get_logger
 
+from .durable.disk import FolderTaken
 from .pserver import Pserver
 from .settings import PserverSettings
 from .waits import wait_for_any
@@ -69,6 +70,11 @@ class Registration:
             held = await request_with_retry(lambda: self._pserver.open_folder(index), policy)
         except _Stopping:
             return None
+        except FolderTaken as error:
+            if index is None or not error.facts.get("copy"):
+                raise
+            self._become_standby(index, error, stop)  # of the standby that has replaced this pserver
+            return None
         disk = self._pserver.disk
         request = RegisterPserver(
             protocol=PROTOCOL_VERSION,
@@ -94,10 +100,7 @@ class Registration:
             return None
         except GradpostError as error:
             if error.code == "superseded":
-                follow = error.facts.get("follow", request.index)
-                log.info("this process becomes a standby", pserver=follow, reason=str(error))
-                self.next_role = {"follow": follow}
-                self._exit(0, stop)
+                self._become_standby(error.facts.get("follow", request.index), error, stop)
                 return None
             log.error("the coordinator refused this pserver", code=error.code, reason=str(error))
             self._exit(1, stop)
@@ -105,6 +108,11 @@ class Registration:
         await self._pserver.adopt_identity(answer)
         log.info("registered", pserver=answer.index, incarnation=answer.incarnation)
         return answer
+
+    def _become_standby(self, index: PserverIndex | None, reason: GradpostError, stop: asyncio.Event) -> None:
+        log.info("this process becomes a standby", pserver=index, reason=str(reason))
+        self.next_role = {"follow": index}
+        self._exit(0, stop)
 
     async def _pause_for_folder(self, stop: asyncio.Event, error: TryAgain) -> None:
         log.error(str(error))

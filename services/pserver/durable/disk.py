@@ -116,7 +116,8 @@ class StateFolder:
         if lock is None:
             raise FolderTaken(
                 f"{self.path} is in use by another process; start this pserver with another "
-                "GRADPOST_PSERVER_INDEX or GRADPOST_STATE_DIR"
+                "GRADPOST_PSERVER_INDEX or GRADPOST_STATE_DIR",
+                copy=copy,
             )
         self._lock = lock
         try:

@@ -20,7 +20,7 @@ from ps_protocol.errors import StorageFailed
 from ps_protocol.membership import PserverRegistered, RegisterPserver, WantCheckpoint
 from services.pserver import registration
 from services.pserver.durable import storage
-from services.pserver.durable.disk import Disk
+from services.pserver.durable.disk import Disk, StateFolder
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
 from services.pserver.registration import Registration
@@ -70,6 +70,20 @@ async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
         hints = ["its address begins with https:" in line["event"] for line in logs if "waiting for" in line["event"]]
         assert hints == [False, False, True]  # a page is an answer
         await one.install_next_run()
+
+
+async def test_a_pserver_follows_the_standby_that_has_locked_the_newest_folder_of_its_index(tmp_path: Path) -> None:
+    StateFolder(tmp_path, 0).close()  # of a former pserver, which has followed since
+    successor, compute, stop = StateFolder(tmp_path, 0, 1), ComputeExecutor(), asyncio.Event()
+    successor.write_identity(2, None)
+    metrics = PserverMetrics(CollectorRegistry(), compute)
+    pserver = Pserver(compute, metrics, LIMITS, disk=Disk(tmp_path))
+    async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(500))) as http:
+        returning = Registration(pserver, PserverSettings(state_dir=tmp_path, pserver_index=0), http)
+        await asyncio.wait_for(returning.run("http://pserver:1", stop), 10)
+    assert (returning.next_role, returning.exit_code, stop.is_set()) == ({"follow": 0}, 0, True)
+    successor.close()
+    compute.close()
 
 
 async def test_the_coordinator_is_notified_of_a_failure_at_once(
