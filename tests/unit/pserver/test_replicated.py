@@ -67,9 +67,12 @@ async def test_an_asynchronous_push_and_get_wait_and_later_pushes_go_on(tmp_path
     async with replicated(tmp_path, "async") as (b, standby):
         for rank in (0, 1):
             await b.get(rank, 0)
-        pushes = [begin(b.push(rank, 1)) for rank in (0, 1)]
-        await standby.reader.wait_for_round(2)
-        await until(lambda: b.run.round == 2)  # both are applied meanwhile
+        pushes = []
+        for rank in (0, 1):
+            pushes.append(begin(b.push(rank, 1)))
+            await standby.reader.wait_for_round(rank + 1)
+            await until(lambda rank=rank: b.run.round == rank + 1)  # each is applied meanwhile
+            assert await is_waiting(pushes[-1])
         await refused("round_pending", b.get(0, 1, wait_seconds=SOON))
         again = begin(b.push(1, 1))
         await standby.confirm(1)
