@@ -16,8 +16,8 @@ class PserverSettings(ServiceSettings):
     follow: int | None = Field(
         default=None,
         ge=0,
-        description="index of a pserver to follow as a standby, which repeats its updates and serves reads. Default: "
-        "be a pserver",
+        description="index of a pserver to follow as a standby, which repeats its updates, serves reads, and may "
+        "replace it. Default: be a pserver",
     )
     http2: bool = Field(
         default=True,
