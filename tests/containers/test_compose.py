@@ -129,3 +129,22 @@ def test_a_run_has_the_scaled_number_of_trainers(compose: Compose) -> None:
     found = status(compose)
     assert (found["state"], found["num_trainers"]) == ("finished", 4)
     assert [trainer["state"] for trainer in found["trainers"]] == ["done"] * 4
+
+
+def test_a_standby_replaces_a_killed_pserver(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    compose(*DOWN)
+    monkeypatch.setenv("COMPOSE_PROFILES", "standby")
+    compose("up", "-d")
+    headers = {"authorization": f"Bearer {token(compose)}"}
+    until = time.monotonic() + WAIT_SECONDS
+    while True:
+        standbys = httpx.get(f"{API}/v1/status", headers=headers).raise_for_status().json()["standbys"]
+        if any(standby["follows"] == 0 and standby["role"] == "in_sync" for standby in standbys):
+            break
+        assert time.monotonic() < until, compose("logs", "standby-0")
+        time.sleep(0.1)
+    compose("kill", "pserver-0")
+    assert len(set(wait_for_results(compose, 2))) == 1
+    found = status(compose)
+    assert (found["state"], found["pservers"][0]["incarnation"]) == ("finished", 2)
+    compose(*DOWN)  # with the profile
