@@ -18,13 +18,19 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=3.0, help="start no history after this time (default: 3)")
     parser.add_argument("--count", type=int, help="number of histories, instead of --minutes")
     parser.add_argument("--seed", type=int, default=1, help="of the first history; the next have the next seeds")
+    parser.add_argument("--standbys", type=int, choices=(0, 1), help="of each pserver (default: random)")
     parser.add_argument("--only", action="append", metavar="KIND", choices=sorted(FAULTS), help="faults of this kind")
     parser.add_argument("--sabotage", choices=sorted(SABOTAGES), help="break the services, which has to be detected")
     parser.add_argument("--folder", type=Path, help="folder for histories (default: that of temporary files)")
     arguments = parser.parse_args()
     kinds, mode = SABOTAGES[arguments.sabotage][1:] if arguments.sabotage else (tuple(FAULTS), None)
     campaign = Campaign(
-        arguments.seed, kinds=arguments.only or kinds, sabotage=arguments.sabotage, mode=mode, folder=arguments.folder
+        arguments.seed,
+        kinds=arguments.only or kinds,
+        sabotage=arguments.sabotage,
+        mode=mode,
+        num_standbys=arguments.standbys,
+        folder=arguments.folder,
     )
     try:
         if arguments.count is not None:

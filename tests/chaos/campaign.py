@@ -15,6 +15,7 @@ from ps_protocol.vocabulary import Mode
 from .chaos_cluster import find_libfaketime
 from .episode import Episode
 from .faults import FAULTS
+from .sabotaged import NEED_STANDBYS
 from .setup import draw_setup
 
 SHOWN_VIOLATIONS = 10
@@ -30,6 +31,7 @@ class Campaign:
         kinds: Collection[str] = tuple(FAULTS),
         sabotage: str | None = None,
         mode: Mode | None = None,
+        num_standbys: int | None = None,
         folder: Path | None = None,
     ) -> None:
         self.seed = seed
@@ -40,6 +42,7 @@ class Campaign:
         self._kinds = kinds
         self._sabotage = sabotage
         self._mode = mode
+        self._num_standbys = num_standbys
 
     def run(self, *, until: float = float("inf"), count: float = float("inf")) -> None:
         """Run so many histories, or until this monotonic time, or with sabotage until there is a violation."""
@@ -51,8 +54,10 @@ class Campaign:
                 break
 
     def _run_history(self, seed: int) -> None:
-        setup = draw_setup(seed, may_fake_time=find_libfaketime() is not None, mode=self._mode)
+        may_fake_time = find_libfaketime() is not None
+        setup = draw_setup(seed, may_fake_time=may_fake_time, mode=self._mode, num_standbys=self._num_standbys)
         if self._sabotage:
+            has_standbys = self._sabotage in NEED_STANDBYS
             setup = replace(
                 setup,
                 seconds=8.0,
@@ -60,6 +65,9 @@ class Campaign:
                 on_trainer_loss="wait",
                 checkpoint_rounds=7,
                 num_pservers=max(2, setup.num_pservers),
+                num_standbys=int(has_standbys),
+                durability="replicated" if has_standbys else "log",
+                replica_loss="continue",
             )
         folder = Path(tempfile.mkdtemp(prefix=f"gradpost-chaos-{seed}-", dir=self._folder))
         episode = Episode(setup, folder, kinds=self._kinds, sabotage=self._sabotage)

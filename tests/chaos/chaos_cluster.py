@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import sys
-from collections.abc import Sequence
-from functools import partial
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from gradpost.up.standbys import Standbys
 from trainer_client.testing import Child, LocalCluster
 
 from .proxy import Proxy
@@ -28,7 +30,11 @@ def find_libfaketime() -> Path | None:
 
 
 class ChaosCluster(LocalCluster):
-    """A local cluster with a proxy before each service. The folder has the files of services and trainers."""
+    """A local cluster with a proxy before each service.
+
+    A pserver that is started again has its former address, but not in a cluster with standbys. The folder has the files
+    of services and trainers.
+    """
 
     def __init__(self, setup: Setup, folder: Path, *, sabotage: str | None, **arguments: Any) -> None:
         super().__init__(
@@ -46,7 +52,9 @@ class ChaosCluster(LocalCluster):
         )
         self.setup = setup
         self.folder = folder
-        self.proxies = [Proxy(self.name_client, partial(self.find_port, i)) for i in range(setup.num_pservers)]
+        self.proxies: dict[Child, Proxy] = {}  # of pservers and standbys
+        self._behind: dict[Proxy, Child] = {}
+        self._roles = threading.RLock()  # held while a process becomes a pserver
         self.coordinator_proxy = Proxy(self.name_client, lambda: int(self.address.rpartition(":")[2]))
         self.lives = [0] * setup.num_trainers
         self._faketime = find_libfaketime() if setup.fakes_time else None
@@ -54,7 +62,7 @@ class ChaosCluster(LocalCluster):
     def stop(self, grace_seconds: float = 10.0) -> dict[str, int]:
         """See LocalCluster."""
         codes = super().stop(grace_seconds)
-        for proxy in (*self.proxies, self.coordinator_proxy):
+        for proxy in {*self.proxies.values(), self.coordinator_proxy}:
             proxy.close()
         return codes
 
@@ -100,30 +108,70 @@ class ChaosCluster(LocalCluster):
         return self.folder / f"log of {name}"
 
     def name_client(self, port: int) -> str:
-        """Return the trainer with a connection from this port, or "another"."""
-        for child in self.trainers:
+        """Return the process with a connection from this port as `name_process` does, or "another"."""
+        for child in [*self.trainers, *([*self.services, *self.standbys] if self.setup.num_standbys else [])]:
             with contextlib.suppress(psutil.Error):  # it has just ended
                 if any(one.laddr.port == port for one in psutil.Process(child.pid).net_connections("tcp")):
-                    return child.name
+                    return self.name_process(child)
         return "another"
 
-    def find_port(self, index: int) -> int:
-        """Return the port at which a pserver listens; 0 while it does not."""
-        with contextlib.suppress(psutil.Error, IndexError):
-            for one in psutil.Process(self.pservers[index].pid).net_connections("tcp"):
+    def name_process(self, child: Child) -> str:
+        """Return the name of a trainer, or a name with the id of another process, whose role may change."""
+        return child.name if child in self.trainers else f"process {child.pid}"
+
+    def find_port(self, proxy: Proxy) -> int:
+        """Return the port at which the process behind a proxy listens; 0 while it does not."""
+        with contextlib.suppress(psutil.Error, KeyError):
+            for one in psutil.Process(self._behind[proxy].pid).net_connections("tcp"):
                 if one.status == psutil.CONN_LISTEN:
                     return int(one.laddr.port)
         return 0
 
+    def find_folder(self, child: Child) -> Path | None:
+        """Return the folder that a pserver or standby has locked, if any."""
+        with contextlib.suppress(psutil.Error):
+            for file in psutil.Process(child.pid).open_files():
+                if file.path.endswith("/lock"):
+                    return Path(file.path).parent
+        return None
+
+    def start_pserver(self, index: int, **env: Any) -> Child:
+        """See LocalCluster. A standby that was promoted meanwhile counts as a standby until the next check."""
+        with self._roles:
+            former = self.pservers[index] if index < len(self.pservers) else None
+            child = super().start_pserver(index, **env)
+            if former is not None and former.is_running:
+                self.standbys.append(former)
+                self._follows[former] = index
+            return child
+
+    def exchange(self, index: int, standby: Child) -> None:
+        """See LocalCluster."""
+        with self._roles:
+            super().exchange(index, standby)
+
     def _spawn_service(self, name: str, module: str, *, pass_fds: Sequence[int] = (), **env: Any) -> Child:
-        if name.startswith("pserver"):
-            env["GRADPOST_ADVERTISE_ADDRESS"] = self.proxies[int(name.split()[1])].address
-        place, log = self.place_file(name), self.log_file(name)
+        proxy = self._choose_proxy(name) if name.startswith(("pserver", "standby")) else None
+        if proxy is not None:
+            env["GRADPOST_ADVERTISE_ADDRESS"] = proxy.address
+        shard = name.removeprefix("standby of ")
+        place, log = self.place_file(shard), self.log_file(shard)
         place.touch()
         log.touch()
         env |= {"CHAOS_SERVICE": module, "CHAOS_PLACE": place, "CHAOS_LOG": log}
+        env["CHAOS_FAILPOINTS"] = self.folder / "failpoints"
         env = {key: str(value) for key, value in env.items()} | self._clock_of(name)
-        return super()._spawn_service(name, "tests.chaos.service", pass_fds=pass_fds, **env)
+        child = super()._spawn_service(name, "tests.chaos.service", pass_fds=pass_fds, **env)
+        if proxy is not None:
+            self.proxies[child], self._behind[proxy] = proxy, child
+        return child
+
+    def _choose_proxy(self, name: str) -> Proxy:
+        index = int(name.split()[-1])
+        if index < len(self.pservers) and not self.setup.num_standbys:
+            return self.proxies[self.pservers[index]]
+        proxy = Proxy(self.name_client, lambda: self.find_port(proxy))
+        return proxy
 
     def _clock_of(self, name: str) -> dict[str, str]:
         # Not for trainers: under libfaketime 0.9.10 a time.sleep of Python is refused (EINVAL).
@@ -138,3 +186,15 @@ class ChaosCluster(LocalCluster):
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "FAKETIME_CACHE_DURATION": "1",
         }
+
+
+class ChaosStandbys(Standbys):
+    """The standbys of `gradpost up`, which reports about half of the ended processes to the coordinator."""
+
+    def __init__(self, cluster: ChaosCluster, report: Callable[[str], None]) -> None:
+        super().__init__(cluster, cluster.setup.num_standbys, report)
+        self._chance = random.Random(f"supervisor {cluster.setup.seed}")
+
+    def _report_end(self, index: int, child: Child) -> None:
+        if self._chance.random() < 0.5:
+            super()._report_end(index, child)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
+from signal import SIGKILL, SIGTERM, SIGUSR1
 from typing import Any
 
 import httpx
@@ -17,7 +17,8 @@ import safetensors.torch
 
 from trainer_client.testing import Child
 
-from .chaos_cluster import ChaosCluster
+from . import standby_faults  # noqa: F401 - adds its kinds to FAULTS
+from .chaos_cluster import ChaosCluster, ChaosStandbys
 from .diary import Reader
 from .faults import FAULTS, Fault
 from .model import EXPELLED, History, find_violations
@@ -74,7 +75,6 @@ class Episode:
         self.history = History(setup, self.reader.records)
         self._spoiled: set[Path] = set()
         self.may_damage = True  # once; two damages may lose more than is promised
-        self._serving: set[int] = set()  # processes
         self._done: set[int] = set()
         self._log = (folder / "services.log").open("w")
 
@@ -84,6 +84,8 @@ class Episode:
         self.cluster = ChaosCluster(self.setup, self.folder, sabotage=self._sabotage, on_line=self._line)
         try:
             with self.cluster:
+                self._standbys = ChaosStandbys(self.cluster, self.note)
+                self._standbys.start()
                 for rank in range(self.setup.num_trainers):
                     self.cluster.start_rank(rank)
                 watch = Watch(self.setup, self.state, self.cluster.address, self.complain, self._spoiled)
@@ -139,8 +141,6 @@ class Episode:
     # ------------------------------------------------------------------ watching
 
     def _line(self, name: str, line: str) -> None:
-        if '"event": "serving"' in line and not name.startswith("rival"):
-            self._serving.add(self.child(name).pid)
         self._log.write(f"{time.monotonic():.3f} [{name}] {line}\n")
         self._log.flush()
 
@@ -157,15 +157,22 @@ class Episode:
             time.sleep(TICK_SECONDS)
 
     def _restart_the_dead(self) -> None:
-        for child in [self.cluster.coordinator, *self.cluster.pservers, *self.cluster.trainers]:
-            role = child.name.split()[0]
-            if child.is_running or (role, child.name) in self._claimed:
+        for standby in self.cluster.standbys:
+            if not standby.is_running:
+                self._check_end(standby, "")
+        self._standbys.check()
+        pservers = [(f"pserver {index}", child) for index, child in enumerate(self.cluster.pservers)]
+        others = [(child.name, child) for child in (self.cluster.coordinator, *self.cluster.trainers)]
+        for name, child in [*others, *pservers]:
+            role, _, number = name.partition(" ")
+            if child.is_running or (role, name) in self._claimed:
                 continue
             if role == "trainer":
                 self._trainer_has_ended(child)
             elif child in self.cluster.services:  # else a fault has replaced it meanwhile
                 self._check_end(child, "")
-                self.cluster.restart(child)
+                if role == "coordinator" or not self._standbys.replace(int(number), child):
+                    self.cluster.restart(child)
 
     def _trainer_has_ended(self, child: Child) -> None:
         rank = int(child.name.split()[1])
@@ -264,12 +271,17 @@ class Episode:
 
         def run() -> None:
             self._own.chance = chance
+            may_fail_over = fault.role in ("link", "gateway") and self.setup.num_standbys > 0  # though no process dies
+            if may_fail_over:
+                self.lose(victim)
             try:
                 if fault.inject(self, victim) is False:
                     self.note(f"{fault.kind} had no effect")
                     self.injections.remove(injection)
             except Exception as error:
                 self.complain(f"the fault {fault.kind!r} could not be injected: {error!r}")
+            if may_fail_over:
+                self.lose(victim)
             self._claimed.discard((fault.role, victim))
             injection.healed_at = time.monotonic()
 
@@ -350,15 +362,15 @@ class Episode:
         """Return the proxy of a service."""
         if victim == "coordinator":
             return self.cluster.coordinator_proxy
-        return self.cluster.proxies[int(victim.split()[1])]
+        return self.cluster.proxies[self.child(victim)]
 
     def lose(self, name: str) -> None:
         """Record that this process, or one of this role, may be lost with its memory."""
         self.history.lost.setdefault(name, []).append(time.monotonic())
 
-    def kill(self, victim: str) -> None:
-        """Kill a process, and wait for its end."""
-        child = self.child(victim)
+    def kill(self, victim: str, child: Child | None = None) -> None:
+        """Kill a process, by default the newest one of this name, and wait for its end."""
+        child = child or self.child(victim)
         self._condemned.add(child.pid)
         self.lose(victim)
         child.signal(SIGKILL)
@@ -368,14 +380,14 @@ class Episode:
         """Send SIGTERM, which must end the process with exit code 0, unless an armed failpoint may end it."""
         child = self.child(victim)
         # A process that does not serve may not know the signal yet.
-        must_end_well = child.pid in self._serving and child.pid not in self._condemned
+        must_end_well = self.cluster.find_address(child) and child.pid not in self._condemned
         self._condemned.add(child.pid)
         self.lose(victim)
         child.signal(SIGTERM)
         if (code := child.wait_or_kill(STOP_GRACE_SECONDS)) != 0 and must_end_well:
             self.complain(f"{victim} ended with exit code {code} after SIGTERM")
 
-    def start(self, victim: str, *, may_die: bool = True, **env: Any) -> None:
+    def start(self, victim: str, *, may_die: bool = True, **env: Any) -> Child:
         """Start a service again with failpoints, at which it may be expected to die."""
         if victim == "coordinator":
             child = self.cluster.restart_coordinator(**env)
@@ -383,10 +395,18 @@ class Episode:
             child = self.cluster.start_pserver(int(victim.split()[1]), **env)
         if may_die:
             self._condemned.add(child.pid)
+        return child
 
-    def wait_for_death(self, victim: str, seconds: float) -> bool:
+    def arm(self, child: Child, failpoint: str) -> None:
+        """Arm a failpoint of a service that serves, and no other; an empty one disarms it."""
+        if "kill" in failpoint:
+            self._condemned.add(child.pid)
+        self.note(f"{child.name} (pid {child.pid}): {failpoint or 'no failpoint'}")
+        write_whole(self.folder / f"failpoints of {child.pid}", failpoint)
+        child.signal(SIGUSR1)
+
+    def wait_for_death(self, victim: str, child: Child, seconds: float) -> bool:
         """Return whether a process ends at its failpoint within this time. It is killed otherwise."""
-        child = self.child(victim)
         begin = time.monotonic()
         child.wait_or_kill(seconds)
         self.lose(victim)

@@ -61,7 +61,7 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def _fault(
+def fault(
     kind: str, role: Role, fits: Callable[[Setup], bool] = lambda setup: True, *, is_last: bool = False
 ) -> Callable[[Inject], Inject]:
     def register(inject: Inject) -> Inject:
@@ -80,10 +80,10 @@ def _kill(episode: Episode, victim: str, *, max_seconds: float) -> None:
 
 
 for _role, _seconds in (("trainer", 1), ("pserver", 2), ("coordinator", 3)):
-    _fault(f"{_role} killed", _role)(partial(_kill, max_seconds=_seconds))
+    fault(f"{_role} killed", _role)(partial(_kill, max_seconds=_seconds))
 
 
-@_fault("pserver away for longer than the round time-out", "pserver")
+@fault("pserver away for longer than the round time-out", "pserver")
 def _keep_away(episode: Episode, victim: str) -> None:
     late = episode.chance.randrange(episode.setup.num_trainers)
     episode.order(f"trainer {late}", do="hang", seconds=LATE_SECONDS)  # the others wait for it when the pserver dies
@@ -92,13 +92,13 @@ def _keep_away(episode: Episode, victim: str) -> None:
     episode.sleep(ROUND_TIMEOUT_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 4)
 
 
-@_fault("trainer and pserver killed together", "pserver")
+@fault("trainer and pserver killed together", "pserver")
 def _kill_two(episode: Episode, victim: str) -> None:
     episode.kill(victim)
     episode.kill(episode.choose("trainer"))
 
 
-@_fault("coordinator and pserver killed together", "pserver")
+@fault("coordinator and pserver killed together", "pserver")
 def _kill_coordinator_too(episode: Episode, victim: str) -> None:
     episode.kill("coordinator")
     episode.kill(victim)
@@ -115,19 +115,21 @@ def _fail_at(
     episode.note(failpoint)
     # A pserver that cannot persist its identity ends; other errors must not end it.
     dies = action == "kill"
-    episode.start(victim, may_die=dies or "rename" in name, GRADPOST_FAILPOINTS=failpoint)
+    # So may one that a standby has replaced.
+    may_die = dies or "rename" in name or episode.setup.num_standbys > 0
+    child = episode.start(victim, may_die=may_die, GRADPOST_FAILPOINTS=failpoint)
     if name.startswith("decide"):
         episode.kill(episode.choose("trainer"))  # so that there is a change to decide
-    return not dies or episode.wait_for_death(victim, DYING_SECONDS)
+    return not dies or episode.wait_for_death(victim, child, DYING_SECONDS)
 
 
 _LOG, _APPLY = ("log.append.before", "log.append.after"), ("apply.before", "apply.after")
-_CHANGE = ("freeze.before", "freeze.after", "open.before", "open.after", "install.before", "install.after")
+CHANGE_FAILPOINTS = ("freeze.before", "freeze.after", "open.before", "open.after", "install.before", "install.after")
 _CHECKPOINT = ("checkpoint.rename", "checkpoint.shard")
 for _kind, _service, _how in (
     ("pserver dies while it logs or applies", "pserver", {"names": _LOG + _APPLY, "most": 20}),
     ("pserver dies in a checkpoint", "pserver", {"names": _CHECKPOINT}),
-    ("pserver dies in a change of members", "pserver", {"names": _CHANGE}),  # its own return is a change
+    ("pserver dies in a change of members", "pserver", {"names": CHANGE_FAILPOINTS}),  # its own return is a change
     ("coordinator dies in a change of members", "coordinator", {"names": ("decide.before", "decide.after"), "most": 2}),
     ("coordinator dies at a manifest", "coordinator", {"names": ("checkpoint.manifest", "checkpoint.manifest.after")}),
     (
@@ -137,10 +139,10 @@ for _kind, _service, _how in (
     ),
     ("disk full, failing or read-only in a checkpoint", "pserver", {"names": _CHECKPOINT, "actions": DISK_ERRORS}),
 ):
-    _fault(_kind, _service)(partial(_fail_at, **_how))
+    fault(_kind, _service)(partial(_fail_at, **_how))
 
 
-@_fault("rolling restart", "pserver")
+@fault("rolling restart", "pserver")
 def _restart(episode: Episode, victim: str) -> None:
     episode.terminate(victim)
 
@@ -158,10 +160,10 @@ def _pause(episode: Episode, victim: str) -> None:
 
 
 for _role in ("trainer", "pserver", "coordinator"):
-    _fault(f"{_role} paused", _role)(_pause)
+    fault(f"{_role} paused", _role)(_pause)
 
 
-@_fault("trainer hangs while its heartbeats live", "trainer")
+@fault("trainer hangs while its heartbeats live", "trainer")
 def _hang(episode: Episode, victim: str) -> None:
     seconds = episode.chance.choice((0.5, ROUND_TIMEOUT_SECONDS + 2.5))
     episode.lose(victim)
@@ -172,41 +174,42 @@ def _hang(episode: Episode, victim: str) -> None:
 # ------------------------------------------------------------------ the network
 
 
-@_fault("response lost after the upload", "link")
+@fault("response lost after the upload", "link")
 def _lose_reply(episode: Episode, victim: str) -> None:
     episode.proxy(victim).num_lost_replies += episode.chance.randint(1, 3)
 
 
-@_fault("connections reset", "link")
+@fault("connections reset", "link")
 def _reset(episode: Episode, victim: str) -> None:
     for _ in range(episode.chance.randint(1, 4)):
         episode.proxy(victim).reset()
         episode.sleep(0, 0.2)
 
 
-@_fault("pserver cut off, both ways", "link")
+@fault("pserver cut off, both ways", "link")
 def _cut_off(episode: Episode, victim: str) -> None:
     _block(episode, victim, ALL_CLIENTS, "up", "down")
 
 
-@_fault("pserver cut off, one way", "link")
+@fault("pserver cut off, one way", "link")
 def _cut_off_one_way(episode: Episode, victim: str) -> None:
     _block(episode, victim, ALL_CLIENTS, "up" if episode.chance.random() < 0.5 else "down")
 
 
-@_fault("trainer cut off from one pserver", "link")
+@fault("trainer cut off from one pserver", "link")
 def _cut_off_trainer(episode: Episode, victim: str) -> None:
     _block(episode, victim, episode.choose("trainer"), "up", "down")
 
 
-@_fault("slow link", "link")
+@fault("slow link", "link")
 def _slow_down(episode: Episode, victim: str) -> None:
-    episode.proxy(victim).delay_seconds = episode.chance.uniform(0.01, 0.1)
+    proxy = episode.proxy(victim)
+    proxy.delay_seconds = episode.chance.uniform(0.01, 0.1)
     episode.sleep(1, 4)
-    episode.proxy(victim).delay_seconds = 0.0
+    proxy.delay_seconds = 0.0
 
 
-@_fault("proxy answers pages", "gateway")
+@fault("proxy answers pages", "gateway")
 def _answer_pages(episode: Episode, victim: str) -> None:
     proxy = episode.proxy(victim)
     episode.lose("trainer")  # a trainer that cannot reach a service may be evicted
@@ -217,7 +220,7 @@ def _answer_pages(episode: Episode, victim: str) -> None:
     proxy.reset()
 
 
-@_fault("proxy cuts replies off", "gateway")
+@fault("proxy cuts replies off", "gateway")
 def _cut_replies_off(episode: Episode, victim: str) -> None:
     episode.proxy(victim).num_cut_replies += episode.chance.randint(1, 5)
 
@@ -235,23 +238,23 @@ def _block(episode: Episode, victim: str, client: str, *directions: Direction) -
 # ------------------------------------------------------------------ requests and gradients
 
 
-@_fault("duplicate requests", "trainer")
+@fault("duplicate requests", "trainer")
 def _send_twice(episode: Episode, victim: str) -> None:
     episode.order(victim, do="twice", times=5)
 
 
-@_fault("late requests", "trainer")
+@fault("late requests", "trainer")
 def _send_late(episode: Episode, victim: str) -> None:
     episode.order(victim, do="late", times=5)
 
 
-@_fault("bodies broken off", "trainer")
+@fault("bodies broken off", "trainer")
 def _truncate(episode: Episode, victim: str) -> None:
     episode.order(victim, do="truncated", times=5)
 
 
 # With a delay the refusal of one step also refuses the next, so it is skipped only.
-@_fault("NaN in a gradient", "trainer", lambda setup: setup.nonfinite == "skip_round" or not setup.max_delay)
+@fault("NaN in a gradient", "trainer", lambda setup: setup.nonfinite == "skip_round" or not setup.max_delay)
 def _nan(episode: Episode, victim: str) -> None:
     episode.order(victim, do="nan")
 
@@ -273,15 +276,17 @@ def _disturb_place(episode: Episode, victim: str, actions: Sequence[str]) -> Non
 
 
 for _how, _actions in (("slow", ("slow 0.2", "slow 1")), ("failing", DISK_ERRORS), ("hanging", ("hang",))):
-    _fault(f"place of one pserver {_how}", "place")(partial(_disturb_place, actions=_actions))
+    fault(f"place of one pserver {_how}", "place")(partial(_disturb_place, actions=_actions))
 
 
-@_fault("log damaged", "pserver", lambda setup: setup.mode == "sync")
+@fault("log damaged", "pserver", lambda setup: setup.mode == "sync")
 def _damage_log(episode: Episode, victim: str) -> bool:
     if not episode.may_damage:
         return False
+    if (folder := episode.cluster.find_folder(episode.child(victim))) is None:
+        return False  # the process has not opened it yet
     episode.kill(victim)
-    log = max((episode.state / victim.replace(" ", "-") / "log").glob("*.log"))
+    log = max((folder / "log").glob("*.log"))
     content = bytearray(log.read_bytes())
     last = content.rfind(bytes.fromhex(log.stem.partition("-")[2]))  # record; later bytes do not count
     if last < 0:
@@ -296,7 +301,7 @@ def _damage_log(episode: Episode, victim: str) -> bool:
     return True
 
 
-@_fault("checkpoint damaged", "pserver")
+@fault("checkpoint damaged", "pserver")
 def _damage_checkpoint(episode: Episode, victim: str) -> bool:
     if not episode.may_damage:
         return False
@@ -310,7 +315,8 @@ def _damage_checkpoint(episode: Episode, victim: str) -> bool:
     return True
 
 
-@_fault("two processes claim one shard", "pserver")
+# With standbys the second process may be the next one.
+@fault("two processes claim one shard", "pserver", lambda setup: not setup.num_standbys)
 def _start_rival(episode: Episode, victim: str) -> bool:
     first = episode.child(victim)
     rival = episode.cluster.start_rival(int(victim.split()[1]))
@@ -372,7 +378,7 @@ def list_checkpoints(episode: Episode) -> list[int]:
     return []
 
 
-@_fault("administrative changes under load", "administrator")
+@fault("administrative changes under load", "administrator")
 def _administer(episode: Episode, victim: str) -> None:
     logs = [episode.cluster.log_file(f"pserver {index}") for index in range(episode.setup.num_pservers)]
     for log in logs:
@@ -406,7 +412,7 @@ def _change(episode: Episode) -> None:
         ask(episode, "POST", routes.EVICT.replace("{rank}", str(rank)))
 
 
-@_fault("coordinator killed after trainers are done, then a rollback", "coordinator", is_last=True)
+@fault("coordinator killed after trainers are done, then a rollback", "coordinator", is_last=True)
 def _roll_back_after_done(episode: Episode, victim: str) -> None:
     ranks = range(episode.chance.randint(1, episode.setup.num_trainers - 1))
     place, goes_behind = episode.cluster.place_file("pserver 0"), episode.chance.random() < 0.7
@@ -431,7 +437,7 @@ def _roll_back_after_done(episode: Episode, victim: str) -> None:
         episode.complain(f"the run was rolled back to round {round_}, though trainers were done with round {done}")
 
 
-@_fault("clock jumps", "coordinator", lambda setup: setup.fakes_time and find_libfaketime() is not None)
+@fault("clock jumps", "coordinator", lambda setup: setup.fakes_time and find_libfaketime() is not None)
 def _jump(episode: Episode, victim: str) -> None:
     for file in episode.folder.glob("clock of *"):
         write_whole(file, f"{episode.chance.choice((-86400, -60, 60, 86400)):+d}")

@@ -10,20 +10,26 @@ from ps_config import control_client
 from ps_protocol.errors import Ended
 from ps_protocol.fence import Fence
 from ps_protocol.requests import PushAnswer
-from ps_protocol.vocabulary import Incarnation, Mode, Rank, Round
-from services.pserver.durable.records import Buffer
+from ps_protocol.vocabulary import Incarnation, Mode, PserverIndex, Rank, Round
+from services.coordinator import failover
+from services.coordinator.failover import FailOver
+from services.pserver.durable.records import Buffer, Record
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
+from services.pserver.following.replica import Replica
 from services.pserver.run.asynchronous.clocks import Clocks
 from services.pserver.run.asynchronous.queues import Pauses
 from services.pserver.run.read_pushes import read_blocks
 from services.pserver.run.run import Run
 from services.pserver.run.staging import Admission
+from services.pserver.run.standbys import StandbyConfirmations
 from services.pserver.run.synchronous.rounds import Rounds
 from services.pserver.shard.bodies import Body
 
 _push, _append, _required, _admit = Run.push, UpdateLog.append, Rounds.required, Clocks.admit
-_prune_place = RunStorage.prune_place
+_prune_place, _log_update = RunStorage.prune_place, Replica.log_update
+
+LATE_SHARE, LATE_SECONDS = 0.1, 0.3  # of updates, and for each
 
 
 def break_dedupe() -> None:
@@ -94,6 +100,30 @@ def break_pages() -> None:
     control_client.GatewayPage = lambda text, **_: Ended(text)  # type: ignore[misc, assignment]
 
 
+def break_promotion() -> None:
+    """Promote any standby with the run, as if all were in the in-sync set."""
+
+    def suspect(self: FailOver, index: PserverIndex, incarnation: Incarnation, *, has_ended: bool = False) -> None:
+        if self._is_to_be_replaced(index, incarnation):
+            self._start(index, self._replace_if_silent(index, incarnation))
+
+    FailOver.suspect = suspect  # type: ignore[method-assign]
+    FailOver._list_candidates = lambda self, index: [*self.standbys.find_leaders(index).values()]  # type: ignore
+    failover.choose_leader = lambda _, candidates: next(iter(candidates))
+
+
+def break_confirmations() -> None:
+    """Acknowledge updates that standbys do not hold yet, and let standbys log some late."""
+
+    async def log_update(self: Replica, record: Record) -> LoggedUpdate:
+        if random.random() < LATE_SHARE:
+            await asyncio.sleep(LATE_SECONDS)
+        return await _log_update(self, record)
+
+    Replica.log_update = log_update  # type: ignore[method-assign]
+    StandbyConfirmations.find_missing = lambda self, round_: []  # type: ignore[method-assign]
+
+
 # For each sabotage the faults that reveal it soon, and the mode in which they do.
 SABOTAGES: dict[str, tuple[Callable[[], None], tuple[str, ...], Mode]] = {
     "dedupe": (break_dedupe, ("duplicate requests", "late requests"), "sync"),
@@ -102,4 +132,7 @@ SABOTAGES: dict[str, tuple[Callable[[], None], tuple[str, ...], Mode]] = {
     "places": (break_places, ("place of one pserver hanging",), "sync"),
     "pauses": (break_pauses, ("administrative changes under load",), "async"),
     "pages": (break_pages, ("proxy answers pages",), "sync"),
+    "standby": (break_promotion, ("pserver killed after it continued alone",), "sync"),
+    "early": (break_confirmations, ("pserver and its disk lost",), "sync"),
 }
+NEED_STANDBYS = frozenset({"standby", "early"})

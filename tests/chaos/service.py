@@ -2,7 +2,8 @@
 
 Runs the service `CHAOS_SERVICE`. The file `CHAOS_PLACE` is read before each operation on the checkpoint store, and
 `CHAOS_LOG` before each record of the log. The file is empty or has `slow SECONDS`, `hang`, `eio`, `enospc` or `erofs`.
-A hanging operation continues once the file has another content.
+A hanging operation continues once the file has another content. At SIGUSR1 the service arms the failpoints in the file
+`CHAOS_FAILPOINTS`, whose name continues with the id of the process.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import errno
 import os
 import runpy
 import select
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from services.pserver.durable.update_log import UpdateLog
+from services.runtime import failpoints
 from services.runtime.storage import LocalStorage
 
 CHECK_SECONDS = 0.02
@@ -47,7 +50,16 @@ def _sleep(seconds: float) -> None:
     select.select([], [], [], seconds)
 
 
+def _arm_failpoints(*_: object) -> None:
+    """Arm failpoints as `arm_failpoints` does, but without a log entry, which a signal handler must not write."""
+    failpoints._armed.clear()
+    failpoints._armed.update(
+        failpoints.parse_failpoints(Path(f"{os.environ['CHAOS_FAILPOINTS']} of {os.getpid()}").read_text())
+    )
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, _arm_failpoints)
     disturb_place(Path(os.environ["CHAOS_PLACE"]))
     UpdateLog.append = _disturb(UpdateLog.append, Path(os.environ["CHAOS_LOG"]))  # type: ignore[method-assign]
     if sabotage := os.environ.get("CHAOS_SABOTAGE"):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ps_protocol.vocabulary import LossPolicy, Mode, NonfinitePolicy
+from ps_protocol.vocabulary import LossPolicy, Mode, NonfinitePolicy, ReplicaLoss
 
 LEASE_SECONDS = 2.0
 ROUND_TIMEOUT_SECONDS = 4.0
+STANDBY_TIMEOUT_SECONDS = 30.0  # of a round that waits until a lost standby is replaced
 PARAMETERS = ("a", "b", "c")
 FREEZABLE = "d"  # like these, but an administrator may freeze it, so the model ignores its values
 KEEP_CHECKPOINTS = 2
@@ -32,7 +33,9 @@ class Setup:
     num_pservers: int = 2
     num_trainers: int = 2
     http2: bool = True
-    durability: Literal["log", "fsync"] = "log"
+    durability: Literal["log", "fsync", "replicated"] = "log"
+    num_standbys: int = 0  # of each pserver
+    replica_loss: ReplicaLoss = "continue"
     clips: bool = False  # by a norm that is never reached, so that no value changes
     fakes_time: bool = False  # services run under libfaketime, whose clocks can jump
     seconds: float = 18.0  # of faults
@@ -40,20 +43,30 @@ class Setup:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the services."""
-        own = ("mode", "max_delay", "on_trainer_loss", "nonfinite", "http2", "durability", "checkpoint_rounds")
+        waits_for_standbys = self.durability == "replicated" and self.replica_loss == "wait"
+        own = (
+            "mode",
+            "max_delay",
+            "on_trainer_loss",
+            "nonfinite",
+            "http2",
+            "durability",
+            "checkpoint_rounds",
+            "replica_loss",
+        )
         staleness = {} if self.max_staleness is None else {"max_staleness": self.max_staleness}
         return {
             **{name: getattr(self, name) for name in (*own, "max_log_bytes")},
             "keep_checkpoints": KEEP_CHECKPOINTS,
             "lease_seconds": LEASE_SECONDS,
-            "round_timeout_seconds": ROUND_TIMEOUT_SECONDS,
+            "round_timeout_seconds": STANDBY_TIMEOUT_SECONDS if waits_for_standbys else ROUND_TIMEOUT_SECONDS,
             "min_block_size": 2 * self.num_trainers,  # so that each parameter has a block on every pserver
             **staleness,
         }
 
 
-def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> Setup:
-    """Return the setup of this seed."""
+def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None, num_standbys: int | None = None) -> Setup:
+    """Return the setup of this seed, with this mode and number of standbys, if they are given."""
     chance = random.Random(seed)
     modes: list[Mode] = ["sync", "sync", "async", "ssp"]
     drawn = chance.choice(modes)
@@ -62,7 +75,7 @@ def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> S
     policy: LossPolicy = chance.choice(("wait", "continue"))
     if mode == "sync" and max_delay:
         policy = "wait"  # versions may be skipped then, which only rounds of all trainers allow to check
-    return Setup(
+    setup = Setup(
         seed=seed,
         mode=mode,
         max_delay=max_delay,
@@ -77,6 +90,17 @@ def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> S
         http2=chance.random() < 0.7,
         clips=chance.random() < 0.5 and mode == "sync",
         max_log_bytes=chance.choice((16, 1024)) * 1024,
+    )
+    drawn = chance.choice((0, 1))
+    if not (drawn if num_standbys is None else num_standbys):
+        return setup
+    return replace(
+        setup,
+        num_standbys=1,
+        num_pservers=min(2, setup.num_pservers),
+        seconds=40.0,
+        durability="replicated" if chance.random() < 0.75 else setup.durability,
+        replica_loss=chance.choice(("continue", "continue", "wait")),
     )
 
 

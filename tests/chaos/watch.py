@@ -89,8 +89,12 @@ class Watch:
 
     def _look_at_disk(self, index: int) -> None:
         """Compare the disk usage of a pserver with the bounds of docs/reliability.md."""
+        for folder in (f"pserver-{index}", *glob(f"pserver-{index}-*", root_dir=self._state)):  # of standbys
+            self._look_at_folder(index, folder)
+
+    def _look_at_folder(self, index: int, folder: str) -> None:
         own, log = [], 0
-        for name in glob(f"{self._state}/pserver-{index}/log/*"):
+        for name in glob(f"{self._state}/{folder}/log/*"):
             if name.endswith(".checkpoint"):
                 own.append(_size_of(name))
             else:
@@ -98,7 +102,7 @@ class Watch:
         sizes = [*own, *map(_size_of, glob(f"{self._state}/checkpoints/*/*/pserver-{index}-of-*.safetensors"))]
         most = (KEEP_CHECKPOINTS + 2) * self._setup.max_log_bytes
         if log > most:
-            self._complain(f"the log of pserver {index} takes {log} bytes, {most} at most are documented")
+            self._complain(f"the log in {folder} takes {log} bytes, {most} at most are documented")
         most = 3 * (KEEP_CHECKPOINTS + 1) * max(sizes, default=0)
         if sum(sizes) > most:
             self._complain(f"the checkpoints of pserver {index} take {sum(sizes)} bytes, {most} at most are documented")
