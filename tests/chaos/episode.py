@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGTERM, SIGUSR1
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import safetensors.torch
 
+from ps_protocol.errors import GradpostError
 from trainer_client.testing import Child
 
 from . import standby_faults  # noqa: F401 - adds its kinds to FAULTS
@@ -368,13 +370,19 @@ class Episode:
         """Record that this process, or one of this role, may be lost with its memory."""
         self.history.lost.setdefault(name, []).append(time.monotonic())
 
-    def kill(self, victim: str, child: Child | None = None) -> None:
-        """Kill a process, by default the newest one of this name, and wait for its end."""
+    def kill(self, victim: str, child: Child | None = None, *, may_report: bool = False) -> None:
+        """Kill a process, by default the newest one of this name, and wait for its end.
+
+        `may_report`: half of the times the coordinator receives a report, if a standby may replace the process.
+        """
         child = child or self.child(victim)
         self._condemned.add(child.pid)
         self.lose(victim)
         child.signal(SIGKILL)
         child.wait(10)
+        if may_report and self.setup.num_standbys and victim.startswith("pserver") and self.chance.random() < 0.5:
+            with suppress(GradpostError):
+                self.cluster.report_end(int(victim.split()[1]), child)
 
     def terminate(self, victim: str) -> None:
         """Send SIGTERM, which must end the process with exit code 0, unless an armed failpoint may end it."""

@@ -75,7 +75,7 @@ def fault(
 
 
 def _kill(episode: Episode, victim: str, *, max_seconds: float) -> None:
-    episode.kill(victim)
+    episode.kill(victim, may_report=True)
     episode.sleep(0, max_seconds)
 
 

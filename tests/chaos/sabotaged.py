@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Sequence
 
 from ps_config import control_client
@@ -13,10 +14,10 @@ from ps_protocol.requests import PushAnswer
 from ps_protocol.vocabulary import Incarnation, Mode, PserverIndex, Rank, Round
 from services.coordinator import failover
 from services.coordinator.failover import FailOver
-from services.pserver.durable.records import Buffer, Record
+from services.pserver.durable.log_reader import LogReader
+from services.pserver.durable.records import Buffer
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
-from services.pserver.following.replica import Replica
 from services.pserver.run.asynchronous.clocks import Clocks
 from services.pserver.run.asynchronous.queues import Pauses
 from services.pserver.run.read_pushes import read_blocks
@@ -27,9 +28,9 @@ from services.pserver.run.synchronous.rounds import Rounds
 from services.pserver.shard.bodies import Body
 
 _push, _append, _required, _admit = Run.push, UpdateLog.append, Rounds.required, Clocks.admit
-_prune_place, _log_update = RunStorage.prune_place, Replica.log_update
+_prune_place, _read = RunStorage.prune_place, LogReader.read
 
-LATE_SHARE, LATE_SECONDS = 0.1, 0.3  # of updates, and for each
+STREAM_SECONDS = 0.3  # between two parts of a stream to a standby
 
 
 def break_dedupe() -> None:
@@ -113,14 +114,13 @@ def break_promotion() -> None:
 
 
 def break_confirmations() -> None:
-    """Acknowledge updates that standbys do not hold yet, and let standbys log some late."""
+    """Acknowledge updates that standbys do not hold yet, and send them to standbys late."""
 
-    async def log_update(self: Replica, record: Record) -> LoggedUpdate:
-        if random.random() < LATE_SHARE:
-            await asyncio.sleep(LATE_SECONDS)
-        return await _log_update(self, record)
+    def read(self: LogReader) -> bytes:
+        threading.Event().wait(STREAM_SECONDS)
+        return _read(self)
 
-    Replica.log_update = log_update  # type: ignore[method-assign]
+    LogReader.read = read  # type: ignore[method-assign]
     StandbyConfirmations.find_missing = lambda self, round_: []  # type: ignore[method-assign]
 
 

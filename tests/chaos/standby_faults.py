@@ -112,7 +112,7 @@ def _pause_standby(episode: Episode, victim: str) -> bool:
 def _kill_both(episode: Episode, victim: str) -> bool:
     if (found := find_replicas(episode, victim)) is None:
         return False
-    episode.kill(victim, found[0])
+    episode.kill(victim, found[0], may_report=True)
     episode.sleep(0, 0.02)
     episode.kill(f"standby of {victim}", found[1])
     episode.sleep(0, 1)
@@ -124,7 +124,7 @@ def _lose_disk(episode: Episode, victim: str) -> bool:
     if (found := find_replicas(episode, victim)) is None:
         return False
     folder = episode.cluster.find_folder(found[0])
-    episode.kill(victim, found[0])
+    episode.kill(victim, found[0], may_report=True)
     if folder is not None:
         shutil.rmtree(folder)
     episode.sleep(0, 2)
@@ -136,16 +136,16 @@ def _kill_alone(episode: Episode, victim: str) -> bool:
     if (found := find_replicas(episode, victim)) is None:
         return False
     leader, standby = found
-    name = episode.cluster.name_process(standby)
+    name, proxy = episode.cluster.name_process(standby), episode.cluster.proxies[leader]
     if episode.chance.random() < 0.5:
         episode.kill(f"standby of {victim}", standby)
     else:  # it lives, and must not be promoted
-        episode.cluster.proxies[leader].blocked = {("up", name), ("down", name)}
-    if not _wait_until_alone(episode, victim):
-        return False
-    episode.kill(victim, leader)
-    episode.sleep(0, LEASE_SECONDS + 1)
-    return True
+        proxy.blocked = proxy.blocked | {("up", name), ("down", name)}
+    if is_alone := _wait_until_alone(episode, victim):
+        episode.kill(victim, leader)
+        episode.sleep(0, LEASE_SECONDS + 1)
+    proxy.blocked = proxy.blocked - {("up", name), ("down", name)}
+    return is_alone
 
 
 @fault("pserver and standby cut off from each other", "pserver", _has_standbys)
