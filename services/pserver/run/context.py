@@ -223,7 +223,7 @@ class RunContext:
         """Wait until every required standby holds a round, by default the newest logged one.
 
         Returns at once without durability `replicated`. Raises RoundPending after `wait_seconds`, and the failure of
-        the run, which this wait ends with `standby_lost` after the round time-out.
+        the run, which ends with `standby_lost` once requests have waited for the round time-out.
         """
         if self.standbys is None:
             return
@@ -233,18 +233,18 @@ class RunContext:
         began = loop.time()
         while not self.is_held(round_):
             self.check_failure()
-            waited = loop.time() - began
-            if waited >= limit:
+            waited, stalled = loop.time() - began, loop.time() - self.standbys.note_wait(round_)
+            if stalled >= limit:
                 text = f"{self.describe_missing_standbys()} did not confirm round {round_} within {limit:g} s"
                 await self.end_waits(Ended(text, code="standby_lost", round=round_), is_failure=True)
                 self.check_failure()
             if waited >= wait_seconds:
                 text = f"round {round_} waits for {self.describe_missing_standbys()}"
                 raise RoundPending(text, missing=[], round=round_)
-            if waited >= LATE_SECONDS:
+            if stalled >= LATE_SECONDS:
                 self.standbys.note_late(round_)
-            next_check = min(limit, wait_seconds, math.inf if waited >= LATE_SECONDS else LATE_SECONDS)
-            await self.standbys.wait_for_change(next_check - waited)
+            until_late = math.inf if stalled >= LATE_SECONDS else LATE_SECONDS - stalled
+            await self.standbys.wait_for_change(min(limit - stalled, wait_seconds - waited, until_late))
 
     # ------------------------------------------------------------------ work on the shard
 

@@ -47,6 +47,7 @@ class StandbyConfirmations:
         self._streams: dict[Instance, StandbyStream] = {}
         self._awaited = set(required.instances)  # they count as connected until they are late: the run has just begun
         self._change: asyncio.Future[None] | None = None  # for the waiting tasks
+        self._stalled: tuple[Round, float] | None = None  # an update that requests wait for, and since when
         self._described = self.describe()
 
     def __repr__(self) -> str:
@@ -116,6 +117,15 @@ class StandbyConfirmations:
                 return False
             self.acknowledged = round_
         return True
+
+    def note_wait(self, round_: Round) -> float:
+        """Return the time since which an update has waited for standbys: this one, or one before that still waits.
+
+        A request may be repeated meanwhile.
+        """
+        if self._stalled is None or not self.find_missing(self._stalled[0]):
+            self._stalled = round_, asyncio.get_running_loop().time()
+        return self._stalled[1]
 
     async def wait_for_change(self, seconds: float) -> None:
         """Wait until confirmations or requirements change, the run ends, or `seconds` have passed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import StaleRun, TrainerLost
+from ps_protocol.errors import RoundPending, StaleRun, TrainerLost
 from ps_protocol.membership import RequiredStandbys
 from ps_protocol.messages import PserverHeartbeatReply
 from ps_protocol.routes import BLOCK_STATISTICS, BLOCKS, SHARD, SHARD_DIGESTS
@@ -328,6 +329,24 @@ async def test_a_standby_that_confirms_nothing_for_the_round_time_out_fails_the_
         failure = b.pserver.make_heartbeat().failure
         assert failure is not None
         assert failure["code"] == "standby_lost"
+
+
+async def test_a_push_that_is_sent_again_does_not_begin_the_round_time_out_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (queue_executor, run):
+        monkeypatch.setattr(module, "HELD_SECONDS", SOON)
+    async with replicated(tmp_path, "async", round_timeout_seconds=0.3) as (b, _):
+        await b.get(0, 0)
+        await refused("round_pending", b.push(0, 1))
+
+        async def push_until_answered() -> None:
+            while True:
+                with suppress(RoundPending):
+                    await b.push(0, 1)
+
+        lost = await refused("standby_lost", asyncio.wait_for(push_until_answered(), 5))
+        assert lost.text == f"standby {NAME} did not confirm round 1 within 0.3 s"
 
 
 # ---------------------------------------------------------------------- reports and refusals
