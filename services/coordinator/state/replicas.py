@@ -6,7 +6,7 @@ a standby begins to follow                     unchanged                      + 
 the leader confirms that it waits for it       + the standby, - its           - the standby   unchanged
                                                predecessor
 the leader is suspected                        unchanged                      unchanged       fenced
-a standby is lost (`replica_loss` continue)    - the standby                  - the standby   unchanged
+a standby is lost (not with `wait` the last)   - the standby                  - the standby   unchanged
 fail-over, or the leader has restarted         - the new leader               empty           next incarnation
 
 Each event is written to the disk before the leader receives it. The leader waits for every replica in `waits_for`, so
@@ -95,7 +95,7 @@ class Replicas:
     ) -> Replicas:
         """Return the replicas after a report of the leader, which has received the set with this number.
 
-        `continues`: with replica_loss `continue` lost members are removed; else each is replaced by an admitted one.
+        `continues`: with replica_loss `continue` lost members are removed; else only while another member remains.
 
         >>> replicas = Replicas("a").note_report(0, ["b"], [], ["b"], continues=True)
         >>> replicas.joining, replicas.note_report(1, ["b"], ["b"], [], continues=True).in_sync
@@ -107,7 +107,8 @@ class Replicas:
             for standby in sorted(self.joining.intersection(caught_up)):
                 predecessors = sorted(replicas.in_sync.intersection(lost))[:1]
                 replicas = replicas.admit(standby, self.incarnation, replicas.number, predecessors)
-            for standby in sorted((replicas.waits_for if continues else replicas.joining).intersection(lost)):
+            may_remove = continues or not replicas.in_sync <= lost
+            for standby in sorted((replicas.waits_for if may_remove else replicas.joining).intersection(lost)):
                 replicas = replicas.remove(standby)
         for standby in sorted(set(joining) - replicas.waits_for):
             replicas = replicas.begin_joining(standby)

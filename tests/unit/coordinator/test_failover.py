@@ -205,6 +205,13 @@ async def test_with_wait_a_member_stays_until_another_replaces_it() -> None:
         assert (await cluster.beat("t", "t")).required.instances == ("standby t",)
 
 
+async def test_with_wait_a_member_is_removed_if_another_one_remains() -> None:
+    async with running("s", "t", replica_loss="wait") as cluster:
+        await cluster.join("s", "t")
+        assert (await cluster.beat("t")).required.instances == ("standby t",)
+        assert (await cluster.beat("")).required.instances == ("standby t",)
+
+
 async def test_a_set_that_is_not_written_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running("s") as cluster:
         await cluster.report("s")
