@@ -178,8 +178,8 @@ class PserverRegistry:
             )  # fmt: skip
         if request.index not in free:
             member, holder = self.members[request.index], self.members[request.index].info.address
-            if request.previous < member.record.promoted_at:
-                text = f"a standby at {holder} has replaced pserver {request.index}, and continues without this process"
+            if member.record.promoted_at > 0 and request.previous < member.info.incarnation:
+                text = f"a process at {holder} has replaced pserver {request.index}, and continues without this process"
                 if member.heartbeat.run is None:  # it may still turn out to be dead
                     raise TryAgain(text)
                 raise Conflict(text, code="superseded", current=member.info.incarnation)

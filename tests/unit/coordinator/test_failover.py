@@ -401,6 +401,20 @@ async def test_the_pserver_that_was_replaced_is_superseded() -> None:
             await cluster.beat("s", "s")
 
 
+async def test_a_promoted_standby_that_was_replaced_is_superseded() -> None:
+    async with running("s") as cluster:
+        await cluster.join("s")
+        cluster.processes.down.add("0")
+        await cluster.report("s", lost=1)
+        await eventually(cluster.is_replaced)
+        await cluster.beat("", incarnation=2)
+        successor = registration("new", index=0, previous=2, held=hold(cluster.run, 0))
+        answer = PserverRegistered.from_answer(await cluster.send(routes.REGISTER_PSERVER, successor))
+        await cluster.beat("", incarnation=answer.incarnation)
+        with raises_code("superseded"):
+            await cluster.send(routes.REGISTER_PSERVER, registration("t", index=0, previous=2))
+
+
 @pytest.mark.parametrize("lost", ["run", "tail", "short"])
 async def test_a_restarted_pserver_that_lost_updates_is_replaced(lost: str) -> None:
     async with running("s") as cluster:
