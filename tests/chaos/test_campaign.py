@@ -33,6 +33,8 @@ def test_a_history_without_violations(tmp_path: Path, capsys: pytest.CaptureFixt
         ("dedupe", "sync"),
         pytest.param("log", "async", marks=pytest.mark.soak),
         ("places", "sync"),
+        ("early", "sync"),
+        pytest.param("standby", "sync", marks=pytest.mark.soak),
         pytest.param("order", "sync", marks=pytest.mark.soak),
         pytest.param("dedupe", "async", marks=pytest.mark.soak),
         pytest.param("log", "sync", marks=pytest.mark.soak),
