@@ -16,6 +16,7 @@ import pytest
 
 from .chaos_cluster import ChaosCluster
 from .proxy import UPLOAD_BYTES, Proxy
+from .setup import Setup
 
 
 class Handler(socketserver.BaseRequestHandler):
@@ -126,5 +127,7 @@ def test_a_page_is_the_answer_to_every_request(proxy: Proxy, server: Server, htt
 def test_the_process_of_a_connection_is_found(client: socket.socket) -> None:
     port = client.getsockname()[1]
     for pid, name in ((os.getpid(), "trainer 0"), (os.getppid(), "another")):
-        cluster = SimpleNamespace(trainers=[SimpleNamespace(pid=pid, name="trainer 0")])
-        assert ChaosCluster.name_client(cluster, port) == name  # type: ignore[arg-type]
+        cluster = object.__new__(ChaosCluster)
+        cluster.setup = Setup(seed=0)
+        cluster.trainers = [SimpleNamespace(pid=pid, name="trainer 0")]  # type: ignore[list-item]
+        assert cluster.name_client(port) == name
