@@ -127,8 +127,8 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
     )
     replica_loss: ReplicaLoss = Field(
         default="continue",
-        description="policy if the last standby in sync is lost, with durability `replicated`: `continue` without it, or "
-        "`wait` for another one",
+        description="policy if the last standby in sync is lost, with durability `replicated`: `continue` without it, "
+        "or `wait` for another one",
     )
     standbys: int = Field(
         default=0,

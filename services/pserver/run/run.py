@@ -78,9 +78,12 @@ class Run:
             pool=pool, metrics=metrics, storage=storage, writer=writer, membership=installed.membership,
         )  # fmt: skip
         if installed.durability == "replicated":
-            first = restored.round if restored else 0
+            first, rules = restored.round if restored else 0, installed.consistency
             self.context.standbys = StandbyConfirmations(
-                installed.required, first, report=lambda: writer.heartbeat_is_due.set()
+                installed.required,
+                first,
+                report=lambda: writer.heartbeat_is_due.set(),
+                num_restorable=0 if rules.is_async else 1 + rules.max_delay,
             )
         self.executor: Executor = (
             RoundsExecutor(self.context, self.schedule)

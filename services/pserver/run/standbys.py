@@ -31,6 +31,7 @@ class StandbyStream:
     instance: Instance
     target: Round  # once it is confirmed, the standby has needed the time since `target_since`
     target_since: float
+    begin: Round | None = None  # the first confirmed round, which a copy may contain
     held: Round = -1
     is_prompt: bool = False  # it confirms updates in time
 
@@ -38,12 +39,19 @@ class StandbyStream:
 class StandbyConfirmations:
     """The required standbys and the streams of all standbys of one run. Lives on the event loop."""
 
-    def __init__(self, required: RequiredStandbys, first: Round, report: Callable[[], None]) -> None:
-        """`first` is the round that the run begins with. `report` is called when `describe` changes."""
+    def __init__(
+        self, required: RequiredStandbys, first: Round, report: Callable[[], None], *, num_restorable: int = 0
+    ) -> None:
+        """`first` is the round that the run begins with. `report` is called when `describe` changes.
+
+        A rollback may go back `num_restorable` rounds, which a standby must have received behind its copy of the shard
+        before it may become a required one.
+        """
         self.required = required
         self.acknowledged: Round = 0  # version 0 is no update
         self.first = first
         self._report = report
+        self._num_restorable = num_restorable
         self._streams: dict[Instance, StandbyStream] = {}
         self._awaited = set(required.instances)  # they count as connected until they are late: the run has just begun
         self._change: asyncio.Future[None] | None = None  # for the waiting tasks
@@ -83,9 +91,12 @@ class StandbyConfirmations:
         if stream is None:
             raise TryAgain(f"standby {instance} has no open stream of updates; open one and confirm again")
         stream.held = max(stream.held, round_)
+        stream.begin = round_ if stream.begin is None else stream.begin
+        may_join = instance in self.required.instances or stream.held >= stream.begin + self._num_restorable
         now = asyncio.get_running_loop().time()
         if stream.held >= stream.target:
-            stream.is_prompt |= stream.held >= self._newest or now - stream.target_since <= PROMPT_SECONDS
+            is_in_time = stream.held >= self._newest or now - stream.target_since <= PROMPT_SECONDS
+            stream.is_prompt |= is_in_time and may_join
             stream.target, stream.target_since = self._newest, now
         self._note_change()
 
