@@ -357,6 +357,9 @@ class RunStorage:
             else:
                 data = read_shard_file(self._place, self._install.run, self.checkpoints[round_])
             state, metadata = ShardState.decode(data)
+            # A promoted standby may have been writing an own checkpoint when the run went back.
+            if is_undone(round_, int(metadata.get("attempt", "0")), self._install.began):
+                raise DamagedFile(f"the checkpoint of round {round_} is of an attempt that was rolled back")
             return state, History.from_json(metadata["history"]), metadata.get(CHAIN_KEY), len(data)
         except UnsupportedFormat:
             raise

@@ -227,6 +227,20 @@ def test_a_rollback_deletes_later_own_checkpoints(tmp_path):
     assert [path.name for path in (tmp_path / "log-0").glob("*.checkpoint*")] == [f"{24:012}.checkpoint"]
 
 
+def test_an_own_checkpoint_that_was_written_during_a_rollback_is_passed_over(tmp_path):
+    train_alone(tmp_path)
+    late = tmp_path / "log-0" / f"{28:012}.checkpoint"
+    content = late.read_bytes()
+    storage = reopen(tmp_path)
+    install = storage._install.model_copy(update={"attempt": 1, "began": {1: 26}})
+    storage.resume(storage.restore(26), install)
+    storage.close()
+    late.write_bytes(content)
+    again = RunStorage(install, 0, late.parent, place_in(tmp_path))
+    again.find_checkpoints()
+    assert again.restore().round == 26
+
+
 def test_a_shard_that_the_log_begins_with_is_kept_though_its_checkpoint_was_never_complete(tmp_path):
     storage, shard = train(tmp_path, 0)
     for round_ in range(1, 18):
