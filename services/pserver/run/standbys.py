@@ -127,6 +127,8 @@ class StandbyConfirmations:
             if self.find_missing(round_):
                 return False
             self.acknowledged = round_
+        if self._stalled is not None and self._stalled[0] <= self.acknowledged:
+            self._stalled = None
         return True
 
     def note_wait(self, round_: Round) -> float:

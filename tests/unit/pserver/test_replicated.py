@@ -331,6 +331,18 @@ async def test_a_standby_that_confirms_nothing_for_the_round_time_out_fails_the_
         assert failure["code"] == "standby_lost"
 
 
+async def test_a_wait_that_has_ended_does_not_count_for_the_next_one(tmp_path: Path) -> None:
+    async with replicated(tmp_path, round_timeout_seconds=0.3) as (b, standby):
+        standbys = b.run.context.standbys
+        began = standbys.note_wait(1)
+        await contribute(b, 1)
+        await standby.reader.wait_for_round(1)
+        await standby.confirm(1)
+        await until(lambda: b.run.round == 1)
+        await standby.reader.leave()  # a closed stream holds nothing
+        assert standbys.note_wait(2) > began
+
+
 async def test_a_push_that_is_sent_again_does_not_begin_the_round_time_out_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +379,7 @@ async def test_the_heartbeat_reports_standbys_at_once(tmp_path: Path, monkeypatc
         require(b, 2, NAME)
         assert due.is_set()
         assert (seen().number, seen().caught_up) == (2, (NAME,))
+        await until(lambda: b.run.round == 1)
         due.clear()
         await contribute(b, 2)
         await asyncio.wait_for(due.wait(), 5)  # it is late
