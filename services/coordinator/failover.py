@@ -129,20 +129,33 @@ class FailOver:
         has_all = held is not None and is_current and not held.rounds.is_short
         if has_all and held is not None and member is not None and member.attempt_id == cluster.run.record.attempt_id:
             has_all = held.rounds.applied >= member.round
-        if has_all or not replicas.in_sync & self.standbys.find_leaders(index).keys():
+        members = self._list_members(index)
+        if has_all and held is not None:  # after a power failure the log of a standby may be longer
+            has_all = all(held.rounds.applied >= standby.report.round for standby in members)
+        is_unknown = member is not None and member.is_restored and len(members) < len(replicas.in_sync)
+        if is_unknown and member is not None and self._now() - member.seen_at < self._cluster.lease_seconds:
+            raise TryAgain(f"the standbys of pserver {index} have not reported since the coordinator was restarted")
+        if has_all or not members:
             return
         self.suspect(index, replicas.incarnation, has_ended=request.previous == replicas.incarnation)
-        text = f"pserver {index} has lost updates that its standby holds, which replaces it"
-        raise TryAgain(text)
+        text = f"pserver {index} may be alive; if it is not, its standby replaces it, and this process follows then"
+        raise TryAgain(f"{text}: it does not hold all updates that the standby has received")
+
+    def _list_members(self, index: PserverIndex) -> list[Standby]:
+        """Return the living standbys in sync that hold the current attempt."""
+        leaders, attempt_id = self.standbys.find_leaders(index), self._cluster.run.record.attempt_id
+        found = [leaders[key] for key in self._cluster.registry.replicas[index].in_sync if key in leaders]
+        return [standby for standby in found if (standby.report.run, standby.report.attempt) == attempt_id]
 
     def _is_awaited(self, lost: PserverMember, request: RegisterPserver) -> bool:
         """Return whether a promoted pserver may return that has later updates than a process with its index."""
         is_older = request.previous < lost.record.promoted_at and (request.previous > 0 or request.held is not None)
         # One that was lost before it had the run has acknowledged nothing. A restarted coordinator may not know that.
         has_run = lost.is_restored or request.previous < self._cluster.run.holders.get(lost.info.index, 0)
-        return (
-            is_older and has_run and self._now() - lost.seen_at < self._cluster.run.settings.rejoin_timeout_seconds / 2
-        )
+        # A synchronous run goes back in the end; the pservers of an asynchronous one would miss contributions.
+        settings = self._cluster.run.settings
+        limit = settings.rejoin_timeout_seconds / (1 if settings.consistency.is_async else 2)
+        return is_older and has_run and self._now() - lost.seen_at < limit
 
     def list_suspected(self, unreachable: Mapping[PserverIndex, tuple[Incarnation, float]]) -> set[Key]:
         """Suspect the pservers that a trainer does not reach. Return those whose successors it should wait for."""
@@ -271,7 +284,7 @@ class FailOver:
         """Return the standbys that may hold every acknowledged update, the one with the newest round first."""
         run, leaders = self._cluster.run, self.standbys.find_leaders(index)
         if run.settings.is_replicated:
-            found = [leaders[key] for key in self._cluster.registry.replicas[index].in_sync if key in leaders]
+            found = self._list_members(index)
         else:
             newest = self._find_newest_received()
             found = [
