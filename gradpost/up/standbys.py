@@ -15,7 +15,7 @@ from .ending import describe_end
 
 CHECK_SECONDS = 0.5
 PROMOTION_SECONDS = 30.0  # after which a pserver counts as dead although a standby should have replaced it
-MAX_DEATHS = 10  # of the standbys of one pserver
+MAX_DEATHS = 10  # of the standbys of one pserver, before one of them is in sync
 
 
 class Standbys:
@@ -67,15 +67,20 @@ class Standbys:
                 if child.is_running and cluster.find_address(child) == pserver.address:
                     cluster.exchange(pserver.index, child)
                     break
+        for standby in status.standbys:
+            if standby.role == "in_sync":
+                self._num_deaths[standby.follows] = 0
         for child in [child for child in cluster.standbys if not child.is_running]:
             index = cluster.followed_by(child)
             self._num_deaths[index] += 1
             self._report_end(index, child)
-            self._report(f"{child.name} {describe_end(child.wait())}")
+            end = "" if self._num_deaths[index] <= MAX_DEATHS else "; no further one is started"
+            self._report(f"{child.name} {describe_end(child.wait())}{end}")
             cluster.standbys.remove(child)
         for pserver in status.pservers:
             # A process that starts would compete with the one that takes over.
-            is_serving = status.state == "training" and pserver.round > 0 and not status.waiting_for
+            has_served = pserver.round > 0 or self._num_deaths[pserver.index] > 0
+            is_serving = status.state == "training" and has_served and not status.waiting_for
             num_running = sum(cluster.followed_by(child) == pserver.index for child in cluster.standbys)
             is_alive = cluster.find_address(cluster.pservers[pserver.index]) == pserver.address
             if is_serving and is_alive and num_running < self._num and self._num_deaths[pserver.index] <= MAX_DEATHS:
