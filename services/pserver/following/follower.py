@@ -346,8 +346,8 @@ class Follower:
             self._compared_at, self._num_unchecked = now, 1  # after an error the next one is due as late
             try:
                 self._expected = await leader.read_digests(replica)
-            except TryAgain:
-                return  # the leader is busy
+            except (TryAgain, httpx.ReadTimeout):
+                return  # the leader is busy, or the stream ends
             self._comparison_seconds = asyncio.get_running_loop().time() - now
             self._num_unchecked = 0
         if self._expected is not None and self._expected.round <= replica.round:

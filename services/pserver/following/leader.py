@@ -17,6 +17,7 @@ from .replica import Replica
 
 SILENCE_SECONDS = 0.75  # the leader sends a record five times a second
 CONFIRM_SECONDS = 2.0
+DIGEST_SECONDS = 10.0  # during which a silent leader is not detected
 REPLY_SECONDS = 60.0  # for replies that the leader computes from its whole shard, after those of others
 CONNECT_SECONDS = 5.0
 
@@ -34,7 +35,7 @@ class Leader:
 
     async def read_digests(self, replica: Replica) -> ShardDigests:
         """Return the digests of the pserver's blocks after its newest round."""
-        return ShardDigests.from_answer(await self._get(routes.SHARD_DIGESTS, REPLY_SECONDS, **_identify(replica)))
+        return ShardDigests.from_answer(await self._get(routes.SHARD_DIGESTS, DIGEST_SECONDS, **_identify(replica)))
 
     async def confirm_updates(self, held: HeldUpdates) -> None:
         """Report the updates that this process holds."""
