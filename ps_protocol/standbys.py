@@ -79,6 +79,7 @@ class StandbyAnswer(Message):
 class StandbyStatus(StandbyProgress):
     """A standby as the coordinator knows it."""
 
+    instance: Instance
     address: BaseUrl
     heartbeat_age_seconds: Real
     role: Literal["following", "joining", "in_sync"] = Field(

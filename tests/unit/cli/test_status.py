@@ -59,7 +59,7 @@ def test_status_as_tables(run_command: RunCommand) -> None:
 
 
 def test_status_with_standbys(run_command: RunCommand) -> None:
-    values = {"follows": 0, "address": "http://127.0.0.1:2", "heartbeat_age_seconds": 0.5}
+    values = {"follows": 0, "instance": "5f0c" * 8, "address": "http://127.0.0.1:2", "heartbeat_age_seconds": 0.5}
     standbys = (
         StandbyStatus(**values, run="5f0c", round=1232, lag_rounds=2, lag_bytes=8192, lag_seconds=0.25, role="in_sync"),
         StandbyStatus(**values),
