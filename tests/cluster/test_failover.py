@@ -76,6 +76,39 @@ def test_a_killed_pserver_is_replaced_without_a_loss(kind: str, wiped: bool, tmp
         run.check_results()
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "clipped, with small types, overlap and AdamW": {
+        "kind": "decaying", "push_type": "topk", "pull_type": "int8",
+        "environment": {"GRADPOST_MAX_GRAD_NORM": "0.05", "GRADPOST_OVERLAP": "true"},
+    },
+    "local steps": {"push_type": "bfloat16", "environment": {"GRADPOST_LOCAL_STEPS": "4"}},
+}  # fmt: skip
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_fail_over_changes_no_bit_of_a_variant(variant: str, tmp_path: Path) -> None:
+    results = []
+    for is_disturbed in (False, True):
+        with replicated(160, pservers=1, **VARIANTS[variant]) as run:
+            if is_disturbed:
+                start_standbys(run)
+                run.kill(run.cluster.pservers[0])
+                wait_for_status(run, "incarnation 2")
+            results.append(run.results(90))
+    assert results[0] == results[1]
+    assert len(set(results[0])) == 1
+
+
+@pytest.mark.extended
+def test_no_step_of_stale_synchronous_training_is_lost_or_repeated() -> None:
+    with replicated(pservers=1, kind="counting", mode="ssp", max_staleness=1) as run:
+        start_standbys(run)
+        run.kill(run.cluster.pservers[0])
+        wait_for_status(run, "incarnation 2")
+        run.check_results()
+
+
 def test_each_pserver_is_replaced_in_turn(tmp_path: Path) -> None:
     with replicated(state_dir=tmp_path, **KINDS["sync"]) as run:
         start_standbys(run)
