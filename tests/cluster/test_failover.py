@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ps_protocol.errors import Unreachable
 from ps_protocol.messages import ClusterStatus
 from trainer_client.client.inspection import ClusterView
 
+from ..soaking import parametrize_sampled
 from . import faulty_run
 from .faulty_run import FaultyRun
 from .up_support import RunningUp, train_script, wait_until
@@ -61,8 +63,7 @@ def start_standbys(run: FaultyRun, num: int = 1) -> None:
     wait_for_status(run, f"in sync {num}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wiped", [False, True])
+@parametrize_sampled(("kind", "wiped"), product(KINDS, (False, True)), [("sync", True), ("async", False)])
 def test_a_killed_pserver_is_replaced_without_a_loss(kind: str, wiped: bool, tmp_path: Path) -> None:
     with replicated(pservers=1, state_dir=tmp_path, **KINDS[kind]) as run:
         start_standbys(run)
@@ -86,7 +87,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("variant", VARIANTS)
+@parametrize_sampled("variant", VARIANTS, [*VARIANTS][:1])
 def test_a_fail_over_changes_no_bit_of_a_variant(variant: str, tmp_path: Path) -> None:
     results = []
     for is_disturbed in (False, True):
@@ -132,7 +133,7 @@ def test_a_stopped_pserver_follows_its_successor(tmp_path: Path) -> None:
         run.check_results()
 
 
-@pytest.mark.parametrize("point", ["fence.before", "promote.before", "promote.after"])
+@parametrize_sampled("point", ["fence.before", "promote.before", "promote.after"], ["promote.before"])
 def test_a_coordinator_that_dies_during_a_fail_over_completes_it(point: str, tmp_path: Path) -> None:
     with replicated(pservers=1, state_dir=tmp_path, failpoints=f"{point}=kill", **KINDS["sync"]) as run:
         start_standbys(run)

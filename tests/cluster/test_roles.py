@@ -14,6 +14,7 @@ import pytest
 from ps_protocol.messages import ClusterStatus
 from trainer_client.testing import Child, LocalCluster
 
+from ..soaking import parametrize_sampled
 from . import faulty_run
 from .faulty_run import FaultyRun
 from .up_support import wait_until
@@ -71,7 +72,7 @@ def check_results(run: FaultyRun) -> None:
     assert not [line for line in run.lines if "the run is rolled back" in line]
 
 
-@pytest.mark.parametrize("former", ["dead", "following"])
+@parametrize_sampled("former", ["dead", "following"], ["following"])
 def test_the_promoted_process_leads_again_after_a_restart_of_all(
     former: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +88,7 @@ def test_the_promoted_process_leads_again_after_a_restart_of_all(
         check_results(run)
 
 
-@pytest.mark.parametrize("former", ["dead", "following"])
+@parametrize_sampled("former", ["dead", "following"], ["dead"])
 def test_a_process_with_an_older_folder_waits_for_the_promoted_one(
     former: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
