@@ -143,9 +143,14 @@ class FailOver:
 
     def _list_members(self, index: PserverIndex) -> list[Standby]:
         """Return the living standbys in sync that hold the current attempt."""
-        leaders, attempt_id = self.standbys.find_leaders(index), self._cluster.run.record.attempt_id
-        found = [leaders[key] for key in self._cluster.registry.replicas[index].in_sync if key in leaders]
-        return [standby for standby in found if (standby.report.run, standby.report.attempt) == attempt_id]
+        in_sync = self._cluster.registry.replicas[index].in_sync
+        return [standby for standby in self._list_replicas(index) if standby.report.instance in in_sync]
+
+    def _list_replicas(self, index: PserverIndex) -> list[Standby]:
+        """Return the living standbys that hold the current attempt."""
+        attempt_id = self._cluster.run.record.attempt_id
+        standbys = self.standbys.find_leaders(index).values()
+        return [standby for standby in standbys if (standby.report.run, standby.report.attempt) == attempt_id]
 
     def _is_awaited(self, lost: PserverMember, request: RegisterPserver) -> bool:
         """Return whether a promoted pserver may return that has later updates than a process with its index."""
@@ -282,16 +287,11 @@ class FailOver:
 
     def _list_candidates(self, index: PserverIndex) -> list[Standby]:
         """Return the standbys that may hold every acknowledged update, the one with the newest round first."""
-        run, leaders = self._cluster.run, self.standbys.find_leaders(index)
-        if run.settings.is_replicated:
+        if self._cluster.run.settings.is_replicated:
             found = self._list_members(index)
         else:
             newest = self._find_newest_received()
-            found = [
-                standby for standby in leaders.values()
-                if (standby.report.run, standby.report.attempt) == run.record.attempt_id
-                and standby.report.round >= newest
-            ]  # fmt: skip
+            found = [standby for standby in self._list_replicas(index) if standby.report.round >= newest]
         return sorted(found, key=lambda standby: standby.report.round, reverse=True)
 
     def _find_newest_received(self) -> Round:
