@@ -53,11 +53,14 @@ def find_incarnation(status: ClusterStatus) -> int:
     return max((p.incarnation for p in status.pservers if p.index == 0), default=0)
 
 
-def fail_over(run: FaultyRun) -> None:
-    """Kill pserver 0, which the process with index 2 replaces."""
+def fail_over(run: FaultyRun, former: str) -> None:
+    """Kill pserver 0, which the process with index 2 replaces. Its former process follows, or stays dead."""
     run.kill(run.cluster.pservers[0])
     assert wait_until(lambda: find_incarnation(run.cluster.status()) == 2, 30)
     run.wait_for_round(run.round_of(0) + 20)
+    if former == "following":
+        run.cluster.start_pserver(0)
+        wait_for_sync(run)
 
 
 def kill_all(run: FaultyRun) -> None:
@@ -77,10 +80,7 @@ def test_the_promoted_process_leads_again_after_a_restart_of_all(
     former: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_pods(tmp_path, monkeypatch) as run:
-        fail_over(run)
-        if former == "following":
-            run.cluster.start_pserver(0)
-            wait_for_sync(run)
+        fail_over(run, former)
         kill_all(run)
         for index in (0, 1, 2, 3):
             run.cluster.start_pserver(index)
@@ -93,10 +93,7 @@ def test_a_process_with_an_older_folder_waits_for_the_promoted_one(
     former: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_pods(tmp_path, monkeypatch) as run:
-        fail_over(run)
-        if former == "following":
-            run.cluster.start_pserver(0)
-            wait_for_sync(run)
+        fail_over(run, former)
         kill_all(run)
         assert wait_until(lambda: find_incarnation(run.cluster.status()) == 0, 30)
         for index in (0, 1, 3):

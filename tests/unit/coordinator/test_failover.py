@@ -25,7 +25,6 @@ from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.restore import RecordFile
 from services.coordinator.state.replicas import Replicas
-from services.coordinator.state.standbys import StandbyRegistry
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import GIVEN_KEY
 
@@ -414,60 +413,6 @@ async def test_a_promoted_standby_that_was_replaced_is_superseded() -> None:
         await cluster.beat("", incarnation=answer.incarnation)
         with raises_code("superseded"):
             await cluster.send(routes.REGISTER_PSERVER, registration("t", index=0, previous=2))
-
-
-@pytest.mark.parametrize("lost", ["run", "tail", "short"])
-async def test_a_restarted_pserver_that_lost_updates_is_replaced(lost: str) -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        held = {"run": None, "tail": hold(cluster.run, 0, 3), "short": hold(cluster.run, 0, is_short=True)}[lost]
-        with pytest.raises(TryAgain, match="does not hold all updates"):
-            await cluster.send(routes.REGISTER_PSERVER, registration("new", index=0, previous=1, held=held))
-        await eventually(cluster.is_replaced)
-
-
-async def test_a_restarted_pserver_with_less_than_a_member_is_replaced() -> None:
-    """After a power failure the end of its log is lost, which the standby may still hold."""
-    async with running("s") as cluster:
-        await cluster.join("s")
-        await cluster.report("s", round=APPLIED + 3)
-        request = registration("new", index=0, previous=1, held=hold(cluster.run, 0))
-        with pytest.raises(TryAgain, match="does not hold all updates"):
-            await cluster.send(routes.REGISTER_PSERVER, request)
-        await eventually(cluster.is_replaced)
-
-
-async def test_a_restarted_pserver_does_not_wait_for_a_member_without_the_current_attempt() -> None:
-    """It missed a rollback, as did its standby, which no fence could promote."""
-    async with running("s") as cluster:
-        await cluster.join("s")
-        await cluster.report("s", run=None, round=0)
-        request = registration("new", index=0, previous=1, held=hold(cluster.run, 7))
-        await cluster.send(routes.REGISTER_PSERVER, request)
-        assert cluster.replicas.leader == "pserver new"
-
-
-async def test_a_restarted_pserver_waits_until_its_members_have_reported_to_a_restarted_coordinator() -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        registry = cluster.coordinator.cluster.registry
-        member = replace(registry.members[0], is_restored=True)
-        cluster.coordinator.cluster.registry = replace(registry, members={**registry.members, 0: member})
-        cluster.coordinator.failover.standbys = StandbyRegistry()
-        request = registration("new", index=0, previous=1, held=hold(cluster.run, 0))
-        with pytest.raises(TryAgain, match="have not reported"):
-            await cluster.send(routes.REGISTER_PSERVER, request)
-        await cluster.report("s")
-        await cluster.send(routes.REGISTER_PSERVER, request)
-        assert cluster.replicas.leader == "pserver new"
-
-
-async def test_a_restarted_pserver_with_all_updates_continues_with_its_members() -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        request = registration("new", index=0, previous=1, held=hold(cluster.run, 0))
-        await cluster.send(routes.REGISTER_PSERVER, request)
-        assert (cluster.replicas.leader, cluster.replicas.in_sync) == ("pserver new", {"standby s"})
 
 
 async def test_the_answer_to_a_trainer_waits_for_the_successor() -> None:
