@@ -68,12 +68,20 @@ class _CloseAfterFailedHandshake:
             await self._stream.aclose()
 
 
-def make_control_client(tls: TlsFiles, tokens: TokenPair | None, *, with_system: bool = False) -> httpx.AsyncClient:
+def make_control_client(
+    tls: TlsFiles,
+    tokens: TokenPair | None,
+    *,
+    with_system: bool = False,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> httpx.AsyncClient:
     """Return a client that never uses a proxy. It has connections of its own: a tensor must not block a heartbeat.
 
-    `with_system` is as in `client_context`.
+    `with_system` is as in `client_context`. `transport` is another one than that of control messages.
     """
-    transport = ControlTransport(verify=client_context(tls, with_system=with_system), trust_env=False, limits=LIMITS)
+    if transport is None:
+        context = client_context(tls, with_system=with_system)
+        transport = ControlTransport(verify=context, trust_env=False, limits=LIMITS)
     auth = None if tokens is None else BearerAuth(tokens)
     return httpx.AsyncClient(transport=transport, auth=auth, trust_env=False, timeout=TIMEOUT)
 

@@ -9,7 +9,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 from weakref import WeakSet
@@ -28,6 +28,7 @@ from .stream import BodyReader, Headers, Sink, Stream, StreamResetError, content
 BODY_EXTENSION = "gradpost_body"  # memoryviews to be sent in this order, unchanged until the response is closed
 SINK_EXTENSION = "gradpost_sink"  # a `Sink` for the body of a 200 response; other bodies are read as usual
 LOCAL_EXTENSION = "gradpost_local"  # whether a response came over a Unix socket
+BODY_READER_EXTENSION = "gradpost_body_reader"  # the `ResponseBody` of a response
 
 CONNECT_SECONDS = 5.0
 PING_SECONDS = 5.0
@@ -48,10 +49,18 @@ class Http2Transport(httpx.AsyncBaseTransport):
     is tried there first, and made over TCP if the origin is on another host or uses TLS.
     """
 
-    def __init__(self, tls: TlsFiles = TlsFiles(), local: str | None = None) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self,
+        tls: TlsFiles = TlsFiles(),  # noqa: B008 - frozen
+        local: str | None = None,
+        *,
+        window: int = STREAM_WINDOW,
+    ) -> None:
+        """A smaller `window` makes each sender wait until its body is read: see `BodyReader`."""
         self._origins: dict[str, _Origin] = {}
         self._tls = tls
         self._local = local
+        self._window = window
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request and wait for the headers of its response. Raises httpx.TransportError and its children."""
@@ -73,7 +82,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
         target = _parse_target(method, url)
         origin = self._origins.get(target.origin)
         if origin is None:
-            origin = self._origins[target.origin] = _Origin(target.origin, self._tls, self._local)
+            origin = self._origins[target.origin] = _Origin(target.origin, self._tls, self._local, self._window)
         headers = [*target.headers, *headers]
         if num_bytes or method in ("POST", "PUT"):
             headers.append((b"content-length", b"%d" % num_bytes))
@@ -92,12 +101,17 @@ class Http2Transport(httpx.AsyncBaseTransport):
             if isinstance(error, StreamResetError):
                 raise _to_httpx_error(error) from error
             raise
+        response_body = ResponseBody(stream)
         [status] = [value for name, value in stream.headers if name == b":status"]
         return httpx.Response(
             int(status),
             headers=[header for header in stream.headers if header[0] != b":status"],
-            stream=_ResponseBody(stream),
-            extensions={"http_version": b"HTTP/2", LOCAL_EXTENSION: connection.is_local},
+            stream=response_body,
+            extensions={
+                "http_version": b"HTTP/2",
+                LOCAL_EXTENSION: connection.is_local,
+                BODY_READER_EXTENSION: response_body,
+            },
         )
 
     async def aclose(self) -> None:
@@ -107,8 +121,11 @@ class Http2Transport(httpx.AsyncBaseTransport):
         await asyncio.sleep(0)  # asyncio closes aborted transports in the loop's next turn, which may be its last
 
 
-class _ResponseBody(httpx.AsyncByteStream):
-    """The body of a response, empty if a sink receives it. Closing it releases the memory of request body and sink."""
+class ResponseBody(httpx.AsyncByteStream):
+    """The body of a response, empty if a sink receives it. Closing it releases the memory of request body and sink.
+
+    Its methods raise httpx.TransportError.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -116,29 +133,44 @@ class _ResponseBody(httpx.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         has_more = True
+        while has_more:
+            data, has_more = await self.read()
+            yield data
+
+    async def read(self) -> tuple[bytes, bool]:
+        """Return the next bytes, none if a sink receives them, and True if more may follow."""
         try:
-            while has_more:
-                if self._reader is not None:
-                    data, has_more = await self._reader.read()
-                    yield data
-                elif has_more := not self._stream.is_remote_closed:
-                    await self._stream.wait_for_change()
+            if self._reader is not None:
+                return await self._reader.read()
+            while not self._stream.is_remote_closed:
+                await self._stream.wait_for_change()
+            return b"", False
+        except StreamResetError as error:
+            raise _to_httpx_error(error) from error
+
+    async def read_into(self, buffer: memoryview, seconds: float) -> tuple[int, bool]:
+        """Receive the next bytes, without a copy: see `BodyReader.read_into`."""
+        assert self._reader is not None
+        try:
+            return await self._reader.read_into(buffer, seconds)
         except StreamResetError as error:
             raise _to_httpx_error(error) from error
 
     async def aclose(self) -> None:
+        """Implement `httpx.AsyncByteStream.aclose`."""
         self._stream.close()
 
 
 class _Origin:
     """A server, and the connection to it."""
 
-    def __init__(self, name: str, tls: TlsFiles, local: str | None) -> None:
+    def __init__(self, name: str, tls: TlsFiles, local: str | None, window: int) -> None:
         url = urlsplit(name)
         self._host, self._port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
         self._is_secure = url.scheme == "https"
         self._local = None if self._is_secure else local  # a Unix socket has no certificate
         self._tls = tls
+        self._make_connection = partial(ClientConnection, window)
         self._files = WatchedFiles(tls.paths)
         self._context: ssl.SSLContext | None = None
         self._connection: ClientConnection | None = None
@@ -186,7 +218,7 @@ class _Origin:
         with suppress(OSError):  # the socket is on another host, or gone
             connected = connect_locally(self._local)
             loop = asyncio.get_running_loop()
-            _, connection = await loop.create_unix_connection(ClientConnection, sock=connected)
+            _, connection = await loop.create_unix_connection(self._make_connection, sock=connected)
             connection.is_local = True
             return connection
         return None
@@ -195,7 +227,7 @@ class _Origin:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_SECONDS):
             transport, connection = await loop.create_connection(
-                ClientConnection, self._host, self._port, ssl=self._make_context()
+                self._make_connection, self._host, self._port, ssl=self._make_context()
             )
         if self._is_secure and transport.get_extra_info("ssl_object").selected_alpn_protocol() != "h2":
             transport.abort()
@@ -232,10 +264,10 @@ class ClientConnection(Connection):
     """The client's end: opens streams, as many at once as the server allows, and detects a dead server by pings."""
 
     preface = PREFACE
-    keeps_windows_full = True
 
-    def __init__(self) -> None:
-        super().__init__({frames.ENABLE_PUSH: 0}, STREAM_WINDOW)
+    def __init__(self, window: int = STREAM_WINDOW) -> None:
+        super().__init__({frames.ENABLE_PUSH: 0}, window)
+        self.keeps_windows_full = window == STREAM_WINDOW
         self.is_local = False  # over a Unix socket
         self.must_check_files = False  # of TLS; set periodically
         self._stream_may_open = asyncio.Event()

@@ -35,7 +35,7 @@ class Connection(asyncio.BufferedProtocol):
     """The common part of client and server. A subclass opens streams and interprets their headers."""
 
     preface: ClassVar[bytes]  # that this end sends first
-    keeps_windows_full: ClassVar[bool]  # restore streams' windows completely, whatever their sinks have room for
+    keeps_windows_full: bool  # restore streams' windows completely, whatever their sinks have room for
 
     def __init__(self, settings: Mapping[int, int], stream_window: int) -> None:
         """`settings` are sent to the peer, with a `stream_window` for each new stream."""

@@ -174,7 +174,7 @@ class BodyReader:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            while not stream.is_remote_closed and not self._unread:
+            while self._num_written < len(buffer) and not stream.is_remote_closed:
                 timer = loop.call_later(seconds, stream.notify)
                 try:
                     await stream.wait_for_change()
@@ -202,6 +202,8 @@ class BodyReader:
     def buffer_updated(self, num_bytes: int) -> None:
         """Implement `Sink.buffer_updated`."""
         self._num_written += num_bytes
+        if self._num_written == len(self._target):
+            self._stream.notify()
 
     def feed(self, data: memoryview) -> None:
         """Implement `Sink.feed`."""

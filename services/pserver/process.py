@@ -8,7 +8,9 @@ from contextlib import nullcontext
 
 import torch
 
+from ps_http2.client import Http2Transport
 from ps_http2.local_sockets import bind_locally, local_name
+from ps_http2.stream import MIN_WINDOW_BYTES
 from ps_protocol.vocabulary import PserverIndex
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import arm_failpoints
@@ -75,10 +77,13 @@ async def _serve_once(settings: PserverSettings, stop: asyncio.Event) -> tuple[i
                 await serve(app, settings, stop=stop, on_started=stay_registered, local=local)
                 exit_code = registration.exit_code
             else:
-                exit_code = await serve_follower(
-                    settings, stop, pserver=pserver, app=app, registration=registration, http=http, compute=compute,
-                    local=local,
-                )  # fmt: skip
+                # Its small window makes the leader wait, and not this process keep what it cannot apply yet.
+                transport = Http2Transport(settings.client_tls, window=MIN_WINDOW_BYTES) if settings.http2 else None
+                async with make_peer_client(settings, transport) as updates:
+                    exit_code = await serve_follower(
+                        settings, stop, pserver=pserver, app=app, registration=registration, http=http,
+                        updates=updates, compute=compute, local=local,
+                    )  # fmt: skip
     compute.close()
     if registration.next_role:
         disk.close()

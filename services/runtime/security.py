@@ -42,10 +42,13 @@ async def wait_for_token(settings: ServiceSettings, stop: asyncio.Event) -> bool
     return await TokenPair(settings.sent_token).wait_for_token(TOKEN_WAIT_SECONDS, log.info, stop.is_set)
 
 
-def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
-    """Return a client for the other services, which trusts `tls_ca` as well as the system's authorities."""
+def make_peer_client(settings: ServiceSettings, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
+    """Return a client for the other services, which trusts `tls_ca` as well as the system's authorities.
+
+    `transport` is another one than that of control messages.
+    """
     tokens = None if settings.sent_token is None else TokenPair(settings.sent_token, log.warning)
-    return make_control_client(settings.client_tls, tokens, with_system=True)
+    return make_control_client(settings.client_tls, tokens, with_system=True, transport=transport)
 
 
 def guard(app: FastAPI, settings: ServiceSettings, address: str) -> None:

@@ -62,13 +62,13 @@ class Ending:
     at: int
 
 
-def pack_prefix(mark: bytes, frame: Sequence[Buffer]) -> tuple[bytes, str]:
-    """Return the bytes before a frame, and the record's chain.
+def pack_prefix(mark: bytes, frame: Sequence[Buffer], chain: str | None = None) -> tuple[bytes, str]:
+    """Return the bytes before a frame, and the record's chain, which the caller may know.
 
     The digest in the prefix contains the mark, so that a new mark does not revive old records.
     """
-    chain = digest_chunks(frame)
-    return PREFIX.pack(mark, sum(map(len, frame)), _digest_prefix(mark, chain.digest())), chain.hexdigest()
+    chain = chain or digest_chunks(frame).hexdigest()
+    return PREFIX.pack(mark, sum(map(len, frame)), _digest_prefix(mark, bytes.fromhex(chain))), chain
 
 
 def _digest_prefix(mark: bytes, content: Buffer) -> bytes:
@@ -91,12 +91,12 @@ def parse_record(prefix: bytes, body: memoryview, begin: int) -> Record | None:
     return Record(begin, begin + PREFIX.size + length, frame, body, chain)
 
 
-def append_record(fd: int, at: int, mark: bytes, frame: Sequence[Buffer]) -> tuple[int, str]:
+def append_record(fd: int, at: int, mark: bytes, frame: Sequence[Buffer], chain: str | None = None) -> tuple[int, str]:
     """Write a record after the last one, which ends `at`. Returns where the record ends, and its chain.
 
     All or nothing while the process lives: on an OSError (such as a full disk) the file ends where it ended before.
     """
-    prefix, chain = pack_prefix(mark, frame)
+    prefix, chain = pack_prefix(mark, frame, chain)
     try:
         return _write_all(fd, at, [prefix, *frame]), chain
     except BaseException:

@@ -142,12 +142,15 @@ class UpdateLog:
         header = encode_header([("gradient", "F32", (num_elements,))], metadata)
         self.append_frame(update.round, [header, *gradient])
 
-    def append_frame(self, round_: Round, frame: Sequence[Buffer]) -> None:
-        """Write an update as `append` does: the frame of a record, which may be that of another process."""
+    def append_frame(self, round_: Round, frame: Sequence[Buffer], chain: str | None = None) -> None:
+        """Write an update as `append` does: the frame of a record, which may be that of another process.
+
+        `chain` is that of the record, if it is known.
+        """
         assert self._newest is not None
         segment, fd = self._newest
         reach_failpoint("log.append.before")
-        end, chain = append_record(fd, self.num_bytes, segment.mark, frame)
+        end, chain = append_record(fd, self.num_bytes, segment.mark, frame, chain)
         if self._durability == "fsync":
             self._sync(fd)
         self.tail = Tail(segment, end, round_, chain)

@@ -6,9 +6,9 @@
                             └──────────────┴── another attempt, other updates, damage, a difference
 
 The updates of another incarnation are continued if its log contains the newest update of the replica. With durability
-`replicated` the leader acknowledges an update once this process confirms that it is in its log. After a fence nothing
-of that incarnation is confirmed or applied: the replica stays as it is until it is promoted, or a later incarnation is
-named.
+`replicated` the leader acknowledges an update once this process confirms that it is in memory. After a fence nothing
+of that incarnation is received or confirmed. The fence is answered once the replica has applied what it had confirmed,
+and the replica stays as it is until it is promoted, or a later incarnation is named.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
 from ..durable.checkpoint_writer import CheckpointWriter
-from ..durable.record_stream import End, Idle, Received, RecordParser
+from ..durable.record_stream import End, Idle
 from ..durable.records import Record
+from ..durable.update_log import LoggedUpdate
 from ..pserver import Pserver
 from ..waits import wait_for_any
 from .lag import Lag
@@ -63,9 +64,11 @@ class Follower:
         index: PserverIndex,
         pserver: Pserver,
         http: httpx.AsyncClient,
+        updates: httpx.AsyncClient,
         compute: ComputeExecutor,
         metrics: StandbyMetrics,
     ) -> None:
+        """`http` and `updates` are the clients of a `Leader`."""
         assert pserver.disk is not None
         self.index = index
         self.instance = pserver.instance
@@ -79,13 +82,15 @@ class Follower:
         self._pserver = pserver
         self._disk = pserver.disk
         self._http = http
+        self._updates = updates
         self._compute = compute
         self._metrics = metrics
         self._is_named = asyncio.Event()  # another leader, or the first one
         self._writer: CheckpointWriter | None = None  # of the newest replica
-        self._fenced: Incarnation = 0  # no update of this incarnation, or an earlier one, is applied or confirmed
+        self._fenced: Incarnation = 0  # no update of this incarnation, or an earlier one, is received or confirmed
         self._updating = asyncio.Lock()  # held while an update is logged and applied
-        self._is_held = asyncio.Event()  # another update is in the log of the replica
+        self._is_held = asyncio.Event()  # another update is in memory
+        self._is_applied = asyncio.Event()  # another update is applied, or none of those in memory will be
         self._expected: ShardDigests | None = None  # those of the leader, for a round that comes
         self._num_unchecked = 0
         self._compared_at = -IDLE_COMPARISON_SECONDS
@@ -153,6 +158,7 @@ class Follower:
     def _discard_replica(self, reason: Exception) -> None:
         replica, self.replica = self.replica, None
         self._expected = None
+        self._is_applied.set()
         if replica is not None:
             log.warning("the replica is discarded; it begins with another copy", round=replica.round)
             replica.end(reason)
@@ -179,10 +185,13 @@ class Follower:
             text = f"this standby follows a later incarnation of pserver {self.index}"
             raise StalePserver(text, current=installed.incarnation)
         self._fenced = max(self._fenced, message.incarnation)
+        while self.replica is replica and replica.round < replica.held:  # these updates may be confirmed already
+            self._is_applied.clear()
+            await self._is_applied.wait()
         async with self._updating:
-            pass  # an update that may be confirmed already is applied first
-        if self.replica is not replica:
-            text = "the replica was damaged by its last update"
+            pass  # the last of them may be due for a checkpoint
+        if self.replica is not replica or replica.round < replica.confirmed:
+            text = "the replica lacks an update that it has confirmed"
             raise NotReady(text, waiting_for=f"a copy of the shard of pserver {self.index}")
         log.info("the standby is fenced", pserver=self.index, incarnation=message.incarnation, round=replica.round)
         return replica
@@ -211,7 +220,7 @@ class Follower:
         """Follow this leader until its stream ends or the coordinator names another one."""
         assert named.leader is not None
         self._check_fence(named.incarnation)
-        leader = Leader(named.leader, self._http)
+        leader = Leader(named.leader, self._http, self._updates)
         served = await leader.read_run()
         if served.installed.incarnation != named.incarnation:
             text = f"pserver {self.index} at {named.leader} is not the incarnation that the coordinator named"
@@ -243,12 +252,11 @@ class Follower:
         log.info("replica copied", pserver=self.index, run=installed.run, round=replica.round, bytes=len(data))
 
     async def _apply_updates(self, leader: Leader, installed: InstallRun, named: StandbyAnswer) -> NoReturn:
-        """Log and apply each update while the next one, and no more, is received.
+        """Confirm, log and apply each update while the next one, and no more, is received.
 
         The replica is one of the leader's incarnation once the leader's log has confirmed its newest update.
         """
         replica = self.run
-        parser = RecordParser(replica.max_record_bytes, replica.chain)
         handling: asyncio.Task[None] | None = None
         confirming: asyncio.Task[None] | None = None
         try:
@@ -258,10 +266,13 @@ class Follower:
                     replica.installed, self.lost = installed, 0
                     if confirming is None and replica.installed.durability == "replicated":
                         confirming = asyncio.create_task(self._confirm_updates(leader, replica))
-                    for received in parser.feed(part):
+                    for received in part:
+                        self._check_fence(named.incarnation)
+                        update = replica.hold_update(received) if isinstance(received, Record) else None
+                        self._is_held.set()
                         if handling is not None:
                             await handling
-                        handling = asyncio.create_task(self._handle_record(received, replica, leader))
+                        handling = asyncio.create_task(self._handle_record(received, update, replica, leader))
                     self._check_leader(named)
         except asyncio.CancelledError:
             if handling is not None:
@@ -270,8 +281,12 @@ class Follower:
         finally:
             if confirming is not None:
                 confirming.cancel()
-            if handling is not None:
-                await handling
+            try:
+                if handling is not None:
+                    await handling
+            finally:
+                replica.held = replica.round
+                self._is_applied.set()
         raise httpx.RemoteProtocolError(f"the stream of pserver {self.index} has ended without a reason")
 
     def _check_leader(self, named: StandbyAnswer) -> None:
@@ -282,10 +297,10 @@ class Follower:
             raise StalePserver(f"pserver {self.index} has another incarnation now", current=newest.incarnation)
 
     async def _confirm_updates(self, leader: Leader, replica: Replica) -> None:
-        """Confirm the newest logged update, with one request at a time, until cancelled or fenced."""
+        """Confirm the newest update in memory, with one request at a time, until cancelled or fenced."""
         installed, confirmed = replica.installed, -1
-        while installed.incarnation > self._fenced and (newest := replica.storage.newest_update) is not None:
-            if newest[0] == confirmed:
+        while installed.incarnation > self._fenced:
+            if replica.held == confirmed:
                 self._is_held.clear()
                 await self._is_held.wait()
                 continue
@@ -294,15 +309,18 @@ class Follower:
                 attempt=installed.attempt,
                 incarnation=installed.incarnation,
                 instance=self.instance,
-                round=newest[0],
+                round=replica.held,
             )
+            replica.confirmed = max(replica.confirmed, held.round)
             try:
                 await leader.confirm_updates(held)
                 confirmed = held.round
             except (httpx.TransportError, ValueError, GradpostError):
                 await asyncio.sleep(CONFIRMATION_RETRY_SECONDS)
 
-    async def _handle_record(self, received: Received, replica: Replica, leader: Leader) -> None:
+    async def _handle_record(
+        self, received: Record | Idle | End, update: LoggedUpdate | None, replica: Replica, leader: Leader
+    ) -> None:
         if isinstance(received, End):
             raise received.reason
         now = asyncio.get_running_loop().time()
@@ -310,18 +328,17 @@ class Follower:
             self._logged = ""
             self.lag.note_leader(received.round, now)
         else:
+            assert update is not None
             async with self._updating:
-                self._check_fence(replica.installed.incarnation)
-                await self._apply(received, replica)
+                await self._apply(update, received, replica)
         await self._compare_if_due(replica, leader, now, is_idle=isinstance(received, Idle))
 
-    async def _apply(self, record: Record, replica: Replica) -> None:
-        """Log an update, from which on it is confirmed, and apply it."""
+    async def _apply(self, update: LoggedUpdate, record: Record, replica: Replica) -> None:
+        """Log an update and apply it."""
         try:
-            update = await replica.log_update(record)
+            await replica.log_update(update, record)
         except OSError as error:
             raise TryAgain(f"the standby cannot log an update of pserver {self.index}: {error}") from error
-        self._is_held.set()
         try:
             await replica.apply(update, record)
         except Exception as error:
@@ -330,6 +347,7 @@ class Follower:
                 raise
             log.exception("an update cannot be applied", round=replica.round)
             raise TryAgain(f"an update of pserver {self.index} cannot be applied: {error}") from error
+        self._is_applied.set()
         self._num_unchecked += 1
         self._metrics.updates.inc()
         self.lag.note_applied(replica.round, record.end - record.begin)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx
 
 from ps_config.control_client import may_be_problem, raise_for_problem, send_message
+from ps_http2.client import BODY_READER_EXTENSION, ResponseBody
 from ps_protocol import routes
 from ps_protocol.errors import BadInput, StalePserver
 from ps_protocol.standbys import HeldUpdates, ServedRun, ShardDigests
 from ps_protocol.vocabulary import Incarnation
 
+from ..durable.record_stream import Received, RecordParser
 from .replica import Replica
 
 SILENCE_SECONDS = 0.75  # the leader sends a record five times a second
@@ -20,14 +23,17 @@ CONFIRM_SECONDS = 2.0
 DIGEST_SECONDS = 10.0  # during which a silent leader is not detected
 REPLY_SECONDS = 60.0  # for replies that the leader computes from its whole shard, after those of others
 CONNECT_SECONDS = 5.0
+DIRECT_BYTES = 64 * 1024  # of a record, from which on it is received without a copy
 
 
 class Leader:
     """The pserver at an address. Methods raise the error that it answers, httpx.TransportError and ValueError."""
 
-    def __init__(self, address: str, http: httpx.AsyncClient) -> None:
+    def __init__(self, address: str, http: httpx.AsyncClient, updates: httpx.AsyncClient) -> None:
+        """`updates` is the client for the stream of updates, which may use an `Http2Transport`."""
         self._address = address
         self._http = http
+        self._updates = updates
 
     async def read_run(self) -> ServedRun:
         """Return the run that the pserver serves."""
@@ -65,20 +71,48 @@ class Leader:
 
     async def read_updates(
         self, replica: Replica, instance: str, incarnation: Incarnation
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the stream of the updates behind those of a replica, which is that of the standby `instance`.
+    ) -> AsyncGenerator[Iterator[Received], None]:
+        """Yield the updates behind those of a replica, whenever bytes arrive, to the standby `instance`.
 
-        `incarnation` is that of the leader. httpx.ReadTimeout is a leader that hangs.
+        `incarnation` is that of the leader. A record is valid until the second one after it is read. Raises BadInput
+        for a damaged stream. httpx.ReadTimeout is a leader that hangs.
         """
         query: dict[str, Any] = {**_identify(replica), "after": replica.round, "standby": instance}
         if replica.chain is not None:
             query["digest"] = replica.chain
-        timeout = httpx.Timeout(SILENCE_SECONDS)
-        async with self._http.stream("GET", self._address + routes.UPDATES, params=query, timeout=timeout) as response:
-            await _raise_for_answer(response)
-            _check_incarnation(response, incarnation)
-            async for part in response.aiter_raw():
-                yield part
+        parser = RecordParser(replica.max_record_bytes, replica.chain)
+        url, timeout = self._address + routes.UPDATES, httpx.Timeout(SILENCE_SECONDS)
+        request = self._updates.build_request("GET", url, params=query, timeout=timeout)
+        try:
+            response = await asyncio.wait_for(self._updates.send(request, stream=True), SILENCE_SECONDS)
+            try:
+                await _raise_for_answer(response)
+                _check_incarnation(response, incarnation)
+                async for received in _receive(response, parser):
+                    yield received
+            finally:
+                await response.aclose()
+        except TimeoutError:
+            raise httpx.ReadTimeout("the pserver is silent") from None
+
+
+async def _receive(response: httpx.Response, parser: RecordParser) -> AsyncGenerator[Iterator[Received], None]:
+    """Yield records as their bytes arrive. Over HTTP/2 the next ones are sent once these have been taken."""
+    body: ResponseBody | None = response.extensions.get(BODY_READER_EXTENSION)
+    if body is None:
+        async for part in response.aiter_raw():
+            yield parser.feed(part)
+        return
+    has_more = True
+    while has_more:
+        async with asyncio.timeout(SILENCE_SECONDS):
+            if len(room := parser.room) < DIRECT_BYTES:
+                data, has_more = await body.read()
+                received = parser.feed(data)
+            else:
+                num_bytes, has_more = await body.read_into(room, SILENCE_SECONDS / 2)
+                received = parser.fill(num_bytes)
+        yield received
 
 
 def _check_incarnation(response: httpx.Response, incarnation: Incarnation) -> None:

@@ -35,6 +35,7 @@ async def serve_follower(
     app: FastAPI,
     registration: Registration,
     http: httpx.AsyncClient,
+    updates: httpx.AsyncClient,
     compute: ComputeExecutor,
     local: socket.socket | None = None,
 ) -> int:
@@ -45,7 +46,7 @@ async def serve_follower(
     assert settings.follow is not None
     metrics = ServiceMetrics("standby")
     async with asyncio.TaskGroup() as tasks:
-        follower = Follower(settings.follow, pserver, http, compute, StandbyMetrics(metrics.registry))
+        follower = Follower(settings.follow, pserver, http, updates, compute, StandbyMetrics(metrics.registry))
         reports = Reports(follower, settings, http)
 
         def begin_heartbeats(answer: PserverRegistered) -> None:

@@ -66,6 +66,8 @@ class Replica:
         self.shard = restored.shard
         self.history = restored.history
         self.chain = restored.chain  # of the newest update; None if the leader does not know it
+        self.held: Round = self.round  # the newest update that is in memory, to be logged and applied
+        self.confirmed: Round = 0  # the newest update that the leader may count on
         self.storage = storage
         self.writer = CheckpointWriter(storage, installed.checkpoint_rounds, metrics)
         self._compute = compute
@@ -103,19 +105,26 @@ class Replica:
 
     # ------------------------------------------------------------------ updates
 
-    async def log_update(self, record: Record) -> LoggedUpdate:
-        """Write the next update to the log and return it. After an error nothing has changed.
+    def hold_update(self, record: Record) -> LoggedUpdate:
+        """Return the next update, which is held from now on. After an error nothing has changed.
 
-        Raises BadInput (`malformed_frame`) for another update, UnsupportedFormat, and OSError.
+        Raises BadInput (`malformed_frame`) for another update, and UnsupportedFormat.
         """
-        update, newest = LoggedUpdate.from_record(record), self.storage.newest_update
-        if newest is None or not newest[0] == self.round == update.round - 1:
+        update = LoggedUpdate.from_record(record)
+        if update.round != self.held + 1:
             raise BadInput(
                 f"an update of pserver {self.index} is not the next one",
-                code="malformed_frame", expected=f"round {self.round + 1}", actual=f"round {update.round}",
+                code="malformed_frame", expected=f"round {self.held + 1}", actual=f"round {update.round}",
             )  # fmt: skip
-        await self._run(self.storage.log.append_frame, update.round, [record.body])
+        self.held = update.round
         return update
+
+    async def log_update(self, update: LoggedUpdate, record: Record) -> None:
+        """Write the next update to the log. Raises OSError, after which nothing has changed."""
+        newest = self.storage.newest_update
+        assert newest is not None
+        assert newest[0] == self.round == update.round - 1
+        await self._run(self.storage.log.append_frame, update.round, [record.body], record.chain)
 
     async def apply(self, update: LoggedUpdate, record: Record) -> None:
         """Apply an update that was logged. After an error the replica must not be used any more."""

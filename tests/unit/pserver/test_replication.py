@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -82,7 +83,10 @@ class Reader:
         self.num_parts += 1
         if self._is_stream and self.status == 200:
             self.raw += message.get("body", b"")
-            self.received += self._parser.feed(message.get("body", b""))
+            for received in self._parser.feed(message.get("body", b"")):
+                if isinstance(received, Record):  # whose memory is reused
+                    received = replace(received, body=memoryview(bytearray(received.body)))
+                self.received.append(received)
             self.chain = self._parser.chain
         else:
             self.body += message.get("body", b"")

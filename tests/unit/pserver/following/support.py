@@ -12,6 +12,8 @@ import httpx
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ps_http2.client import Http2Transport
+from ps_http2.stream import MIN_WINDOW_BYTES
 from ps_protocol.errors import StaleRun
 from ps_protocol.membership import PserverRegistered
 from ps_protocol.routes import HELD_UPDATES
@@ -45,7 +47,8 @@ class Standby:
         self.compute = ComputeExecutor()
         metrics = PserverMetrics(CollectorRegistry(), self.compute)
         self.pserver = Pserver(self.compute, metrics, LIMITS, disk=Disk(folder))
-        self.follower = Follower(0, self.pserver, http, self.compute, StandbyMetrics(self.registry))
+        self.updates = httpx.AsyncClient(transport=Http2Transport(window=MIN_WINDOW_BYTES))
+        self.follower = Follower(0, self.pserver, http, self.updates, self.compute, StandbyMetrics(self.registry))
         self.promoted: list[PserverRegistered] = []
         self.promotion = Promotion(
             self.follower, self.pserver, http2=True, local=None,
@@ -88,6 +91,7 @@ class Standby:
 
     async def close(self) -> None:
         await self.stop()
+        await self.updates.aclose()
         if self.follower._writer is not None:
             await self.follower._writer.wait_for_writes()
         self.compute.close()

@@ -220,7 +220,7 @@ async def test_a_missing_record_is_damage(tmp_path: Path) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await b.play_rounds(1, 2)
         await standby.catch_up()
-        standby.replica.shard.version = 1  # so that the next record seems to skip a round
+        standby.replica.held = 1  # so that the next record seems to skip a round
         await b.play_round(3)
         await until(lambda: standby.count("copies") == 2)
         await standby.catch_up()
@@ -304,7 +304,7 @@ async def test_a_run_without_a_log_is_refused(tmp_path: Path) -> None:
 async def test_a_copy_of_another_shard_is_refused(tmp_path: Path) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await standby.catch_up()
-        data = await leading.Leader(standby.address, standby.follower._http).read_copy("run1", 0)
+        data = await leading.Leader(standby.address, standby.follower._http, standby.updates).read_copy("run1", 0)
         with pytest.raises(BadInput, match="another shard"):
             restore_copy(b.install, 1, data)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,45 @@ async def test_an_update_that_cannot_be_logged_is_received_again(
 
 
 # ---------------------------------------------------------------------- the fence
+
+
+async def test_a_fence_is_answered_once_all_that_was_confirmed_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following_bench(tmp_path, durability="replicated") as (b, standby):
+        await standby.catch_up()
+        log, may_write = standby.replica.storage.log, threading.Event()
+        append = log.append_frame
+
+        def append_later(*args: Any) -> None:
+            assert may_write.wait(10)
+            append(*args)
+
+        monkeypatch.setattr(log, "append_frame", append_later)
+        monkeypatch.setattr("services.pserver.shard.shard.SMALL_ELEMENTS", 0)  # the write blocks its thread only
+        await b.play_rounds(1, 2)
+        await until(lambda: standby.confirmed and standby.confirmed[-1].round == 2)
+        fence = asyncio.create_task(standby.promotion.fence(FENCE))
+        await until(lambda: standby.follower.is_fenced)
+        assert (fence.done(), standby.replica.round) == (False, 0)
+        may_write.set()
+        assert (await fence).held.rounds.applied == 2
+
+
+async def test_a_standby_that_cannot_log_what_it_has_confirmed_refuses_the_fence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following_bench(tmp_path, durability="replicated") as (b, standby):
+        await standby.catch_up()
+        with monkeypatch.context() as patch:
+            patch.setattr(standby.replica.storage.log, "append_frame", failing(OSError("No space left on device")))
+            await b.play_round(1)
+            await until(lambda: standby.confirmed and standby.confirmed[-1].round == 1)
+            await until(lambda: standby.has_failed("No space left"))
+            late = await refused("not_ready", standby.promotion.fence(FENCE))
+            assert "lacks an update that it has confirmed" in str(late)
+        lead_again(standby, 2)  # the leader has not died
+        await standby.catch_up()
 
 
 async def test_a_fenced_standby_confirms_and_applies_nothing_until_a_later_incarnation_is_named(tmp_path: Path) -> None:
