@@ -22,6 +22,8 @@ from ps_protocol.vocabulary import Round
 
 LATE_SECONDS = 2.0  # for which an update may wait for a standby that counts as connected
 PROMPT_SECONDS = 0.5  # between an update and its confirmation by a standby that may become a required one
+CATCH_UP_SECONDS = 0.25  # for which an update waits for a standby that catches up
+JOINING_SECONDS = 60.0  # after a stream was opened, in which updates wait for its standby to catch up
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +33,7 @@ class StandbyStream:
     instance: Instance
     target: Round  # once it is confirmed, the standby has needed the time since `target_since`
     target_since: float
+    joins_until: float
     begin: Round | None = None  # the first confirmed round, which a copy may contain
     held: Round = -1
     is_prompt: bool = False  # it confirms updates in time
@@ -74,7 +77,7 @@ class StandbyConfirmations:
     def open_stream(self, instance: Instance) -> StandbyStream:
         """Add the stream of a standby, in place of an earlier one."""
         now = asyncio.get_running_loop().time()
-        self._streams[instance] = stream = StandbyStream(instance, self._newest, now)
+        self._streams[instance] = stream = StandbyStream(instance, self._newest, now, now + JOINING_SECONDS)
         self._note_change()
         return stream
 
@@ -145,6 +148,22 @@ class StandbyConfirmations:
         if self._change is None:
             self._change = asyncio.get_running_loop().create_future()
         await asyncio.wait([self._change], timeout=seconds)
+
+    async def wait_for_joining(self, round_: Round) -> None:
+        """Wait at most `CATCH_UP_SECONDS` for standbys that are not required yet to confirm the round before this one.
+
+        Otherwise a standby that is slower than this pserver would never catch up.
+        """
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        until = now + CATCH_UP_SECONDS
+        while now < until and any(self._is_behind(stream, round_ - 1, now) for stream in self._streams.values()):
+            await self.wait_for_change(until - now)
+            now = loop.time()
+
+    def _is_behind(self, stream: StandbyStream, round_: Round, now: float) -> bool:
+        is_joining = stream.instance not in self.required.instances and now < stream.joins_until
+        return is_joining and stream.begin is not None and stream.held < round_
 
     def wake(self) -> None:
         """Make every waiting task check its condition again."""

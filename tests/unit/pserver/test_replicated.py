@@ -21,7 +21,7 @@ from ps_protocol.routes import SLOTS as READ_SLOTS
 from ps_protocol.vocabulary import Mode
 from services.pserver import replication
 from services.pserver.durable.replay import replay_update
-from services.pserver.run import context, run
+from services.pserver.run import context, run, standbys
 from services.pserver.run.asynchronous import queue_executor
 from services.pserver.shard import shard as shard_module
 
@@ -415,6 +415,38 @@ async def test_a_standby_counts_as_connected_once_it_confirms_in_time(
         assert not is_connected_after(0.4, 25, 19)  # it has 20 later than in time
         assert not is_connected_after(0.4, 30, 24)
         assert is_connected_after(0.4, 40, 33)
+
+
+async def test_an_update_waits_for_a_standby_that_catches_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with replicated(tmp_path, requires=()) as (b, standby):
+        monkeypatch.setattr(standbys, "CATCH_UP_SECONDS", 30.0)
+        await contribute(b, 1)
+        await b.get(0, 1)  # the standby has confirmed round 0
+        await contribute(b, 2)
+        get = begin(b.get(0, 2))
+        assert await is_waiting(get)
+        await standby.confirm(1)
+        await get
+        monkeypatch.setattr(standbys, "CATCH_UP_SECONDS", 0.0)
+        await contribute(b, 3)
+        await b.get(0, 3)
+        monkeypatch.setattr(standbys, "CATCH_UP_SECONDS", 30.0)
+        [stream] = b.run.context.standbys._streams.values()
+        stream.joins_until = 0.0  # it has had its time
+        await contribute(b, 4)
+        await b.get(0, 4)
+
+
+async def test_a_push_waits_for_a_standby_that_catches_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with replicated(tmp_path, "async", requires=()) as (b, standby):
+        monkeypatch.setattr(standbys, "CATCH_UP_SECONDS", 30.0)
+        for rank in (0, 1):
+            await b.get(rank, 0)
+        await b.push(0, 1)
+        push = begin(b.push(1, 1))
+        assert await is_waiting(push)
+        await standby.confirm(1)
+        await push
 
 
 async def test_refused_confirmations(tmp_path: Path) -> None:

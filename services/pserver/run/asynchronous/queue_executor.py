@@ -159,6 +159,8 @@ class QueueExecutor:
         self._metrics.held_seconds.observe(loop.time() - begin)
         if logging is not None:
             await asyncio.shield(logging)  # the task belongs to the run: this client may disconnect
+            if (standbys := self._context.standbys) is not None:
+                await standbys.wait_for_joining(self.schedule.num_committed)
         await self._context.wait_until_held(wait_seconds=HELD_SECONDS)
 
     def _make_hold_error(self, blocks: Iterable[str]) -> GradpostError:

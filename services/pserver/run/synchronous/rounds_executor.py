@@ -168,7 +168,9 @@ class RoundsExecutor:
                     await self._context.run_update(self._work.clip, coefficient)
                 reply = await self._step_when_logged(apply)
                 await self._snapshot_if_due(apply)
-            await self._context.wait_until_held(apply.round)
+            if (standbys := self._context.standbys) is not None:
+                await standbys.wait_for_joining(apply.round)
+                await self._context.wait_until_held(apply.round)
             await self._finish_round(apply, reply)
 
     async def _revoke_reply(self) -> None:
