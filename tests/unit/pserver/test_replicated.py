@@ -141,6 +141,7 @@ async def test_no_read_shows_an_update_before_it_is_held(tmp_path: Path, mode: M
             await contribute(b, 1)
             update = begin(b.get(1, 1))
         await standby.reader.wait_for_round(1)
+        await until(lambda: b.run.storage.newest_logged == 1)
         reading = early or begin(READS[what](b))
         assert await is_waiting(reading)
         await standby.confirm(1)
