@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections import deque
 from collections.abc import Callable
@@ -400,11 +401,14 @@ class Pserver:
         if self._run is not None:
             await self._run.stop()
 
-    def handle_heartbeat_reply(self, reply: PserverHeartbeatReply, heartbeat: PserverHeartbeat) -> None:
+    def handle_heartbeat_reply(
+        self, reply: PserverHeartbeatReply, heartbeat: PserverHeartbeat, *, lease_until: float = math.inf
+    ) -> None:
         """Note the coordinator's notice, required standbys and complete checkpoints, in answer to this heartbeat."""
         run = self._run
         if run is None:
             return
+        run.context.renew_lease(lease_until)
         if heartbeat.run == run.installed.run:
             self._require_standbys(reply.required)
         run.context.notice = reply.notice

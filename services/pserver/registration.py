@@ -141,7 +141,7 @@ class Registration:
         now = asyncio.get_running_loop().time
         while not stop.is_set():
             self._pserver.heartbeat_is_due.clear()
-            heartbeat = self._pserver.make_heartbeat()
+            heartbeat, sent_at = self._pserver.make_heartbeat(), now()
             try:
                 reply = PserverHeartbeatReply.from_answer(await self._post(path, heartbeat))
             except StalePserver as error:
@@ -162,7 +162,8 @@ class Registration:
             else:
                 is_failing = False
                 alone = None
-                self._pserver.handle_heartbeat_reply(reply, heartbeat)
+                lease_until = sent_at + registered.lease_seconds
+                self._pserver.handle_heartbeat_reply(reply, heartbeat, lease_until=lease_until)
                 if reply.stop and self._settings.exit_when_done:
                     self._exit(reply.exit_code, stop)
             period = heartbeat_period(registered.lease_seconds)

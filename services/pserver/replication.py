@@ -107,6 +107,7 @@ class UpdateStream(Response):
 
     def _begin_confirmations(self, left: asyncio.Task[None]) -> None:
         """Let the standby confirm updates until it has left, or the stream is over and cancels `left`."""
+        self._context.is_followed |= self._standby is not None
         if self._standby is not None and (standbys := self._context.standbys) is not None:
             stream = standbys.open_stream(self._standby)
             left.add_done_callback(lambda _: standbys.close_stream(stream))

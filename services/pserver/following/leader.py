@@ -84,7 +84,8 @@ class Leader:
         url, timeout = self._address + routes.UPDATES, httpx.Timeout(SILENCE_SECONDS)
         request = self._updates.build_request("GET", url, params=query, timeout=timeout)
         try:
-            response = await asyncio.wait_for(self._updates.send(request, stream=True), SILENCE_SECONDS)
+            async with asyncio.timeout(SILENCE_SECONDS):
+                response = await self._updates.send(request, stream=True)
             try:
                 await _raise_for_answer(response)
                 _check_incarnation(response, incarnation)

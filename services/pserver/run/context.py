@@ -37,6 +37,7 @@ from ..shard.bodies import BufferPool
 from ..shard.history import History
 from ..shard.shard import Shard
 from ..shard.tensors import StagedBlock
+from ..waits import wait_for_any
 from .schedule import Read, Schedule, Wait, name_trainers
 from .staging import Admission, check_member
 from .standbys import LATE_SECONDS, StandbyConfirmations
@@ -83,11 +84,14 @@ class RunContext:
     writer: CheckpointWriter
     membership: Membership
     standbys: StandbyConfirmations | None = None  # with durability `replicated`
+    is_followed: bool = False  # a standby has had a stream of updates, and may be promoted without confirmations
+    lease_until: float = math.inf  # a time of the loop's clock
     failure: GradpostError | None = None  # the reason that has ended the run
     is_readable: bool = False  # True once all initial values have arrived
     notice: str = ""  # the notice of the coordinator about lost trainers
     condition: asyncio.Condition = field(default_factory=asyncio.Condition)
     wait_clock: WaitClock = field(default_factory=WaitClock)
+    _lease_change: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def has_log(self) -> bool:
@@ -197,6 +201,7 @@ class RunContext:
             self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
             if self.storage is not None:
                 self.storage.log.wake_readers()
+            self._lease_change.set()
             if self.standbys is not None:
                 self.standbys.wake()
         await self.notify()
@@ -205,7 +210,21 @@ class RunContext:
 
     def is_held(self, round_: Round) -> bool:
         """Return whether a version may be read: every required standby has confirmed it, with `replicated`."""
-        return self.standbys is None or self.standbys.acknowledge(round_)
+        return self._has_lease if self.standbys is None else self.standbys.acknowledge(round_)
+
+    @property
+    def _has_lease(self) -> bool:
+        """False once a standby may have replaced this pserver: with a log alone, when its lease has ended.
+
+        The lease counts from when a heartbeat was sent, and for the coordinator from when it was answered.
+        """
+        may_be_replaced = self.is_followed and not self.installed.consistency.is_async
+        return not may_be_replaced or asyncio.get_running_loop().time() < self.lease_until
+
+    def renew_lease(self, until: float) -> None:
+        """Note that the coordinator has answered a heartbeat."""
+        self.lease_until = until
+        self._lease_change.set()
 
     @property
     def _newest_round(self) -> Round:
@@ -216,16 +235,19 @@ class RunContext:
 
     def describe_missing_standbys(self) -> str:
         """Return the required standbys that have not confirmed the newest update, as text."""
+        if not self._has_lease:
+            return "the coordinator, which has not renewed its lease"
         missing = [] if self.standbys is None else self.standbys.find_missing(self._newest_round)
         return ", ".join(f"standby {instance}" for instance in missing)
 
     async def wait_until_held(self, round_: Round | None = None, wait_seconds: float = math.inf) -> None:
         """Wait until every required standby holds a round, by default the newest logged one.
 
-        Returns at once without durability `replicated`. Raises RoundPending after `wait_seconds`, and the failure of
-        the run, which ends with `standby_lost` once requests have waited for the round time-out.
+        Without durability `replicated`, wait for the lease of this pserver. Raises RoundPending after `wait_seconds`,
+        and the failure of the run, which ends with `standby_lost` once requests have waited for the round time-out.
         """
         if self.standbys is None:
+            await self._wait_for_lease(wait_seconds)
             return
         if round_ is None:
             round_ = self._newest_round
@@ -245,6 +267,17 @@ class RunContext:
                 self.standbys.note_late(round_)
             until_late = math.inf if stalled >= LATE_SECONDS else LATE_SECONDS - stalled
             await self.standbys.wait_for_change(min(limit - stalled, wait_seconds - waited, until_late))
+
+    async def _wait_for_lease(self, wait_seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_seconds
+        while not self._has_lease:
+            self.check_failure()
+            if loop.time() >= deadline:
+                text = f"pserver {self.index} waits for {self.describe_missing_standbys()}"
+                raise RoundPending(text, missing=[], round=self.schedule.reported_round)
+            self._lease_change.clear()
+            await wait_for_any(deadline - loop.time(), self._lease_change)
 
     # ------------------------------------------------------------------ work on the shard
 

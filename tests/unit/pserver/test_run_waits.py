@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from ps_protocol.membership import Controls, Membership
 from ps_protocol.vocabulary import Mode
 
 from ...raising import raises_code
+from .standby_support import SOON, Standby, begin, contribute, is_waiting
 from .support import (
     Refusal,
     bench,
@@ -22,6 +24,7 @@ from .support import (
     keep_busy,
     refused,
     unchanged,
+    until,
 )
 
 
@@ -214,3 +217,31 @@ async def test_an_apply_that_fails_ends_every_wait():
         with raises_code("apply_failed"):
             await b.push(0, 2)
         assert not b.run.executor.is_idle  # no checkpoint is made of it
+
+
+async def test_a_followed_pserver_with_a_log_acknowledges_nothing_after_its_lease(tmp_path: Path) -> None:
+    async with bench(2, state_dir=tmp_path, durability="log") as b:
+        now = asyncio.get_running_loop().time
+        context = b.run.context
+        context.renew_lease(now())
+        await contribute(b, 1)
+        assert decode(await b.get(0, 1))[1]["round"] == "1"  # no standby can replace it
+        standby = Standby(b, after=1)
+        await until(lambda: standby.reader.received)
+        refusal = await refused("round_pending", b.get(0, 1, wait_seconds=SOON))
+        assert refusal.text == "pserver 0 waits for the coordinator, which has not renewed its lease"
+        await contribute(b, 2)
+        await standby.reader.wait_for_round(2)
+        refusal = await refused("round_pending", b.get(1, 2, wait_seconds=SOON))
+        assert refusal.text == "round 2 waits for the coordinator, which has not renewed its lease"
+        get = begin(b.get(1, 2))
+        assert await is_waiting(get)
+        context.renew_lease(now() + 60)
+        assert decode(await get)[1]["round"] == "2"
+        context.renew_lease(now())
+        get = begin(b.get(0, 2))
+        assert await is_waiting(get)
+        await b.run.stop()  # ends the wait
+        with raises_code("try_again"):
+            await get
+        await standby.reader.leave()

@@ -170,7 +170,7 @@ class RoundsExecutor:
                 await self._snapshot_if_due(apply)
             if (standbys := self._context.standbys) is not None:
                 await standbys.wait_for_joining(apply.round)
-                await self._context.wait_until_held(apply.round)
+            await self._context.wait_until_held(apply.round)
             await self._finish_round(apply, reply)
 
     async def _revoke_reply(self) -> None:
