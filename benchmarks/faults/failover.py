@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from signal import SIGCONT, SIGKILL, SIGSTOP
 from typing import Any
 
+import psutil
+
 from trainer_client.testing import Child
 
 from ..report import PACKAGES, describe_disk, make_head, make_parser, publish, spread_table
@@ -103,7 +105,9 @@ def measure_failovers(
             observed.wait_for_standby(is_in_sync=durability == "replicated")
             settle(observed, chance)
             begun = time.time()
+            psutil.cpu_percent()
             observed.wait_for_steps(range(2), number=5, after=begun)
+            rows["busy processors, undisturbed, percent"].append(psutil.cpu_percent())
             rows["longest time between two steps, undisturbed"].append(observed.measure_stall(begun))
             rows["lag, rounds"].append(observed.cluster.status().standbys[0].lag_rounds)
             leader = observed.find_leader()

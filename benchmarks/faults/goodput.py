@@ -1,6 +1,6 @@
 """Goodput under faults: the steps of a run in which a process is killed or stopped every 30 s, in wall-clock time.
 
-    python -m benchmarks.faults.goodput [--minutes 10] [--seed 1] [--interval 30] [--report FILE.md]
+    python -m benchmarks.faults.goodput [--standbys 1] [--faults pservers] [--minutes 10] [--seed 1] [--report FILE.md]
 
 8 trainers, 2 pservers, policy `continue`. The undisturbed run has two halves, before and after the other one, so that
 a change of the machine's speed affects both.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, Signals
 
+from gradpost.up.standbys import Standbys
 from trainer_client.testing import Child
 
 from ..report import PACKAGES, describe_disk, make_head, make_parser, publish
@@ -27,14 +28,15 @@ SETTLE_STEPS = 5  # of every trainer, before the clock starts
 TICK_SECONDS = 0.05
 
 TEXT = """\
-{trainers} trainers, 2 pservers, synchronous mode, policy `continue`, durability `log`, a lease of {lease:g} s. The
-model is tiny and its computation is emulated: each trainer sleeps for {compute_ms:.0f} ms a step, where an accelerator
-would work.
+{trainers} trainers, 2 pservers with {standbys} standbys each, synchronous mode, policy `continue`, durability
+`{durability}`, a lease of {lease:g} s. The model is tiny and its computation is emulated: each trainer
+sleeps for {compute_ms:.0f} ms a step, where an accelerator would work.
 
 A **step** is one `step()` of one trainer, whose gradient is in the parameters that it pulls. All steps completed within
 {minutes:g} minutes are counted, after each trainer has taken {settle}; steps repeated after a rollback are counted
 once. Nothing is subtracted for trainers that are dead, starting (a process imports torch for seconds, on processors
-that the others use too), joining or waiting. Each process that ends is restarted at once.
+that the others use too), joining or waiting. Each process that ends is restarted at once; a pserver with standbys is
+replaced by one, and another standby started then, as by `gradpost up`.
 
 Every {interval:g} s there is a fault, of each kind equally often, in random order (seed {seed}). A **stall** is the
 longest time between a fault and the next one in which no trainer completed a round. **Cost** is what the steps from
@@ -54,19 +56,29 @@ class Fault:
 class Disturbance:
     """A source of faults, which also restarts the processes that end."""
 
-    def __init__(self, observed: ObservedCluster, chance: random.Random, lease_seconds: float) -> None:
+    def __init__(
+        self, observed: ObservedCluster, chance: random.Random, lease_seconds: float, kinds: str, num_standbys: int
+    ) -> None:
         self.faults: list[Fault] = []
         self._observed = observed
         self._cluster = observed.cluster
         self._chance = chance
         self._lease_seconds = lease_seconds
-        self._kinds: dict[str, Callable[[], str]] = {
+        self._standbys = Standbys(observed.cluster, num_standbys, print)
+        self._standbys.start()
+        of_trainers: dict[str, Callable[[], str]] = {
             "kill -9 of a trainer": lambda: self._signal(self._chance.choice(self._cluster.trainers), SIGKILL),
             "SIGSTOP of a trainer past its lease": self._pause_trainer,
+        }
+        of_pservers: dict[str, Callable[[], str]] = {
             "kill -9 of a pserver": lambda: self._signal(self._chance.choice(self._cluster.pservers), SIGKILL),
             "SIGTERM of a pserver": lambda: self._signal(self._chance.choice(self._cluster.pservers), SIGTERM),
-            "kill -9 of the coordinator": lambda: self._signal(self._cluster.coordinator, SIGKILL),
         }
+        of_coordinator: dict[str, Callable[[], str]] = {
+            "kill -9 of the coordinator": lambda: self._signal(self._cluster.coordinator, SIGKILL)
+        }
+        everything = of_trainers | of_pservers | of_coordinator
+        self._kinds = {"all": everything, "trainers": of_trainers, "pservers": of_pservers}[kinds]
 
     def run(self, begin: float, seconds: float, interval: float) -> None:
         """Inject a fault at the beginning of each interval, and return at the end of the last one."""
@@ -90,9 +102,10 @@ class Disturbance:
     def supervise(self, until: float) -> None:
         """Restart processes that end, until this time."""
         while time.time() < until:
-            for service in self._cluster.services:
-                if not service.is_running:
+            for index, service in enumerate(self._cluster.services, start=-1):
+                if not service.is_running and not (index >= 0 and self._standbys.replace(index, service)):
                     self._cluster.restart(service)
+            self._standbys.check()
             for rank, trainer in enumerate(self._cluster.trainers):
                 if not trainer.is_running:
                     self._observed.start_trainer(rank)
@@ -140,12 +153,19 @@ class Outcome:
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
+def choose_durability(options: argparse.Namespace) -> str:
+    """Return the default of a synchronous run."""
+    return "replicated" if options.standbys else "log"
+
+
 def run(seconds: float, options: argparse.Namespace, *, is_disturbed: bool) -> Outcome:
     """Train for this time, with or without faults."""
-    settings = {"lease_seconds": options.lease, "on_trainer_loss": "continue"}
+    durability = choose_durability(options)
+    settings = {"lease_seconds": options.lease, "on_trainer_loss": "continue", "durability": durability}
     arguments = ["--compute-seconds", str(options.compute_seconds)]
     with ObservedCluster(arguments, pservers=PSERVERS, trainers=options.trainers, **settings) as observed:
-        disturbance = Disturbance(observed, random.Random(options.seed), options.lease)
+        chance = random.Random(options.seed)
+        disturbance = Disturbance(observed, chance, options.lease, options.faults, options.standbys)
         disturbance.settle()
         begin = time.time()
         if is_disturbed:
@@ -203,6 +223,8 @@ def main() -> None:
         "--minutes", type=float, default=10.0, help="of the run with faults, and of the two halves without"
     )
     parser.add_argument("--interval", type=float, default=30.0, help="seconds from one fault to the next")
+    parser.add_argument("--faults", choices=["all", "trainers", "pservers"], default="all")
+    parser.add_argument("--standbys", type=int, default=0, help="of each pserver")
     parser.add_argument("--trainers", type=int, default=8)
     parser.add_argument("--compute-seconds", type=float, default=0.15, help="of emulated computation a step")
     parser.add_argument("--lease", type=float, default=1.0, help="seconds")
@@ -215,6 +237,8 @@ def main() -> None:
     after = run(seconds / 2, options, is_disturbed=False)
     text = TEXT.format(
         trainers=options.trainers,
+        standbys=options.standbys or "no",
+        durability=choose_durability(options),
         lease=options.lease,
         compute_ms=1000 * options.compute_seconds,
         minutes=options.minutes,
