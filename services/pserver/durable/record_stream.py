@@ -4,7 +4,7 @@
     idle       a record with the mark zero: a frame without tensors, whose metadata names the newest round
     end        the same with the problem document that tells why the stream ends
 
-A sender without updates sends an idle record five times a second, so that its reader can tell an idle sender from a
+A sender without updates sends an idle record ten times a second, so that its reader can tell an idle sender from a
 dead one.
 """
 
@@ -23,7 +23,7 @@ from services.runtime.storage import Buffer
 
 from .records import MARK_BYTES, PREFIX, Record, pack_prefix, parse_record
 
-IDLE_SECONDS = 0.2
+IDLE_SECONDS = 0.1
 _SENDER = bytes(MARK_BYTES)
 
 

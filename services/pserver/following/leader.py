@@ -18,7 +18,7 @@ from ps_protocol.vocabulary import Incarnation
 from ..durable.record_stream import Received, RecordParser
 from .replica import Replica
 
-SILENCE_SECONDS = 0.75  # the leader sends a record five times a second
+SILENCE_SECONDS = 0.5  # the leader sends a record ten times a second
 CONFIRM_SECONDS = 2.0
 DIGEST_SECONDS = 10.0  # during which a silent leader is not detected
 REPLY_SECONDS = 60.0  # for replies that the leader computes from its whole shard, after those of others
