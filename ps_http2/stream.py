@@ -210,7 +210,7 @@ class BodyReader:
         room = self.get_buffer()[: len(data)]
         if len(room):
             room[:] = data[: len(room)]
-            self._num_written += len(room)
+            self.buffer_updated(len(room))
         if len(data) > len(room):
             self._unread.append(bytes(data[len(room) :]))
             self._stream.notify()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 
+import httpx
 import torch
 
 from ps_http2.client import Http2Transport
@@ -77,14 +79,20 @@ async def _serve_once(settings: PserverSettings, stop: asyncio.Event) -> tuple[i
                 await serve(app, settings, stop=stop, on_started=stay_registered, local=local)
                 exit_code = registration.exit_code
             else:
-                # Its small window makes the leader wait, and not this process keep what it cannot apply yet.
-                transport = Http2Transport(settings.client_tls, window=MIN_WINDOW_BYTES) if settings.http2 else None
-                async with make_peer_client(settings, transport) as updates:
-                    exit_code = await serve_follower(
-                        settings, stop, pserver=pserver, app=app, registration=registration, http=http,
-                        updates=updates, compute=compute, local=local,
-                    )  # fmt: skip
+                exit_code = await serve_follower(
+                    settings, stop, pserver=pserver, app=app, registration=registration, http=http,
+                    open_updates=partial(_open_updates, settings), compute=compute, local=local,
+                )  # fmt: skip
     compute.close()
     if registration.next_role:
         disk.close()
     return exit_code, registration.next_role
+
+
+def _open_updates(settings: PserverSettings) -> httpx.AsyncClient:
+    """Return a client for a stream of updates.
+
+    Its small window makes the pserver wait, and not this process keep what it cannot apply yet.
+    """
+    transport = Http2Transport(settings.client_tls, window=MIN_WINDOW_BYTES) if settings.http2 else None
+    return make_peer_client(settings, transport)

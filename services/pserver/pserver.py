@@ -82,6 +82,7 @@ class Pserver:
         self.is_stopping = False  # the shard is being persisted before the process ends
         self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
         self._run: Run | None = None
+        self._lease_until = -math.inf  # by the clock of the event loop
         self._required = RequiredStandbys()  # of the served run, or of the run in the newest installation
         self._changes = MembershipChanges()  # of the served run, or of the run in the newest request
         self._installing = asyncio.Lock()
@@ -219,6 +220,7 @@ class Pserver:
             message, self.index, compute=self._compute, pool=self.pool, metrics=self.metrics, storage=storage,
             restored=restored,
         )  # fmt: skip
+        run.context.renew_lease(self._lease_until)
         await self._replace_run(run, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         changes.end_change(message.number)
         await run.initial_values.publish()
@@ -401,14 +403,17 @@ class Pserver:
         if self._run is not None:
             await self._run.stop()
 
-    def handle_heartbeat_reply(
-        self, reply: PserverHeartbeatReply, heartbeat: PserverHeartbeat, *, lease_until: float = math.inf
-    ) -> None:
+    def renew_lease(self, until: float) -> None:
+        """Note the end of the lease, by the clock of the event loop, that an answered heartbeat has renewed."""
+        self._lease_until = until
+        if self._run is not None:
+            self._run.context.renew_lease(until)
+
+    def handle_heartbeat_reply(self, reply: PserverHeartbeatReply, heartbeat: PserverHeartbeat) -> None:
         """Note the coordinator's notice, required standbys and complete checkpoints, in answer to this heartbeat."""
         run = self._run
         if run is None:
             return
-        run.context.renew_lease(lease_until)
         if heartbeat.run == run.installed.run:
             self._require_standbys(reply.required)
         run.context.notice = reply.notice

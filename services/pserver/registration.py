@@ -162,11 +162,12 @@ class Registration:
             else:
                 is_failing = False
                 alone = None
-                lease_until = sent_at + registered.lease_seconds
-                self._pserver.handle_heartbeat_reply(reply, heartbeat, lease_until=lease_until)
+                self._pserver.renew_lease(sent_at + registered.lease_seconds)
+                self._pserver.handle_heartbeat_reply(reply, heartbeat)
                 if reply.stop and self._settings.exit_when_done:
                     self._exit(reply.exit_code, stop)
             period = heartbeat_period(registered.lease_seconds)
+            period = min(period, RETRY_SECONDS) if is_failing else period  # updates may wait for a lease
             await wait_for_any(period, stop, self._pserver.heartbeat_is_due)
 
     @property

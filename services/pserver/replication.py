@@ -239,6 +239,7 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
     async def shard_copy(run: Identifier, attempt: OrdinalText) -> Response:
         """Return values, optimizer state and history of this shard, as of one round: the file of a checkpoint."""
         served = check_run(run, attempt)
+        served.context.is_followed = True
         return LargeReply(copies, lambda: copy_shard(served), CONTENT_TYPE)
 
     @app.get(routes.SHARD_DIGESTS, tags=["replication"])

@@ -44,7 +44,7 @@ async def run_standby() -> AsyncIterator[FastAPI]:
     async with run_pserver() as (pserver, _), httpx.AsyncClient() as http:
         pserver.disk = Disk(Path("not-opened"))
         metrics = ServiceMetrics("standby")
-        follower = Follower(0, pserver, http, http, ComputeExecutor(), StandbyMetrics(metrics.registry))
+        follower = Follower(0, pserver, http, lambda: http, ComputeExecutor(), StandbyMetrics(metrics.registry))
         promotion = Promotion(
             follower, pserver, http2=True, local=None, on_promoted=lambda _: None, on_failed=lambda _: None
         )

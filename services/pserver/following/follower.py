@@ -14,6 +14,7 @@ and the replica stays as it is until it is promoted, or a later incarnation is n
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import NoReturn
 
@@ -44,6 +45,7 @@ log = get_logger()
 COMPARED_UPDATES = 1000  # between two comparisons of digests
 IDLE_COMPARISON_SECONDS = 10.0  # between two comparisons while updates are rare
 IDLE_SHARE = 0.01  # of the time, at most, that such comparisons take
+HURRY_SECONDS = 2.0  # for which a received update waits for a comparison
 CONFIRMATION_RETRY_SECONDS = 0.1
 STEADY_SECONDS = 5.0  # after which a stream counts as working, so that the next failure is the first one
 
@@ -64,11 +66,11 @@ class Follower:
         index: PserverIndex,
         pserver: Pserver,
         http: httpx.AsyncClient,
-        updates: httpx.AsyncClient,
+        open_updates: Callable[[], httpx.AsyncClient],
         compute: ComputeExecutor,
         metrics: StandbyMetrics,
     ) -> None:
-        """`http` and `updates` are the clients of a `Leader`."""
+        """`http` and `open_updates` are those of a `Leader`."""
         assert pserver.disk is not None
         self.index = index
         self.instance = pserver.instance
@@ -82,7 +84,7 @@ class Follower:
         self._pserver = pserver
         self._disk = pserver.disk
         self._http = http
-        self._updates = updates
+        self._open_updates = open_updates
         self._compute = compute
         self._metrics = metrics
         self._is_named = asyncio.Event()  # another leader, or the first one
@@ -91,6 +93,7 @@ class Follower:
         self._updating = asyncio.Lock()  # held while an update is logged and applied
         self._is_held = asyncio.Event()  # another update is in memory
         self._is_applied = asyncio.Event()  # another update is applied, or none of those in memory will be
+        self._must_hurry = asyncio.Event()  # a comparison must not wait for the leader
         self._expected: ShardDigests | None = None  # those of the leader, for a round that comes
         self._num_unchecked = 0
         self._compared_at = -IDLE_COMPARISON_SECONDS
@@ -185,6 +188,7 @@ class Follower:
             text = f"this standby follows a later incarnation of pserver {self.index}"
             raise StalePserver(text, current=installed.incarnation)
         self._fenced = max(self._fenced, message.incarnation)
+        self._must_hurry.set()
         while self.replica is replica and replica.round < replica.held:  # these updates may be confirmed already
             self._is_applied.clear()
             await self._is_applied.wait()
@@ -220,7 +224,7 @@ class Follower:
         """Follow this leader until its stream ends or the coordinator names another one."""
         assert named.leader is not None
         self._check_fence(named.incarnation)
-        leader = Leader(named.leader, self._http, self._updates)
+        leader = Leader(named.leader, self._http, self._open_updates)
         served = await leader.read_run()
         if served.installed.incarnation != named.incarnation:
             text = f"pserver {self.index} at {named.leader} is not the incarnation that the coordinator named"
@@ -257,6 +261,7 @@ class Follower:
         The replica is one of the leader's incarnation once the leader's log has confirmed its newest update.
         """
         replica = self.run
+        self._must_hurry.clear()
         handling: asyncio.Task[None] | None = None
         confirming: asyncio.Task[None] | None = None
         try:
@@ -271,7 +276,7 @@ class Follower:
                         update = replica.hold_update(received) if isinstance(received, Record) else None
                         self._is_held.set()
                         if handling is not None:
-                            await handling
+                            await self._wait_for(handling)
                         handling = asyncio.create_task(self._handle_record(received, update, replica, leader))
                     self._check_leader(named)
         except asyncio.CancelledError:
@@ -281,6 +286,7 @@ class Follower:
         finally:
             if confirming is not None:
                 confirming.cancel()
+            self._must_hurry.set()
             try:
                 if handling is not None:
                     await handling
@@ -288,6 +294,13 @@ class Follower:
                 replica.held = replica.round
                 self._is_applied.set()
         raise httpx.RemoteProtocolError(f"the stream of pserver {self.index} has ended without a reason")
+
+    async def _wait_for(self, handling: asyncio.Task[None]) -> None:
+        """Wait for the handling of a record, while another one has been received."""
+        await asyncio.wait({handling}, timeout=HURRY_SECONDS)
+        self._must_hurry.set()
+        await handling
+        self._must_hurry.clear()
 
     def _check_leader(self, named: StandbyAnswer) -> None:
         newest = self.leader
@@ -300,7 +313,8 @@ class Follower:
         """Confirm the newest update in memory, with one request at a time, until cancelled or fenced."""
         installed, confirmed = replica.installed, -1
         while installed.incarnation > self._fenced:
-            if replica.held == confirmed:
+            newest = replica.round if replica.has_failed_to_log else replica.held
+            if newest == confirmed:
                 self._is_held.clear()
                 await self._is_held.wait()
                 continue
@@ -309,7 +323,7 @@ class Follower:
                 attempt=installed.attempt,
                 incarnation=installed.incarnation,
                 instance=self.instance,
-                round=replica.held,
+                round=newest,
             )
             replica.confirmed = max(replica.confirmed, held.round)
             try:
@@ -337,7 +351,9 @@ class Follower:
         """Log an update and apply it."""
         try:
             await replica.log_update(update, record)
+            replica.has_failed_to_log = False
         except OSError as error:
+            replica.has_failed_to_log = True
             raise TryAgain(f"the standby cannot log an update of pserver {self.index}: {error}") from error
         try:
             await replica.apply(update, record)
@@ -362,10 +378,18 @@ class Follower:
         """
         if self._expected is None and self._is_due(now, is_idle=is_idle):
             self._compared_at, self._num_unchecked = now, 1  # after an error the next one is due as late
+            reading = asyncio.create_task(leader.read_digests(replica))
+            hurrying = asyncio.create_task(self._must_hurry.wait())
             try:
-                self._expected = await leader.read_digests(replica)
-            except (TryAgain, httpx.ReadTimeout):
+                await asyncio.wait({reading, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+                if not reading.done():
+                    return
+                self._expected = reading.result()
+            except (httpx.TransportError, ValueError, GradpostError):
                 return  # the leader is busy, or the stream ends
+            finally:
+                reading.cancel()
+                hurrying.cancel()
             self._comparison_seconds = asyncio.get_running_loop().time() - now
             self._num_unchecked = 0
         if self._expected is not None and self._expected.round <= replica.round:

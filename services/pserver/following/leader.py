@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -19,8 +19,9 @@ from ..durable.record_stream import Received, RecordParser
 from .replica import Replica
 
 SILENCE_SECONDS = 0.5  # the leader sends a record ten times a second
+OPEN_SECONDS = 1.0  # until the headers of a stream arrive
 CONFIRM_SECONDS = 2.0
-DIGEST_SECONDS = 10.0  # during which a silent leader is not detected
+DIGEST_SECONDS = 10.0
 REPLY_SECONDS = 60.0  # for replies that the leader computes from its whole shard, after those of others
 CONNECT_SECONDS = 5.0
 DIRECT_BYTES = 64 * 1024  # of a record, from which on it is received without a copy
@@ -29,11 +30,11 @@ DIRECT_BYTES = 64 * 1024  # of a record, from which on it is received without a 
 class Leader:
     """The pserver at an address. Methods raise the error that it answers, httpx.TransportError and ValueError."""
 
-    def __init__(self, address: str, http: httpx.AsyncClient, updates: httpx.AsyncClient) -> None:
-        """`updates` is the client for the stream of updates, which may use an `Http2Transport`."""
+    def __init__(self, address: str, http: httpx.AsyncClient, open_updates: Callable[[], httpx.AsyncClient]) -> None:
+        """`open_updates` makes a client for one stream of updates, which may use an `Http2Transport`."""
         self._address = address
         self._http = http
-        self._updates = updates
+        self._open_updates = open_updates
 
     async def read_run(self) -> ServedRun:
         """Return the run that the pserver serves."""
@@ -82,17 +83,15 @@ class Leader:
             query["digest"] = replica.chain
         parser = RecordParser(replica.max_record_bytes, replica.chain)
         url, timeout = self._address + routes.UPDATES, httpx.Timeout(SILENCE_SECONDS)
-        request = self._updates.build_request("GET", url, params=query, timeout=timeout)
         try:
-            async with asyncio.timeout(SILENCE_SECONDS):
-                response = await self._updates.send(request, stream=True)
-            try:
-                await _raise_for_answer(response)
+            async with self._open_updates() as updates:  # an earlier connection may be broken
+                request = updates.build_request("GET", url, params=query, timeout=timeout)
+                async with asyncio.timeout(OPEN_SECONDS):
+                    response = await updates.send(request, stream=True)
+                    await _raise_for_answer(response)
                 _check_incarnation(response, incarnation)
                 async for received in _receive(response, parser):
                     yield received
-            finally:
-                await response.aclose()
         except TimeoutError:
             raise httpx.ReadTimeout("the pserver is silent") from None
 
@@ -111,7 +110,7 @@ async def _receive(response: httpx.Response, parser: RecordParser) -> AsyncGener
                 data, has_more = await body.read()
                 received = parser.feed(data)
             else:
-                num_bytes, has_more = await body.read_into(room, SILENCE_SECONDS / 2)
+                num_bytes, has_more = await body.read_into(room, SILENCE_SECONDS / 5)
                 received = parser.fill(num_bytes)
         yield received
 

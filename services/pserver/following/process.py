@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 import httpx
 from fastapi import FastAPI
@@ -35,7 +36,7 @@ async def serve_follower(
     app: FastAPI,
     registration: Registration,
     http: httpx.AsyncClient,
-    updates: httpx.AsyncClient,
+    open_updates: Callable[[], httpx.AsyncClient],
     compute: ComputeExecutor,
     local: socket.socket | None = None,
 ) -> int:
@@ -46,7 +47,7 @@ async def serve_follower(
     assert settings.follow is not None
     metrics = ServiceMetrics("standby")
     async with asyncio.TaskGroup() as tasks:
-        follower = Follower(settings.follow, pserver, http, updates, compute, StandbyMetrics(metrics.registry))
+        follower = Follower(settings.follow, pserver, http, open_updates, compute, StandbyMetrics(metrics.registry))
         reports = Reports(follower, settings, http)
 
         def begin_heartbeats(answer: PserverRegistered) -> None:

@@ -68,6 +68,7 @@ class Replica:
         self.chain = restored.chain  # of the newest update; None if the leader does not know it
         self.held: Round = self.round  # the newest update that is in memory, to be logged and applied
         self.confirmed: Round = 0  # the newest update that the leader may count on
+        self.has_failed_to_log = False  # the newest try: until one succeeds, only applied updates are confirmed
         self.storage = storage
         self.writer = CheckpointWriter(storage, installed.checkpoint_rounds, metrics)
         self._compute = compute

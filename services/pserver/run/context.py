@@ -84,7 +84,7 @@ class RunContext:
     writer: CheckpointWriter
     membership: Membership
     standbys: StandbyConfirmations | None = None  # with durability `replicated`
-    is_followed: bool = False  # a standby has had a stream of updates, and may be promoted without confirmations
+    is_followed: bool = False  # a standby has copied the shard, and may be promoted without confirmations
     lease_until: float = math.inf  # a time of the loop's clock
     failure: GradpostError | None = None  # the reason that has ended the run
     is_readable: bool = False  # True once all initial values have arrived
@@ -210,7 +210,7 @@ class RunContext:
 
     def is_held(self, round_: Round) -> bool:
         """Return whether a version may be read: every required standby has confirmed it, with `replicated`."""
-        return self._has_lease if self.standbys is None else self.standbys.acknowledge(round_)
+        return self._has_lease and (self.standbys is None or self.standbys.acknowledge(round_))
 
     @property
     def _has_lease(self) -> bool:
@@ -218,7 +218,7 @@ class RunContext:
 
         The lease counts from when a heartbeat was sent, and for the coordinator from when it was answered.
         """
-        may_be_replaced = self.is_followed and not self.installed.consistency.is_async
+        may_be_replaced = self.is_followed and self.standbys is None and not self.installed.consistency.is_async
         return not may_be_replaced or asyncio.get_running_loop().time() < self.lease_until
 
     def renew_lease(self, until: float) -> None:

@@ -23,7 +23,7 @@ from ps_protocol.vocabulary import Round
 LATE_SECONDS = 2.0  # for which an update may wait for a standby that counts as connected
 PROMPT_SECONDS = 0.5  # between an update and its confirmation by a standby that may become a required one
 CATCH_UP_SECONDS = 0.25  # for which an update waits for a standby that catches up
-JOINING_SECONDS = 60.0  # after a stream was opened, in which updates wait for its standby to catch up
+JOINING_SECONDS = 60.0  # after the first stream of a standby, in which updates wait for it to catch up
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,6 @@ class StandbyStream:
     instance: Instance
     target: Round  # once it is confirmed, the standby has needed the time since `target_since`
     target_since: float
-    joins_until: float
     begin: Round | None = None  # the first confirmed round, which a copy may contain
     held: Round = -1
     is_prompt: bool = False  # it confirms updates in time
@@ -56,6 +55,7 @@ class StandbyConfirmations:
         self._report = report
         self._num_restorable = num_restorable
         self._streams: dict[Instance, StandbyStream] = {}
+        self._joins_until: dict[Instance, float] = {}
         self._awaited = set(required.instances)  # they count as connected until they are late: the run has just begun
         self._change: asyncio.Future[None] | None = None  # for the waiting tasks
         self._stalled: tuple[Round, float] | None = None  # an update that requests wait for, and since when
@@ -77,7 +77,8 @@ class StandbyConfirmations:
     def open_stream(self, instance: Instance) -> StandbyStream:
         """Add the stream of a standby, in place of an earlier one."""
         now = asyncio.get_running_loop().time()
-        self._streams[instance] = stream = StandbyStream(instance, self._newest, now, now + JOINING_SECONDS)
+        self._streams[instance] = stream = StandbyStream(instance, self._newest, now)
+        self._joins_until.setdefault(instance, now + JOINING_SECONDS)
         self._note_change()
         return stream
 
@@ -104,12 +105,17 @@ class StandbyConfirmations:
         self._note_change()
 
     def note_late(self, round_: Round) -> None:
-        """Count the required standbys that have not confirmed a round as not connected until they confirm in time."""
+        """Count the required standbys that have not confirmed a round as not connected until they confirm in time.
+
+        The others that hold the round may become required ones: there may be no later update for them to receive.
+        """
         for instance in self.find_missing(round_):
             self._awaited.discard(instance)
             if (stream := self._streams.get(instance)) is not None and stream.is_prompt:
                 stream.is_prompt = False
                 stream.target, stream.target_since = self._newest, asyncio.get_running_loop().time()
+        for stream in self._streams.values():
+            stream.is_prompt |= stream.held >= round_
         self._note_change(wakes=False)
 
     # ------------------------------------------------------------------ waiting
@@ -162,7 +168,7 @@ class StandbyConfirmations:
             now = loop.time()
 
     def _is_behind(self, stream: StandbyStream, round_: Round, now: float) -> bool:
-        is_joining = stream.instance not in self.required.instances and now < stream.joins_until
+        is_joining = stream.instance not in self.required.instances and now < self._joins_until[stream.instance]
         return is_joining and stream.begin is not None and stream.held < round_
 
     def wake(self) -> None:

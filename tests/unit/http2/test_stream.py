@@ -72,6 +72,13 @@ async def test_a_body_is_received_into_a_buffer(received: tuple[BodyReader, Peer
     assert buffer == b"0123456789" * 30_000
 
 
+async def test_a_full_buffer_ends_the_wait_before_the_body_ends(received: tuple[BodyReader, Peer]) -> None:
+    reader, peer = received
+    reading = await start(reader.read_into(memoryview(bytearray(4)), 5))
+    peer.send(b"0123")  # a small frame arrives with its header
+    assert await asyncio.wait_for(reading, 1) == (4, True)
+
+
 async def test_bytes_that_came_before_the_reader_are_read_first(received: tuple[BodyReader, Peer]) -> None:
     reader, peer = received
     peer.send(b"12345")

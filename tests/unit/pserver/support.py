@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -303,6 +304,7 @@ async def bench(
     registry = CollectorRegistry()
     disk = None if state_dir is None else Disk(state_dir)
     pserver = Pserver(compute, PserverMetrics(registry, compute), LIMITS, disk=disk)
+    pserver.renew_lease(math.inf)
     held = await pserver.open_folder(0)
     await pserver.adopt_identity(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
     plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups), wire=wire, buffers=buffers)

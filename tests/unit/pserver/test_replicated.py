@@ -432,8 +432,7 @@ async def test_an_update_waits_for_a_standby_that_catches_up(tmp_path: Path, mon
         await contribute(b, 3)
         await b.get(0, 3)
         monkeypatch.setattr(standbys, "CATCH_UP_SECONDS", 30.0)
-        [stream] = b.run.context.standbys._streams.values()
-        stream.joins_until = 0.0  # it has had its time
+        b.run.context.standbys._joins_until[NAME] = 0.0  # it has had its time
         await contribute(b, 4)
         await b.get(0, 4)
 
@@ -448,6 +447,24 @@ async def test_a_push_waits_for_a_standby_that_catches_up(tmp_path: Path, monkey
         assert await is_waiting(push)
         await standby.confirm(1)
         await push
+
+
+async def test_a_standby_of_the_round_that_waits_for_a_lost_one_may_replace_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later round comes, which it would otherwise have to receive."""
+    monkeypatch.setattr(context, "LATE_SECONDS", SOON)
+    async with replicated(tmp_path) as (b, standby):
+        await contribute(b, 1)
+        await standby.reader.wait_for_round(1)
+        other = Standby(b, "standby-b", after=1)
+        await until(lambda: other.reader.received)
+        await standby.reader.leave()
+        await other.confirm(1)
+        await until(lambda: b.run.context.standbys.describe().connected == ("standby-b",))
+        require(b, 2, "standby-b")
+        await b.get(0, 1)
+        await other.reader.leave()
 
 
 async def test_refused_confirmations(tmp_path: Path) -> None:

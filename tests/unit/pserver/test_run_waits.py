@@ -222,8 +222,7 @@ async def test_an_apply_that_fails_ends_every_wait():
 async def test_a_followed_pserver_with_a_log_acknowledges_nothing_after_its_lease(tmp_path: Path) -> None:
     async with bench(2, state_dir=tmp_path, durability="log") as b:
         now = asyncio.get_running_loop().time
-        context = b.run.context
-        context.renew_lease(now())
+        b.pserver.renew_lease(now())
         await contribute(b, 1)
         assert decode(await b.get(0, 1))[1]["round"] == "1"  # no standby can replace it
         standby = Standby(b, after=1)
@@ -236,11 +235,12 @@ async def test_a_followed_pserver_with_a_log_acknowledges_nothing_after_its_leas
         assert refusal.text == "round 2 waits for the coordinator, which has not renewed its lease"
         get = begin(b.get(1, 2))
         assert await is_waiting(get)
-        context.renew_lease(now() + 60)
+        b.pserver.renew_lease(now() + 60)
         assert decode(await get)[1]["round"] == "2"
-        context.renew_lease(now())
+        b.pserver.renew_lease(now())
         get = begin(b.get(0, 2))
         assert await is_waiting(get)
+        assert b.run.context.lease_until < now()
         await b.run.stop()  # ends the wait
         with raises_code("try_again"):
             await get

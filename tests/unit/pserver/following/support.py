@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,6 +38,10 @@ from ..test_replication import logging
 Change = Callable[[Scope, Message], Message]
 
 
+def open_updates() -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=Http2Transport(window=MIN_WINDOW_BYTES))
+
+
 class Standby:
     """A follower of a bench over a socket. `change` changes what the leader sends."""
 
@@ -47,8 +52,8 @@ class Standby:
         self.compute = ComputeExecutor()
         metrics = PserverMetrics(CollectorRegistry(), self.compute)
         self.pserver = Pserver(self.compute, metrics, LIMITS, disk=Disk(folder))
-        self.updates = httpx.AsyncClient(transport=Http2Transport(window=MIN_WINDOW_BYTES))
-        self.follower = Follower(0, self.pserver, http, self.updates, self.compute, StandbyMetrics(self.registry))
+        self.pserver.renew_lease(math.inf)
+        self.follower = Follower(0, self.pserver, http, open_updates, self.compute, StandbyMetrics(self.registry))
         self.promoted: list[PserverRegistered] = []
         self.promotion = Promotion(
             self.follower, self.pserver, http2=True, local=None,
@@ -91,7 +96,6 @@ class Standby:
 
     async def close(self) -> None:
         await self.stop()
-        await self.updates.aclose()
         if self.follower._writer is not None:
             await self.follower._writer.wait_for_writes()
         self.compute.close()

@@ -27,7 +27,7 @@ from services.runtime.metrics import ServiceMetrics
 
 from ..support import until
 from ..test_replication import KINDS, play, play_and_write
-from .support import Standby, following_bench
+from .support import Standby, following_bench, open_updates
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -304,7 +304,7 @@ async def test_a_run_without_a_log_is_refused(tmp_path: Path) -> None:
 async def test_a_copy_of_another_shard_is_refused(tmp_path: Path) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await standby.catch_up()
-        data = await leading.Leader(standby.address, standby.follower._http, standby.updates).read_copy("run1", 0)
+        data = await leading.Leader(standby.address, standby.follower._http, open_updates).read_copy("run1", 0)
         with pytest.raises(BadInput, match="another shard"):
             restore_copy(b.install, 1, data)
 

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.types import Message, Scope
 
@@ -17,6 +18,8 @@ from ps_protocol.membership import PserverRegistered
 from ps_protocol.standbys import FenceStandby
 from services.pserver.durable import storage, update_log
 from services.pserver.durable.disk import Disk
+from services.pserver.following import follower as following
+from services.pserver.following import leader as leading
 
 from ..durable.support import cut
 from ..support import bench, failing, refused, until
@@ -174,16 +177,49 @@ async def test_a_fence_is_answered_once_all_that_was_confirmed_is_applied(
         assert (await fence).held.rounds.applied == 2
 
 
+@pytest.mark.parametrize("how", ["hangs", "dies"])
+async def test_a_comparison_with_a_lost_leader_keeps_what_was_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(following, "COMPARED_UPDATES", 1)
+    comparing, may_end = asyncio.Event(), asyncio.Event()
+
+    async def read_digests(*_: Any) -> Any:
+        comparing.set()
+        await may_end.wait()
+        raise httpx.ReadError("the leader has died")
+
+    async with following_bench(tmp_path, durability="replicated") as (b, standby):
+        await standby.catch_up()
+        monkeypatch.setattr(leading.Leader, "read_digests", read_digests)
+        await b.play_round(1)
+        await comparing.wait()
+        await b.play_round(2)
+        await until(lambda: standby.confirmed[-1].round == 2)
+        if how == "dies":
+            may_end.set()
+        assert (await asyncio.wait_for(standby.promotion.fence(FENCE), 1)).held.rounds.applied == 2
+
+
 async def test_a_standby_that_cannot_log_what_it_has_confirmed_refuses_the_fence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    is_confirmed = threading.Event()
+
+    def fail(*_: Any) -> None:
+        assert is_confirmed.wait(10)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("services.pserver.shard.shard.SMALL_ELEMENTS", 0)  # the write blocks its thread only
     async with following_bench(tmp_path, durability="replicated") as (b, standby):
         await standby.catch_up()
         with monkeypatch.context() as patch:
-            patch.setattr(standby.replica.storage.log, "append_frame", failing(OSError("No space left on device")))
+            patch.setattr(standby.replica.storage.log, "append_frame", fail)
             await b.play_round(1)
             await until(lambda: standby.confirmed and standby.confirmed[-1].round == 1)
-            await until(lambda: standby.has_failed("No space left"))
+            is_confirmed.set()
+            await until(lambda: sum("No space left" in failure for failure in standby.failures) > 2)
+            assert [held.round for held in standby.confirmed].count(1) == 1  # not again before it has written one
             late = await refused("not_ready", standby.promotion.fence(FENCE))
             assert "lacks an update that it has confirmed" in str(late)
         lead_again(standby, 2)  # the leader has not died
