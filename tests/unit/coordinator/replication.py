@@ -123,6 +123,7 @@ class Process:
     # follower
     follows: int = 0  # the newest incarnation whose stream it has accepted
     refused: int = 0  # the newest incarnation whose stream it does not accept any more
+    confirmed: int = 0  # the length of the log that its leader may count on
     # leader
     incarnation: int = 0
     number: int = 0
@@ -142,6 +143,16 @@ class Process:
     @property
     def newest(self) -> int:
         return max(self.follows, self.incarnation)
+
+    @property
+    def has_all_confirmed(self) -> bool:
+        """Return whether the process may lead."""
+        return len(self.log) >= self.confirmed
+
+    def drop_held(self) -> None:
+        """Lose the newest update, which a follower has confirmed and cannot write to its disk before it is fenced."""
+        if not self.is_leading and self.confirmed and self.refused < self.follows:
+            self.log = self.log[:-1]
 
     def push(self, rank: int, step: int, rules: Rules) -> None:
         """Accept a contribution, apply what is complete, and note that the trainer waits."""
@@ -173,7 +184,9 @@ class Process:
         follower.incarnation, follower.follows, follower.attempt = 0, self.incarnation, self.attempt
         follower.is_frozen = True
         common = common_prefix(self.log, follower.log)
+        is_copy = len(common) < len(follower.log)
         follower.log = self.log[: len(common) + 1]
+        follower.confirmed = len(follower.log) if is_copy else max(follower.confirmed, len(follower.log))
         self.held[follower.instance] = len(follower.log)
 
     def freeze(self, number: int, durable: Durable, *, refused: int | None, is_async: bool) -> bool:
@@ -184,9 +197,11 @@ class Process:
         self.is_frozen = True
         if refused is not None:
             self.refused = max(self.refused, refused)
+        if self.attempt < durable.attempt:
+            self.confirmed = 0
         if self.attempt < durable.attempt and not is_async:  # it has missed a rollback
             self.log, self.attempt = self.log[: durable.find_base(self.attempt)], durable.attempt
-        return True
+        return self.has_all_confirmed
 
     def install(self, number: int, durable: Durable) -> bool:
         replicas = durable.replicas[self.shard]

@@ -3,8 +3,9 @@
 The durable in-sync set and the choice of the leader are those of the coordinator (`replicas.py`), and the numbers of
 changes those of the pserver. Leaders, standbys, trainers, disks and the rest of the coordinator are abstract. A value
 is the tuple of its updates. Each process may end, stop or lose its disk at any time, each pair may be cut off, and
-messages may be lost or arrive late. The coordinator may restart between any two steps of a change. At the end all
-faults are over, and each trainer must complete three more steps.
+messages may be lost or arrive late. A standby may lose the newest update that it has confirmed, and does not lead then.
+The coordinator may restart between any two steps of a change. At the end all faults are over, and each trainer must
+complete three more steps.
 
 The services differ from the model in four points. The suspicion of a leader is durable before a standby is fenced, so
 that no replica has to report what it refuses. Standbys are fenced one after another, and the first suitable one leads.
@@ -215,6 +216,11 @@ class Replication(RuleBasedStateMachine):
         self.run.start(*self._place(which))
 
     @rule(which=INDICES)
+    def drop_held(self, which: int) -> None:
+        if process := self.run.processes.get(self._place(which)):
+            process.drop_held()
+
+    @rule(which=INDICES)
     def stop_leader(self, which: int) -> None:
         if process := self.run.processes.get(self._leading(which)):
             process.is_stopped = True
@@ -267,7 +273,7 @@ class Replication(RuleBasedStateMachine):
         for process in self.run.processes.values() if hasattr(self, "run") else ():
             acknowledged = self.run.acknowledged[process.shard]
             is_member = process.instance in self.run.durable.replicas[process.shard].in_sync
-            if is_member and process.attempt == self.run.durable.attempt:
+            if is_member and process.attempt == self.run.durable.attempt and process.has_all_confirmed:
                 assert process.log[: len(acknowledged)] == acknowledged, f"{process.instance} lacks updates"
 
     @invariant()
@@ -284,6 +290,8 @@ class Replication(RuleBasedStateMachine):
         run = self.run
         run.cuts.clear()
         for place in run.disks:
+            if place in run.processes and not run.processes[place].has_all_confirmed:
+                run.kill(*place)
             run.start(*place)
             run.processes[place].is_stopped = False
         for _ in range(6):
@@ -351,6 +359,7 @@ def walk(seed: int, **fixed: int) -> None:
         (2, lambda: faults.cut_leader(which())),
         (3, lambda: faults.fail_over_without_leader(which(), chance.randrange(5))),
         (4, lambda: faults.start(which())),
+        (2, lambda: faults.drop_held(which())),
         (2, lambda: faults.stop_leader(which())),
         (3, lambda: faults.continue_process(which())),
         (3, lambda: faults.cut(which(), which())),
