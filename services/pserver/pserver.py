@@ -37,7 +37,6 @@ from ps_protocol.membership import (
 from ps_protocol.messages import PserverHeartbeat, PserverHeartbeatReply, PserverState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.process_reports import Software
-from ps_protocol.standbys import SeenStandbys
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
@@ -389,14 +388,9 @@ class Pserver:
             process=self._meter.measure(
                 sent_bytes=run.pulled_bytes if run else None, received_bytes=run.pushed_bytes if run else None
             ),
-            standbys=self._describe_standbys(run),
+            # A pserver that stops has ended the streams of its standbys, and lets one replace it.
+            standbys=run.context.standbys.describe() if run and run.context.standbys and not self.is_stopping else None,
         )
-
-    def _describe_standbys(self, run: Run | None) -> SeenStandbys | None:
-        """Return the standbys of the run. A pserver that stops has ended their streams, and lets one replace it."""
-        if run is None or run.context.standbys is None or self.is_stopping:
-            return None
-        return run.context.standbys.describe()
 
     async def stop(self) -> None:
         """End the waiting requests, and persist the shard, before the process ends."""
