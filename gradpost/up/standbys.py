@@ -77,14 +77,23 @@ class Standbys:
             end = "" if self._num_deaths[index] <= MAX_DEATHS else "; no further one is started"
             self._report(f"{child.name} {describe_end(child.wait())}{end}")
             cluster.standbys.remove(child)
-        for pserver in status.pservers:
-            # A process that starts would compete with the one that takes over.
-            has_served = pserver.round > 0 or self._num_deaths[pserver.index] > 0
-            is_serving = status.state == "training" and has_served and not status.waiting_for
-            num_running = sum(cluster.followed_by(child) == pserver.index for child in cluster.standbys)
-            is_alive = cluster.find_address(cluster.pservers[pserver.index]) == pserver.address
-            if is_serving and is_alive and num_running < self._num and self._num_deaths[pserver.index] <= MAX_DEATHS:
-                cluster.start_standby(pserver.index)
+        for index in range(cluster.num_pservers):
+            num_running = sum(cluster.followed_by(child) == index for child in cluster.standbys)
+            may_start = num_running < self._num and self._num_deaths[index] <= MAX_DEATHS
+            if may_start and (self._is_settled(index, status) or self._is_lost(index, status, num_running)):
+                cluster.start_standby(index)
+
+    def _is_settled(self, index: PserverIndex, status: ClusterStatus) -> bool:
+        """Return whether training goes on: a process that starts would compete with the one that takes over."""
+        pserver = next((pserver for pserver in status.pservers if pserver.index == index), None)
+        if pserver is None or status.state != "training" or status.waiting_for:
+            return False
+        has_served = pserver.round > 0 or self._num_deaths[index] > 0
+        return has_served and self._cluster.find_address(self._cluster.pservers[index]) == pserver.address
+
+    def _is_lost(self, index: PserverIndex, status: ClusterStatus, num_running: int) -> bool:
+        """Return whether the run waits for a pserver, whose newest state may be in the folder of a dead standby."""
+        return not num_running and self._num_deaths[index] > 0 and f"pserver {index}" in status.waiting_for
 
     def _fetch_status(self) -> ClusterStatus | None:
         try:

@@ -53,10 +53,10 @@ class Tricks:
                 return (await asyncio.gather(_push(self, round_, body), _push(self, round_, body)))[0]
             return await _push(self, round_, body)
 
-        async def get(self: PserverClient, pull: Pull, *arguments: Any) -> Any:
-            if pull.barrier is not None and tricks._is_due("twice"):
+        async def get(self: PserverClient, pull: Pull, destination: Any, on_block: Any, pushed: FrameParts = ()) -> Any:
+            if pull.barrier is not None and not pushed and tricks._is_due("twice"):
                 await self.barrier(pull.round, pull.barrier)
-            return await _get(self, pull, *arguments)
+            return await _get(self, pull, destination, on_block, pushed)
 
         def check_version(self: PserverClient, metadata: Mapping[str, str], round_: int) -> int:
             version = tricks.versions.setdefault(self.index, {})[round_] = _check_version(self, metadata, round_)

@@ -95,6 +95,7 @@ class PserverConnection:
         StalePserver, StaleRun     until the next heartbeat    deadline_seconds (1)             (2)
         FutureRound                until the next heartbeat    deadline_seconds (3)             (2)
         ContributionMissing        none: push again            MAX_REPUSHES                     a new incarnation
+        the same, nothing to push  as for FutureRound
         =========================  ==========================  ===============================  =================
 
         (1) Not while the coordinator answers, which then decides how long this trainer waits. (2) A new incarnation,
@@ -123,6 +124,12 @@ class PserverConnection:
             except (TryAgain, ContributionMissing, StalePserver, StaleRun, FutureRound) as answer:
                 num_unanswered, incarnation = 0, self.info.incarnation
                 silence.reset()
+                has_repushed = False
+                if isinstance(answer, ContributionMissing):
+                    num_repushes[incarnation] += 1
+                    if push_again is None or num_repushes[incarnation] > MAX_REPUSHES:
+                        raise
+                    has_repushed = await push_again()
                 match answer:
                     case TryAgain():
                         is_expected = isinstance(answer, NotReady) and self.is_coordinator_reachable()
@@ -135,15 +142,13 @@ class PserverConnection:
                         if refusals[incarnation].note_failure() and not self.is_coordinator_reachable():
                             raise
                         await self.news.wait_for_heartbeat(NEWS_SECONDS)
-                    case FutureRound():
+                    case ContributionMissing() if has_repushed:
+                        pass
+                    case FutureRound() | ContributionMissing():  # it lacks a round that this trainer has pulled from it
                         if incarnation == self.first_incarnation or refusals[incarnation].note_failure():
                             raise
                         self.news.ahead_of[self.info.index] = incarnation
                         await self.news.wait_for_heartbeat(NEWS_SECONDS)
-                    case ContributionMissing():
-                        num_repushes[incarnation] += 1
-                        if push_again is None or num_repushes[incarnation] > MAX_REPUSHES or not await push_again():
-                            raise
                 self.metrics.retries.labels(answer.code).inc()
 
     async def _request(self, route: str, send_once: Callable[[], Awaitable[T]]) -> T:

@@ -306,10 +306,13 @@ class Disk:
         self.folder.write_identity(incarnation, self.folder.identity.run)
 
     def has_free_folder(self, index: PserverIndex, incarnation: Incarnation) -> bool:
-        """Return whether a folder of this incarnation exists that no process has locked and that can be read."""
+        """Return whether a standby's folder has this incarnation, no process has locked it, and it can be read.
+
+        The folder without a number is left to the process with this index.
+        """
         with suppress(FolderTaken, OSError):
             for found, copy in rank_copies(self._state_dir, index):
-                if found == incarnation:
+                if found == incarnation and copy:
                     StateFolder(self._state_dir, index, copy).close()
                     return True
         return False

@@ -46,6 +46,7 @@ COMPARED_UPDATES = 1000  # between two comparisons of digests
 IDLE_COMPARISON_SECONDS = 10.0  # between two comparisons while updates are rare
 IDLE_SHARE = 0.01  # of the time, at most, that such comparisons take
 HURRY_SECONDS = 2.0  # for which a received update waits for a comparison
+FENCE_SECONDS = 1.5  # for which a fence waits for confirmed updates: less than the coordinator's request
 CONFIRMATION_RETRY_SECONDS = 0.1
 STEADY_SECONDS = 5.0  # after which a stream counts as working, so that the next failure is the first one
 
@@ -189,16 +190,24 @@ class Follower:
             raise StalePserver(text, current=installed.incarnation)
         self._fenced = max(self._fenced, message.incarnation)
         self._must_hurry.set()
-        while self.replica is replica and replica.round < replica.held:  # these updates may be confirmed already
-            self._is_applied.clear()
-            await self._is_applied.wait()
-        async with self._updating:
-            pass  # the last of them may be due for a checkpoint
-        if self.replica is not replica or replica.round < replica.confirmed:
+        if not await self._apply_held(replica) or self.replica is not replica or replica.round < replica.confirmed:
             text = "the replica lacks an update that it has confirmed"
             raise NotReady(text, waiting_for=f"a copy of the shard of pserver {self.index}")
         log.info("the standby is fenced", pserver=self.index, incarnation=message.incarnation, round=replica.round)
         return replica
+
+    async def _apply_held(self, replica: Replica) -> bool:
+        """Return whether no update is in memory any more, which may be confirmed already; the disk may hang."""
+        try:
+            async with asyncio.timeout(FENCE_SECONDS):
+                while self.replica is replica and replica.round < replica.held:
+                    self._is_applied.clear()
+                    await self._is_applied.wait()
+                async with self._updating:
+                    pass  # the last of them may be due for a checkpoint
+        except TimeoutError:
+            return False
+        return True
 
     def release_replica(self, answer: PserverRegistered) -> Replica:
         """Return the replica for the incarnation that leads from now on, and never follow again.
@@ -273,6 +282,9 @@ class Follower:
                         confirming = asyncio.create_task(self._confirm_updates(leader, replica))
                     for received in part:
                         self._check_fence(named.incarnation)
+                        if isinstance(received, Idle) and handling is not None and not handling.done():
+                            self.lag.note_leader(received.round, asyncio.get_running_loop().time())
+                            continue
                         update = replica.hold_update(received) if isinstance(received, Record) else None
                         self._is_held.set()
                         if handling is not None:

@@ -19,6 +19,7 @@ from ..durable.record_stream import Received, RecordParser
 from .replica import Replica
 
 SILENCE_SECONDS = 0.5  # the leader sends a record ten times a second
+RUN_SECONDS = 2.0
 OPEN_SECONDS = 1.0  # until the headers of a stream arrive
 CONFIRM_SECONDS = 2.0
 DIGEST_SECONDS = 10.0
@@ -38,7 +39,7 @@ class Leader:
 
     async def read_run(self) -> ServedRun:
         """Return the run that the pserver serves."""
-        return ServedRun.from_answer(await self._get(routes.RUN, SILENCE_SECONDS))
+        return ServedRun.from_answer(await self._get(routes.RUN, RUN_SECONDS))
 
     async def read_digests(self, replica: Replica) -> ShardDigests:
         """Return the digests of the pserver's blocks after its newest round."""

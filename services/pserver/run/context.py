@@ -40,7 +40,7 @@ from ..shard.tensors import StagedBlock
 from ..waits import wait_for_any
 from .schedule import Read, Schedule, Wait, name_trainers
 from .staging import Admission, check_member
-from .standbys import LATE_SECONDS, StandbyConfirmations
+from .standbys import LATE_SECONDS, STUCK_SECONDS, StandbyConfirmations
 
 log = get_logger()
 
@@ -264,9 +264,9 @@ class RunContext:
                 text = f"round {round_} waits for {self.describe_missing_standbys()}"
                 raise RoundPending(text, missing=[], round=round_)
             if stalled >= LATE_SECONDS:
-                self.standbys.note_late(round_)
-            until_late = math.inf if stalled >= LATE_SECONDS else LATE_SECONDS - stalled
-            await self.standbys.wait_for_change(min(limit - stalled, wait_seconds - waited, until_late))
+                self.standbys.note_late(round_, is_stuck=stalled >= STUCK_SECONDS)
+            next_check = min(seconds for seconds in (LATE_SECONDS, STUCK_SECONDS, limit) if seconds > stalled)
+            await self.standbys.wait_for_change(min(next_check - stalled, wait_seconds - waited))
 
     async def _wait_for_lease(self, wait_seconds: float) -> None:
         loop = asyncio.get_running_loop()

@@ -21,6 +21,7 @@ from ps_protocol.standbys import SeenStandbys
 from ps_protocol.vocabulary import Round
 
 LATE_SECONDS = 2.0  # for which an update may wait for a standby that counts as connected
+STUCK_SECONDS = 5.0  # after which it waits for lost standbys that are not removed: see `replica_loss`
 PROMPT_SECONDS = 0.5  # between an update and its confirmation by a standby that may become a required one
 CATCH_UP_SECONDS = 0.25  # for which an update waits for a standby that catches up
 JOINING_SECONDS = 60.0  # after the first stream of a standby, in which updates wait for it to catch up
@@ -72,6 +73,8 @@ class StandbyConfirmations:
         if required.number > self.required.number:
             self.required = required
             self._awaited.intersection_update(required.instances)
+            for instance in required.instances:
+                self._joins_until.pop(instance, None)
             self._note_change()
 
     def open_stream(self, instance: Instance) -> StandbyStream:
@@ -104,10 +107,10 @@ class StandbyConfirmations:
             stream.target, stream.target_since = self._newest, now
         self._note_change()
 
-    def note_late(self, round_: Round) -> None:
+    def note_late(self, round_: Round, *, is_stuck: bool) -> None:
         """Count the required standbys that have not confirmed a round as not connected until they confirm in time.
 
-        The others that hold the round may become required ones: there may be no later update for them to receive.
+        If the round `is_stuck`, the others that hold it may become required ones: there is no later one to receive.
         """
         for instance in self.find_missing(round_):
             self._awaited.discard(instance)
@@ -115,7 +118,7 @@ class StandbyConfirmations:
                 stream.is_prompt = False
                 stream.target, stream.target_since = self._newest, asyncio.get_running_loop().time()
         for stream in self._streams.values():
-            stream.is_prompt |= stream.held >= round_
+            stream.is_prompt |= is_stuck and stream.held >= round_
         self._note_change(wakes=False)
 
     # ------------------------------------------------------------------ waiting
@@ -168,7 +171,9 @@ class StandbyConfirmations:
             now = loop.time()
 
     def _is_behind(self, stream: StandbyStream, round_: Round, now: float) -> bool:
-        is_joining = stream.instance not in self.required.instances and now < self._joins_until[stream.instance]
+        is_joining = stream.instance not in self.required.instances and now < self._joins_until.get(
+            stream.instance, 0.0
+        )
         return is_joining and stream.begin is not None and stream.held < round_
 
     def wake(self) -> None:

@@ -454,6 +454,7 @@ async def test_a_standby_of_the_round_that_waits_for_a_lost_one_may_replace_it(
 ) -> None:
     """No later round comes, which it would otherwise have to receive."""
     monkeypatch.setattr(context, "LATE_SECONDS", SOON)
+    monkeypatch.setattr(context, "STUCK_SECONDS", 2 * SOON)
     async with replicated(tmp_path) as (b, standby):
         await contribute(b, 1)
         await standby.reader.wait_for_round(1)

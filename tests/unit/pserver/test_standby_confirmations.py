@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,10 @@ class Confirmations(RuleBasedStateMachine):
         self.waiting.append(Waiting(round_, self.runner.run(begin())))
         self.call(lambda: None)
 
-    @rule(round_=ROUNDS)
-    def note_late(self, round_: int) -> None:
+    @rule(round_=ROUNDS, is_stuck=st.booleans())
+    def note_late(self, round_: int, is_stuck: bool) -> None:
         late = {name for name in self.required.instances if not self.holds(name, round_)}
-        self.call(self.standbys.note_late, round_)
+        self.call(partial(self.standbys.note_late, is_stuck=is_stuck), round_)
         self.awaited -= late
         assert late.isdisjoint(self.standbys.describe().connected)
 
