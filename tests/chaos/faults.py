@@ -416,6 +416,7 @@ def _change(episode: Episode) -> None:
 def _roll_back_after_done(episode: Episode, victim: str) -> None:
     ranks = range(episode.chance.randint(1, episode.setup.num_trainers - 1))
     place, goes_behind = episode.cluster.place_file("pserver 0"), episode.chance.random() < 0.7
+    goes_behind &= not episode.setup.num_standbys  # one that replaces the pserver needs its place
     if goes_behind:
         write_whole(place, "eio")  # so that no checkpoint of a later round than theirs becomes complete
     if not episode.let_end(ranks):
