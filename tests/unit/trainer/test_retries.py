@@ -181,15 +181,16 @@ async def test_the_rounds_that_a_pserver_may_lose_are_kept() -> None:
         assert len(client._kept) < 20
 
 
+@pytest.mark.parametrize("answer", [FutureRound("round 1 is ahead"), ContributionMissing("pulled, and lost since")])
 async def test_a_pserver_that_stays_behind_is_given_up_after_the_time_of_a_round(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, answer: GradpostError
 ) -> None:
     monkeypatch.setattr("trainer_client.client.pserver_connection.NEWS_SECONDS", 0.01)
     news = News(heard_at=float("inf"))
     news.pservers[0] = RESTARTED
-    ahead = refuse(FutureRound("round 1 is ahead"))
+    ahead = refuse(answer)
     async with client_of(lambda _: ahead, news, deadline_seconds=0.2) as client, asyncio.timeout(5):
-        with pytest.raises(FutureRound):
+        with pytest.raises(type(answer)):
             await client.barrier(1, BATCH)
     assert news.ahead_of == {0: 2}
 
