@@ -31,6 +31,7 @@ ALERTS: dict[str, tuple[dict[str, str], int]] = {
     "GradpostStandbyLag": (
         {'gradpost_replica_lag_seconds{pserver="0"}': "11", 'gradpost_replica_lag_seconds{pserver="1"}': "0"},
         5 * MINUTE),
+    "GradpostReplicaDiffers": ({"gradpost_replica_differences_total": "0+1"}, 15),
     "GradpostStalenessHigh": (
         {'gradpost_staleness_bucket{le="32"}': "0", 'gradpost_staleness_bucket{le="64"}': "0+9",
          'gradpost_staleness_bucket{le="+Inf"}': "0+9"}, 10 * MINUTE),
@@ -58,6 +59,7 @@ NEARLY: dict[str, dict[str, str]] = {
         **TRAINING,
     },
     "GradpostStandbyLag": {"gradpost_replica_lag_seconds": "10"},
+    "GradpostReplicaDiffers": {"gradpost_replica_differences_total": "1"},
     "GradpostStalenessHigh": {
         'gradpost_staleness_bucket{le="32"}': "0+9",
         'gradpost_staleness_bucket{le="+Inf"}': "0+9",
