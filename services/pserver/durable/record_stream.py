@@ -62,7 +62,7 @@ def _encode(metadata: dict[str, str]) -> bytes:
 class RecordParser:
     """An incremental parser of a stream, which holds at most two records of `max_bytes`.
 
-    A record is valid until the second one after it begins: their memory is reused, because page faults are half the
+    An update is valid until the second update after it begins: their memory is reused, because page faults are half the
     cost of receiving a large body.
     `chain` is that of the newest record of a log, at first that of the reader's newest update; None: not known. After
     an error the parser must not be used any more.
@@ -120,10 +120,14 @@ class RecordParser:
                 f"the record at byte {self._at} has an impossible length", code="malformed_frame",
                 expected=f"1 to {self._max_bytes} bytes", actual=length,
             )  # fmt: skip
-        self._memory.rotate()
-        if len(self._memory[-1]) < length:
-            self._memory[-1] = bytearray(length)
-        self._body, self._num_read = memoryview(self._memory[-1])[:length], 0
+        if self._prefix.startswith(_SENDER):
+            memory = bytearray(length)
+        else:
+            self._memory.rotate()
+            if len(self._memory[-1]) < length:
+                self._memory[-1] = bytearray(length)
+            memory = self._memory[-1]
+        self._body, self._num_read = memoryview(memory)[:length], 0
 
     def _end_record(self) -> Received:
         record = parse_record(bytes(self._prefix), self._body, self._at)

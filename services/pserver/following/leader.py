@@ -76,7 +76,7 @@ class Leader:
     ) -> AsyncGenerator[Iterator[Received], None]:
         """Yield the updates behind those of a replica, whenever bytes arrive, to the standby `instance`.
 
-        `incarnation` is that of the leader. A record is valid until the second one after it is read. Raises BadInput
+        `incarnation` is that of the leader. An update is valid until the second one after it is read. Raises BadInput
         for a damaged stream. httpx.ReadTimeout is a leader that hangs.
         """
         query: dict[str, Any] = {**_identify(replica), "after": replica.round, "standby": instance}

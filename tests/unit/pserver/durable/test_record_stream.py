@@ -98,6 +98,18 @@ def test_a_flipped_bit_is_found_or_leaves_the_stream_torn(sent: list[bytes | int
     assert found == sent[:before]
 
 
+def test_an_update_is_valid_until_the_second_one_after_it() -> None:
+    """Whatever comes between them: its data may be in use still."""
+    sent = [bytes([number]) * 100 for number in range(5)]
+    received = RecordParser(MAX_BYTES).feed(encode(*(item for data in sent for item in (data, 7, 8, 9))))
+    updates: list[Record] = []
+    for record in received:
+        if isinstance(record, Record):
+            updates.append(record)
+        assert [bytes(update.data) for update in updates[-2:]] == sent[: len(updates)][-2:]
+    assert len(updates) == 5
+
+
 def test_no_memory_is_taken_for_a_record_above_the_limit() -> None:
     data = bytes(MAX_BYTES)
     with pytest.raises(BadInput, match="impossible length"):
