@@ -155,8 +155,8 @@ class FailOver:
     def _is_awaited(self, lost: PserverMember, request: RegisterPserver) -> bool:
         """Return whether a promoted pserver may return that has later updates than a process with its index."""
         is_older = request.previous < lost.record.promoted_at and (request.previous > 0 or request.held is not None)
-        # One that was lost before it had the run has acknowledged nothing. A restarted coordinator may not know that.
-        has_run = lost.is_restored or request.previous < self._cluster.run.holders.get(lost.info.index, 0)
+        # One that was lost before it had the run has acknowledged nothing.
+        has_run = request.previous < self._cluster.run.holders.get(lost.info.index, 0)
         # A synchronous run goes back in the end; the pservers of an asynchronous one would miss contributions.
         settings = self._cluster.run.settings
         limit = settings.rejoin_timeout_seconds / (1 if settings.consistency.is_async else 2)

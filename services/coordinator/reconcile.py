@@ -229,15 +229,15 @@ class Reconciler:
         """Persist a decision, then put it into effect: any heartbeat reply may contain it from then on."""
         reach_failpoint("decide.before")
         cluster, run = self._cluster, self._cluster.run
-        cluster.run = run.propose(decision)
+        holders = {member.info.index: member.info.incarnation for member in members}
+        cluster.run = run.propose(decision).note_holders(holders)
         try:
             await self._persist()
         except BaseException:
-            cluster.update(run, lambda newest: newest.propose(None))
+            cluster.update(run, lambda newest: newest.propose(None).note_holders(run.holders))
             raise
         self._check_current(run)
-        holders = {member.info.index: member.info.incarnation for member in members}
-        cluster.run = cluster.run.apply_decision(decision).note_holders(holders)
+        cluster.run = cluster.run.apply_decision(decision)
         self._restore = restore
         reach_failpoint("decide.after")
 

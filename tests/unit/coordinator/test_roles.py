@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from ps_protocol.errors import TryAgain
 from ps_protocol.membership import PserverRegistered
 from ps_protocol.standbys import ReportStandby
 from ps_protocol.vocabulary import PROTOCOL_VERSION
+from services.coordinator import failover, reconcile
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.pservers import PserverRegistry
 from services.coordinator.state.standbys import StandbyRegistry, answer_standby
@@ -22,7 +24,7 @@ from services.coordinator.state.standbys import StandbyRegistry, answer_standby
 from ...raising import raises_code
 from .coordinating import eventually
 from .support import registration
-from .test_failover import APPLIED, Cluster, hold, running
+from .test_failover import APPLIED, Cluster, hold, restarted, running
 
 LIMIT = 300.0  # the rejoin time-out
 
@@ -119,15 +121,34 @@ async def test_a_process_without_a_folder_does_not_wait() -> None:
         assert await register(cluster, 0, is_empty=True) == 3
 
 
-async def test_a_successor_that_never_had_the_run_is_not_awaited() -> None:
-    async with after_fail_over() as cluster:
-        state = cluster.coordinator.cluster
-        state.run = state.run.note_holders({0: 1})
-        lose(cluster, is_restored=True)  # the coordinator has restarted, and may not know that it had the run
-        with pytest.raises(TryAgain):
-            await register(cluster, 1)
-        state.registry = replace(state.registry, lost={0: replace(state.registry.lost[0], is_restored=False)})
-        assert await register(cluster, 1) == 3
+@pytest.mark.parametrize("point", ["promote.after", "decide.after"])
+async def test_after_a_restart_a_successor_is_awaited_only_if_it_may_have_had_the_run(
+    point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator ends at a point of the fail-over, and with it the successor."""
+    reached = asyncio.Event()
+
+    def stop_task(name: str) -> None:
+        if name == point:
+            reached.set()
+            raise asyncio.CancelledError
+
+    async with running("s", rejoin_timeout_seconds=LIMIT) as cluster:
+        await cluster.join("s")
+        cluster.processes.down.add("0")
+        with monkeypatch.context() as patch:
+            patch.setattr(failover, "reach_failpoint", stop_task)
+            patch.setattr(reconcile, "reach_failpoint", stop_task)
+            await cluster.report("s", lost=1)
+            await asyncio.wait_for(reached.wait(), 5)
+            cluster.processes.down.add("s")
+            async with restarted(cluster) as another:
+                lose(another)
+                if point == "promote.after":
+                    assert await register(another, 1) == 3
+                else:
+                    with pytest.raises(TryAgain, match="this process has an older state"):
+                        await register(another, 1)
 
 
 async def test_the_answer_to_a_standby_names_a_lost_pserver_that_was_promoted() -> None:
