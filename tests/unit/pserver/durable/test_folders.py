@@ -8,6 +8,7 @@ import pytest
 
 from services.pserver.durable.disk import (
     IDENTITY,
+    Disk,
     FolderTaken,
     StateFolder,
     list_folders,
@@ -76,6 +77,25 @@ def test_a_standby_takes_the_oldest_folder_that_no_pserver_needs(
         make_folder(tmp_path, copy, incarnation, locked=copy in locked)
     folder = open_standby_folder(tmp_path, 0, incarnation=2)
     assert folder.path.name == ("pserver-0" if expected == 0 else f"pserver-0-{expected}")
+
+
+@pytest.mark.parametrize(
+    ("folders", "locked", "expected"),
+    [
+        ({0: 1, 1: 2}, [], True),
+        ({0: 1, 1: 2}, [1], False),
+        ({0: 2, 1: 0}, [], False),  # the pserver restarts with it
+        ({0: 1, 1: 1}, [], False),
+    ],
+)
+def test_a_standby_leads_again_with_a_free_folder_of_the_newest_incarnation(
+    tmp_path: Path, folders: dict[int, int], locked: list[int], expected: bool
+) -> None:
+    for copy, incarnation in folders.items():
+        make_folder(tmp_path, copy, incarnation, locked=copy in locked)
+    assert Disk(tmp_path, None).has_free_folder(0, incarnation=2) == expected
+    if expected:
+        StateFolder(tmp_path, 0, 1)  # it is not locked
 
 
 def test_a_folder_with_a_damaged_identity_is_not_taken(tmp_path: Path) -> None:
