@@ -106,7 +106,7 @@ def break_promotion() -> None:
 
     def suspect(self: FailOver, index: PserverIndex, incarnation: Incarnation, *, has_ended: bool = False) -> None:
         if self._is_to_be_replaced(index, incarnation):
-            self._start(index, self._replace_if_silent(index, incarnation))
+            self._start(index, incarnation, self._replace_if_silent(index, incarnation))
 
     FailOver.suspect = suspect  # type: ignore[method-assign]
     FailOver._list_candidates = lambda self, index: [*self.standbys.find_leaders(index).values()]  # type: ignore

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -105,7 +106,7 @@ def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None, num_
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the content of a file that other processes read."""
-    new = path.with_suffix(".new")
+    """Replace the content of a file that other processes read, and other threads may write."""
+    new = path.with_suffix(f".{threading.get_ident()}")
     new.write_text(text)
     new.replace(path)
