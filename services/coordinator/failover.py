@@ -26,6 +26,7 @@ from ps_config.control_client import send_message
 from ps_protocol.errors import GradpostError, TryAgain
 from ps_protocol.membership import PserverRegistered, RegisterPserver, RequiredStandbys
 from ps_protocol.messages import PserverHeartbeat, PserverState
+from ps_protocol.retry import RetryPolicy, request_with_retry
 from ps_protocol.routes import FENCE_STANDBY, PROMOTE_STANDBY, STATE
 from ps_protocol.standbys import FenceStandby, ReportStandby, SeenStandbys
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
@@ -35,7 +36,7 @@ from services.runtime.logs import get_logger
 from .pserver_calls import call_pserver
 from .state.cluster import Cluster
 from .state.pservers import PserverMember
-from .state.replicas import Candidate, Replicas, choose_leader
+from .state.replicas import Candidate, Replica, Replicas, choose_leader
 from .state.standbys import Standby, StandbyRegistry
 
 log = get_logger()
@@ -73,6 +74,7 @@ class FailOver:
         self._suspected: dict[PserverIndex, Incarnation] = {}  # by these tasks
         self._replacing: set[PserverIndex] = set()
         self._dead: dict[Key, float] = {}  # processes that a supervisor has seen end, and when it reported that
+        self._ended: set[Replica] = set()  # the same, of standbys that may be in sync
 
     @property
     def is_replacing(self) -> bool:
@@ -102,20 +104,17 @@ class FailOver:
 
     def note_standby(self, report: ReportStandby) -> None:
         """Act on the report of a standby: it has lost its pserver, or was chosen to replace it."""
-        index, registry = report.follows, self._cluster.registry
-        member = registry.members.get(index)
+        index = report.follows
         if report.is_stopping:
             return
+        member = self._find_member(index)
         if member is not None and member.record.instance == report.instance and not member.has_reported:
-            answer = PserverRegistered(
-                index=index, incarnation=member.info.incarnation, lease_seconds=self._cluster.lease_seconds
-            )
-            self._start(index, answer.incarnation, self._promote(member, answer))
+            self._start(index, member.info.incarnation, self._promote(member))
         elif report.lost:
             self.suspect(index, report.lost)
 
     def check_registration(self, request: RegisterPserver) -> None:
-        """Raise TryAgain for a restarted pserver without the updates of a living standby, or of its lost successor."""
+        """Raise TryAgain for a restarted pserver without updates that a standby, or a lost successor, may hold."""
         cluster, index, held = self._cluster, request.index, request.held
         lost = None if index is None or not cluster.serves_run else cluster.registry.lost.get(index)
         if lost is not None and self._is_awaited(lost, request):
@@ -124,22 +123,32 @@ class FailOver:
         replicas = None if index is None else cluster.registry.replicas.get(index)
         if index is None or replicas is None or not (self._may_replace() and cluster.run.settings.is_replicated):
             return
+        attempt_id, members = cluster.run.record.attempt_id, self._list_members(index)
         member = self._find_member(index, replicas.incarnation)
-        is_current = held is not None and (held.run, held.attempt) == cluster.run.record.attempt_id
-        has_all = held is not None and is_current and not held.rounds.is_short
-        if has_all and held is not None and member is not None and member.attempt_id == cluster.run.record.attempt_id:
-            has_all = held.rounds.applied >= member.round
-        members = self._list_members(index)
-        if has_all and held is not None:  # after a power failure the log of a standby may be longer
-            has_all = all(held.rounds.applied >= standby.report.round for standby in members)
-        is_unknown = member is not None and member.is_restored and len(members) < len(replicas.in_sync)
-        if is_unknown and member is not None and self._now() - member.seen_at < self._cluster.lease_seconds:
-            raise TryAgain(f"the standbys of pserver {index} have not reported since the coordinator was restarted")
-        if has_all or not members:
+        rounds = [standby.report.round for standby in members]  # after a power failure their logs may be longer
+        if member is not None and member.attempt_id == attempt_id:
+            rounds.append(member.round)
+        is_whole = held is not None and (held.run, held.attempt) == attempt_id and not held.rounds.is_short
+        has_all = held is not None and is_whole and held.rounds.applied >= max(rounds, default=0)
+        if members and not has_all:
+            self.suspect(index, replicas.incarnation, has_ended=request.previous == replicas.incarnation)
+            text = f"pserver {index} may be alive; if it is not, its standby replaces it, and this process follows then"
+            raise TryAgain(f"{text}: it does not hold all updates that the standby has received")
+        if member is None:
             return
-        self.suspect(index, replicas.incarnation, has_ended=request.previous == replicas.incarnation)
-        text = f"pserver {index} may be alive; if it is not, its standby replaces it, and this process follows then"
-        raise TryAgain(f"{text}: it does not hold all updates that the standby has received")
+        seconds = cluster.lease_seconds if has_all else cluster.run.settings.rejoin_timeout_seconds / 2
+        is_certain = has_all and not member.is_restored  # else the rounds of others are not known yet
+        if not is_certain and self._now() - member.seen_at < seconds and self._list_silent(index):
+            text = f"a standby in sync with pserver {index} does not report"
+            raise TryAgain(f"{text}, and may hold updates that this process does not have")
+
+    def _list_silent(self, index: PserverIndex) -> set[Replica]:
+        """Return the replicas that may hold all updates, do not report, and are not known to have ended."""
+        replicas, member = self._cluster.registry.replicas[index], self._find_member(index)
+        holding = set(replicas.in_sync)
+        if member is not None and member.record.promoted_at == member.info.incarnation and not member.has_reported:
+            holding.add(member.record.instance)
+        return holding - self.standbys.members.keys() - self._ended
 
     def _list_members(self, index: PserverIndex) -> list[Standby]:
         """Return the living standbys in sync that hold the current attempt."""
@@ -194,11 +203,13 @@ class FailOver:
 
     def suspect_ended(self, index: PserverIndex, address: str) -> None:
         """Replace the pserver at an address, whose process has ended; or forget the standby there."""
+        self._ended &= set().union(*(replicas.in_sync for replicas in self._cluster.registry.replicas.values()))
+        self._ended |= {key for key, standby in self.standbys.members.items() if standby.report.address == address}
         self.standbys = self.standbys.drop(address)
-        incarnation = self._cluster.registry.incarnations.get(index, 0)
-        member = self._find_member(index, incarnation)
+        member = self._find_member(index)
         if member is not None and member.info.address == address:
-            self.suspect(index, incarnation, has_ended=True)
+            self._ended.add(member.record.instance)
+            self.suspect(index, member.info.incarnation, has_ended=True)
 
     def suspect_lost(self) -> None:
         """Suspect pservers with an expired lease, and those that were fenced before the coordinator restarted."""
@@ -211,11 +222,12 @@ class FailOver:
         run = self._cluster.run
         return self._cluster.serves_run and run.record.state != "gathering" and run.settings.log_durability != "none"
 
-    def _find_member(self, index: PserverIndex, incarnation: Incarnation) -> PserverMember | None:
-        """Return a pserver, which may be silent, unless another incarnation is in force."""
+    def _find_member(self, index: PserverIndex, incarnation: Incarnation | None = None) -> PserverMember | None:
+        """Return a pserver, which may be silent, unless an incarnation is given and another one is in force."""
         registry = self._cluster.registry
         member = registry.members.get(index) or registry.lost.get(index)
-        return member if member is not None and member.info.incarnation == incarnation else None
+        is_current = member is not None and incarnation in (None, member.info.incarnation)
+        return member if is_current else None
 
     def _start(self, index: PserverIndex, incarnation: Incarnation, work: Coroutine[Any, Any, None]) -> None:
         if index in self._tasks:
@@ -341,43 +353,40 @@ class FailOver:
     async def _register(self, request: RegisterPserver) -> None:
         reach_failpoint("promote.before")
         answer = self._cluster.register_pserver(request, self._now(), is_standby=True)
+        member = self._cluster.registry.members[answer.index]
+        self._interrupt(answer.index)
         self._changed()
         await self._persist_patiently()
         reach_failpoint("promote.after")
-        member = self._find_member(answer.index, answer.incarnation)
-        if member is not None:
-            await self._promote(member, answer)
+        await self._promote(member)
 
-    async def _promote(self, member: PserverMember, answer: PserverRegistered) -> None:
-        """Promote a standby that is registered, until it answers or its lease ends, or another one must replace it."""
-        index = answer.index
+    async def _promote(self, member: PserverMember) -> None:
+        """Promote a standby that is registered, until it answers, or another process must take its place."""
+        index, incarnation = member.info.index, member.info.incarnation
+        answer = PserverRegistered(index=index, incarnation=incarnation, lease_seconds=self._cluster.lease_seconds)
         self._replacing.add(index)
         url = member.info.address + PROMOTE_STANDBY
-        while self._is_unaware(answer):
+        while self._is_unaware(index, incarnation):
             try:
                 await send_message(self._http, "PUT", url, answer, timeout=REQUEST_SECONDS)
             except (httpx.HTTPError, GradpostError, ValueError) as error:
                 log.warning("a standby was not promoted", pserver=index, address=url, error=repr(error))
                 if self._list_candidates(index) and self._cluster.run.settings.is_replicated:
-                    await self._replace_if_silent(index, answer.incarnation)
+                    await self._replace_if_silent(index, incarnation)
                     return
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 self.standbys = self.standbys.drop(member.info.address)
-                log.info("a standby was promoted", pserver=index, incarnation=answer.incarnation)
+                log.info("a standby was promoted", pserver=index, incarnation=incarnation)
                 return
 
-    def _is_unaware(self, answer: PserverRegistered) -> bool:
-        """Return whether a registered standby is alive and may not know of its promotion."""
-        member = self._cluster.registry.members.get(answer.index)
-        return member is not None and member.info.incarnation == answer.incarnation and not member.has_reported
+    def _is_unaware(self, index: PserverIndex, incarnation: Incarnation) -> bool:
+        """Return whether a registered standby is alive, and may not know of its promotion."""
+        member = self._find_member(index, incarnation)
+        is_alive = index in self._cluster.registry.members
+        is_alive |= member is not None and member.record.instance in self.standbys.members
+        return member is not None and is_alive and not member.has_reported
 
     async def _persist_patiently(self) -> None:
         """Persist the state. Raises StorageFailed after the round time-out."""
-        while True:
-            try:
-                await self._persist()
-            except TryAgain:
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
-                return
+        await request_with_retry(self._persist, RetryPolicy((TryAgain,), lambda _: asyncio.sleep(RETRY_SECONDS)))

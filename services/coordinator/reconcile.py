@@ -102,7 +102,12 @@ class Reconciler:
         message: Message | None = None,
         timeout: float = TIMEOUT_SECONDS,
     ) -> bytes:
-        """Return the answer of `call_pserver`. Raises httpx.ReadTimeout if `interrupt` ends the wait for it."""
+        """Return the answer of `call_pserver`.
+
+        Raises httpx.ReadTimeout if `interrupt` ends the wait for it, or another process has replaced the pserver.
+        """
+        if self._cluster.registry.incarnations.get(member.info.index) != member.info.incarnation:
+            raise httpx.ReadTimeout(f"another process has replaced pserver {member.info.index}")
         limit, calls = asyncio.timeout(None), self._calls[member.info.index]
         calls.add(limit)
         try:

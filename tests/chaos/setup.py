@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ps_protocol.vocabulary import LossPolicy, Mode, NonfinitePolicy, ReplicaLoss
 
 LEASE_SECONDS = 2.0
+REJOIN_TIMEOUT_SECONDS = 100.0  # half of it is less than the campaign waits for at the end of a history
 ROUND_TIMEOUT_SECONDS = 4.0
 STANDBY_TIMEOUT_SECONDS = 30.0  # of a round that waits until a lost standby is replaced
 PARAMETERS = ("a", "b", "c")
@@ -60,6 +61,7 @@ class Setup:
             **{name: getattr(self, name) for name in (*own, "max_log_bytes")},
             "keep_checkpoints": KEEP_CHECKPOINTS,
             "lease_seconds": LEASE_SECONDS,
+            "rejoin_timeout_seconds": REJOIN_TIMEOUT_SECONDS,
             "round_timeout_seconds": STANDBY_TIMEOUT_SECONDS if waits_for_standbys else ROUND_TIMEOUT_SECONDS,
             "min_block_size": 2 * self.num_trainers,  # so that each parameter has a block on every pserver
             **staleness,

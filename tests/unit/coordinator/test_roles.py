@@ -143,12 +143,39 @@ async def test_after_a_restart_a_successor_is_awaited_only_if_it_may_have_had_th
             await asyncio.wait_for(reached.wait(), 5)
             cluster.processes.down.add("s")
             async with restarted(cluster) as another:
-                lose(another)
+                lose(
+                    another, seconds=another.coordinator.cluster.lease_seconds
+                )  # after which a living successor would have reported
                 if point == "promote.after":
                     assert await register(another, 1) == 3
                 else:
                     with pytest.raises(TryAgain, match="this process has an older state"):
                         await register(another, 1)
+
+
+async def test_a_successor_that_was_cut_off_before_its_promotion_is_promoted_when_it_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running("s", rejoin_timeout_seconds=LIMIT) as cluster:
+
+        def cut_off(name: str) -> None:
+            if name == "promote.after":
+                cluster.processes.down.add("s")
+
+        await cluster.join("s")
+        cluster.processes.down.add("0")
+        monkeypatch.setattr(failover, "reach_failpoint", cut_off)
+        await cluster.report("s", lost=1)
+        await eventually(lambda: "s" in cluster.processes.down)
+        lose(cluster, present_since=cluster.coordinator.now() + 1)  # it has not sent a heartbeat since
+        cluster.coordinator.failover.standbys = StandbyRegistry()
+        await eventually(lambda: not cluster.coordinator.failover.is_replacing)
+        with pytest.raises(TryAgain, match="does not report, and may hold updates"):
+            await register(cluster, 0, is_empty=True)
+        cluster.processes.down.discard("s")
+        await cluster.report("s")
+        await eventually(lambda: "s" in cluster.processes.promoted)
+        assert cluster.processes.promoted["s"].incarnation == 2
 
 
 async def test_the_answer_to_a_standby_names_a_lost_pserver_that_was_promoted() -> None:
@@ -210,11 +237,46 @@ async def test_a_restarted_pserver_waits_until_its_members_have_reported_to_a_re
         cluster.coordinator.cluster.registry = replace(registry, members={**registry.members, 0: member})
         cluster.coordinator.failover.standbys = StandbyRegistry()
         request = registration("new", index=0, previous=1, held=hold(cluster.run, 0))
-        with pytest.raises(TryAgain, match="have not reported"):
+        with pytest.raises(TryAgain, match="does not report"):
             await cluster.send(routes.REGISTER_PSERVER, request)
         await cluster.report("s")
         await cluster.send(routes.REGISTER_PSERVER, request)
         assert cluster.replicas.leader == "pserver new"
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+async def test_a_restarted_pserver_with_less_waits_for_a_silent_member(is_empty: bool) -> None:
+    """The member was cut off, or its machine stands still, and holds what the pserver has lost."""
+    async with running("s", rejoin_timeout_seconds=LIMIT) as cluster:
+        await cluster.join("s")
+        cluster.processes.down.add("0")
+        cluster.coordinator.failover.standbys = StandbyRegistry()
+        held = None if is_empty else hold(cluster.run, 0, 3)
+        request = registration("new", index=0, previous=0 if is_empty else 1, held=held)
+        with pytest.raises(TryAgain, match="does not report, and may hold updates"):
+            await cluster.send(routes.REGISTER_PSERVER, request)
+        await cluster.report("s")
+        with pytest.raises(TryAgain, match="does not hold all updates"):
+            await cluster.send(routes.REGISTER_PSERVER, request)
+        await eventually(cluster.is_replaced)
+
+
+async def test_a_restarted_pserver_with_less_waits_for_no_member_that_has_ended_or_is_away_for_long() -> None:
+    async with running("s", "t", rejoin_timeout_seconds=LIMIT) as cluster:
+        await cluster.join("s", "t")
+        failover, state = cluster.coordinator.failover, cluster.coordinator.cluster
+        failover.suspect_ended(0, "http://s:1")
+        failover.standbys = StandbyRegistry()
+        request = registration("new", index=0, previous=0)
+        with pytest.raises(TryAgain, match="does not report"):
+            failover.check_registration(request)
+        registry = state.registry
+        lose(cluster, seconds=LIMIT / 2 + 1)
+        failover.check_registration(request)
+        state.registry = registry
+        await cluster.report("t")
+        failover.suspect_ended(0, "http://t:1")
+        failover.check_registration(request)
 
 
 async def test_a_restarted_pserver_with_all_updates_continues_with_its_members() -> None:
