@@ -72,6 +72,9 @@ class StandbyAnswer(Message):
     run: Identifier | None = None
     attempt: Ordinal = 0
     round: Round = 0
+    is_joining: Flag = Field(
+        default=False, description="durability `replicated`: the standby is not in sync yet, and is ready once it is"
+    )
     stop: Flag = False
     exit_code: Count = 0
 

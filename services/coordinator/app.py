@@ -81,10 +81,9 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.post(routes.REPORT_STANDBY, tags=["membership"])
     async def report_standby(report: ReportStandby, request: Request) -> StandbyAnswer:
         """Register a standby or renew its lease, and return the pserver that it follows."""
-        answer, failover = answer_standby(cluster, report), coordinator.failover
-        failover.standbys = failover.standbys.report(
-            report, coordinator.now(), stop=answer.stop, may_lead=may_administer(request.scope)
-        )
+        may_lead, failover = may_administer(request.scope), coordinator.failover
+        answer = answer_standby(cluster, report, may_lead=may_lead)
+        failover.standbys = failover.standbys.report(report, coordinator.now(), stop=answer.stop, may_lead=may_lead)
         failover.note_standby(report)
         if answer.stop:
             coordinator.changed()

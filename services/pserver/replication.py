@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Annotated, Any
 
 import torch
-from fastapi import FastAPI, Query, Response
+from fastapi import FastAPI, Query, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol import routes
@@ -20,8 +20,9 @@ from ps_protocol.fields import Identifier, Instance, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.requests import HISTORY_KEY
 from ps_protocol.standbys import HeldUpdates, ServedRun, ShardDigests
-from ps_protocol.vocabulary import PserverIndex, Round
+from ps_protocol.vocabulary import Round
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, watch_for_disconnect
+from services.runtime.security import may_administer
 
 from .durable.log_reader import LogReader
 from .durable.record_stream import IDLE_SECONDS, encode_end, encode_idle
@@ -67,7 +68,7 @@ class UpdateStream(Response):
         super().__init__(media_type=UPDATES_TYPE)
         self._streams = streams
         self._context = run.context
-        self._storage = _require_log(run, run.index)
+        self._storage = _require_log(run)
         self._after = after
         self._digest = digest
         self._standby = standby
@@ -146,12 +147,12 @@ class UpdateStream(Response):
         return encode_idle(0 if tail is None else tail.round)
 
 
-def _require_log(run: Run, index: PserverIndex) -> RunStorage:
+def _require_log(run: Run) -> RunStorage:
     """Return the storage of a run whose updates can be read. Raises NotReady, Conflict, or the run's failure."""
     run.context.check_failure()
     run.context.check_readable()
     if run.storage is None or not run.storage.has_log:
-        text = f"pserver {index} has no log of updates; set durability to log, fsync or replicated"
+        text = f"pserver {run.index} has no log of updates; set durability to log, fsync or replicated"
         raise Conflict(text, code="no_update_log", expected="log, fsync or replicated", actual=run.installed.durability)
     return run.storage
 
@@ -200,7 +201,7 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
     async def served_run() -> ServedRun:
         """Return the run that followers repeat, once they can begin."""
         run = pserver.run
-        _require_log(run, run.index)
+        _require_log(run)
         installed = run.installed.model_copy(update={"membership": run.context.membership})
         cpu = torch.backends.cpu.get_cpu_capability()
         return ServedRun(installed=installed, torch=str(torch.__version__), cpu=cpu)
@@ -212,13 +213,17 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         responses={200: {"content": {UPDATES_TYPE: binary}}},
     )
     async def updates(
+        request: Request,
         run: Identifier,
         attempt: OrdinalText,
         after: Annotated[OrdinalText, Query(description="round of the newest update that the reader has")],
         digest: Annotated[str | None, Query(pattern="^[0-9a-f]{32}$", description="chain of that update")] = None,
-        standby: Annotated[Instance | None, Query(description="reader that will confirm updates")] = None,
+        standby: Annotated[
+            Instance | None, Query(description="reader that will confirm updates; ignored without scope `admin`")
+        ] = None,
     ) -> Response:
         """Return the records of the log after a round, and then each update as soon as it is logged, without an end."""
+        standby = standby if may_administer(request.scope) else None
         return UpdateStream(streams, check_run(run, attempt), after, digest, standby)
 
     @app.post(routes.HELD_UPDATES, tags=["replication"], status_code=204, response_class=Response)

@@ -58,7 +58,6 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.CHECKPOINTS): "read",
     # followers of a pserver
     ("GET", routes.UPDATES): "replicate",
-    ("POST", routes.HELD_UPDATES): "replicate",
     ("GET", routes.SHARD_COPY): "replicate",
     ("GET", routes.SHARD_DIGESTS): "replicate",
     ("GET", routes.RUN): "replicate",
@@ -85,6 +84,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("PUT", routes.FREEZE): "admin",
     ("GET", routes.RESTORABLE): "admin",
     ("PUT", routes.WANT_CHECKPOINT): "admin",
+    ("POST", routes.HELD_UPDATES): "admin",
     ("PUT", routes.FENCE_STANDBY): "admin",
     ("PUT", routes.PROMOTE_STANDBY): "admin",
     # administrators

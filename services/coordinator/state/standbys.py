@@ -1,6 +1,6 @@
 """The standbys, which follow pservers, and their leases. Pure: the caller passes the time.
 
-A standby is no member of the run: nothing waits for it. It is kept in memory only, since it reports again.
+A standby is no member of the run. It is kept in memory only, since it reports again; replicas.py has the in-sync sets.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ps_protocol.errors import Conflict, TryAgain
+from ps_protocol.errors import Conflict, Forbidden, TryAgain
 from ps_protocol.standbys import ReportStandby, StandbyAnswer, StandbyStatus
 from ps_protocol.vocabulary import PserverIndex
 
@@ -50,9 +50,11 @@ class StandbyRegistry:
         """Add a standby, or renew its lease. `stop` is part of the answer.
 
         A standby knows of the end once it reports again or stops, because an answer may be lost. Raises TryAgain beyond
-        `MAX_STANDBYS`.
+        `MAX_STANDBYS`, and Forbidden for a standby that another token has reported.
         """
         known = self.members.get(report.instance)
+        if known is not None and known.may_lead and not may_lead:
+            raise Forbidden("another token, of scope `admin`, has reported this standby")
         others = {instance: standby for instance, standby in self.members.items() if instance != report.instance}
         if report.is_stopping:
             return StandbyRegistry(others, self.stopped - {report.instance})
@@ -102,7 +104,7 @@ def _find_role(
     return "in_sync" if report.instance in known.in_sync else "joining"
 
 
-def answer_standby(cluster: Cluster, report: ReportStandby) -> StandbyAnswer:
+def answer_standby(cluster: Cluster, report: ReportStandby, *, may_lead: bool = True) -> StandbyAnswer:
     """Return the answer to a report: the pserver to follow, if it serves the current run.
 
     Raises Conflict for an index without a pserver.
@@ -122,6 +124,14 @@ def answer_standby(cluster: Cluster, report: ReportStandby) -> StandbyAnswer:
         return answer.model_copy(update={"incarnation": lost.info.incarnation})
     if leader is None or leader.attempt_id != run.record.attempt_id:
         return answer
-    name, attempt = run.record.attempt_id
-    found = {"leader": leader.info.address, "incarnation": leader.info.incarnation, "round": leader.round}
-    return answer.model_copy(update={**found, "run": name, "attempt": attempt})
+    is_in_sync = report.instance in registry.replicas[report.follows].in_sync
+    return answer.model_copy(
+        update={
+            "leader": leader.info.address,
+            "incarnation": leader.info.incarnation,
+            "run": run.record.name,
+            "attempt": run.record.attempt,
+            "round": leader.round,
+            "is_joining": run.settings.is_replicated and may_lead and not is_in_sync,
+        }
+    )

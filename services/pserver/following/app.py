@@ -23,8 +23,8 @@ from .promotion import Promotion, add_promotion_routes
 REFUSED = (
     *(("POST", path) for path in (routes.SEND, routes.INITIAL, routes.GET, routes.SLOTS, routes.NORM, routes.BARRIER)),
     *(("PUT", path) for path in (routes.RUN, routes.FREEZE, routes.MEMBERS, routes.WANT_CHECKPOINT)),
-    *(("GET", path) for path in (routes.BUFFERS, routes.RESTORABLE)),
-    *(("GET", path) for path in (routes.RUN, routes.UPDATES, routes.SHARD_COPY, routes.SHARD_DIGESTS)),
+    *(("GET", path) for path in (routes.BUFFERS, routes.RESTORABLE, routes.RUN)),
+    *(("GET", path) for path in (routes.UPDATES, routes.SHARD_COPY, routes.SHARD_DIGESTS)),
     ("POST", routes.HELD_UPDATES),
 )
 
@@ -35,8 +35,12 @@ def make_follower_app(
     """Return the application, which runs on the event loop that serves it."""
 
     def find_missing() -> str | None:
-        is_ready = follower.replica is not None or follower.has_nothing_to_copy  # a rolling restart waits for it
-        return None if is_ready else f"a copy of the shard of pserver {follower.index}"
+        if follower.has_nothing_to_copy:
+            return None
+        if follower.replica is None:
+            return f"a copy of the shard of pserver {follower.index}"
+        # A rolling restart, which ends a pserver next, waits for a standby that may replace it.
+        return f"pserver {follower.index} to have this standby in sync" if follower.is_joining else None
 
     app = make_app(title="Gradpost standby", role="standby", metrics=metrics, is_ready=find_missing, lifespan=lifespan)
     large = LargeReplies()

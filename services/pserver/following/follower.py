@@ -21,7 +21,7 @@ from typing import NoReturn
 import httpx
 import torch
 
-from ps_protocol.errors import Conflict, GradpostError, NotReady, StalePserver, TryAgain
+from ps_protocol.errors import Conflict, Forbidden, GradpostError, NotReady, StalePserver, TryAgain
 from ps_protocol.membership import InstallRun, PserverRegistered
 from ps_protocol.retry import choose_backoff
 from ps_protocol.standbys import FenceStandby, HeldUpdates, ServedRun, ShardDigests, StandbyAnswer
@@ -45,7 +45,7 @@ log = get_logger()
 COMPARED_UPDATES = 1000  # between two comparisons of digests
 IDLE_COMPARISON_SECONDS = 10.0  # between two comparisons while updates are rare
 IDLE_SHARE = 0.01  # of the time, at most, that such comparisons take
-HURRY_SECONDS = 2.0  # for which a received update waits for a comparison
+HURRY_SECONDS = 1.0  # for which a received update waits for a comparison
 FENCE_SECONDS = 1.5  # for which a fence waits for confirmed updates: less than the coordinator's request
 CONFIRMATION_RETRY_SECONDS = 0.1
 STEADY_SECONDS = 5.0  # after which a stream counts as working, so that the next failure is the first one
@@ -77,7 +77,8 @@ class Follower:
         self.instance = pserver.instance
         self.replica: Replica | None = None
         self.leader: StandbyAnswer | None = None  # the newest one that the coordinator named
-        self.has_nothing_to_copy = False  # the coordinator has answered that no pserver serves a run
+        self.has_nothing_to_copy = False  # by the newest answer of the coordinator no living pserver serves a run
+        self.is_joining = False  # by the same answer: not in sync yet
         self.lost: Incarnation = 0  # of the leader whose stream was lost, until there is another stream
         self.report_is_due = asyncio.Event()
         self.is_released = False  # this process becomes the pserver, and never follows again
@@ -120,7 +121,7 @@ class Follower:
 
     def note_answer(self, answer: StandbyAnswer) -> None:
         """Note the leader that the coordinator names, and its newest round. Without a leader the last one stays."""
-        self.has_nothing_to_copy = answer.leader is None
+        self.has_nothing_to_copy, self.is_joining = answer.leader is None, answer.is_joining
         if answer.leader is None:
             return
         before, self.leader = self.leader, answer
@@ -341,6 +342,8 @@ class Follower:
             try:
                 await leader.confirm_updates(held)
                 confirmed = held.round
+            except Forbidden:
+                return  # the token does not allow this process to be in sync
             except (httpx.TransportError, ValueError, GradpostError):
                 await asyncio.sleep(CONFIRMATION_RETRY_SECONDS)
 

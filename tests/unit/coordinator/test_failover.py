@@ -242,8 +242,13 @@ async def test_a_standby_without_the_scope_of_pservers_does_not_join() -> None:
             await app({**scope, GIVEN_KEY: "replicate"}, receive, send)
 
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=with_scope)) as http:
-            await Cluster(cluster.coordinator, http, cluster.processes).report("s")
-        assert (await cluster.beat("s")).required.instances == ()
+            lesser = Cluster(cluster.coordinator, http, cluster.processes)
+            await lesser.report("s")
+            assert (await cluster.beat("s")).required.instances == ()
+            await cluster.report("t")
+            with raises_code("forbidden"):
+                await lesser.report("t", round=APPLIED + 1)
+        assert (await cluster.beat("st")).required.instances == ("standby t",)
 
 
 async def test_the_next_run_begins_without_members() -> None:
@@ -314,8 +319,11 @@ async def test_a_change_that_waits_for_the_dead_pserver_is_superseded() -> None:
         cluster.coordinator.changed()
         await eventually(lambda: bool(cluster.coordinator._reconciler._calls[0]))
         await cluster.report("s", lost=1)
+        member = cluster.coordinator.cluster.registry.members[0]
         async with asyncio.timeout(3):  # the request would wait for 5 s
             await eventually(cluster.is_replaced)
+            with pytest.raises(httpx.ReadTimeout, match="another process has replaced pserver 0"):
+                await cluster.coordinator._reconciler._call(member, "GET", routes.RESTORABLE)
 
 
 async def test_no_change_of_members_begins_during_a_fail_over() -> None:

@@ -332,6 +332,8 @@ async def test_reads_are_those_of_the_leader(tmp_path: Path, kind: str) -> None:
             assert (await own.get("/v1/statistics?name=p3.block0")).json()[0]["num_elements"] == 130
             assert (await own.get("/v1/blocks?name=x")).json()["code"] == "unknown_block"
             assert (await own.get("/readyz")).status_code == 200
+            standby.name_leader(is_joining=True)
+            assert (await own.get("/readyz")).json()["waiting_for"] == "pserver 0 to have this standby in sync"
             state, theirs = [(await http.get("/v1/state?digest=true")).json() for http in (own, leader)]
             assert (state["index"], state["round"], state["leader"]) == (0, theirs["round"], standby.address)
             assert theirs["digest"].startswith(state["digest"])
@@ -386,5 +388,7 @@ async def test_without_a_replica_reads_are_not_ready(tmp_path: Path) -> None:
         assert (await http.get("/v1/state?digest=true")).json()["run"] is None
         standby.name_leader(leader=None)
         assert (await http.get("/readyz")).status_code == 200  # there is no run to copy
+        standby.name_leader(is_joining=True)
+        assert (await http.get("/readyz")).json()["waiting_for"] == "a copy of the shard of pserver 0"
         standby.follower.leader = None
         assert (await http.put("/v1/run")).json()["current"] is None
