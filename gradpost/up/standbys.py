@@ -43,16 +43,16 @@ class Standbys:
             self._replaced_until[pserver] = 0.0
             status = self._fetch_status()  # before a standby in sync becomes the pserver
             self._report_end(index, pserver)
-            if status is not None and self._has_successor(index, pserver, status):
+            if status is not None and self._has_successor(index, status):
                 self._report(f"{pserver.name} {describe_end(pserver.wait())}; a standby replaces it")
                 self._replaced_until[pserver] = time.monotonic() + PROMOTION_SECONDS
         return time.monotonic() < self._replaced_until[pserver]
 
-    def _has_successor(self, index: PserverIndex, pserver: Child, status: ClusterStatus) -> bool:
-        addresses = {self._cluster.find_address(child) for child in self._cluster.standbys if child.is_running}
-        in_sync = {standby.address for standby in status.standbys if standby.role == "in_sync"}
-        leader = {p.address for p in status.pservers if p.index == index}
-        return bool(addresses & (leader | {s.address for s in status.standbys if s.follows == index} & in_sync))
+    def _has_successor(self, index: PserverIndex, status: ClusterStatus) -> bool:
+        running = {self._cluster.find_address(child) for child in self._cluster.standbys if child.is_running}
+        successors = {pserver.address for pserver in status.pservers if pserver.index == index}
+        successors |= {s.address for s in status.standbys if s.follows == index and s.role == "in_sync"}
+        return bool(running & successors)
 
     def check(self) -> None:
         """Note the standbys that have become pservers or have ended, and start others in their places."""

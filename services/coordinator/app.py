@@ -172,7 +172,7 @@ async def _await_successors(
 ) -> TrainerHeartbeatReply:
     """Return the answer to a trainer as soon as the successors of suspected pservers hold the run."""
     cluster, run, failover = coordinator.cluster, coordinator.cluster.run, coordinator.failover
-    suspected = failover.list_suspected(message.unreachable)
+    suspected = failover.suspect_unreachable(message.unreachable)
     if failover.are_replaced(suspected):
         return reply
     seconds = min(SUCCESSOR_SECONDS, cluster.lease_seconds / 4)  # its next heartbeat comes later

@@ -2,9 +2,9 @@
 
     suspect ──► probe ──no answer──► persist the suspicion ──► fence a standby ──► register it, persist ──► promote it
 
-A pserver is suspected by its standbys, by trainers, by the supervisor of its process and after its lease. There is one
-task for each shard. While it replaces the pserver, no change of members begins. The change that follows is an ordinary
-one, as after a restart of the pserver.
+A pserver is suspected by its standbys, by trainers, by the supervisor of its process, by requests that it does not
+answer, by its own restart, and after its lease. There is one task for each shard. While it replaces the pserver, no
+change of members begins. The change that follows is an ordinary one, as after a restart of the pserver.
 
 With durability `replicated` a member of the in-sync set replaces a pserver that does not answer, which may be alive:
 without the confirmations of that standby it acknowledges nothing. With a log alone the pserver must have ended, or its
@@ -98,7 +98,7 @@ class FailOver:
         return cluster.find_required(index, message.incarnation) or RequiredStandbys()  # else the sender is outdated
 
     def _note_standbys(self, replicas: Replicas, index: PserverIndex, seen: SeenStandbys) -> Replicas:
-        joining = self.standbys.find_leaders(index).keys() & seen.connected
+        joining = self.standbys.find_successors(index).keys() & seen.connected
         continues = self._cluster.run.settings.replica_loss == "continue"
         return replicas.note_report(seen.number, seen.connected, seen.caught_up, joining, continues=continues)
 
@@ -158,11 +158,11 @@ class FailOver:
     def _list_replicas(self, index: PserverIndex) -> list[Standby]:
         """Return the living standbys that hold the current attempt."""
         attempt_id = self._cluster.run.record.attempt_id
-        standbys = self.standbys.find_leaders(index).values()
+        standbys = self.standbys.find_successors(index).values()
         return [standby for standby in standbys if (standby.report.run, standby.report.attempt) == attempt_id]
 
     def _is_awaited(self, lost: PserverMember, request: RegisterPserver) -> bool:
-        """Return whether a promoted pserver may return that has later updates than a process with its index."""
+        """Return whether a process must wait, because a lost pserver with its index may return with later updates."""
         is_older = request.previous < lost.record.promoted_at and (request.previous > 0 or request.held is not None)
         # One that was lost before it had the run has acknowledged nothing.
         has_run = request.previous < self._cluster.run.holders.get(lost.info.index, 0)
@@ -171,7 +171,7 @@ class FailOver:
         limit = settings.rejoin_timeout_seconds / (1 if settings.consistency.is_async else 2)
         return is_older and has_run and self._now() - lost.seen_at < limit
 
-    def list_suspected(self, unreachable: Mapping[PserverIndex, tuple[Incarnation, float]]) -> set[Key]:
+    def suspect_unreachable(self, unreachable: Mapping[PserverIndex, tuple[Incarnation, float]]) -> set[Key]:
         """Suspect the pservers that a trainer does not reach. Return those whose successors it should wait for."""
         for index, (incarnation, _) in unreachable.items():
             self.suspect(index, incarnation)
@@ -181,9 +181,10 @@ class FailOver:
 
     def are_replaced(self, suspected: Collection[Key]) -> bool:
         """Return whether none of these pservers is being replaced, and the successors of the others hold the run."""
-        registry, holders = self._cluster.registry, self._cluster.run.holders
+        incarnations, holders = self._cluster.registry.incarnations, self._cluster.run.holders
         return not self._cluster.serves_run or not any(
-            index in self._tasks or incarnation < registry.incarnations.get(index, 0) != holders.get(index)
+            index in self._tasks
+            or (incarnation < incarnations.get(index, 0) and incarnations[index] != holders.get(index))
             for index, incarnation in suspected
         )
 
@@ -196,8 +197,8 @@ class FailOver:
         if has_ended:
             self._dead = {key: at for key, at in self._dead.items() if key[0] != index or key[1] == incarnation}
             self._dead.setdefault((index, incarnation), self._now())
-        is_replicated, leaders = self._cluster.run.settings.is_replicated, self.standbys.find_leaders(index)
-        if not (self._cluster.registry.replicas[index].in_sync if is_replicated else leaders):
+        replicas, is_replicated = self._cluster.registry.replicas[index], self._cluster.run.settings.is_replicated
+        if not (replicas.in_sync if is_replicated else self.standbys.find_successors(index)):
             return  # it returns, or the run fails, as without standbys
         self._start(index, incarnation, self._replace_if_silent(index, incarnation))
 
@@ -319,10 +320,10 @@ class FailOver:
         while self._is_to_be_replaced(index, incarnation):
             run = self._cluster.run
             is_lost = (index, incarnation) in self._dead or index in self._cluster.registry.lost
-            reports = [run.reports[rank] for rank in run.record.members]
-            is_known = all(r.seen_at > since and r.heartbeat.attempt == run.record.attempt for r in reports)
             if not is_lost or run.settings.consistency.is_async:
                 return False
+            reports = [run.reports[rank] for rank in run.record.members]
+            is_known = all(r.seen_at > since and r.heartbeat.attempt == run.record.attempt for r in reports)
             if is_known and self._list_candidates(index):
                 return True
             await asyncio.sleep(RETRY_SECONDS)

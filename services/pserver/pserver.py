@@ -82,7 +82,6 @@ class Pserver:
         self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
         self._run: Run | None = None
         self._lease_until = -math.inf  # by the clock of the event loop
-        self._required = RequiredStandbys()  # of the served run, or of the run in the newest installation
         self._changes = MembershipChanges()  # of the served run, or of the run in the newest request
         self._installing = asyncio.Lock()
         self._searching: tuple[Any, asyncio.Task[Ranges]] | None = None
@@ -205,16 +204,14 @@ class Pserver:
         self._check_size(plan, self.index)  # before the shard is allocated
         if current is not None and current.installed.run != message.run:
             self._ended_runs.append(current.installed.run)
-        if current is None or current.installed.run != message.run:
-            self._required = message.required
-        else:
-            self._require_standbys(message.required)
+        if current is not None and current.installed.run == message.run and current.context.standbys is not None:
+            current.context.standbys.require(message.required)  # another attempt may know a later set
+            message = message.model_copy(update={"required": current.context.standbys.required})
         del current  # its shard is freed before another is allocated
         await self._replace_run(None, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         reach_failpoint("open.before")
         storage, restored = await self._open_storage(message)
         reach_failpoint("open.after")
-        message = message.model_copy(update={"required": self._required})  # another attempt may know a later set
         run = Run(
             message, self.index, compute=self._compute, pool=self.pool, metrics=self.metrics, storage=storage,
             restored=restored,
@@ -416,11 +413,9 @@ class Pserver:
             run.writer.update_complete(reply.complete, tuple(file.round for file in heartbeat.checkpoints))
 
     def _require_standbys(self, required: RequiredStandbys) -> None:
-        """Note the required standbys, unless a later change of them is known, and wait for them from now on."""
-        if required.number > self._required.number:
-            self._required = required
+        """Wait for these standbys from now on, unless a later set of them is known."""
         if self._run is not None and self._run.context.standbys is not None:
-            self._run.context.standbys.require(self._required)
+            self._run.context.standbys.require(required)
 
     async def describe_state(self, *, with_digest: bool) -> PserverState:
         """Return the state for inspection. The digest reads the whole shard."""

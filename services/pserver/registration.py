@@ -52,11 +52,10 @@ class Registration:
 
         A promoted standby has an `answer` already.
         """
-        is_registered = answer is not None
+        if answer is not None:
+            await self._send_heartbeats(answer, stop)
         while not stop.is_set():
-            if not is_registered:
-                answer = await self._register(address, stop)
-            is_registered = False
+            answer = await self._register(address, stop)
             if answer is not None:
                 await self._send_heartbeats(answer, stop)
         await self._leave(answer)

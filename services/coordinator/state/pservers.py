@@ -116,8 +116,7 @@ class PserverRegistry:
         is_repeated = member is not None and member.record.instance == request.instance
         if replicas is None or not is_repeated or replicas.is_fenced:
             incarnation = max(incarnation, request.previous) + 1
-            replicas = Replicas(request.instance) if replicas is None else replicas.promote(request.instance)
-            replicas = replace(replicas, incarnation=incarnation)
+            replicas = (replicas or Replicas(request.instance)).promote(request.instance, incarnation)
             promoted_at = incarnation if is_standby else promoted_at
         info = PserverInfo(
             index=index,

@@ -30,9 +30,8 @@ Replica: TypeAlias = str  # the instance of one process
 class Candidate:
     """The answer of a replica that refuses the stream of the incarnation in force; of the leader itself as well.
 
-    `has_acknowledged`: it holds the newest update that any trainer has received, with the same checksum, which covers
-    the updates before it. False while this update is not known: until every trainer has reported its newest one after
-    the leader has ended, or after its lease. With its report a trainer refuses further replies of that incarnation.
+    `has_acknowledged`: it holds the newest update that any trainer has received. False while this update is not known:
+    until every trainer has reported its newest one after the leader has ended, or after its lease.
     """
 
     num_updates: int
@@ -48,7 +47,6 @@ class Replicas:
     number: int = 0
     in_sync: frozenset[Replica] = frozenset()  # each holds every acknowledged update
     joining: frozenset[Replica] = frozenset()
-    lost_at: Incarnation = 0  # it began without updates that earlier incarnations had acknowledged
     is_fenced: bool = False  # a standby may refuse the stream of this incarnation, which therefore ends
 
     @property
@@ -127,13 +125,9 @@ class Replicas:
         in_sync, joining = self.in_sync - {standby}, self.joining - {standby}
         return replace(self, number=self.number + 1, in_sync=in_sync, joining=joining)
 
-    def promote(self, replica: Replica, lost: Collection[Replica] = (), *, has_lost: bool = False) -> Replicas:
-        """Make a replica the leader, in place of `lost` ones. The other members hold every acknowledged update."""
-        incarnation = self.incarnation + 1
-        in_sync = self.in_sync - {replica, *lost}
-        return Replicas(
-            replica, incarnation, self.number + 1, in_sync, lost_at=incarnation if has_lost else self.lost_at
-        )
+    def promote(self, replica: Replica, incarnation: Incarnation) -> Replicas:
+        """Make a replica the leader, with a later incarnation. The other members hold every acknowledged update."""
+        return Replicas(replica, incarnation, self.number + 1, self.in_sync - {replica})
 
 
 def choose_leader(replicas: Replicas, candidates: Mapping[Replica, Candidate]) -> Replica | None:

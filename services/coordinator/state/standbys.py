@@ -77,7 +77,7 @@ class StandbyRegistry:
         members = {key: standby for key, standby in self.members.items() if standby.report.address != address}
         return StandbyRegistry(members, self.stopped & members.keys())
 
-    def find_leaders(self, index: PserverIndex) -> dict[Replica, Standby]:
+    def find_successors(self, index: PserverIndex) -> dict[Replica, Standby]:
         """Return the standbys of a pserver that may replace it."""
         return {key: one for key, one in self.members.items() if one.report.follows == index and one.may_lead}
 

@@ -48,6 +48,7 @@ class ReplicatedRun:
         self.replies: deque[Reply] = deque(maxlen=20)
         self.late: deque[Callable[[], object]] = deque(maxlen=20)  # messages that arrive once more, or late
         self.acknowledged: list[Log] = [() for _ in self.shards]
+        self.lost_at = [0 for _ in self.shards]  # the incarnation that began without acknowledged updates
         self.promoted: list[Log] = [() for _ in self.shards]  # the log of each leader when it was chosen
         for key in self.disks:
             self.start(*key)
@@ -331,7 +332,7 @@ class ReplicatedRun:
             for trainer in self.trainers:
                 if trainer.rank not in reports and self.linked(COORDINATOR, ("trainer", trainer.rank, 0)):
                     trainer.follow(self.durable, is_async=self.rules.is_async)
-                    reports[trainer.rank] = trainer.report(shard, replicas.lost_at)
+                    reports[trainer.rank] = trainer.report(shard, self.lost_at[shard])
                     trainer.refuse(shard, replicas.incarnation)
 
     def _decide(self, change: Change) -> None:
@@ -382,8 +383,10 @@ class ReplicatedRun:
         for shard in change.failing:
             replicas, leader, self.promoted[shard] = self.durable.replicas[shard], chosen[shard], logs[shard]
             lost_ones = self.find_predecessors(replicas, leader)
-            has_lost = shard in lost and self.rules.is_async
-            self.set_replicas(shard, replicas.promote(leader, lost_ones, has_lost=has_lost))
+            promoted = replicas.promote(leader, replicas.incarnation + 1)
+            self.set_replicas(shard, replace(promoted, in_sync=promoted.in_sync - lost_ones))
+            if shard in lost and self.rules.is_async:
+                self.lost_at[shard] = promoted.incarnation
             self.expires[shard] = self.now
         if lost and not self.rules.is_async:
             base = min(map(len, logs.values()))

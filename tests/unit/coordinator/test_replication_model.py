@@ -394,7 +394,7 @@ def test_after_a_loss_only_replies_of_later_incarnations_count() -> None:
         faults.run.kill(0, slot, wiped=True)
         faults.run.start(0, slot)
     faults.change_members()
-    assert faults.run.durable.replicas[0].lost_at == 2
+    assert faults.run.lost_at[0] == 2
 
     shard, leader = faults._leading(0)
     faults.run.send_heartbeat(shard, leader)()
@@ -408,5 +408,5 @@ def test_after_a_loss_only_replies_of_later_incarnations_count() -> None:
     faults.run.start(shard, leader)
     faults.change_members()
     assert faults._leading(0) == (shard, 1 - leader)
-    assert faults.run.durable.replicas[0].lost_at == 2
+    assert faults.run.lost_at[0] == 2
     faults.teardown()
