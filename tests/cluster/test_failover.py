@@ -152,27 +152,65 @@ def test_a_lost_standby_does_not_stop_the_run(tmp_path: Path) -> None:
         run.check_results()
 
 
+class UpWithStandby:
+    """`gradpost up` with one pserver and one standby, whose training ends with the block."""
+
+    def __init__(self, folder: Path, **environ: str) -> None:
+        self._folder = folder
+        ends = "time.sleep(0.01); Path('stop').exists() and exit()"
+        script = train_script(folder, rounds=100_000, in_each_round=ends)
+        script.write_text("from pathlib import Path\n" + script.read_text())
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._address = f"http://127.0.0.1:{port}"
+        arguments = ("--pservers", 1, "--trainers", 1, "--standbys", 1, "--port", port, "--", "python", script)
+        self._up = RunningUp(*arguments, folder=folder, cold=True, **environ)
+        self.stderr = ""
+
+    def __enter__(self) -> UpWithStandby:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        with self._up:
+            if kind is None:
+                (self._folder / "stop").touch()
+                code, stdout, self.stderr = self._up.finish()
+                assert code == 0, stdout + self.stderr
+
+    def wait_for(self, incarnation: int, *roles: str) -> None:
+        """Wait until the pserver has this incarnation, and its standbys have these roles."""
+
+        def is_so() -> bool:
+            with suppress(Unreachable), ClusterView(self._address) as view:
+                status = view.status()
+                found = [p.incarnation for p in status.pservers]
+                return found == [incarnation] and (not roles or [s.role for s in status.standbys] == [*roles])
+            return False
+
+        assert wait_until(is_so, 60)
+
+    def kill_oldest(self) -> None:
+        """Kill the pserver: the oldest process of those that are or have been standbys as well."""
+        pids = (pid for pid, command in self._up.left().items() if "-m services.pserver" in command)
+        os.kill(min(pids), signal.SIGKILL)
+
+
 def test_up_replaces_a_dead_pserver_and_starts_another_standby(tmp_path: Path) -> None:
-    script = train_script(tmp_path, rounds=100_000, in_each_round="time.sleep(0.01); Path('stop').exists() and exit()")
-    script.write_text("from pathlib import Path\n" + script.read_text())
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    arguments = ("--pservers", 1, "--trainers", 1, "--standbys", 1, "--port", port, "--", "python", script)
-
-    def is_in_sync(incarnation: int) -> bool:
-        with suppress(Unreachable), ClusterView(f"http://127.0.0.1:{port}") as view:
-            status = view.status()
-            found = [p.incarnation for p in status.pservers]
-            return found == [incarnation] and [s.role for s in status.standbys] == ["in_sync"]
-        return False
-
-    with RunningUp(*arguments, folder=tmp_path, cold=True) as up:
+    with UpWithStandby(tmp_path) as up:
         for incarnation in (1, 2):  # the standby that was started at last replaces the one before
-            assert wait_until(lambda incarnation=incarnation: is_in_sync(incarnation), 60)  # type: ignore[misc]
-            os.kill(min(pid for pid, command in up.left().items() if "-m services.pserver" in command), signal.SIGKILL)
-        assert wait_until(lambda: is_in_sync(3), 60)
-        (tmp_path / "stop").touch()
-        code, stdout, stderr = up.finish()
-    assert code == 0, stdout + stderr
-    assert stderr.count("a standby replaces it") == 2
-    assert "starting it again" not in stderr
+            up.wait_for(incarnation, "in_sync")
+            up.kill_oldest()
+        up.wait_for(3, "in_sync")
+    assert up.stderr.count("a standby replaces it") == 2
+    assert "starting it again" not in up.stderr
+
+
+@pytest.mark.extended
+def test_up_starts_the_folder_of_a_successor_that_died_again(tmp_path: Path) -> None:
+    """It dies before another standby is in sync, so that the newest state is in its folder alone."""
+    with UpWithStandby(tmp_path, GRADPOST_LEASE_SECONDS="2") as up:
+        up.wait_for(1, "in_sync")
+        up.kill_oldest()
+        up.wait_for(2)
+        up.kill_oldest()
+        up.wait_for(3, "in_sync")
