@@ -247,6 +247,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("round_pending", RoundPending, 503, True, "the barrier is not complete; `missing` names the trainers"),
     ("queue_full", TryAgain, 503, True, "a block's queue has no room for the contribution"),
     ("overloaded", TryAgain, 503, True, "the service has too many requests, or bytes of bodies, at once"),
+    ("stopping", TryAgain, 503, True, "the pserver stops; its next incarnation or a standby answers the same request"),
     ("slow_body", TryAgain, 408, True, "the body did not arrive in time and was discarded"),
     ("ended", Ended, 410, False, "the event that the caller waits for will not happen"),
     ("updates_gone", UpdatesGone, 410, False, "the log no longer reaches back to the round; see `begin`"),

@@ -53,14 +53,15 @@ def problem_response(
 ) -> Response:
     """Return the response to a request that failed with `error`; `instance` is the request's path.
 
-    The `retry-after` of a TryAgain is 0 if the server has already waited for the client, else one second.
+    The `retry-after` of a TryAgain is one second; it is 0 if the server has already waited for the client, or another
+    one answers soon.
     """
     document = error.to_problem()
     if instance is not None:
         document["instance"] = quote(instance)
     all_headers = dict(headers or {})
     if isinstance(error, TryAgain):
-        all_headers["retry-after"] = "0" if error.code in ("round_pending", "queue_full") else "1"
+        all_headers["retry-after"] = "0" if error.code in ("round_pending", "queue_full", "stopping") else "1"
     # A fact that JSON cannot represent must not cause an internal error.
     return Response(json.dumps(document, default=str), error.status, all_headers, PROBLEM_CONTENT_TYPE)
 

@@ -258,10 +258,7 @@ class Run:
         ):
             return  # the acknowledged updates are in the log, or the shard is not intact
         text = f"pserver {self.index} is stopping; a standby may replace it, or it is restarted"
-        # Trainers repeat this request at short intervals, and so do not miss the successor.
-        await self.executor.end_when_applied(
-            NotReady(text, waiting_for=f"the next incarnation of pserver {self.index}")
-        )
+        await self.executor.end_when_applied(TryAgain(text, code="stopping"))
         await self.executor.wait_for_apply()
         await self.writer.wait_for_writes("folder")
         is_persisted = self.storage is None or self.shard.version in self.storage.rounds

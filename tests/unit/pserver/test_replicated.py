@@ -292,7 +292,7 @@ async def test_another_run_begins_with_its_own_set(tmp_path: Path) -> None:
 
 
 ENDS: dict[str, tuple[Callable[[Bench], Awaitable[Any]], str]] = {
-    "the pserver stops": (lambda b: b.pserver.stop(), "not_ready"),
+    "the pserver stops": (lambda b: b.pserver.stop(), "stopping"),
     "the run fails": (lambda b: b.run.executor.end(TrainerLost("trainer 1 is lost"), is_failure=True), "trainer_lost"),
     "a rollback": (lambda b: b.install_next_run("run1", attempt=1, restore=0, number=2), "stale_run"),
     "another run": (lambda b: b.install_next_run(number=2), "stale_run"),

@@ -362,7 +362,7 @@ async def test_a_run_without_a_log_has_no_stream(tmp_path: Path) -> None:
 
 
 ENDS: dict[str, tuple[Stop, str]] = {
-    "the pserver stops": (lambda b: b.pserver.stop(), "not_ready"),
+    "the pserver stops": (lambda b: b.pserver.stop(), "stopping"),
     "the run fails": (lambda b: b.run.executor.end(TrainerLost("trainer 1 is lost"), is_failure=True), "trainer_lost"),
     "the run is stopped": (lambda b: b.run.executor.end(RunStopped("stopped"), is_failure=True), "run_stopped"),
     "a rollback": (lambda b: b.install_next_run("run1", attempt=1, restore=2, number=2), "stale_run"),
@@ -439,4 +439,4 @@ async def test_over_a_socket_a_reader_pauses_and_gets_the_end(tmp_path: Path, ve
         *updates, end = (record for record in received if not isinstance(record, Idle))
         assert [LoggedUpdate.from_record(record).round for record in updates] == list(range(1, 201))
         assert isinstance(end, End)
-        assert end.reason.code == "not_ready"
+        assert end.reason.code == "stopping"

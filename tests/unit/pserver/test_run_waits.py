@@ -242,6 +242,6 @@ async def test_a_followed_pserver_with_a_log_acknowledges_nothing_after_its_leas
         assert await is_waiting(get)
         assert b.run.context.lease_until < now()
         await b.run.stop()  # ends the wait
-        with raises_code("not_ready"):
+        with raises_code("stopping"):
             await get
         await standby.reader.leave()
