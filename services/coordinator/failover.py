@@ -74,7 +74,7 @@ class FailOver:
         self._suspected: dict[PserverIndex, Incarnation] = {}  # by these tasks
         self._replacing: set[PserverIndex] = set()
         self._dead: dict[Key, float] = {}  # processes that a supervisor has seen end, and when it reported that
-        self._ended: set[Replica] = set()  # the same, of standbys that may be in sync
+        self._ended: set[Replica] = set()  # the same, of replicas that may be awaited
 
     @property
     def is_replacing(self) -> bool:
@@ -108,7 +108,7 @@ class FailOver:
         if report.is_stopping:
             return
         member = self._find_member(index)
-        if member is not None and member.record.instance == report.instance and not member.has_reported:
+        if member is not None and member.record.instance == report.instance and member.is_unaware:
             self._start(index, member.info.incarnation, self._promote(member))
         elif report.lost:
             self.suspect(index, report.lost)
@@ -125,30 +125,27 @@ class FailOver:
             return
         attempt_id, members = cluster.run.record.attempt_id, self._list_members(index)
         member = self._find_member(index, replicas.incarnation)
+        is_own = request.previous == replicas.incarnation  # the process before was the leader in force
+        successor = member.record if member is not None and member.is_unaware and not is_own else None
         rounds = [standby.report.round for standby in members]  # after a power failure their logs may be longer
         if member is not None and member.attempt_id == attempt_id:
             rounds.append(member.round)
+        if successor is not None:
+            rounds.append(successor.restored or 0)
         is_whole = held is not None and (held.run, held.attempt) == attempt_id and not held.rounds.is_short
         has_all = held is not None and is_whole and held.rounds.applied >= max(rounds, default=0)
         if members and not has_all:
-            self.suspect(index, replicas.incarnation, has_ended=request.previous == replicas.incarnation)
+            self.suspect(index, replicas.incarnation, has_ended=is_own)
             text = f"pserver {index} may be alive; if it is not, its standby replaces it, and this process follows then"
             raise TryAgain(f"{text}: it does not hold all updates that the standby has received")
-        if member is None:
+        if member is None or (has_all and not member.is_restored):  # else the rounds of others may not be known yet
             return
+        silent = replicas.in_sync - self.standbys.find_successors(index).keys()
+        awaited = silent | ({successor.instance} if successor else set())
         seconds = cluster.lease_seconds if has_all else cluster.run.settings.rejoin_timeout_seconds / 2
-        is_certain = has_all and not member.is_restored  # else the rounds of others are not known yet
-        if not is_certain and self._now() - member.seen_at < seconds and self._list_silent(index):
+        if awaited - self._ended and self._now() - member.seen_at < seconds:
             text = f"a standby in sync with pserver {index} does not report"
             raise TryAgain(f"{text}, and may hold updates that this process does not have")
-
-    def _list_silent(self, index: PserverIndex) -> set[Replica]:
-        """Return the replicas that may hold all updates, do not report, and are not known to have ended."""
-        replicas, member = self._cluster.registry.replicas[index], self._find_member(index)
-        holding = set(replicas.in_sync)
-        if member is not None and member.record.promoted_at == member.info.incarnation and not member.has_reported:
-            holding.add(member.record.instance)
-        return holding - self.standbys.members.keys() - self._ended
 
     def _list_members(self, index: PserverIndex) -> list[Standby]:
         """Return the living standbys in sync that hold the current attempt."""
@@ -204,7 +201,8 @@ class FailOver:
 
     def suspect_ended(self, index: PserverIndex, address: str) -> None:
         """Replace the pserver at an address, whose process has ended; or forget the standby there."""
-        self._ended &= set().union(*(replicas.in_sync for replicas in self._cluster.registry.replicas.values()))
+        replicas = self._cluster.registry.replicas.values()
+        self._ended &= set().union(*({one.leader, *one.in_sync} for one in replicas))
         self._ended |= {key for key, standby in self.standbys.members.items() if standby.report.address == address}
         self.standbys = self.standbys.drop(address)
         member = self._find_member(index)
@@ -288,7 +286,12 @@ class FailOver:
         await self._persist_patiently()
         reach_failpoint("fence.before")
         while self._is_to_be_replaced(index, incarnation):
-            for standby in self._list_candidates(index):
+            candidates = self._list_candidates(index)
+            # A standby that was cut off before its promotion reports again.
+            if not candidates and member.record.instance in self.standbys.members:
+                await self._promote(member)
+                return
+            for standby in candidates:
                 request = await self._fence(standby, index, incarnation)
                 if request is not None and self._is_to_be_replaced(index, incarnation):
                     await self._register(request)
@@ -367,7 +370,7 @@ class FailOver:
         answer = PserverRegistered(index=index, incarnation=incarnation, lease_seconds=self._cluster.lease_seconds)
         self._replacing.add(index)
         url = member.info.address + PROMOTE_STANDBY
-        while self._is_unaware(index, incarnation):
+        while self._is_to_be_promoted(index, incarnation):
             try:
                 await send_message(self._http, "PUT", url, answer, timeout=REQUEST_SECONDS)
             except (httpx.HTTPError, GradpostError, ValueError) as error:
@@ -381,12 +384,12 @@ class FailOver:
                 log.info("a standby was promoted", pserver=index, incarnation=incarnation)
                 return
 
-    def _is_unaware(self, index: PserverIndex, incarnation: Incarnation) -> bool:
+    def _is_to_be_promoted(self, index: PserverIndex, incarnation: Incarnation) -> bool:
         """Return whether a registered standby is alive, and may not know of its promotion."""
         member = self._find_member(index, incarnation)
-        is_alive = index in self._cluster.registry.members
-        is_alive |= member is not None and member.record.instance in self.standbys.members
-        return member is not None and is_alive and not member.has_reported
+        if member is None or not member.is_unaware or not self._cluster.serves_run:
+            return False
+        return index in self._cluster.registry.members or member.record.instance in self.standbys.members
 
     async def _persist_patiently(self) -> None:
         """Persist the state. Raises StorageFailed after the round time-out."""

@@ -202,8 +202,8 @@ class Reconciler:
         message = Freeze(run=run.record.name, attempt=run.record.attempt, number=number)
         try:
             frozen = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
-        except (GradpostError, ValueError) as error:
-            self._log_problem("a pserver refused the freeze before a change of members", error)
+        except (httpx.HTTPError, GradpostError, ValueError) as error:
+            self._log_problem("a pserver did not report its rounds before a change of members", error)
             raise _InterruptedError from error
         if not self._cluster.serves_run:
             raise _InterruptedError
@@ -231,7 +231,10 @@ class Reconciler:
     async def _adopt(
         self, members: list[PserverMember], decision: Decision, restore: dict[PserverIndex, Round | None]
     ) -> None:
-        """Persist a decision, then put it into effect: any heartbeat reply may contain it from then on."""
+        """Persist a decision, then put it into effect: any heartbeat reply may contain it from then on.
+
+        With it the disk has the pservers that may hold the run from then on, so that their successors are known.
+        """
         reach_failpoint("decide.before")
         cluster, run = self._cluster, self._cluster.run
         holders = {member.info.index: member.info.incarnation for member in members}

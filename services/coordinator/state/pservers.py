@@ -53,6 +53,11 @@ class PserverMember:
         return self.seen_at > self.present_since
 
     @property
+    def is_unaware(self) -> bool:
+        """True for a standby that was registered as the pserver, and may not know of it yet."""
+        return self.record.promoted_at == self.info.incarnation and not self.has_reported
+
+    @property
     def shards(self) -> dict[Round, ShardFile]:
         """The shards of checkpoints that the pserver has written, by their rounds."""
         return {file.round: file for file in self.heartbeat.checkpoints}

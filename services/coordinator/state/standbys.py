@@ -124,7 +124,7 @@ def answer_standby(cluster: Cluster, report: ReportStandby, *, may_lead: bool = 
         return answer.model_copy(update={"incarnation": lost.info.incarnation})
     if leader is None or leader.attempt_id != run.record.attempt_id:
         return answer
-    is_in_sync = report.instance in registry.replicas[report.follows].in_sync
+    may_join = may_lead and run.settings.is_replicated and run.record.state == "training"
     return answer.model_copy(
         update={
             "leader": leader.info.address,
@@ -132,6 +132,6 @@ def answer_standby(cluster: Cluster, report: ReportStandby, *, may_lead: bool = 
             "run": run.record.name,
             "attempt": run.record.attempt,
             "round": leader.round,
-            "is_joining": run.settings.is_replicated and may_lead and not is_in_sync,
+            "is_joining": may_join and report.instance not in registry.replicas[report.follows].in_sync,
         }
     )

@@ -34,7 +34,7 @@ class FakePservers:
         self.answer: dict[str, Answer] = {}
         self.empty: set[str] = set()  # pservers that have lost their state
         self.ranges = [[0, 4]]  # rounds that every pserver can restore
-        self.pages: list[httpx.Response] = []  # responses of a proxy, sent before `ranges`
+        self.pages: list[httpx.Response | httpx.HTTPError] = []  # responses of a proxy, before `ranges`, or none
         self.short: set[str] = set()  # pservers that have lost the end of their logs
         self.on_freeze: Callable[[], None] = lambda: None  # called once
 
@@ -49,7 +49,10 @@ class FakePservers:
             rounds = FrozenRounds(applied=4, is_short=index in self.short)
             return httpx.Response(200, content=rounds.model_dump_json())
         if request.url.path == RESTORABLE and self.pages:
-            return self.pages.pop()
+            page = self.pages.pop()
+            if isinstance(page, httpx.HTTPError):
+                raise page
+            return page
         if request.url.path == RESTORABLE:
             return httpx.Response(200, json=self.ranges)
         if request.url.path not in (RUN, MEMBERS):

@@ -312,6 +312,16 @@ async def test_no_trainer_begins_before_the_disk_has_the_beginning_of_the_run():
         assert file.newest.state == "training"
 
 
+async def test_a_pserver_that_ends_after_its_freeze_ends_no_coordinator():
+    pservers = FakePservers()
+    async with training(pservers, mode="async") as coordinator:
+        pservers.empty.add("1")
+        pservers.pages.append(httpx.ConnectError("refused"))
+        leave(coordinator, 1, "failed")
+        await eventually(lambda: not pservers.pages)
+        await eventually(lambda: not coordinator.cluster.run.is_changing)
+
+
 async def test_no_trainer_learns_of_a_rollback_before_the_disk_has_it():
     """Its rounds would be ahead of those of a restarted coordinator."""
     pservers = FakePservers()

@@ -115,6 +115,12 @@ async def test_a_process_with_an_older_folder_waits_for_the_newest_one(previous:
         assert await register(cluster, previous) == 3
 
 
+async def test_a_promoted_pserver_does_not_wait_for_its_own_former_process() -> None:
+    async with after_fail_over() as cluster:
+        lose(cluster, is_restored=True, present_since=cluster.coordinator.now() + 1)  # both have restarted
+        assert await register(cluster, 2) == 3
+
+
 async def test_a_process_without_a_folder_does_not_wait() -> None:
     async with after_fail_over() as cluster:
         lose(cluster)
@@ -153,25 +159,28 @@ async def test_after_a_restart_a_successor_is_awaited_only_if_it_may_have_had_th
                         await register(another, 1)
 
 
+@pytest.mark.parametrize("standbys", ["s", "st"])
 async def test_a_successor_that_was_cut_off_before_its_promotion_is_promoted_when_it_reports(
-    monkeypatch: pytest.MonkeyPatch,
+    standbys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running("s", rejoin_timeout_seconds=LIMIT) as cluster:
+    async with running(*standbys, rejoin_timeout_seconds=LIMIT) as cluster:
 
         def cut_off(name: str) -> None:
             if name == "promote.after":
                 cluster.processes.down.add("s")
 
-        await cluster.join("s")
-        cluster.processes.down.add("0")
+        await cluster.join(*standbys)
+        cluster.processes.down |= {"0", "t"}
         monkeypatch.setattr(failover, "reach_failpoint", cut_off)
-        await cluster.report("s", lost=1)
+        await cluster.report("s", lost=1, round=APPLIED + 1)  # the first choice
         await eventually(lambda: "s" in cluster.processes.down)
         lose(cluster, present_since=cluster.coordinator.now() + 1)  # it has not sent a heartbeat since
         cluster.coordinator.failover.standbys = StandbyRegistry()
-        await eventually(lambda: not cluster.coordinator.failover.is_replacing)
-        with pytest.raises(TryAgain, match="does not report, and may hold updates"):
-            await register(cluster, 0, is_empty=True)
+        for held in (None, hold(cluster.run, 0, APPLIED - 1)):
+            with pytest.raises(TryAgain, match="does not report, and may hold updates"):
+                cluster.coordinator.failover.check_registration(
+                    registration("new", index=0, previous=int(held is not None), held=held)
+                )
         cluster.processes.down.discard("s")
         await cluster.report("s")
         await eventually(lambda: "s" in cluster.processes.promoted)
@@ -193,6 +202,19 @@ async def test_the_answer_to_a_standby_names_a_lost_pserver_that_was_promoted() 
         assert ask(0) == (None, 0)  # it lives, and does not serve the run yet
         lose(cluster, 1)
         assert ask(1) == (None, 0)  # its own process returns
+
+
+async def test_a_standby_joins_only_while_the_run_trains() -> None:
+    async with after_fail_over() as cluster:
+        state = cluster.coordinator.cluster
+        report = ReportStandby(protocol=PROTOCOL_VERSION, instance="standby t", address="http://t:1", follows=0)
+        assert answer_standby(state, report).is_joining
+        assert not answer_standby(state, report, may_lead=False).is_joining
+        state.registry = state.registry.change_replicas(0, lambda one: replace(one, in_sync=frozenset({"standby t"})))
+        assert not answer_standby(state, report).is_joining
+        state.registry = state.registry.clear_replicas()
+        state.run = state.run.with_change(state="finished")
+        assert not answer_standby(state, report).is_joining  # there is no further update
 
 
 # ---------------------------------------------------------------- restarted pservers
