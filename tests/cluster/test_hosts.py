@@ -16,8 +16,10 @@ from torch import Tensor
 
 from trainer_client.testing import LocalCluster
 
+from . import faulty_run
 from .faulty_run import FaultyRun
 from .host_script import IN_SYNC, ROUNDING, play
+from .test_failover import start_standbys, wait_for_status
 from .trainer_processes import NUM_HOSTS, PROCESSES, WORLD, fork_hosts, free_port, torchrun
 from .training import Oracle, assert_close, assert_identical, train_net_locally
 
@@ -91,10 +93,10 @@ def hosts(*options: str, **arguments: Any) -> Iterator[FaultyRun]:
         yield run
 
 
-def assert_same_results(run: FaultyRun) -> None:
+def assert_same_results(run: FaultyRun, rounds: int = ROUNDS) -> None:
     """Compare the results of all processes with those of one process: means of the hosts, and their mean."""
     ranks = [range(host * PROCESSES, (host + 1) * PROCESSES) for host in range(NUM_HOSTS)]
-    expected = Oracle(ranks).result(ROUNDS)
+    expected = Oracle(ranks).result(rounds)
     assert run.results(90) == [expected] * NUM_HOSTS
     assert [line.split("result ")[1] for line in run.lines if "] result " in line] == [expected] * WORLD
 
@@ -147,6 +149,16 @@ def test_all_processes_hear_what_has_ended_the_run() -> None:
         for rank in (0, 1):
             line = run.wait_for_line(f"ended {rank} TrainerLost: ")
             assert re.search(r"trainer 1 (was lost|failed)", line)
+
+
+@pytest.mark.extended
+def test_a_fail_over_takes_all_processes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faulty_run, "ROUND_SECONDS", 0.06)  # so that the run lasts until the standbys are in sync
+    with hosts(rounds=240, durability="replicated") as run:
+        start_standbys(run)
+        run.kill(run.cluster.pservers[0])
+        wait_for_status(run, "incarnation 2")
+        assert_same_results(run, 240)
 
 
 @pytest.mark.extended
