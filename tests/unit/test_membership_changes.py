@@ -110,7 +110,7 @@ TestFaults.settings = settings(max_examples=examples(100), stateful_step_count=6
 
 
 class Checks:
-    """What must hold in each state of a run."""
+    """The checks of a run in each of its states."""
 
     def __init__(self, run: ChangingRun) -> None:
         self._run = run
