@@ -73,8 +73,7 @@ class FailOver:
         self._tasks: dict[PserverIndex, asyncio.Task[None]] = {}
         self._suspected: dict[PserverIndex, Incarnation] = {}  # by these tasks
         self._replacing: set[PserverIndex] = set()
-        self._dead: dict[Key, float] = {}  # processes that a supervisor has seen end, and when it reported that
-        self._ended: set[Replica] = set()  # the same, of replicas that may be awaited
+        self._ended: dict[Replica, float] = {}  # processes that are known to have ended, and since when that is known
 
     @property
     def is_replacing(self) -> bool:
@@ -115,6 +114,7 @@ class FailOver:
 
     def check_registration(self, request: RegisterPserver) -> None:
         """Raise TryAgain for a restarted pserver without updates that a standby, or a lost successor, may hold."""
+        self._ended.pop(request.instance, None)
         cluster, index, held = self._cluster, request.index, request.held
         lost = None if index is None or not cluster.serves_run else cluster.registry.lost.get(index)
         if lost is not None and self._is_awaited(lost, request):
@@ -143,7 +143,7 @@ class FailOver:
         silent = replicas.in_sync - self.standbys.find_successors(index).keys()
         awaited = silent | ({successor.instance} if successor else set())
         seconds = cluster.lease_seconds if has_all else cluster.run.settings.rejoin_timeout_seconds / 2
-        if awaited - self._ended and self._now() - member.seen_at < seconds:
+        if awaited - self._ended.keys() and self._now() - member.seen_at < seconds:
             text = f"a standby in sync with pserver {index} does not report"
             raise TryAgain(f"{text}, and may hold updates that this process does not have")
 
@@ -189,11 +189,11 @@ class FailOver:
 
     def suspect(self, index: PserverIndex, incarnation: Incarnation, *, has_ended: bool = False) -> None:
         """Probe a pserver in a task, and replace it if it does not answer, unless it has another incarnation now."""
-        if not self._is_to_be_replaced(index, incarnation):
+        member = self._find_member(index, incarnation)
+        if member is None or not self._may_replace():
             return
         if has_ended:
-            self._dead = {key: at for key, at in self._dead.items() if key[0] != index or key[1] == incarnation}
-            self._dead.setdefault((index, incarnation), self._now())
+            self._note_end(member.record.instance)
         replicas, is_replicated = self._cluster.registry.replicas[index], self._cluster.run.settings.is_replicated
         if not (replicas.in_sync if is_replicated else self.standbys.find_successors(index)):
             return  # it returns, or the run fails, as without standbys
@@ -201,14 +201,20 @@ class FailOver:
 
     def suspect_ended(self, index: PserverIndex, address: str) -> None:
         """Replace the pserver at an address, whose process has ended; or forget the standby there."""
-        replicas = self._cluster.registry.replicas.values()
-        self._ended &= set().union(*({one.leader, *one.in_sync} for one in replicas))
-        self._ended |= {key for key, standby in self.standbys.members.items() if standby.report.address == address}
+        for instance, standby in self.standbys.members.items():
+            if standby.report.address == address:
+                self._note_end(instance)
         self.standbys = self.standbys.drop(address)
         member = self._find_member(index)
         if member is not None and member.info.address == address:
-            self._ended.add(member.record.instance)
+            self._note_end(member.record.instance)  # although no standby may replace it
             self.suspect(index, member.info.incarnation, has_ended=True)
+
+    def _note_end(self, instance: Replica) -> None:
+        replicas = self._cluster.registry.replicas.values()
+        known = {instance}.union(*({one.leader, *one.in_sync} for one in replicas))
+        ended = {instance: self._now(), **self._ended}
+        self._ended = {key: at for key, at in ended.items() if key in known}
 
     def suspect_lost(self) -> None:
         """Suspect pservers with an expired lease, and those that were fenced before the coordinator restarted."""
@@ -271,11 +277,11 @@ class FailOver:
         member, registry = self._find_member(index, incarnation), self._cluster.registry
         if member is None:
             return
-        is_certain = (index, incarnation) in self._dead or registry.replicas[index].is_fenced
+        is_certain = member.record.instance in self._ended or registry.replicas[index].is_fenced
         if not is_certain and await self._probe(member):
             return
         is_replicated = self._cluster.run.settings.is_replicated
-        if not is_replicated and not await self._has_complete_standby(index, incarnation):
+        if not is_replicated and not await self._has_complete_standby(member):
             return
         if not self._is_to_be_replaced(index, incarnation):
             return
@@ -313,16 +319,17 @@ class FailOver:
     def _find_newest_received(self) -> Round:
         return max((self._cluster.run.reports[rank].round for rank in self._cluster.run.record.members), default=0)
 
-    async def _has_complete_standby(self, index: PserverIndex, incarnation: Incarnation) -> bool:
-        """Wait until a standby holds all that trainers have received, which report after the pserver is lost.
+    async def _has_complete_standby(self, member: PserverMember) -> bool:
+        """Wait until a standby of a pserver holds all that trainers have received, which report after it is lost.
 
         Returns False if the pserver returns before. In asynchronous modes the run waits for that, because a number of
         updates does not identify them.
         """
-        since = self._dead.get((index, incarnation), self._now())
+        index, incarnation, instance = member.info.index, member.info.incarnation, member.record.instance
+        since = self._ended.get(instance, self._now())
         while self._is_to_be_replaced(index, incarnation):
             run = self._cluster.run
-            is_lost = (index, incarnation) in self._dead or index in self._cluster.registry.lost
+            is_lost = instance in self._ended or index in self._cluster.registry.lost
             if not is_lost or run.settings.consistency.is_async:
                 return False
             reports = [run.reports[rank] for rank in run.record.members]
