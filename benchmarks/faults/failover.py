@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from signal import SIGCONT, SIGKILL, SIGSTOP
+from threading import Timer
 from typing import Any
 
 import psutil
@@ -36,7 +37,7 @@ values p99 is the largest of them.
 - *kill -9*: durability `{durability}` and one standby. The supervisor reports the end of the process, as `gradpost up`
   does. Another standby is started afterwards, and the next fault waits until it is in sync.
 - *SIGSTOP*: the same, but the pserver stands still, and no process reports it. It continues 5 s later, and becomes
-  the next standby.
+  the next standby, or goes on as the pserver if none had all updates (possible with durability `log`).
 - *undisturbed*: between faults, for comparison.
 - *lag*: the rounds by which the standby is behind its pserver, as the coordinator reports it before each fault.
 """
@@ -120,9 +121,10 @@ def measure_failovers(
             else:
                 at = time.time()
                 leader.signal(SIGSTOP)
+                continued = Timer(5, leader.signal, [SIGCONT])
+                continued.start()
                 stall = observed.measure_stall(at)
-                time.sleep(max(0.0, at + 5 - time.time()))
-                leader.signal(SIGCONT)
+                continued.join()
                 rows["**stall, SIGSTOP**"].append(stall)
             print(f"fail-over {number + 1}/{kills + stops}: {stall:.2f} s", flush=True)
     return rows
@@ -165,7 +167,7 @@ def measure_round(megabytes: float, compute_seconds: float, durability: str, sta
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=100, help="0 without durability replicated: none is restarted")
     parser.add_argument("--stops", type=int, default=20)
     parser.add_argument("--restarts", type=int, default=20, help="without standbys, for comparison")
     parser.add_argument("--megabytes", type=float, default=100.0, help="of the pserver's shard")
