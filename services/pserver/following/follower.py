@@ -263,6 +263,7 @@ class Follower:
         self._num_unchecked = 0
         self.lag.reset(replica.round)
         self.replica = replica
+        self.report_is_due.set()
         log.info("replica copied", pserver=self.index, run=installed.run, round=replica.round, bytes=len(data))
 
     async def _apply_updates(self, leader: Leader, installed: InstallRun, named: StandbyAnswer) -> NoReturn:
@@ -295,6 +296,8 @@ class Follower:
         except asyncio.CancelledError:
             if handling is not None:
                 handling.cancel()
+                await asyncio.gather(handling, return_exceptions=True)  # a failure would replace the cancellation
+                handling = None
             raise
         finally:
             if confirming is not None:
@@ -323,9 +326,9 @@ class Follower:
             raise StalePserver(f"pserver {self.index} has another incarnation now", current=newest.incarnation)
 
     async def _confirm_updates(self, leader: Leader, replica: Replica) -> None:
-        """Confirm the newest update in memory, with one request at a time, until cancelled or fenced."""
+        """Confirm the newest update in memory, one request at a time, until fenced or without the replica."""
         installed, confirmed = replica.installed, -1
-        while installed.incarnation > self._fenced:
+        while self.replica is replica and installed.incarnation > self._fenced:
             newest = replica.round if replica.has_failed_to_log else replica.held
             if newest == confirmed:
                 self._is_held.clear()

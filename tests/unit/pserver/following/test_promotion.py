@@ -417,6 +417,43 @@ async def test_a_fence_ends_the_stream_and_the_repetition_of_a_confirmation(tmp_
         assert len(standby.confirmed) == 1
 
 
+async def test_an_update_of_a_discarded_replica_is_not_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following_bench(tmp_path, durability="replicated") as (b, standby):
+        go = asyncio.Event()
+        had_replica: list[bool] = []
+
+        async def answer_later() -> int:
+            await go.wait()
+            return 204
+
+        async def note_replica() -> int:
+            had_replica.append(standby.follower.replica is not None)
+            return 204
+
+        standby.answers += [answer_later, note_replica]
+        await until(lambda: standby.confirmed)
+        with monkeypatch.context() as patch:
+            patch.setattr(standby.replica, "apply", failing(MemoryError()))
+            await b.play_round(1)
+            await until(lambda: standby.follower.replica is None)
+        go.set()
+        await until(lambda: had_replica)
+    assert had_replica == [True]
+
+
+async def test_a_standby_can_be_stopped_while_an_update_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await standby.catch_up()
+        with monkeypatch.context() as patch:
+            patch.setattr(standby.replica, "apply", failing(MemoryError()))
+            await b.play_round(1)
+            await until(lambda: standby.follower.replica is None)
+        async with asyncio.timeout(5):
+            await standby.stop()
+
+
 async def test_without_replicated_nothing_is_confirmed(tmp_path: Path) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await b.play_round(1)
