@@ -90,7 +90,7 @@ class PserverConnection:
         =========================  ==========================  ===============================  =================
         none, or a gateway's page  random; its limit doubles   retry_seconds (1), Unreachable   any answer below
         RoundPending               PAUSE_SECONDS               never: rounds have a time-out
-        NotReady                   PAUSE_SECONDS               deadline_seconds (1)             (2)
+        NotReady, code `stopping`  PAUSE_SECONDS               deadline_seconds (1)             (2)
         any other TryAgain         `Retry-After`               deadline_seconds                 (2)
         StalePserver, StaleRun     until the next heartbeat    deadline_seconds (1)             (2)
         FutureRound                until the next heartbeat    deadline_seconds (3)             (2)
@@ -99,7 +99,7 @@ class PserverConnection:
         =========================  ==========================  ===============================  =================
 
         (1) Not while the coordinator answers, which then decides how long this trainer waits. (2) A new incarnation,
-        RoundPending, or NotReady under (1). (3) At once by the first known incarnation, which has lost no rounds.
+        RoundPending, or a pserver away under (1). (3) At once by the first known incarnation, which has lost no rounds.
         """
         num_unanswered = 0  # requests in a row
         silence = Patience(self.retry_seconds)  # from the first failure, since a request may wait long for its answer
@@ -132,7 +132,8 @@ class PserverConnection:
                     has_repushed = await push_again()
                 match answer:
                     case TryAgain():
-                        is_expected = isinstance(answer, NotReady) and self.is_coordinator_reachable()
+                        is_away = isinstance(answer, NotReady) or answer.code == "stopping"
+                        is_expected = is_away and self.is_coordinator_reachable()
                         if is_expected or isinstance(answer, RoundPending):
                             refusals.clear()
                         elif refusals[incarnation].note_failure():

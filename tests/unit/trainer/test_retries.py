@@ -70,7 +70,12 @@ async def client_of(answer: Answer, news: News, **patience: float) -> AsyncItera
 @pytest.mark.parametrize("coordinator_answers", [True, False])
 @pytest.mark.parametrize(
     "refusal",
-    [NotReady("it has no run yet"), StalePserver("it has another incarnation"), StaleRun("it is behind")],
+    [
+        NotReady("it has no run yet"),
+        TryAgain("it writes a checkpoint first", code="stopping"),
+        StalePserver("it has another incarnation"),
+        StaleRun("it is behind"),
+    ],
     ids=lambda refusal: refusal.code,
 )
 async def test_a_restarted_pserver_has_as_long_as_the_coordinator_answers(
