@@ -68,6 +68,8 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         reply = cluster.pserver_heartbeat(index, message, coordinator.now())
         coordinator.activity.record_pserver(cluster, index, message, coordinator.now())
         coordinator.changed()
+        if message.is_stopping:
+            coordinator.failover.suspect(index, message.incarnation)  # it serves nothing more, but may write for long
         if message.standbys is None:
             return reply
         return reply.model_copy(update={"required": await coordinator.failover.note_heartbeat(index, message)})

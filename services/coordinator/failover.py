@@ -3,8 +3,8 @@
     suspect ──► probe ──no answer──► persist the suspicion ──► fence a standby ──► register it, persist ──► promote it
 
 A pserver is suspected by its standbys, by trainers, by the supervisor of its process, by requests that it does not
-answer, by its own restart, and after its lease. There is one task for each shard. While it replaces the pserver, no
-change of members begins. The change that follows is an ordinary one, as after a restart of the pserver.
+answer, when it stops or restarts, and after its lease. There is one task for each shard. While it replaces the pserver,
+no change of members begins. The change that follows is an ordinary one, as after a restart of the pserver.
 
 With durability `replicated` a member of the in-sync set replaces a pserver that does not answer, which may be alive:
 without the confirmations of that standby it acknowledges nothing. With a log alone the pserver must have ended, or its
@@ -106,6 +106,7 @@ class FailOver:
         index = report.follows
         if report.is_stopping:
             return
+        self._ended.pop(report.instance, None)
         member = self._find_member(index)
         if member is not None and member.record.instance == report.instance and member.is_unaware:
             self._start(index, member.info.incarnation, self._promote(member))
@@ -135,7 +136,9 @@ class FailOver:
         is_whole = held is not None and (held.run, held.attempt) == attempt_id and not held.rounds.is_short
         has_all = held is not None and is_whole and held.rounds.applied >= max(rounds, default=0)
         if members and not has_all:
-            self.suspect(index, replicas.incarnation, has_ended=is_own)
+            if is_own and member is not None:
+                self._note_end(member.record.instance)
+            self.suspect(index, replicas.incarnation)
             text = f"pserver {index} may be alive; if it is not, its standby replaces it, and this process follows then"
             raise TryAgain(f"{text}: it does not hold all updates that the standby has received")
         if member is None or (has_all and not member.is_restored):  # else the rounds of others may not be known yet
@@ -187,13 +190,10 @@ class FailOver:
 
     # ------------------------------------------------------------------ suspicion
 
-    def suspect(self, index: PserverIndex, incarnation: Incarnation, *, has_ended: bool = False) -> None:
+    def suspect(self, index: PserverIndex, incarnation: Incarnation) -> None:
         """Probe a pserver in a task, and replace it if it does not answer, unless it has another incarnation now."""
-        member = self._find_member(index, incarnation)
-        if member is None or not self._may_replace():
+        if not self._is_to_be_replaced(index, incarnation):
             return
-        if has_ended:
-            self._note_end(member.record.instance)
         replicas, is_replicated = self._cluster.registry.replicas[index], self._cluster.run.settings.is_replicated
         if not (replicas.in_sync if is_replicated else self.standbys.find_successors(index)):
             return  # it returns, or the run fails, as without standbys
@@ -207,8 +207,8 @@ class FailOver:
         self.standbys = self.standbys.drop(address)
         member = self._find_member(index)
         if member is not None and member.info.address == address:
-            self._note_end(member.record.instance)  # although no standby may replace it
-            self.suspect(index, member.info.incarnation, has_ended=True)
+            self._note_end(member.record.instance)
+            self.suspect(index, member.info.incarnation)
 
     def _note_end(self, instance: Replica) -> None:
         replicas = self._cluster.registry.replicas.values()
@@ -277,7 +277,8 @@ class FailOver:
         member, registry = self._find_member(index, incarnation), self._cluster.registry
         if member is None:
             return
-        is_certain = member.record.instance in self._ended or registry.replicas[index].is_fenced
+        is_certain = member.heartbeat.is_stopping or registry.replicas[index].is_fenced
+        is_certain |= member.record.instance in self._ended
         if not is_certain and await self._probe(member):
             return
         is_replicated = self._cluster.run.settings.is_replicated
