@@ -377,8 +377,6 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
     run, settings = cluster.run, cluster.run.settings
     assert run.record.plan is not None
     assert run.record.declaration is not None
-    # The coordinator detects late trainers. A pserver does so only while the coordinator is away.
-    patience = settings.round_timeout_seconds + settings.rejoin_timeout_seconds + cluster.lease_seconds
     return copy_fields(
         InstallRun,
         run.record,  # with its attempts, source, uploader and membership
@@ -388,7 +386,7 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
         consistency=settings.consistency,
         nonfinite=run.nonfinite,
         max_grad_norm=run.record.declaration.max_grad_norm,
-        round_timeout_seconds=patience,
+        round_timeout_seconds=settings.patience_seconds,
         durability=settings.log_durability,
         checkpoint_rounds=run.checkpoint_interval,
         keep_checkpoints=settings.keep_checkpoints,

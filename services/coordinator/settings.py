@@ -189,6 +189,11 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
         return self.log_durability == "replicated"
 
     @property
+    def patience_seconds(self) -> float:
+        """The time after which a pserver ends a run that waits. The coordinator detects most causes before that."""
+        return self.round_timeout_seconds + self.rejoin_timeout_seconds + self.lease_seconds
+
+    @property
     def history_folder(self) -> Path:
         """The folder of the history of runs."""
         return self.history_dir or self.state_dir / "history"

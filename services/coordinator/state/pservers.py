@@ -11,7 +11,7 @@ from ps_protocol.messages import PserverHeartbeat, PserverInfo, ShardFile
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 
 from .record import PserverRecord
-from .replicas import Replicas
+from .replicas import Replica, Replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,12 @@ class PserverRegistry:
     def sorted_members(self) -> list[PserverMember]:
         """The living pservers in order of their indices."""
         return [member for _, member in sorted(self.members.items())]
+
+    def find_missing_standbys(self, index: PserverIndex) -> frozenset[Replica]:
+        """Return the standbys in sync that a pserver does not reach. With replica_loss `wait` the last ones stay."""
+        member = self.members.get(index)
+        seen = member.heartbeat.standbys if member else None
+        return self.replicas[index].in_sync.difference(seen.connected) if seen else frozenset()
 
     def is_serving(self, attempt_id: tuple[str, int]) -> bool:
         """Return whether every pserver serves this run and attempt."""

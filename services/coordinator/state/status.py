@@ -9,7 +9,7 @@ from ps_protocol.fields import Message
 from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
 from ps_protocol.process_reports import ProcessFigures, Software
 from ps_protocol.standbys import StandbyStatus
-from ps_protocol.vocabulary import Round
+from ps_protocol.vocabulary import PserverIndex, Round
 
 from .pservers import PserverRegistry
 from .record import TrainerRecord
@@ -31,7 +31,7 @@ def list_waits(run: Run, registry: PserverRegistry) -> list[str]:
     if run.record.is_over:
         return []
     absent = [f"pserver {index}" for index in range(registry.num_pservers) if index not in registry.members]
-    waits = absent + run.waiting_for
+    waits = absent + run.waiting_for + [f"a standby of pserver {index}" for index in _list_stalled(registry)]
     if waits or run.record.state == "training":
         return waits
     return ["the pservers to install the plan" if registry.num_pservers else "the coordinator's disk"]
@@ -59,12 +59,25 @@ def list_prospects(run: Run, registry: PserverRegistry, now: float) -> list[tupl
     return [(text, max(0.0, limit - (now - since))) for text, since in prospects]
 
 
+def _list_stalled(registry: PserverRegistry) -> list[PserverIndex]:
+    """Return the pservers that do not reach the last standby in sync, with replica_loss `wait`."""
+    return [index for index in sorted(registry.members) if registry.find_missing_standbys(index)]
+
+
+def describe_stalls(run: Run, registry: PserverRegistry) -> list[str]:
+    """Return each pserver that waits for a standby, in words."""
+    limit = run.settings.patience_seconds
+    text = f"waits for a standby in sync (replica_loss wait); the run fails after {limit:g} s without one"
+    is_training = run.record.state == "training"
+    return [f"pserver {index} {text}" for index in _list_stalled(registry) if is_training]
+
+
 def describe_notice(run: Run, registry: PserverRegistry, now: float) -> str:
     """Return the pause and the lost members in one line, which changes only when these change."""
     texts = [text for text, _ in list_prospects(run, registry, now)]
     limit = run.settings.rejoin_timeout_seconds
     lost = f"{'; '.join(texts)}: the run fails unless every lost member returns within {limit:g} s" if texts else ""
-    return "; ".join(filter(None, (describe_pause(run), lost)))
+    return "; ".join(filter(None, (describe_pause(run), lost, *describe_stalls(run, registry))))
 
 
 def describe_pause(run: Run) -> str:
@@ -99,8 +112,9 @@ def describe_status(
         waiting_for=tuple(list_waits(run, registry)),
         is_paused=bool(describe_pause(run)),
         elapsed_seconds=None if run.started_at is None else (run.ended_at or now) - run.started_at,
-        prospects=tuple(
-            f"{what}; the run fails in {left:.0f} s unless this member returns" for what, left in prospects
+        prospects=(
+            *(f"{what}; the run fails in {left:.0f} s unless this member returns" for what, left in prospects),
+            *describe_stalls(run, registry),
         ),
         failure=record.failure.to_problem() if record.failure else None,
         plan_digest=plan.digest if plan else None,

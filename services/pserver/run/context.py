@@ -234,11 +234,11 @@ class RunContext:
         return max(self.standbys.first, self.storage.newest_logged)
 
     def describe_missing_standbys(self) -> str:
-        """Return the required standbys that have not confirmed the newest update, as text."""
+        """Return what the newest update waits for, as text: empty if every required standby has confirmed it."""
         if not self._has_lease:
             return "the coordinator, which has not renewed its lease"
-        missing = [] if self.standbys is None else self.standbys.find_missing(self._newest_round)
-        return ", ".join(f"standby {instance}" for instance in missing)
+        is_missing = self.standbys is not None and self.standbys.find_missing(self._newest_round)
+        return f"a standby in sync with pserver {self.index}" if is_missing else ""
 
     async def wait_until_held(self, round_: Round | None = None, wait_seconds: float = math.inf) -> None:
         """Wait until every required standby holds a round, by default the newest logged one.
@@ -257,7 +257,7 @@ class RunContext:
             self.check_failure()
             waited, stalled = loop.time() - began, loop.time() - self.standbys.note_wait(round_)
             if stalled >= limit:
-                text = f"{self.describe_missing_standbys()} did not confirm round {round_} within {limit:g} s"
+                text = f"round {round_} waited {limit:g} s for {self.describe_missing_standbys()}"
                 await self.end_waits(Ended(text, code="standby_lost", round=round_), is_failure=True)
                 self.check_failure()
             if waited >= wait_seconds:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from ps_config.control_client import send_message
 from ps_protocol import routes
@@ -23,6 +24,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator import failover
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.metrics import measure_cluster
 from services.coordinator.restore import RecordFile
 from services.coordinator.state.replicas import Replicas
 from services.runtime.metrics import ServiceMetrics
@@ -145,6 +147,12 @@ class Cluster:
         await self.beat(together, together)
         assert self.replicas.in_sync == {f"standby {name}" for name in names}
 
+    def count_in_sync(self) -> float | None:
+        """Return the standbys of pserver 0 that are in sync and connected, as Prometheus reads them."""
+        registry = CollectorRegistry()
+        measure_cluster(self.coordinator.cluster, registry)
+        return registry.get_sample_value("gradpost_standbys_in_sync", {"pserver": "0"})
+
     def is_replaced(self, by: str = "s", incarnation: int = 2) -> bool:
         """Return whether another process holds the run as pserver 0."""
         cluster = self.coordinator.cluster
@@ -199,7 +207,12 @@ async def test_a_standby_joins_and_leaves_and_the_disk_has_it_before_the_leader(
 async def test_with_wait_a_member_stays_until_another_replaces_it() -> None:
     async with running("s", "t", replica_loss="wait") as cluster:
         await cluster.join("s")
+        assert cluster.count_in_sync() == 1
         assert (await cluster.beat("")).required.instances == ("standby s",)
+        assert cluster.count_in_sync() == 0
+        reply = await cluster.beat("")
+        assert reply.notice.startswith("pserver 0 waits for a standby in sync (replica_loss wait)")
+        assert cluster.coordinator.cluster.waiting_for == ["a standby of pserver 0"]
         await cluster.report("t")
         assert (await cluster.beat("t")).required.instances == ("standby s", "standby t")
         assert (await cluster.beat("t", "t")).required.instances == ("standby t",)
@@ -298,6 +311,14 @@ async def test_the_report_of_a_supervisor_needs_no_probe() -> None:
         await asyncio.sleep(0)
         assert not cluster.coordinator.failover._tasks
         await cluster.send(path, PserverEnded(address="http://0:1"))
+        await eventually(cluster.is_replaced)
+
+
+async def test_a_pserver_that_stops_is_replaced_although_it_answers() -> None:
+    """Before it ends it writes a checkpoint, which may take long."""
+    async with running("s") as cluster:
+        await cluster.join("s")
+        await cluster.beat("s", is_stopping=True)
         await eventually(cluster.is_replaced)
 
 
