@@ -69,9 +69,17 @@ def run_up(
         options,
         tolerates_losses=cluster.on_trainer_loss == "continue",
         has_log=cluster.log_durability != "none",
+        successor_role=_find_successor_role(cluster, options),
         resume_command=_resume_command(sys.argv),
     )
     return run.run()
+
+
+def _find_successor_role(settings: CoordinatorSettings, options: UpOptions) -> str | None:
+    """Return the role of standbys that replace a pserver, or None if a restart is what the run waits for."""
+    if settings.is_replicated:
+        return "in_sync"
+    return None if settings.consistency.is_async or options.max_restarts else "following"
 
 
 def _resume_command(argv: Sequence[str]) -> str:

@@ -72,6 +72,7 @@ class LocalRun:
         *,
         tolerates_losses: bool,
         has_log: bool,
+        successor_role: str | None,
         resume_command: str,
     ) -> None:
         self._command = list(command)
@@ -94,7 +95,7 @@ class LocalRun:
             self._inherited = ["stdin", "output"]
         self._restarts_left: defaultdict[str, int] = defaultdict(lambda: options.max_restarts)  # by the child's name
         self._standbys = Standbys(
-            self._cluster, options.standbys, lambda text: self._screen.print_message(text, "yellow")
+            self._cluster, options.standbys, successor_role, lambda text: self._screen.print_message(text, "yellow")
         )
         self._tolerates_losses = tolerates_losses
         self._place = settings.get("checkpoints") or find_setting("checkpoints") or str(self._state_dir / "checkpoints")

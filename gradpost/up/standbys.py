@@ -19,11 +19,12 @@ MAX_DEATHS = 10  # of the standbys of one pserver, before one of them is in sync
 
 
 class Standbys:
-    """`num` standbys for each pserver. `report` prints a message."""
+    """`num` standbys for each pserver, which replace it if they have this role. `report` prints a message."""
 
-    def __init__(self, cluster: LocalCluster, num: int, report: Callable[[str], None]) -> None:
+    def __init__(self, cluster: LocalCluster, num: int, role: str | None, report: Callable[[str], None]) -> None:
         self._cluster = cluster
         self._num = num
+        self._role = role
         self._report = report
         self._replaced_until: dict[Child, float] = {}  # pservers that have ended and are being replaced
         self._num_deaths: defaultdict[PserverIndex, int] = defaultdict(int)
@@ -51,7 +52,7 @@ class Standbys:
     def _has_successor(self, index: PserverIndex, status: ClusterStatus) -> bool:
         running = {self._cluster.find_address(child) for child in self._cluster.standbys if child.is_running}
         successors = {pserver.address for pserver in status.pservers if pserver.index == index}
-        successors |= {s.address for s in status.standbys if s.follows == index and s.role == "in_sync"}
+        successors |= {s.address for s in status.standbys if s.follows == index and s.role == self._role}
         return bool(running & successors)
 
     def check(self) -> None:
@@ -92,8 +93,9 @@ class Standbys:
         return has_served and self._cluster.find_address(self._cluster.pservers[index]) == pserver.address
 
     def _is_lost(self, index: PserverIndex, status: ClusterStatus, num_running: int) -> bool:
-        """Return whether the run waits for a pserver, whose newest state may be in the folder of a dead standby."""
-        return not num_running and self._num_deaths[index] > 0 and f"pserver {index}" in status.waiting_for
+        """Return whether the run waits for a pserver, or its standby, and a dead standby may have the newest state."""
+        is_awaited = any(text.endswith(f"pserver {index}") for text in status.waiting_for)
+        return not num_running and self._num_deaths[index] > 0 and is_awaited
 
     def _fetch_status(self) -> ClusterStatus | None:
         try:

@@ -7,7 +7,8 @@ import shutil
 import signal
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from ps_protocol.errors import Unreachable
 from ps_protocol.messages import ClusterStatus
+from ps_protocol.routes import PAUSE, RESUME
 from trainer_client.client.inspection import ClusterView
 
 from ..soaking import parametrize_sampled
@@ -178,16 +180,25 @@ class UpWithStandby:
                 assert code == 0, stdout + self.stderr
 
     def wait_for(self, incarnation: int, *roles: str) -> None:
-        """Wait until the pserver has this incarnation, and its standbys have these roles."""
+        """Wait until the pserver has this incarnation, and its standbys have a replica and these roles."""
 
         def is_so() -> bool:
             with suppress(Unreachable), ClusterView(self._address) as view:
                 status = view.status()
                 found = [p.incarnation for p in status.pservers]
-                return found == [incarnation] and (not roles or [s.role for s in status.standbys] == [*roles])
+                return found == [incarnation] and (not roles or [s.role for s in status.standbys if s.run] == [*roles])
             return False
 
         assert wait_until(is_so, 60)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pause the run, so that the standby has every round that a trainer has received."""
+        with ClusterView(self._address) as view:
+            view.change_run("POST", PAUSE)
+            assert wait_until(lambda: view.status().standbys[0].round == view.status().round > 0, 60)
+            yield
+            view.change_run("POST", RESUME)
 
     def kill_oldest(self) -> None:
         """Kill the pserver: the oldest process of those that are or have been standbys as well."""
@@ -195,12 +206,15 @@ class UpWithStandby:
         os.kill(min(pids), signal.SIGKILL)
 
 
-def test_up_replaces_a_dead_pserver_and_starts_another_standby(tmp_path: Path) -> None:
-    with UpWithStandby(tmp_path) as up:
+@pytest.mark.parametrize(("durability", "role"), [("replicated", "in_sync"), ("log", "following")])
+def test_up_replaces_a_dead_pserver_and_starts_another_standby(tmp_path: Path, durability: str, role: str) -> None:
+    with UpWithStandby(tmp_path, GRADPOST_DURABILITY=durability) as up:
         for incarnation in (1, 2):  # the standby that was started at last replaces the one before
-            up.wait_for(incarnation, "in_sync")
-            up.kill_oldest()
-        up.wait_for(3, "in_sync")
+            up.wait_for(incarnation, role)
+            with up.paused() if durability == "log" else nullcontext():
+                up.kill_oldest()
+                up.wait_for(incarnation + 1)
+        up.wait_for(3, role)
     assert up.stderr.count("a standby replaces it") == 2
     assert "starting it again" not in up.stderr
 
