@@ -28,7 +28,7 @@ SETTLE_STEPS = 5  # of every trainer, before the clock starts
 TICK_SECONDS = 0.05
 
 TEXT = """\
-{trainers} trainers, 2 pservers with {standbys} standbys each, synchronous mode, policy `continue`, durability
+{trainers} trainers, 2 pservers with {standbys} standby(s) each, synchronous mode, policy `continue`, durability
 `{durability}`, a lease of {lease:g} s. The model is tiny and its computation is emulated: each trainer
 sleeps for {compute_ms:.0f} ms a step, where an accelerator would work.
 

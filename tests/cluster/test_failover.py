@@ -215,7 +215,7 @@ def test_up_replaces_a_dead_pserver_and_starts_another_standby(tmp_path: Path, d
                 up.kill_oldest()
                 up.wait_for(incarnation + 1)
         up.wait_for(3, role)
-    assert up.stderr.count("a standby replaces it") == 2
+    assert up.stderr.count("gradpost: pserver 0 was ended by SIGKILL") == up.stderr.count("a standby replaces it") == 2
     assert "starting it again" not in up.stderr
 
 

@@ -167,10 +167,12 @@ class LocalCluster:
         return self._follows[standby]
 
     def exchange(self, index: int, standby: Child) -> None:
-        """Note that a standby has become a pserver. The process before it, if it still runs, follows it now."""
+        """Rename a standby that has become a pserver. The process before it, if it still runs, follows it now."""
         former, self.pservers[index] = self.pservers[index], standby
         self.standbys.remove(standby)
+        standby.name = f"pserver {index}"
         if former.is_running:
+            former.name = f"standby of pserver {index}"
             self.standbys.append(former)
             self._follows[former] = index
 
