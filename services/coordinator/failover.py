@@ -116,14 +116,19 @@ class FailOver:
     def check_registration(self, request: RegisterPserver) -> None:
         """Raise TryAgain for a restarted pserver without updates that a standby, or a lost successor, may hold."""
         self._ended.pop(request.instance, None)
-        cluster, index, held = self._cluster, request.index, request.held
-        lost = None if index is None or not cluster.serves_run else cluster.registry.lost.get(index)
+        cluster, index = self._cluster, request.index
+        if index is None or not cluster.serves_run:
+            return
+        lost = cluster.registry.lost.get(index)
         if lost is not None and self._is_awaited(lost, request):
             text = f"the newest incarnation of pserver {index} was at {lost.info.address}"
             raise TryAgain(f"{text}; this process has an older state and waits for it")
-        replicas = None if index is None else cluster.registry.replicas.get(index)
-        if index is None or replicas is None or not (self._may_replace() and cluster.run.settings.is_replicated):
-            return
+        if index in cluster.registry.replicas and self._may_replace() and cluster.run.settings.is_replicated:
+            self._check_members(index, request)
+
+    def _check_members(self, index: PserverIndex, request: RegisterPserver) -> None:
+        """Raise TryAgain if a member of the in-sync set, or a successor, may hold later updates than a process."""
+        cluster, replicas, held = self._cluster, self._cluster.registry.replicas[index], request.held
         attempt_id, members = cluster.run.record.attempt_id, self._list_members(index)
         member = self._find_member(index, replicas.incarnation)
         is_own = request.previous == replicas.incarnation  # the process before was the leader in force
@@ -282,7 +287,7 @@ class FailOver:
         if not is_certain and await self._probe(member):
             return
         is_replicated = self._cluster.run.settings.is_replicated
-        if not is_replicated and not await self._has_complete_standby(member):
+        if not is_replicated and not await self._wait_for_complete_standby(member):
             return
         if not self._is_to_be_replaced(index, incarnation):
             return
@@ -320,7 +325,7 @@ class FailOver:
     def _find_newest_received(self) -> Round:
         return max((self._cluster.run.reports[rank].round for rank in self._cluster.run.record.members), default=0)
 
-    async def _has_complete_standby(self, member: PserverMember) -> bool:
+    async def _wait_for_complete_standby(self, member: PserverMember) -> bool:
         """Wait until a standby of a pserver holds all that trainers have received, which report after it is lost.
 
         Returns False if the pserver returns before. In asynchronous modes the run waits for that, because a number of
