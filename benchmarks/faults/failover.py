@@ -109,9 +109,11 @@ def measure_failovers(
             psutil.cpu_percent()
             observed.wait_for_steps(range(2), number=5, after=begun)
             rows["busy processors, undisturbed, percent"].append(psutil.cpu_percent())
-            rows["longest time between two steps, undisturbed"].append(observed.measure_stall(begun))
+            step_seconds = observed.measure_stall(begun)
+            rows["longest time between two steps, undisturbed"].append(step_seconds)
             rows["lag, rounds"].append(observed.cluster.status().standbys[0].lag_rounds)
             leader = observed.find_leader()
+            time.sleep(chance.uniform(0, max(step_seconds, 0.1)))  # the last step has just ended
             if number < kills:
                 at = observed.end(leader, SIGKILL)
                 observed.cluster.report_end(0, leader)

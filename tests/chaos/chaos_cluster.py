@@ -192,7 +192,7 @@ class ChaosStandbys(Standbys):
     """The standbys of `gradpost up`, which reports about half of the ended processes to the coordinator."""
 
     def __init__(self, cluster: ChaosCluster, report: Callable[[str], None]) -> None:
-        super().__init__(cluster, cluster.setup.num_standbys, report)
+        super().__init__(cluster, cluster.setup.num_standbys, "in_sync", report)
         self._chance = random.Random(f"supervisor {cluster.setup.seed}")
 
     def _report_end(self, index: int, child: Child) -> None:
