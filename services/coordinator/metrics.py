@@ -75,8 +75,9 @@ def _is_in(cluster: Cluster, state: RunState) -> float:
 
 def _count_in_sync(cluster: Cluster, index: PserverIndex) -> float:
     replicas = cluster.registry.replicas.get(index)
-    lost = cluster.registry.find_missing_standbys(index) if replicas else frozenset()
-    return float(len(replicas.in_sync - lost)) if replicas else 0.0
+    if replicas is None:
+        return 0.0
+    return float(len(replicas.in_sync - cluster.registry.find_missing_standbys(index)))
 
 
 class _FailOvers(Collector):

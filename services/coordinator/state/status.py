@@ -31,7 +31,7 @@ def list_waits(run: Run, registry: PserverRegistry) -> list[str]:
     if run.record.is_over:
         return []
     absent = [f"pserver {index}" for index in range(registry.num_pservers) if index not in registry.members]
-    waits = absent + run.waiting_for + [f"a standby of pserver {index}" for index in _list_stalled(registry)]
+    waits = absent + run.waiting_for + [f"a standby of pserver {index}" for index in _list_stalled(run, registry)]
     if waits or run.record.state == "training":
         return waits
     return ["the pservers to install the plan" if registry.num_pservers else "the coordinator's disk"]
@@ -59,17 +59,19 @@ def list_prospects(run: Run, registry: PserverRegistry, now: float) -> list[tupl
     return [(text, max(0.0, limit - (now - since))) for text, since in prospects]
 
 
-def _list_stalled(registry: PserverRegistry) -> list[PserverIndex]:
+def _list_stalled(run: Run, registry: PserverRegistry) -> list[PserverIndex]:
     """Return the pservers that do not reach the last standby in sync, with replica_loss `wait`."""
-    return [index for index in sorted(registry.members) if registry.find_missing_standbys(index)]
+    if run.record.state != "training" or run.settings.replica_loss != "wait":
+        return []  # with `continue` such a standby is about to be removed
+    missing = {index: registry.find_missing_standbys(index) for index in sorted(registry.members)}
+    return [index for index, lost in missing.items() if lost and lost == registry.replicas[index].in_sync]
 
 
-def describe_stalls(run: Run, registry: PserverRegistry) -> list[str]:
+def _describe_stalls(run: Run, registry: PserverRegistry) -> list[str]:
     """Return each pserver that waits for a standby, in words."""
     limit = run.settings.patience_seconds
     text = f"waits for a standby in sync (replica_loss wait); the run fails after {limit:g} s without one"
-    is_training = run.record.state == "training"
-    return [f"pserver {index} {text}" for index in _list_stalled(registry) if is_training]
+    return [f"pserver {index} {text}" for index in _list_stalled(run, registry)]
 
 
 def describe_notice(run: Run, registry: PserverRegistry, now: float) -> str:
@@ -77,7 +79,7 @@ def describe_notice(run: Run, registry: PserverRegistry, now: float) -> str:
     texts = [text for text, _ in list_prospects(run, registry, now)]
     limit = run.settings.rejoin_timeout_seconds
     lost = f"{'; '.join(texts)}: the run fails unless every lost member returns within {limit:g} s" if texts else ""
-    return "; ".join(filter(None, (describe_pause(run), lost, *describe_stalls(run, registry))))
+    return "; ".join(filter(None, (describe_pause(run), lost, *_describe_stalls(run, registry))))
 
 
 def describe_pause(run: Run) -> str:
@@ -114,7 +116,7 @@ def describe_status(
         elapsed_seconds=None if run.started_at is None else (run.ended_at or now) - run.started_at,
         prospects=(
             *(f"{what}; the run fails in {left:.0f} s unless this member returns" for what, left in prospects),
-            *describe_stalls(run, registry),
+            *_describe_stalls(run, registry),
         ),
         failure=record.failure.to_problem() if record.failure else None,
         plan_digest=plan.digest if plan else None,

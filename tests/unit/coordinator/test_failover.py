@@ -199,6 +199,7 @@ async def test_a_standby_joins_and_leaves_and_the_disk_has_it_before_the_leader(
         await cluster.beat("s", "s")
         assert read_replicas(cluster.coordinator).in_sync == {"standby s"}
         left = await cluster.beat("")
+        assert not left.notice  # nothing waits with `continue`
         assert left.required.instances == ()
         assert left.required.number > joined.required.number
         assert read_replicas(cluster.coordinator).waits_for == frozenset()
