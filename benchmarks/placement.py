@@ -1,4 +1,4 @@
-"""The balance of each placement for the shapes of real models: the table of docs/modes.md.
+"""The balance of each placement for the shapes of real models: the table of benchmarks/results/placement_202611.md.
 
     python benchmarks/placement.py
 

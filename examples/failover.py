@@ -87,8 +87,9 @@ def run_cluster(folder: str, *, kills: bool) -> str:
             elif len(since := [at for at in times if at > killed_at - 1]) >= NUM_TIMES:
                 pause = max(later - earlier for earlier, later in pairwise(since))
                 leader = ask(address)["pservers"][0]
+                incarnation = leader["heartbeat"]["incarnation"]
                 print(f"round {found[1]}: training goes on after a pause of {pause:.2f} s")
-                print(f"pserver 0 is its former standby, {leader['address']}, with incarnation {leader['incarnation']}")
+                print(f"pserver 0 is its former standby, {leader['address']}, with incarnation {incarnation}")
                 kills = False
     if up.returncode != 0 or kills:
         sys.exit(f"the training has failed, or ended before the fail-over:\n{text}")

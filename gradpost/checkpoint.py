@@ -87,6 +87,6 @@ def list_checkpoints(place_url: str | None, coordinator: str | None, token_file:
         print_line(f"there is no complete checkpoint {where}")
 
 
-def pass_over(run: str, round_: Round, error: OSError) -> None:
+def pass_over(run: str, round_: Round, error: Exception) -> None:
     """Print that a checkpoint cannot be read."""
     print_line(f"skipping round {round_:,} of run {run}: {error}")

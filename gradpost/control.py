@@ -96,7 +96,7 @@ def stop(
     as_json: Json = False,
 ) -> None:
     """End the run after a checkpoint; the scripts get the error run_stopped. The next trainers begin a new run."""
-    outcome = "failed" if fail else "ended"
+    outcome = "failed" if fail else "stopped"
     _change_run(coordinator, token_file, as_json, "POST", STOP, outcome, {"fail": fail}, "after round")
 
 

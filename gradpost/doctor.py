@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
 from ps_config.control_client import BearerAuth, make_control_client, raise_for_problem
-from ps_config.environment import PREFIX, SettingsError, check_environment, find_path, find_setting, read_settings_file
+from ps_config.environment import PREFIX, SettingsError, check_environment, find_setting, read_settings_file
 from ps_config.hosts import is_loopback
 from ps_config.tokens import TokenFile, TokenPair
 from ps_config.versions import installed_versions
@@ -31,15 +27,13 @@ from ps_protocol.errors import Forbidden, GradpostError, Unauthenticated
 from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus
 from ps_protocol.printable import printable
 from ps_protocol.process_reports import Software
-from ps_protocol.routes import HEALTH, METRICS, STATE
+from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from trainer_client.transport.exchange import make_bulk_client
 
 from .output import EXIT_FAILED, CommandError, count, print_json
 from .status import Connection, find_connection, open_view
 
-MIN_FREE_SHARE = 0.1  # of a disk, as in the alert on disks
-MAX_CLOCK_SECONDS = 2.0
 REACH_SECONDS = 5.0  # for all requests to one service
 
 
@@ -66,7 +60,7 @@ class Finding:
 def show_checks(coordinator: str | None, token_file: Path | None, *, strict: bool, as_json: bool) -> int:
     """Run all checks and print the findings; return 1 if one is broken (or, with `strict`, a warning), else 0."""
     tokens, cluster = partial(check_tokens, token_file), partial(check_cluster, coordinator, token_file)
-    findings = [finding for check in (check_settings, check_disk, tokens, cluster) for finding in _run(check)]
+    findings = [finding for check in (check_settings, tokens, cluster) for finding in _run(check)]
     levels = {finding.level for finding in findings}
     is_well = "broken" not in levels and not (strict and "warning" in levels)
     if as_json:
@@ -123,21 +117,6 @@ def check_settings() -> Finding:
     return Finding("settings", "ok", ", ".join(found) or "no GRADPOST_* variable is set")
 
 
-def check_disk() -> Finding:
-    """Check that services on this machine have room for their state."""
-    try:
-        path = (find_path("state_dir") or Path()).absolute()
-    except SettingsError:
-        return Finding("disk", "skipped", "the settings cannot be read")
-    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    usage = shutil.disk_usage(folder)
-    detail = f"{usage.free / 1e9:.1f} GB of {usage.total / 1e9:.0f} GB are free in {folder}"
-    if usage.free < MIN_FREE_SHARE * usage.total:
-        advice = "free some space, or keep the state on another disk with --state-dir or GRADPOST_STATE_DIR"
-        return Finding("disk", "warning", detail, advice, "rounds wait while a service here cannot write its log")
-    return Finding("disk", "ok", detail)
-
-
 def check_tokens(token_file: Path | None = None) -> Finding:
     """Check that the token which commands on this machine send is valid, and that other users cannot read it."""
     try:
@@ -164,16 +143,12 @@ def check_cluster(coordinator: str | None = None, token_file: Path | None = None
     if status is None:
         return [found, check_versions()]
     connection = find_connection(coordinator, token_file)
-    clock_seconds, reached = asyncio.run(_reach_all(connection, status.pservers))
-    pairs = list(zip(status.pservers, reached, strict=True))
-    clocks = {"coordinator": clock_seconds} | {f"pserver {p.index}": one.clock_seconds for p, one in pairs}
+    reached = asyncio.run(_reach_all(connection, status.pservers))
     return [
         found,
         check_versions(status),
         *check_addresses(connection.address, status.pservers),
-        *(check_pserver(pserver, one) for pserver, one in pairs),
-        check_clocks(clocks),
-        check_pserver_disks({p.index: one.disk for p, one in pairs if one.disk is not None}),
+        *map(check_pserver, status.pservers, reached),
     ]
 
 
@@ -216,8 +191,10 @@ def check_versions(status: ClusterStatus | None = None) -> Finding:
     members: dict[str, Software | None] = {"this machine": Software(**installed_versions())}
     if status is not None:
         members["coordinator"] = status.software
-        members |= {f"pserver {p.index}": p.software for p in status.pservers}
-        members |= {f"trainer {t.rank}": t.software for t in status.trainers if t.state in ("joined", "declared")}
+        members |= {f"pserver {p.index}": p.heartbeat.software for p in status.pservers}
+        members |= {
+            f"trainer {t.rank}": t.heartbeat.software for t in status.trainers if t.state in ("joined", "declared")
+        }
     found, different = [], []
     for package in ("gradpost", "torch", "python"):
         names: defaultdict[str, list[str]] = defaultdict(list)
@@ -273,34 +250,25 @@ class Reached:
     trouble: str = ""  # the reason why there is no state
     state: PserverState | None = None
     http2_trouble: str = ""
-    clock_seconds: float | None = None  # its clock minus this machine's, to half a second
-    disk: tuple[float, float] | None = None  # free bytes, size
 
 
-async def _reach_all(connection: Connection, pservers: Sequence[PserverStatus]) -> tuple[float | None, list[Reached]]:
-    """Return the coordinator's clock minus this machine's, and the responses of the pservers in their order."""
+async def _reach_all(connection: Connection, pservers: Sequence[PserverStatus]) -> list[Reached]:
+    """Return the responses of the pservers in their order."""
     tokens = None if connection.token_file is None else TokenPair(connection.token_file)
     auth = None if tokens is None else BearerAuth(tokens)
-    reached = [Reached() for _ in pservers]
     async with (
         make_control_client(connection.tls, tokens) as control,
         make_bulk_client(connection.tls, auth, http2=True) as http2,
     ):
-        clock_seconds = _clock_seconds(await _get(control, connection.address + HEALTH))
-        await asyncio.gather(*(_reach(control, http2, p, one) for p, one in zip(pservers, reached, strict=True)))
-    return clock_seconds, reached
+        return await asyncio.gather(*(_reach(control, http2, pserver) for pserver in pservers))
 
 
-async def _reach(control: httpx.AsyncClient, http2: httpx.AsyncClient, pserver: PserverStatus, one: Reached) -> None:
-    url = urlsplit(pserver.address)
+async def _reach(control: httpx.AsyncClient, http2: httpx.AsyncClient, pserver: PserverStatus) -> Reached:
+    url, one = urlsplit(pserver.address), Reached()
     try:
         async with asyncio.timeout(REACH_SECONDS):
             await asyncio.get_running_loop().getaddrinfo(url.hostname, url.port)  # for an error that names the cause
-            state = await _get(control, pserver.address + STATE)
-            metrics = await _get(control, pserver.address + METRICS)
-            one.clock_seconds = _clock_seconds(state)
-            one.disk = _disk(metrics.text)
-            one.state = PserverState.from_answer(state.content)
+            one.state = PserverState.from_answer((await _get(control, pserver.address + STATE)).content)
     except TimeoutError:
         one.trouble = f"no answer within {REACH_SECONDS:g} s"
     except socket.gaierror as error:
@@ -310,12 +278,13 @@ async def _reach(control: httpx.AsyncClient, http2: httpx.AsyncClient, pserver: 
     except (httpx.TransportError, GradpostError, OSError, ValueError) as error:
         one.trouble = str(error) or type(error).__name__
     if one.state is None or not pserver.http2:
-        return
+        return one
     try:
         async with asyncio.timeout(REACH_SECONDS):
             await _get(http2, pserver.address + STATE)
     except (httpx.TransportError, GradpostError, OSError) as error:
         one.http2_trouble = str(error) or type(error).__name__
+    return one
 
 
 async def _get(http: httpx.AsyncClient, url: str) -> httpx.Response:
@@ -324,31 +293,20 @@ async def _get(http: httpx.AsyncClient, url: str) -> httpx.Response:
     return response
 
 
-def _clock_seconds(response: httpx.Response) -> float | None:
-    date = response.headers.get("date")  # in whole seconds, rounded down
-    return None if date is None else parsedate_to_datetime(date).timestamp() + 0.5 - time.time()
-
-
-def _disk(metrics: str) -> tuple[float, float] | None:
-    values = {f.name: f.samples[0].value for f in text_string_to_metric_families(metrics) if f.samples}
-    size = values.get("gradpost_disk_size_bytes")
-    return (values.get("gradpost_disk_free_bytes", 0.0), size) if size else None
-
-
 def check_pserver(pserver: PserverStatus, one: Reached) -> Finding:
     """Check that this machine reaches the pserver, that it is the expected one, and that HTTP/2 works."""
-    name = f"pserver {pserver.index}"
+    name, incarnation = f"pserver {pserver.index}", pserver.heartbeat.incarnation
     if one.state is None:
         return Finding(
             name, "broken", f"{pserver.address} cannot be reached from here: {one.trouble}",
             "check that it runs, its --host and --advertise-address, the firewall, and the token and certificates here",
             "a trainer on this machine could not train",
         )  # fmt: skip
-    if (one.state.index, one.state.incarnation) != (pserver.index, pserver.incarnation):
+    if (one.state.index, one.state.incarnation) != (pserver.index, incarnation):
         return Finding(
             name, "broken",
             f"{pserver.address} answers as pserver {one.state.index} of incarnation {one.state.incarnation}, not as "
-            f"{name} of incarnation {pserver.incarnation}",
+            f"{name} of incarnation {incarnation}",
             "correct --advertise-address or the proxy; a pserver that has just restarted is right a second later",
             "another process receives the tensors and refuses them",
         )  # fmt: skip
@@ -365,40 +323,3 @@ def check_pserver(pserver: PserverStatus, one: Reached) -> Finding:
             "over HTTP/1.1 every request that waits holds a connection of its own",
         )  # fmt: skip
     return Finding(name, "ok", f"{pserver.address} answers over HTTP/2")
-
-
-def check_clocks(ahead: dict[str, float | None]) -> Finding:
-    """Check that the clocks of the services agree with this machine's, to about a second."""
-    known = {name: seconds for name, seconds in ahead.items() if seconds is not None}
-    if not known:
-        return Finding("clocks", "skipped", "no service has sent its time")
-    wrong = [
-        f"{name} is {abs(seconds):.0f} s {'ahead' if seconds > 0 else 'behind'}"
-        for name, seconds in known.items()
-        if abs(seconds) > MAX_CLOCK_SECONDS
-    ]
-    if wrong:
-        return Finding(
-            "clocks", "warning", ", ".join(wrong) + " of this machine", "run an NTP client on all machines",
-            "logs, events and curves do not fit together, and new certificates may seem invalid",
-        )  # fmt: skip
-    return Finding("clocks", "ok", f"{count(len(known), 'service')} and this machine agree, to about a second")
-
-
-def check_pserver_disks(disks: dict[int, tuple[float, float]]) -> Finding:
-    """Check that the pservers have room for their logs and state; a disk has free bytes and a size."""
-    if not disks:
-        return Finding("pserver disks", "skipped", "no pserver has reported a disk")
-    full = [
-        f"pserver {index} has {free / 1e9:.1f} GB left of {size / 1e9:.0f} GB"
-        for index, (free, size) in disks.items()
-        if free < MIN_FREE_SHARE * size
-    ]
-    if full:
-        return Finding(
-            "pserver disks", "warning", ", ".join(full),
-            "free some space, use a --state-dir on another disk, or lower --max-log-bytes of the coordinator",
-            "a round that cannot be logged waits for room, and in the end the run fails",
-        )  # fmt: skip
-    least = min(free for free, _ in disks.values())
-    return Finding("pserver disks", "ok", f"{least / 1e9:.1f} GB or more are free on each of {len(disks)}")

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ps_protocol.encodings import TORCH_DTYPES
+from ps_protocol.errors import UnsupportedFormat
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.coordinator.restore import RecordFile
@@ -46,12 +47,12 @@ def export_model(
     place = open_checkpoint_storage(place_url)
     manifests = _exclude_undone(all_checkpoints(place, pass_over), state_dir)
     wanted = [one for one in manifests if run in (None, one.run) and round_ in (None, one.round)]
-    if (round_ is None or not wanted) and _export_stopped_run(target, place, state_dir, run, round_, manifests):
+    if (round_ is None or not wanted) and _export_stopped_run(target, state_dir, run, round_, manifests):
         return
     for manifest in wanted:
         try:
             tensors = read_model(place, manifest)
-        except (DamagedFile, OSError) as error:
+        except (OSError, UnsupportedFormat) as error:
             print_line(f"skipping round {manifest.round:,}: {error}")
             continue
         _write(target, tensors, manifest.run, manifest.round)
@@ -72,12 +73,7 @@ def _exclude_undone(manifests: list[Manifest], state_dir: Path | None) -> list[M
 
 
 def _export_stopped_run(
-    target: Path,
-    place: CheckpointStorage,
-    state_dir: Path | None,
-    run: str | None,
-    round_: int | None,
-    manifests: list[Manifest],
+    target: Path, state_dir: Path | None, run: str | None, round_: int | None, manifests: list[Manifest]
 ) -> bool:
     """Write the newest round in the pservers' folders if it is newer than the run's complete checkpoints.
 
@@ -86,7 +82,7 @@ def _export_stopped_run(
     if state_dir is None:
         return False
     try:
-        with open_stopped_run(state_dir, place, run) as stopped:
+        with open_stopped_run(state_dir, run) as stopped:
             name, found = stopped.record.name, stopped.find_round(round_)
             complete = max((one.round for one in manifests if one.run == name and round_ is None), default=-1)
             is_newer = found is not None and found > complete
@@ -124,7 +120,7 @@ def read_model(place: CheckpointStorage, manifest: Manifest) -> dict[str, Tensor
     shards = (
         (file.pserver, ShardState.decode(read_shard_file(place, manifest.run, file))[0]) for file in manifest.shards
     )  # one after another, since they may be large
-    return to_tensors(shards, manifest.slice_plan(), manifest.aliases)
+    return to_tensors(shards, manifest.plan, manifest.aliases)
 
 
 def to_tensors(
@@ -170,12 +166,10 @@ class StoppedRun:
 
     @property
     def newest(self) -> Round:
-        """The newest round that any pserver can restore."""
         return max(last for one in self.ranges for _, last in one)
 
     @property
     def aliases(self) -> dict[str, str]:
-        """The names of tied tensors, by alias."""
         return {} if self.record.declaration is None else self.record.declaration.aliases
 
     def find_round(self, wanted: Round | None) -> Round | None:
@@ -204,7 +198,7 @@ def read_record(state_dir: Path) -> RunRecord:
     """Return the coordinator's record of the newest run. Raises NotRestorable if there is none, OSError."""
     try:
         record = RecordFile(state_dir).read()
-    except DamagedFile as error:
+    except (DamagedFile, UnsupportedFormat) as error:
         raise NotRestorable(str(error)) from None
     if record is None or record.run is None:
         raise NotRestorable(f"{state_dir} has no run")
@@ -212,7 +206,7 @@ def read_record(state_dir: Path) -> RunRecord:
 
 
 @contextmanager
-def open_stopped_run(state_dir: Path, place: CheckpointStorage, name: str | None) -> Iterator[StoppedRun]:
+def open_stopped_run(state_dir: Path, name: str | None) -> Iterator[StoppedRun]:
     """Lock the folders of the newest run, and yield what they can restore.
 
     Raises NotRestorable if that fails or the run is not `name`; raises OSError.
@@ -228,7 +222,7 @@ def open_stopped_run(state_dir: Path, place: CheckpointStorage, name: str | None
         for index in range(plan.num_pservers):
             folder = _open_folder(state_dir, index)
             stack.callback(folder.close)
-            storage = _open_storage(run, plan, folder, place)
+            storage = _open_storage(run, plan, folder)
             stack.callback(storage.close)
             found = _find_ranges(run, folder, storage)
             if not found:
@@ -246,17 +240,15 @@ def _open_folder(state_dir: Path, index: PserverIndex) -> StateFolder:
         return StateFolder(state_dir, index, copy)
     except FolderTaken:
         raise NotRestorable(f"pserver {index} is still running") from None
-    except DamagedFile as error:
+    except (DamagedFile, UnsupportedFormat) as error:
         raise NotRestorable(str(error)) from None
 
 
-def _open_storage(run: RunRecord, plan: SlicePlan, folder: StateFolder, place: CheckpointStorage) -> RunStorage:
+def _open_storage(run: RunRecord, plan: SlicePlan, folder: StateFolder) -> RunStorage:
     install = folder.identity.run
-    if install is None or install.run != run.name or SlicePlan.from_json(install.plan).digest != plan.digest:
+    if install is None or install.run != run.name or install.plan != plan:
         raise NotRestorable(f"the folder of pserver {folder.index} contains no data of run {run.name}")
-    storage = RunStorage(install.model_copy(update={"began": run.began}), folder.index, folder.log_path, place)
-    storage.find_checkpoints()
-    return storage
+    return RunStorage(install.model_copy(update={"began": run.began}), folder.index, folder.log_path)
 
 
 def _find_ranges(run: RunRecord, folder: StateFolder, storage: RunStorage) -> list[tuple[Round, Round]]:

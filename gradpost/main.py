@@ -155,8 +155,8 @@ def up(
         typer.Option(
             metavar="N",
             min=0,
-            help="The number of standbys of each pserver, one of which replaces it when it fails; unless set, "
-            "durability is replicated.",
+            help="The number of standbys of each pserver, one of which replaces it when it fails. Durability is "
+            "replicated.",
             rich_help_panel="Failures",
         ),
     ] = 0,
@@ -309,7 +309,7 @@ def params(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write the parameter to a .safetensors, .npy or .json file; without NAME, write the model.",
+            help="Write the parameter to a .safetensors file; without NAME, write the model.",
         ),
     ] = None,
     coordinator: Coordinator = None,

@@ -14,7 +14,6 @@ from .output import Column, CommandError, count, print_line, print_table, whole_
 from .status import asking, print_answer
 
 MAX_BAR = 50
-FORMATS = {".npy": "npy", ".json": "json", ".safetensors": "safetensors"}
 
 
 def show_parameters(
@@ -23,32 +22,18 @@ def show_parameters(
     """Print a list of all parameters or the statistics of one; or write one or all to a file."""
     if output is not None:
         with asking(coordinator, token_file) as view:
-            _write_model(output, view) if name is None else _write(output, view.parameter(name, _format_of(output)))
+            _write(output, view, name)
     elif name is None:
         print_answer(coordinator, token_file, ClusterView.parameters, _print_list, as_json=as_json)
     else:
         print_answer(coordinator, token_file, lambda view: view.statistics(name), _print_statistics, as_json=as_json)
 
 
-def _format_of(output: Path) -> str:
-    if output.suffix not in FORMATS:
-        raise CommandError(f"--output must end in {', '.join(FORMATS)}, which selects the format; not {output.name!r}")
-    return FORMATS[output.suffix]
-
-
-def _write(output: Path, data: bytes) -> None:
-    with whole_file(output) as partial:
-        partial.write_bytes(data)
-    print_line(f"{output}: {count(len(data), 'byte')}")
-
-
-def _write_model(output: Path, view: ClusterView) -> None:
+def _write(output: Path, view: ClusterView, name: str | None) -> None:
     if output.suffix != ".safetensors":
-        raise CommandError(
-            f"a whole model must be written as FILE.safetensors, not {output.name!r}. Otherwise name a parameter"
-        )
+        raise CommandError(f"--output must end in .safetensors, which is the format; not {output.name!r}")
     with whole_file(output) as partial, partial.open("wb") as file:
-        for piece in view.model():
+        for piece in view.model(name):
             file.write(piece)
     with safe_open(output, framework="np") as model:
         num_tensors, metadata = len(model.keys()), model.metadata()
@@ -88,8 +73,8 @@ def _print_statistics(found: dict[str, Any]) -> None:
         ("maximum", "maximum"),
         ("newest update / values", "update_ratio"),
     ):
-        value = found[key]
-        print_line(f"  {label:24}{'unknown' if value is None else f'{value:.6g}'}")
+        value, missing = found[key], "none, as it is frozen" if found["is_frozen"] else "unknown"
+        print_line(f"  {label:24}{missing if value is None else f'{value:.6g}'}")
     for label, key in (("NaN", "num_nan"), ("infinite", "num_infinite"), ("zero", "num_zero")):
         if found[key]:
             print_line(f"  {label:24}{found[key]:,} of {found['num_elements']:,}")
@@ -98,21 +83,19 @@ def _print_statistics(found: dict[str, Any]) -> None:
         print_line(line)
 
 
-def draw_histogram(histogram: dict[str, Any]) -> list[str]:
+def draw_histogram(bins: list[tuple[float, float, int]]) -> list[str]:
     """Return at most twenty lines, each for one bin or for several neighbours.
 
-    >>> for line in draw_histogram({"begin": -0.5, "width": 0.25, "counts": [1, 0, 1000]}): print(line)
+    >>> for line in draw_histogram([(-0.5, -0.25, 1), (0, 0, 2), (0.25, 0.5, 1000)]): print(line)
          -0.5         1  #
-        -0.25         0
-            0     1,000  ##################################################
+            0         2  #
+         0.25     1,000  ##################################################
     """
-    counts, begin, width = histogram["counts"], histogram["begin"], histogram["width"]
-    group_size = max(1, math.ceil(len(counts) / 20))
-    sums = [sum(counts[i : i + group_size]) for i in range(0, len(counts), group_size)]
-    most = max(sums, default=0)
+    group_size = max(1, math.ceil(len(bins) / 20))
+    groups = [bins[i : i + group_size] for i in range(0, len(bins), group_size)]
+    sums = [sum(number for _, _, number in group) for group in groups]
     lines = []
-    for i, number in enumerate(sums):
-        bar = "#" * (math.ceil(MAX_BAR * number / most) if most else 0)
-        edge = f"{begin + i * group_size * width:.4g}"
-        lines.append(f"{edge:>9} {number:>9,}  {bar}".rstrip())
+    for group, number in zip(groups, sums, strict=True):
+        bar = "#" * math.ceil(MAX_BAR * number / max(sums))
+        lines.append(f"{group[0][0]:>9.4g} {number:>9,}  {bar}")
     return lines

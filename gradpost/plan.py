@@ -12,9 +12,9 @@ from typing import Any
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import LENGTH_BYTES, FrameLimits, TensorEntry, parse_header, parse_length
 from ps_protocol.plan import SlicePlan, make_plan
-from ps_protocol.vocabulary import PARAMETER_DTYPES, BufferSpec, ParameterSpec, Placement
+from ps_protocol.vocabulary import PARAMETER_DTYPES, ParameterSpec, Placement
 
-from .output import Column, CommandError, count, print_json, print_line, print_table, warn
+from .output import Column, CommandError, count, print_json, print_line, print_table
 
 # The reference parser of safetensors has the same limit of the header's size.
 FILE_LIMITS = FrameLimits(max_header_bytes=100_000_000, max_tensors=1_000_000)
@@ -32,7 +32,7 @@ def show_plan(
     slice_parameters: bool,
     as_json: bool,
 ) -> None:
-    """Print the plan of a file's tensors and the `--param` texts; warn of an uneven one."""
+    """Print the plan of a file's tensors and the `--param` texts."""
     if file is None and not params:
         raise CommandError("there is nothing to plan: give a safetensors file, --param NAME:SHAPE or both")
     tensors = [] if file is None else read_tensors(file)
@@ -50,8 +50,6 @@ def show_plan(
         print_json(plan_to_json(plan))
     else:
         _print_tables(plan)
-    _warn_of_buffers(plan.buffers)
-    _warn_of_imbalance(plan, placement, slice_parameters)
 
 
 def parse_param(text: str) -> ParameterSpec:
@@ -147,24 +145,3 @@ def _print_tables(plan: SlicePlan) -> None:
         f"{count(sum(held), 'byte')} on {count(plan.num_pservers, 'pserver')}"
     )
     print_line(f"digest {plan.digest}")
-
-
-def _warn_of_buffers(buffers: Sequence[BufferSpec]) -> None:
-    if buffers:
-        shown = ", ".join(f"{b.name} ({b.dtype})" for b in buffers[:3])
-        rest = f" and {len(buffers) - 3} more" if len(buffers) > 3 else ""
-        warn(f"not {', '.join(PARAMETER_DTYPES)}, so counted as buffers, whole: {shown}{rest}")
-
-
-def _warn_of_imbalance(plan: SlicePlan, placement: Placement, slice_parameters: bool) -> None:
-    held = held_bytes(plan)
-    largest = max(held)
-    if 2 * largest * plan.num_pservers <= 3 * sum(held):  # 1.5 times the mean
-        return
-    ratio = largest * plan.num_pservers / sum(held)
-    advice = ""
-    if not slice_parameters:
-        advice = "; omit --whole"
-    elif placement != "balanced":
-        advice = "; try --placement balanced"
-    warn(f"pserver {held.index(largest)} holds {ratio:.1f} times the mean share, and the others wait for it{advice}")

@@ -28,7 +28,7 @@ Role = Literal["coordinator", "pserver"]
 S = TypeVar("S", bound=ServiceSettings)
 
 # Settings without an option: those of other roles, and those for a program that starts this one.
-_HIDDEN = {"coordinator": {"coordinator", "ready_fd"}, "pserver": {"lease_seconds", "ready_fd"}}
+_HIDDEN = {"coordinator": {"coordinator", "listen_fd"}, "pserver": {"lease_seconds", "listen_fd"}}
 _UP_GROUPS = {  # the titles in `gradpost up --help`, and their settings
     "Options": "strategy mode max_delay nonfinite",
     "Failures": "resume on_trainer_loss min_trainers rejoin_timeout_seconds round_timeout_seconds lease_seconds",

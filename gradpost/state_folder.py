@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ps_config.environment import find_path
+from ps_protocol.errors import UnsupportedFormat
 from services.runtime.storage import lock_folder
 
 from .output import CommandError
@@ -45,7 +46,7 @@ def holds_a_run(folder: Path) -> bool:
 
     try:
         record = RecordFile(folder).read()
-    except OSError:  # damaged, so there was a record
+    except (OSError, UnsupportedFormat):  # damaged or of another version, so there was a record
         return True
     if record is None:  # perhaps deleted because it was damaged
         return any((folder / "checkpoints").glob("*"))
@@ -86,11 +87,6 @@ def new_folder(root: Path) -> RunFolder:
     lock = lock_folder(folder)
     assert lock is not None  # its name contains this process's id
     return RunFolder(folder, lock)
-
-
-def write_address(folder: Path, address: str) -> None:
-    """Write the address of the coordinator into the folder of its run."""
-    (folder / ADDRESS).write_text(address)
 
 
 def running_address(root: Path) -> str | None:

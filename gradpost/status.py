@@ -16,7 +16,7 @@ from ps_config.environment import check_base_url, check_environment, find_path, 
 from ps_config.tokens import Scope
 from ps_protocol.errors import Forbidden, Unauthenticated, Unreachable
 from ps_protocol.fields import Message
-from ps_protocol.messages import ClusterStatus, TrainerStatus
+from ps_protocol.messages import ClusterStatus, Override, PserverHeartbeat, TrainerStatus
 from ps_protocol.standbys import StandbyStatus
 from trainer_client.client.inspection import ClusterView
 
@@ -25,15 +25,20 @@ from .state_folder import named_root, running_address
 
 DEFAULT_COORDINATOR = "http://127.0.0.1:7070"
 TIMEOUT_SECONDS = 5.0
-RETRY_SECONDS = 1.0
+PERIOD_SECONDS = 1.0
 
 T = TypeVar("T")
 
 
 @contextmanager
 def asking(coordinator: str | None, token_file: Path | None = None, scope: Scope = "read") -> Iterator[ClusterView]:
-    """Yield the view of `open_view`; convert connection errors to CommandError with advice."""
+    """Yield the view of `open_view`; convert connection errors to CommandError with advice.
+
+    The default address may be that of another user's run, so that the user gets a warning.
+    """
     with open_view(coordinator, token_file, scope) as view:
+        if _find_address(coordinator) is None:
+            warn(f"no `gradpost up` of this folder is running; using the coordinator at {view.coordinator}")
         try:
             yield view
         except (Unauthenticated, Forbidden) as error:
@@ -93,9 +98,8 @@ class Connection:
 def find_connection(coordinator: str | None, token_file: Path | None = None, scope: Scope = "read") -> Connection:
     """Return the connection for `open_view`. Raises CommandError for a bad address, SettingsError for bad settings."""
     check_environment(os.environ)
-    address = coordinator or find_setting("coordinator") or running_address(named_root()) or DEFAULT_COORDINATOR
     try:
-        address = check_base_url(address)
+        address = check_base_url(_find_address(coordinator) or DEFAULT_COORDINATOR)
     except ValueError as error:
         raise CommandError(f"the coordinator's address: {error}") from None
     token_file = token_file or find_path("token_file")
@@ -104,21 +108,31 @@ def find_connection(coordinator: str | None, token_file: Path | None = None, sco
     return Connection(address, client_files(), token_file)
 
 
+def _find_address(coordinator: str | None) -> str | None:
+    return coordinator or find_setting("coordinator") or running_address(named_root())
+
+
 def print_status(status: ClusterStatus) -> None:
     """Print the status as tables."""
     mode = status.mode if status.num_pservers else f"{status.mode} in a ring"
-    state = "paused" if status.is_paused else status.state
-    names = sorted({t.script.run_name for t in status.trainers if t.script and t.script.run_name})
+    is_stopped = status.state == "finished" and status.failure is not None
+    state = "paused" if status.is_paused else "stopped" if is_stopped else status.state
+    scripts = [trainer.heartbeat.script for trainer in status.trainers if trainer.heartbeat.script]
+    names = sorted({script.run_name for script in scripts if script.run_name})
     line = f"run {status.run}{f' ({names[0]})' if names else ''}: {state}, mode {mode}, round {status.round:,}"
     if status.plan_digest:
         line += f", {count(status.num_parameters, 'parameter')}, {count(status.parameter_bytes, 'byte')}"
     print_line(line)
+    for command in sorted({script.command for script in scripts})[:3]:
+        print_line(f"command {command}")
     if status.waiting_for:
         print_line(f"waiting for {', '.join(status.waiting_for)}")
+    for override in status.overrides:
+        print_line(override.text + _describe_change(override))
     for prospect in status.prospects:
         print_line(prospect)
     if status.failure:
-        print_line(f"{status.state}: {status.failure.get('detail')} ({status.failure.get('code')})")
+        print_line(f"{state}: {status.failure.get('detail')} ({status.failure.get('code')})")
     print_line()
     declared = {"gathering": "ready", "training": state}.get(status.state, "joined")  # of a trainer with its model
     is_ring = status.num_pservers == 0
@@ -129,8 +143,8 @@ def print_status(status: ClusterStatus) -> None:
                 (
                     f"{p.index} of {status.num_pservers}",
                     p.address,
-                    f"{p.round:,}",
-                    f"{_trainers(p.missing)} ({p.waiting_seconds:.1f} s)" if p.missing else "",
+                    f"{p.heartbeat.round:,}",
+                    _describe_wait(p.heartbeat),
                     f"{p.heartbeat_age_seconds:.1f} s ago",
                 )
                 for p in status.pservers
@@ -161,14 +175,21 @@ def print_status(status: ClusterStatus) -> None:
             (
                 f"{t.rank} of {status.num_trainers}",
                 declared if t.state == "declared" else t.state,
-                f"{t.round:,}",
+                f"{t.heartbeat.round:,}",
                 *([_place_in_ring(t)] if is_ring else []),
-                ", ".join(f"{name} {value:.4g}" for name, value in sorted(t.results.items())),
+                ", ".join(f"{name} {value:.4g}" for name, value in sorted(t.heartbeat.results.items())),
                 f"{t.heartbeat_age_seconds:.1f} s ago",
             )
             for t in status.trainers
         ],
     )
+
+
+def _describe_change(override: Override) -> str:
+    if override.at is None or override.round is None:
+        return ""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(override.at))
+    return f" from round {override.round:,} on, set with {override.by} at {at}"
 
 
 def _describe_lag(standby: StandbyStatus) -> str:
@@ -180,13 +201,15 @@ def _describe_lag(standby: StandbyStatus) -> str:
 def _place_in_ring(trainer: TrainerStatus) -> str:
     if trainer.state != "declared":
         return ""
-    if trainer.is_done:
+    if trainer.heartbeat.is_done:
         return "no batches left"
-    return f"waits for others ({trainer.waiting_seconds:.1f} s)" if trainer.waiting_seconds else "computes"
+    seconds = trainer.heartbeat.waiting_seconds
+    return f"waits for others ({seconds:.1f} s)" if seconds else "computes"
 
 
-def _trainers(ranks: tuple[int, ...]) -> str:
-    return ", ".join(f"trainer {rank}" for rank in ranks)
+def _describe_wait(pserver: PserverHeartbeat) -> str:
+    names = ", ".join(f"trainer {rank}" for rank in pserver.missing)
+    return f"{names} ({pserver.waiting_seconds:.1f} s)" if names else ""
 
 
 # ---------------------------------------------------------------------- events
@@ -200,7 +223,8 @@ def show_events(coordinator: str | None, token_file: Path | None, *, follow: boo
                 print(json.dumps(event), flush=True)
                 continue
             at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-            print_line(f"{at}  round {event['round']:>7,}  {event['text']}", flush=True)
+            by = f" ({event['by']})" if event["by"] else ""
+            print_line(f"{at}  round {event['round']:>7,}  {event['text']}{by}", flush=True)
 
 
 def _follow(view: ClusterView) -> Iterator[dict[str, Any]]:
@@ -208,11 +232,13 @@ def _follow(view: ClusterView) -> Iterator[dict[str, Any]]:
     view.status()
     newest, is_unreachable = 0, False
     while True:
-        with suppress(Unreachable):
-            for event in view.follow_events(newest):
-                newest, is_unreachable = event["id"], False
-                yield event
-        if not is_unreachable:
-            warn(f"the coordinator at {view.coordinator} is unreachable; trying again until Ctrl-C")
-        is_unreachable = True
-        time.sleep(RETRY_SECONDS)
+        try:
+            events, is_unreachable = view.events(newest), False
+        except Unreachable:
+            if not is_unreachable:
+                warn(f"the coordinator at {view.coordinator} is unreachable; trying again until Ctrl-C")
+            events, is_unreachable = [], True
+        for event in events:
+            newest = event["id"]
+            yield event
+        time.sleep(PERIOD_SECONDS)

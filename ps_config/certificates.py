@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .environment import SettingsError, find_path
+from .environment import SettingsError, find_path, stamp_file
 
 Build = Callable[[], ssl.SSLContext]
 
@@ -27,7 +27,6 @@ class TlsFiles:
 
     @property
     def paths(self) -> list[Path]:
-        """The files that are given."""
         return [path for path in (self.ca, self.cert, self.key) if path is not None]
 
 
@@ -57,7 +56,7 @@ class WatchedFiles:
         self._stamp = None
 
     def _stamps(self) -> list[tuple[int, ...]]:
-        return [_stamp(path) for path in self._paths]
+        return [stamp_file(path) for path in self._paths]
 
 
 ALERT_SECONDS = 1.0  # for the other end of a failed handshake to read the alert, if there is one
@@ -209,11 +208,3 @@ def _load_chain(context: ssl.SSLContext, files: TlsFiles) -> None:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise CertificateError(f"the TLS key {key} does not belong to the certificate {cert}") from None
         raise CertificateError(f"{cert} and {key} must hold a TLS certificate and a private key in PEM form") from None
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ()
-    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

@@ -18,29 +18,19 @@ from typing import Any
 PREFIX = "GRADPOST_"
 SETTINGS_FILE_VARIABLE = "GRADPOST_SETTINGS_FILE"
 
-_NAMES = """
-    coordinator tls_cert tls_key tls_ca tls_client_ca tls_client_cert tls_client_key tokens_dir token_file
-
-    host port advertise_address lease_seconds exit_when_done log_format log_level insecure allowed_hosts max_body_bytes
-    max_header_bytes max_tensors max_requests max_connections header_timeout_seconds body_timeout_seconds state_dir
-    checkpoints failpoints ready_fd
-
-    num_pservers num_trainers max_trainers last_call_seconds strategy mode max_delay max_staleness wait_for_apply
-    read_consistency max_queued compensation dc_lambda min_block_size placement slice_parameters nonfinite push_type
-    pull_type topk round_timeout_seconds on_trainer_loss min_trainers rejoin_timeout_seconds durability
-    replica_loss standbys checkpoint_rounds max_log_bytes keep_checkpoints resume history_dir
-
-    pserver_index follow http2 local_transport max_inflight_bytes threads
-
-    run_name one_trainer_per_host max_grad_norm local_steps outer_lr outer_momentum outer_nesterov bucket_bytes overlap
-    overlap_pulls accumulate_steps retry_seconds keep_output metrics_host metrics_port
-"""
-_SETTINGS = frozenset(_NAMES.split())
+# `make reference` collects them from the settings of all roles, which no process imports.
+_SETTINGS = frozenset(Path(__file__).with_name("names.txt").read_text(encoding="utf-8").split())
 KNOWN_VARIABLES = frozenset(PREFIX + name.upper() for name in _SETTINGS) | {SETTINGS_FILE_VARIABLE}
 
 
 class SettingsError(ValueError):
     """Settings that cannot be used as given; the message says which and what to write instead."""
+
+
+class CallError(TypeError):
+    """A wrong or unsupported call. It is a TypeError, whose message is enough for the script that made it."""
+
+    __module__, __qualname__ = "builtins", "TypeError"
 
 
 def check_base_url(url: str) -> str:
@@ -98,6 +88,15 @@ def find_path(name: str, environ: Mapping[str, str] = os.environ) -> Path | None
     """Return one setting that is a file or folder, as `find_setting` does."""
     value = find_setting(name, environ)
     return Path(value) if value else None
+
+
+def stamp_file(path: Path) -> tuple[int, ...]:
+    """Return what is different once a file was written or replaced; empty if there is no such file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
 
 
 def _complain(name: str, known: Collection[str], what: str) -> str:

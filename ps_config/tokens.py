@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from .environment import SettingsError
+from .environment import SettingsError, stamp_file
 
 Scope = Literal["read", "train", "replicate", "admin"]
 
@@ -78,12 +78,11 @@ class TokenFile:
         file revokes the token.
         """
         try:
-            status = self.path.stat()
-            stamp = (status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size)
+            stamp = stamp_file(self.path)  # empty without a file, which cannot be read either
             if stamp != self._stamp:
                 self._token = _parse_token(self.path.read_text(encoding="ascii", errors="replace"))
                 self._stamp = stamp
-                self._report(self._mode_problem(status))
+                self._report(self._mode_problem(self.path.stat()))
         except (FileNotFoundError, NotADirectoryError):
             self._token = self._stamp = None
             self._report("")

@@ -1,7 +1,7 @@
 """Requests over HTTP/2 as ASGI calls, and an ASGI extension for bodies in the application's own memory.
 
 A server with the extension receives into a buffer that the application names, and accepts memoryviews as parts of a
-response. With other servers `receive_into` and `send_from` copy.
+response, which may change once they are sent. With other servers `receive_into` copies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 from urllib.parse import unquote
 
 import structlog
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope
 
 from .frames import ErrorCode
 from .stream import BodyReader, Headers, Stream, StreamResetError
@@ -20,7 +20,6 @@ from .stream import BodyReader, Headers, Stream, StreamResetError
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger("gradpost")
 
 SET_BUFFER = "gradpost.set_buffer"  # extension of a scope: names the buffer of the next `receive`
-COPY_BYTES = 1024 * 1024  # at a time, for servers without the extension
 DISCARD_SECONDS = 5.0  # for the rest of a body that the application has not read
 SMALL_BYTES = 4 * 1024  # the application need not wait until the end of so small a response is sent
 
@@ -97,17 +96,6 @@ async def receive_into(buffer: memoryview, scope: Scope, receive: Receive) -> tu
     return len(part), message.get("more_body", False)
 
 
-async def send_from(part: bytes | memoryview, scope: Scope, send: Send, *, more_body: bool) -> None:
-    """Send a part of a response. A view may change once this has returned, or was cancelled."""
-    if isinstance(part, bytes) or SET_BUFFER in scope.get("extensions", {}):
-        await send({"type": "http.response.body", "body": part, "more_body": more_body})
-        return
-    for at in range(0, len(part), COPY_BYTES):
-        copy = bytes(part[at : at + COPY_BYTES])
-        is_last = at + len(copy) == len(part)
-        await send({"type": "http.response.body", "body": copy, "more_body": more_body or not is_last})
-
-
 class Request:
     """A request while the application answers it.
 
@@ -128,9 +116,12 @@ class Request:
         scope["extensions"] = {SET_BUFFER: self._set_buffer}
 
     async def run(self, app: ASGIApp) -> None:
-        """Call the application, and close the stream in any case."""
+        """Call the application unless the stream was reset already, and close the stream in any case."""
+        if self._stream.error is not None:
+            return
         try:
             await app(self._scope, self._receive, self._send)
+            self._scope["headers"] = self._stream.headers = []  # up to 64 KiB; the reply may wait for a window
             if self._has_completed:
                 await self._wait_for_end()
         except Exception as error:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import httpx
+from typing_extensions import override
 
 from ps_config.certificates import TlsFiles, WatchedFiles, client_context
 
@@ -156,8 +157,8 @@ class ResponseBody(httpx.AsyncByteStream):
         except StreamResetError as error:
             raise _to_httpx_error(error) from error
 
+    @override
     async def aclose(self) -> None:
-        """Implement `httpx.AsyncByteStream.aclose`."""
         self._stream.close()
 
 
@@ -275,13 +276,13 @@ class ClientConnection(Connection):
         self._num_pings = 0  # unanswered, in a row
         self._timer: asyncio.TimerHandle | None = None
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Implement `asyncio.BaseProtocol.connection_made`."""
         super().connection_made(transport)
         self._timer = asyncio.get_running_loop().call_later(PING_SECONDS, self._check_liveness)
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Implement `asyncio.BaseProtocol.connection_lost`."""
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
@@ -304,13 +305,13 @@ class ClientConnection(Connection):
             self.is_closing = True  # the identifiers are used up
         return stream
 
+    @override
     def stream_requested(self, stream_id: int) -> Stream | None:
-        """Implement `Connection.stream_requested`; late headers of a closed stream are discarded."""
         self.check_not_idle(stream_id)
-        return None
+        return None  # discards late headers of a closed stream
 
+    @override
     def headers_received(self, stream: Stream, headers: Headers) -> None:
-        """Implement `Connection.headers_received`."""
         found = [value for name, value in headers if name == b":status"]
         if len(found) != 1 or not (found[0].isdigit() and len(found[0]) == 3):
             self.stream_error(stream, ErrorCode.PROTOCOL_ERROR, "a response without a status")
@@ -330,20 +331,20 @@ class ClientConnection(Connection):
         stream.headers = headers
         stream.notify()
 
+    @override
     def goaway_received(self, last_stream_id: int) -> None:
-        """Implement `Connection.goaway_received`."""
         self.is_closing = True
         for stream in [stream for stream in self.streams.values() if stream.stream_id > last_stream_id]:
             text = "the server closes the connection and has not processed this request"
             self.remove_stream(stream, StreamResetError(ErrorCode.REFUSED_STREAM, text))
         self._stream_may_open.set()
 
+    @override
     def stream_closed(self, stream: Stream) -> None:
-        """Implement `Connection.stream_closed`."""
         self._stream_may_open.set()
 
+    @override
     def settings_received(self) -> None:
-        """Implement `Connection.settings_received`."""
         self._stream_may_open.set()
 
     def close(self) -> None:

@@ -10,20 +10,23 @@ All methods run on the event loop, and none of them waits.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import ClassVar
 
 from hpack import HPACKError
+from typing_extensions import override
 
 from . import frames
 from .frames import ErrorCode, ProtocolError
 from .header_blocks import HeaderBlocks
-from .reader import MAX_FRAME_BYTES, MAX_HEADER_BYTES, FrameReader
+from .reader import MAX_FRAME_BYTES, MAX_HEADER_BYTES, MAX_HEADERS, FrameReader, Receiver
 from .stream import Headers, Stream, StreamResetError
 from .writer import FrameWriter
 
 MAX_UNSENT_CONTROL_BYTES = 256 * 1024  # a peer that does not read its acknowledgements is disconnected
-MAX_UNPRODUCTIVE_FRAMES = 10_000  # in a row, without a part of a body in either direction
+MAX_UNPRODUCTIVE_FRAMES = 1000  # in a row, without a request or a part of a body; they take 10 to 30 ms
+UNPRODUCTIVE_SECONDS = 60.0  # at least, for so many: an idle peer may send a PING every few seconds
 PRODUCTIVE_BYTES = 64  # of a frame that is sent: an ordinary peer may have a small window, but not as small as this
 CLOSE_SECONDS = 5.0  # for the peer to read the GOAWAY
 CONNECTION_WINDOW = 1 << 30  # flow control is left to the streams' windows
@@ -31,7 +34,7 @@ CONNECTION_WINDOW = 1 << 30  # flow control is left to the streams' windows
 _CODE_NAMES = {code.value: code.name for code in ErrorCode}
 
 
-class Connection(asyncio.BufferedProtocol):
+class Connection(asyncio.BufferedProtocol, Receiver):
     """The common part of client and server. A subclass opens streams and interprets their headers."""
 
     preface: ClassVar[bytes]  # that this end sends first
@@ -50,7 +53,7 @@ class Connection(asyncio.BufferedProtocol):
         self._blocks = HeaderBlocks(MAX_HEADER_BYTES)
         self._reader = FrameReader(self)
         self._receive_window = CONNECTION_WINDOW
-        self._num_unproductive = 0
+        self._num_unproductive, self._counted_since = 0, time.monotonic()
         self._writer = FrameWriter(self.streams, self._frame_sent)
         self._peer_stream_window = frames.DEFAULT_WINDOW
         self._transport: asyncio.Transport
@@ -88,8 +91,8 @@ class Connection(asyncio.BufferedProtocol):
 
     # ------------------------------------------------------------------ asyncio.BufferedProtocol
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Implement `asyncio.BaseProtocol.connection_made`."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._writer.start(transport)
@@ -98,20 +101,20 @@ class Connection(asyncio.BufferedProtocol):
         self._writer.queue(self.preface + frames.pack_settings(self._settings) + window)
         self.pump()
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Implement `asyncio.BaseProtocol.connection_lost`."""
         self.is_closing = True
         for stream in [*self.streams.values()]:
             text = f"the connection is lost: {exc or 'closed'}"
             self.remove_stream(stream, StreamResetError(ErrorCode.CONNECT_ERROR, text))
         self._writer.stop()
 
+    @override
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Implement `asyncio.BufferedProtocol.get_buffer`."""
         return self._reader.get_buffer()
 
+    @override
     def buffer_updated(self, nbytes: int) -> None:
-        """Implement `asyncio.BufferedProtocol.buffer_updated`."""
         self.received_bytes += nbytes
         try:
             self._reader.buffer_updated(nbytes)
@@ -131,15 +134,12 @@ class Connection(asyncio.BufferedProtocol):
             self.buffer_updated(count)
             rest = rest[count:]
 
-    def eof_received(self) -> None:
-        """Implement `asyncio.BufferedProtocol.eof_received`; the transport closes itself."""
-
+    @override
     def pause_writing(self) -> None:
-        """Implement `asyncio.BaseProtocol.pause_writing`."""
         self._writer.is_paused = True
 
+    @override
     def resume_writing(self) -> None:
-        """Implement `asyncio.BaseProtocol.resume_writing`."""
         self._writer.is_paused = False
         self.pump()
 
@@ -147,11 +147,10 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def has_ended(self) -> bool:
-        """Implement `Receiver.has_ended`."""
         return self._transport.is_closing()
 
+    @override
     def data_started(self, stream_id: int, flags: int, length: int, payload: int) -> Stream | None:
-        """Implement `Receiver.data_started`."""
         if not payload and not flags & frames.END_STREAM:
             self.count_unproductive_frame()
         self._receive_window -= length
@@ -160,7 +159,8 @@ class Connection(asyncio.BufferedProtocol):
         stream = self.streams.get(stream_id)
         if stream is None:
             self.check_not_idle(stream_id)
-            self.count_unproductive_frame()  # the peer may have sent it before it knew that the stream is closed
+            if payload < PRODUCTIVE_BYTES:  # the peer may send the rest of a large body before it reads the reset
+                self.count_unproductive_frame()
             return None
         if stream.is_remote_closed:
             self.stream_error(stream, ErrorCode.STREAM_CLOSED, "DATA after END_STREAM")
@@ -177,8 +177,8 @@ class Connection(asyncio.BufferedProtocol):
             return None
         return stream
 
+    @override
     def data_received(self, stream: Stream, num_bytes: int, data: memoryview | None) -> None:
-        """Implement `Receiver.data_received`."""
         assert stream.sink is not None
         stream.received_bytes += num_bytes
         try:
@@ -192,8 +192,8 @@ class Connection(asyncio.BufferedProtocol):
             failure.__cause__ = error
             self.remove_stream(stream, failure)
 
+    @override
     def data_ended(self, stream: Stream | None, flags: int) -> None:
-        """Implement `Receiver.data_ended`."""
         if self._receive_window < CONNECTION_WINDOW // 2:
             self._queue(frames.pack_number(frames.WINDOW_UPDATE, 0, CONNECTION_WINDOW - self._receive_window))
             self._receive_window = CONNECTION_WINDOW
@@ -213,12 +213,14 @@ class Connection(asyncio.BufferedProtocol):
         stream.notify()
         self._remove_if_closed(stream)
 
+    @override
     def header_block_received(self, stream_id: int, flags: int, block: bytes) -> None:
-        """Implement `Receiver.header_block_received`."""
         try:
             headers = self._blocks.decode(block)
         except HPACKError as error:
             raise ProtocolError(ErrorCode.COMPRESSION_ERROR, f"invalid headers: {error}") from None
+        if len(headers) > MAX_HEADERS:
+            raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, f"a message has more than {MAX_HEADERS} headers")
         end_stream = bool(flags & frames.END_STREAM)
         stream = self.streams.get(stream_id)
         if stream is None:
@@ -245,8 +247,9 @@ class Connection(asyncio.BufferedProtocol):
                 self.stream_error(stream, ErrorCode.PROTOCOL_ERROR, "the body is shorter than its Content-Length")
             self._remove_if_closed(stream)
 
+    @override
     def frame_received(self, frame_type: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """Implement `Receiver.frame_received`."""
+        self.count_unproductive_frame()
         if frame_type == frames.WINDOW_UPDATE:
             self._on_window_update(stream_id, frames.unpack_number(payload))
         elif frame_type == frames.RST_STREAM:
@@ -260,16 +263,17 @@ class Connection(asyncio.BufferedProtocol):
             self.goaway_received(int.from_bytes(payload[:4], "big") & frames.MAX_WINDOW)
         elif frame_type == frames.PUSH_PROMISE:
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "server push is disabled")
-        else:  # PRIORITY and unknown types are ignored
-            self.count_unproductive_frame()
-            if frame_type == frames.PRIORITY:
-                self._check_form(stream_id > 0, len(payload) == 5, "PRIORITY")
+        elif frame_type == frames.PRIORITY:  # is ignored, and so are unknown types
+            self._check_form(stream_id > 0, len(payload) == 5, "PRIORITY")
 
     def count_unproductive_frame(self) -> None:
         """Count a frame without use for a request. Raises ProtocolError if there are too many in a row."""
         self._num_unproductive += 1
         if self._num_unproductive > MAX_UNPRODUCTIVE_FRAMES:
-            raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, f"{self._num_unproductive} frames without use")
+            now = time.monotonic()
+            if now - self._counted_since < UNPRODUCTIVE_SECONDS:
+                raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, f"{self._num_unproductive} frames without use")
+            self._num_unproductive, self._counted_since = 0, now
 
     def _check_form(self, is_right_stream: bool, is_right_size: bool, name: str) -> None:
         if not is_right_stream:
@@ -283,7 +287,6 @@ class Connection(asyncio.BufferedProtocol):
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, f"a frame of stream {stream_id}, which is idle")
 
     def _on_window_update(self, stream_id: int, increment: int) -> None:
-        self.count_unproductive_frame()
         increment &= frames.MAX_WINDOW  # the highest bit is reserved
         if stream_id == 0:
             if not increment:
@@ -306,18 +309,15 @@ class Connection(asyncio.BufferedProtocol):
         stream = self.streams.get(stream_id)
         if stream is None:
             self.check_not_idle(stream_id)
-            self.count_unproductive_frame()
             return
-        name = _CODE_NAMES.get(code, str(code))
         self.stream_aborted(stream)
-        self.remove_stream(stream, StreamResetError(code, f"the peer reset the stream: {name}"))
+        self.remove_stream(stream, StreamResetError(code, f"the peer reset the stream: {_CODE_NAMES.get(code, code)}"))
 
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
-        self.count_unproductive_frame()
         self._check_form(stream_id == 0, not (flags & frames.ACK and payload), "SETTINGS")
         if flags & frames.ACK:
             return
-        for name, value in frames.unpack_settings(payload):
+        for name, value in dict(frames.unpack_settings(payload)).items():  # of repeated ones the last
             if name == frames.INITIAL_WINDOW_SIZE:
                 gain, self._peer_stream_window = value - self._peer_stream_window, value
                 for stream in self.streams.values():
@@ -332,7 +332,6 @@ class Connection(asyncio.BufferedProtocol):
         self.settings_received()
 
     def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
-        self.count_unproductive_frame()
         self._check_form(stream_id == 0, len(payload) == 8, "PING")
         if not flags & frames.ACK:
             self._queue(frames.pack(frames.PING, frames.ACK, 0, payload))

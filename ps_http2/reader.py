@@ -12,6 +12,7 @@ SMALL_BYTES = 16 * 1024  # a copy costs less than a system call of its own
 BUFFER_BYTES = 16 * 1024 + frames.FRAME_HEADER_BYTES  # a large frame bypasses it
 MAX_FRAME_BYTES = 1024 * 1024
 MAX_HEADER_BYTES = 64 * 1024  # of one message, encoded and decoded
+MAX_HEADERS = 100  # of one message; each takes 100 bytes of memory, and as little as one on the wire
 MAX_CONTINUATIONS = 16
 
 

@@ -1,4 +1,4 @@
-"""The server's end of an HTTP/2 connection: requests for an ASGI application, limits and time-outs."""
+"""The server's end of an HTTP/2 connection, and the time-outs of connections over either version of HTTP."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, MutableSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp
+from typing_extensions import override
 
 from . import frames
 from .asgi import Request, log, read_scope
@@ -28,22 +29,83 @@ MIN_BYTES_PER_SECOND = 4 * 1024  # of a response; a slower client counts as stal
 CHECKS = 4  # of progress during each time-out
 READ_SECONDS = 1.0  # at most, until an application receives a part of a body
 
-_NAMELESS = "a process on this host"
-
 
 @dataclass(slots=True)
-class _Progress:
+class Progress:
     """The last time at which enough bytes had been sent."""
 
     seconds: float
     num_bytes: int = 0
 
     def observe(self, num_bytes: int, now: float, elapsed: float) -> bool:
+        """Note the number of bytes that have been sent by now; return True if it has grown enough."""
         is_enough = num_bytes - self.num_bytes > MIN_BYTES_PER_SECOND * elapsed
         if is_enough:
             self.seconds = now
         self.num_bytes = num_bytes
         return is_enough
+
+
+class Watched(Protocol):
+    """The members of a connection that its watch uses."""
+
+    client: tuple[str, int] | None
+    sent_bytes: int
+
+    @property
+    def is_sending(self) -> bool:
+        """True while the client has not taken everything that is to be sent."""
+
+    def awaits_headers(self) -> bool:
+        """Return True before the first request, and if headers have been incomplete since the last call."""
+
+    def headers_are_late(self) -> None:
+        """End the connection."""
+
+    def check_streams(self, now: float, elapsed: float) -> None:
+        """End streams that have stalled, and a connection that is dead."""
+
+
+class Watch:
+    """The time limits of a connection over either version of HTTP, which are checked `CHECKS` times during each."""
+
+    def __init__(
+        self, connection: Watched, transport: asyncio.Transport, header_seconds: float, body_seconds: float
+    ) -> None:
+        self._connection = connection
+        self._transport = transport
+        self._header_seconds, self._body_seconds = header_seconds, body_seconds
+        self._loop = asyncio.get_running_loop()
+        self._checked_at = self._headers_since = now = self._loop.time()
+        self._response = Progress(now)
+        self._period = min(header_seconds, body_seconds) / CHECKS
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(self._period, self._check)
+
+    def stop(self) -> None:
+        """Stop, because the connection is lost."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self) -> None:
+        connection, now = self._connection, self._loop.time()
+        elapsed, self._checked_at = now - self._checked_at, now
+        is_closing = self._transport.is_closing()
+        if not connection.is_sending and not is_closing:
+            self._response.seconds = now
+        self._response.observe(connection.sent_bytes, now, elapsed)
+        if not connection.awaits_headers():
+            self._headers_since = now
+        if now - self._response.seconds >= self._body_seconds:
+            client = connection.client[0] if connection.client else "a process on this host"
+            log.warning("closing a connection whose client does not take its replies", client=client)
+            self._transport.abort()
+        elif now - self._headers_since >= self._header_seconds and not is_closing:
+            connection.headers_are_late()
+        elif not is_closing:
+            connection.check_streams(now, elapsed)
+        if self._timer is not None:
+            self._timer = self._loop.call_later(self._period, self._check)
 
 
 class ServerConnection(Connection):
@@ -78,10 +140,10 @@ class ServerConnection(Connection):
         self._skipped: deque[range] = deque(maxlen=MAX_SKIPPED)  # streams that can no longer be opened
         self._num_running = 0  # requests, including those whose stream was reset
         self._num_unanswered = 0  # streams that were reset, less answered ones
-        self._timer: asyncio.TimerHandle | None = None
+        self._watch: Watch | None = None
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Implement `asyncio.BaseProtocol.connection_made`."""
         super().connection_made(transport)
         self._connections.add(self)
         self._loop = asyncio.get_running_loop()
@@ -95,21 +157,18 @@ class ServerConnection(Connection):
             "server": (str(own[0]), int(own[1])) if own else None,
             "scheme": "http" if transport.get_extra_info("ssl_object") is None else "https",
         }
-        now = self._loop.time()
-        self._started_at = self._checked_at = self._received_at = now
+        self._received_at = self._loop.time()
         self._seen_bytes = 0
         self._pinged_at: float | None = None
-        self._response = _Progress(now)
-        self._sending: dict[int, _Progress] = {}  # by stream
-        self._partial = (0, now)  # the number of frames when one was incomplete, and since when
-        self._period = min(self._header_timeout_seconds, self._body_timeout_seconds) / CHECKS
-        self._timer = self._loop.call_later(self._period, self._check_progress)
+        self._sending: dict[int, Progress] = {}  # by stream
+        self._num_frames = 0  # received at the last check
+        self._watch = Watch(self, self._transport, self._header_timeout_seconds, self._body_timeout_seconds)
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Implement `asyncio.BaseProtocol.connection_lost`."""
         self._connections.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._watch is not None:
+            self._watch.stop()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -118,8 +177,8 @@ class ServerConnection(Connection):
 
     # ------------------------------------------------------------------ requests
 
+    @override
     def stream_requested(self, stream_id: int) -> Stream | None:
-        """Implement `Connection.stream_requested`."""
         if stream_id % 2 == 0:
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "clients open streams with odd identifiers")
         if stream_id <= self.highest_stream:
@@ -137,8 +196,8 @@ class ServerConnection(Connection):
             return None
         return self.new_stream(stream_id)
 
+    @override
     def headers_received(self, stream: Stream, headers: Headers) -> None:
-        """Implement `Connection.headers_received`."""
         stream.headers = headers
         try:
             scope = read_scope(headers)
@@ -158,53 +217,49 @@ class ServerConnection(Connection):
         self._num_running -= 1
         self._tasks.discard(task)
 
+    @override
     def stream_aborted(self, stream: Stream) -> None:
-        """Implement `Connection.stream_aborted`. A client with its whole response may reset the rest of its body."""
         if stream.is_local_closed:
-            return
+            return  # a client with its whole response may reset the rest of its body
         self._num_unanswered += 1
         if self._num_unanswered > MAX_RESETS:
             raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "too many requests were cancelled")
 
+    @override
     def stream_closed(self, stream: Stream) -> None:
-        """Implement `Connection.stream_closed`."""
         if stream.error is None:
             self._num_unanswered = max(0, self._num_unanswered - 1)
 
     # ------------------------------------------------------------------ time-outs
 
-    def _check_progress(self) -> None:
-        """Close connections that are idle, stalled while sending or receiving, or dead. Runs periodically."""
-        now, header_seconds, body_seconds = self._loop.time(), self._header_timeout_seconds, self._body_timeout_seconds
-        elapsed, self._checked_at = now - self._checked_at, now
-        client = self.client[0] if self.client else _NAMELESS
-        if not self.is_sending:
-            self._response.seconds = now
-        self._response.observe(self.sent_bytes, now, elapsed)
+    def awaits_headers(self) -> bool:
+        """Implement `Watched.awaits_headers`."""
+        seen, self._num_frames = self._num_frames, self._reader.num_frames
+        return self.highest_stream == 0 or (self._reader.is_in_frame and self._num_frames == seen)
+
+    def headers_are_late(self) -> None:
+        """Implement `Watched.headers_are_late`."""
+        if self.highest_stream == 0:
+            self._transport.abort()
+        else:
+            self.abort(ErrorCode.ENHANCE_YOUR_CALM, "the headers came too slowly")
+
+    def check_streams(self, now: float, elapsed: float) -> None:
+        """Implement `Watched.check_streams`."""
         self._observe_streams(now, elapsed)
         if self.received_bytes != self._seen_bytes:
             self._seen_bytes, self._received_at, self._pinged_at = self.received_bytes, now, None
-        if not self._reader.is_in_frame or self._reader.num_frames != self._partial[0]:
-            self._partial = (self._reader.num_frames, now)
-        if self.highest_stream == 0 and now - self._started_at >= header_seconds:
-            self._transport.abort()  # without any request
-        elif now - self._partial[1] >= header_seconds:
-            self.abort(ErrorCode.ENHANCE_YOUR_CALM, "the headers came too slowly")
-        elif now - self._response.seconds >= body_seconds:
-            log.warning("closing a connection whose client does not take its replies", client=client)
+        if self._pinged_at is not None and now - self._pinged_at >= PING_TIMEOUT_SECONDS:
             self._transport.abort()
-        elif self._pinged_at is not None and now - self._pinged_at >= PING_TIMEOUT_SECONDS:
-            self._transport.abort()
-        elif self._pinged_at is None and now - self._received_at >= PING_INTERVAL_SECONDS:
+            return
+        if self._pinged_at is None and now - self._received_at >= PING_INTERVAL_SECONDS:
             self._pinged_at = now
             self.ping()
-        if self._transport.is_closing():
-            return
         for stream_id, progress in self._sending.items():
-            if now - progress.seconds >= body_seconds and stream_id in self.streams:
+            if now - progress.seconds >= self._body_timeout_seconds and stream_id in self.streams:
+                client = self.client[0] if self.client else None
                 log.warning("resetting a stream whose client does not take its reply", client=client)
                 self.reset_stream(self.streams[stream_id], ErrorCode.CANCEL, "the client does not take the reply")
-        self._timer = self._loop.call_later(self._period, self._check_progress)
 
     def _observe_streams(self, now: float, elapsed: float) -> None:
         """Observe the progress of each response; a client is late only while the stream's own window is closed.
@@ -212,7 +267,7 @@ class ServerConnection(Connection):
         The writer prefers earlier streams. So streams that have progressed move behind the waiting ones.
         """
         sending = [stream for stream in self.streams.values() if stream.outgoing]
-        self._sending = {s.stream_id: self._sending.get(s.stream_id, _Progress(now, s.sent_bytes)) for s in sending}
+        self._sending = {s.stream_id: self._sending.get(s.stream_id, Progress(now, s.sent_bytes)) for s in sending}
         for stream in sending:
             progress = self._sending[stream.stream_id]
             if progress.observe(stream.sent_bytes, now, elapsed):

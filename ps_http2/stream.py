@@ -6,6 +6,8 @@ import asyncio
 from collections import deque
 from typing import Protocol, TypeAlias
 
+from typing_extensions import override
+
 from .frames import ErrorCode
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
@@ -150,7 +152,7 @@ def content_length(headers: Headers) -> int | None:
     return int(value)
 
 
-class BodyReader:
+class BodyReader(Sink):
     """A sink whose owner reads the body into a buffer, or in parts. It keeps at most a window of unread bytes."""
 
     def __init__(self, stream: Stream) -> None:
@@ -195,18 +197,18 @@ class BodyReader:
         self._unread.clear()
         return data, not self._stream.is_remote_closed
 
+    @override
     def get_buffer(self) -> memoryview:
-        """Implement `Sink.get_buffer`."""
         return self._target[self._num_written :]
 
+    @override
     def buffer_updated(self, num_bytes: int) -> None:
-        """Implement `Sink.buffer_updated`."""
         self._num_written += num_bytes
         if self._num_written == len(self._target):
             self._stream.notify()
 
+    @override
     def feed(self, data: memoryview) -> None:
-        """Implement `Sink.feed`."""
         room = self.get_buffer()[: len(data)]
         if len(room):
             room[:] = data[: len(room)]

@@ -98,6 +98,14 @@ class Consistency:
         """True if contributions are applied one by one."""
         return self.mode != "sync"
 
+    def check_log(self, what: str) -> None:
+        """Raise BadModel in an asynchronous mode, because `what` needs the log of a pserver."""
+        if self.is_async:
+            raise BadModel(
+                f"{what} needs the synchronous mode: in mode {self.mode} a pserver has no log and returns with its "
+                f"newest checkpoint. Omit {what}, and set checkpoint_rounds"
+            )
+
     @property
     def is_ring(self) -> bool:
         """True if the trainers aggregate gradients themselves, without pservers."""

@@ -44,7 +44,6 @@ class GradpostError(Exception):
 
     @property
     def status(self) -> int:
-        """The HTTP status of the answer."""
         return ERRORS[self.code].status
 
     @property
@@ -169,7 +168,7 @@ class StorageFailed(Ended):
 
 
 class UnsupportedFormat(StorageFailed):
-    """A newer version wrote a log or checkpoint that this version cannot read."""
+    """Another version wrote a log or checkpoint that this version cannot read."""
 
 
 class UpdatesGone(Ended):
@@ -199,7 +198,6 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("unsupported_protocol", BadInput, 400, False, "the sender uses another version of the protocol"),
     ("body_too_large", BadInput, 413, False, "a body, a frame's header or its number of tensors is above the limit"),
     ("length_required", BadInput, 411, False, "a frame came without a Content-Length"),
-    ("unsupported_transfer_coding", BadInput, 501, False, "the `Transfer-Encoding` is not `chunked`"),
     ("unsupported_content_coding", BadInput, 415, False, "the request has a `Content-Encoding`"),
     ("invalid_message", BadInput, 422, False, "a JSON message or a query does not fit its schema"),
     ("unknown_block", BadInput, 422, False, "the block is not in the plan, or is on another pserver"),
@@ -262,7 +260,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("run_stopped", RunStopped, 410, False, "an administrator stopped the run"),
     ("apply_failed", Ended, 500, False, "the optimizer failed on a pserver; its shard is in an unknown state"),
     ("storage_failed", StorageFailed, 507, False, "a write to a disk failed, or a folder cannot be used"),
-    ("unsupported_format", UnsupportedFormat, 507, False, "a newer version wrote a log or checkpoint"),
+    ("unsupported_format", UnsupportedFormat, 507, False, "another version wrote a log or checkpoint"),
     ("unreachable", Unreachable, 504, False, "a service did not answer for the whole retry time; clients raise it"),
 )  # fmt: skip
 

@@ -39,10 +39,6 @@ class Fence(NamedTuple):
     trainer_incarnation: Incarnation
     round: Round
 
-    def at_round(self, round_: Round) -> Fence:
-        """Return the same identity in another round."""
-        return self._replace(round=round_)
-
     def to_headers(self) -> dict[str, str]:
         """Return the HTTP header, in lower case as HTTP/2 requires.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import starmap
@@ -25,8 +25,10 @@ from .vocabulary import DTYPE_BYTES, is_shape, is_size
 
 CONTENT_TYPE = "application/x-safetensors"
 LENGTH_BYTES = 8
-NUM_CACHED = 32  # lists of tensors,
-MAX_CACHED_BYTES = 128 * 1024  # each of at most so many bytes of JSON, so that no peer can fill the memory with them
+# Lists of tensors are cached by their JSON: 32 of at most 128 KiB, and 4 of at most 4 MiB, such as those of models with
+# 10,000 parameters. The limits keep a peer from filling the memory, which takes some ten times as much as the JSON.
+NUM_CACHED, MAX_CACHED_BYTES = 32, 128 * 1024
+NUM_LARGE_CACHED, MAX_LARGE_CACHED_BYTES = 4, 4 * 1024 * 1024
 ALIGNMENT = 64  # our own frames start their data on it, for aligned loads
 
 
@@ -156,8 +158,7 @@ def parse_header(header: bytes, limits: FrameLimits) -> Frame:
         text = header.decode()
         metadata, end = _parse_first_metadata(text)
         rest = text if metadata is None else _METADATA + "{}" + text[end:]
-        parse = _parse_tensors if len(rest) <= MAX_CACHED_BYTES else _parse_tensors.__wrapped__
-        found, tensors, data_bytes = parse(rest, limits.max_tensors)
+        found, tensors, data_bytes = _choose_parser(len(rest))(rest, limits.max_tensors)
     except (ValueError, RecursionError) as error:
         raise _malformed(f"the frame's header is not JSON: {error}") from None
     metadata = found if metadata is None else metadata
@@ -191,6 +192,15 @@ def _parse_tensors(text: str, max_tensors: int) -> tuple[Any, tuple[TensorEntry,
             raise _malformed(what, expected=f"offset {offset}", actual=entry.begin)
         offset = entry.end
     return metadata, tuple(tensors), offset
+
+
+_parse_large = lru_cache(NUM_LARGE_CACHED)(_parse_tensors.__wrapped__)
+
+
+def _choose_parser(num_bytes: int) -> Callable[[str, int], tuple[Any, tuple[TensorEntry, ...], int]]:
+    if num_bytes <= MAX_CACHED_BYTES:
+        return _parse_tensors
+    return _parse_large if num_bytes <= MAX_LARGE_CACHED_BYTES else _parse_tensors.__wrapped__
 
 
 def _check_surrogates(text: str, parsed: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from .consistency import Consistency
 from .fields import (
@@ -37,7 +37,15 @@ from .fields import (
     Round,
 )
 from .optimizers import HyperParameters
+from .plan import SlicePlan
 from .vocabulary import Durability, NonfinitePolicy
+
+Plan = Annotated[
+    SlicePlan,
+    PlainValidator(lambda given: given if isinstance(given, SlicePlan) else SlicePlan.from_json(given)),
+    PlainSerializer(lambda plan: plan.as_json),
+    WithJsonSchema({"type": "object", "maxProperties": 100}),
+]
 
 
 class Controls(Message):
@@ -49,14 +57,6 @@ class Controls(Message):
         default=(), max_length=MAX_TENSORS, description="parameters that are not stepped, as if without a gradient"
     )
     is_paused: Flag = Field(default=False, description="whether this round and later rounds are not applied")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_earlier(cls, given: Any) -> Any:
-        """Accept controls of earlier versions, which could also replace values, unless they do."""
-        if isinstance(given, dict) and given.get("replaced") == {}:
-            return {name: value for name, value in given.items() if name != "replaced"}
-        return given
 
     def override_rates(self, groups: list[HyperParameters]) -> list[HyperParameters]:
         """Return pushed hyperparameters with the learning rates that these controls set.
@@ -106,7 +106,6 @@ class Membership:
 
     @property
     def newest_controls(self) -> Controls:
-        """The controls that were set last."""
         return self.controls[-1] if self.controls else NO_CONTROLS
 
     def controls_at(self, round_: Round) -> Controls:
@@ -155,9 +154,6 @@ class HeldRun(Message):
     attempt: Ordinal
     plan: Identifier = Field(description="digest of the slice plan")
     rounds: FrozenRounds
-    restorable: tuple[tuple[Round, Round], ...] = Field(
-        max_length=MAX_MEMBERS, description="ranges of rounds, first and last"
-    )
 
 
 class RegisterPserver(Message):
@@ -209,7 +205,7 @@ class InstallRun(Message):
 
     run: Identifier
     attempt: Ordinal
-    plan: Object
+    plan: Plan
     incarnation: Incarnation = Field(description="incarnation of the addressed pserver")
     membership: Membership
     consistency: Consistency
@@ -223,7 +219,7 @@ class InstallRun(Message):
     durability: Durability = "none"
     checkpoint_rounds: Count = Field(
         default=0,
-        description="number of rounds after which the pserver writes a checkpoint if none was named; 0: never",
+        description="number of rounds after which the pserver writes a snapshot if none was named; 0: never",
     )
     keep_checkpoints: Positive = 2
     restore: Round | None = None
@@ -249,10 +245,10 @@ class InstallMembers(Message):
 
 
 class WantCheckpoint(Message):
-    """The round after which every pserver must write a checkpoint.
+    """The round after which every pserver must publish its shard.
 
     In asynchronous modes it is a number of contributions, and the checkpoint holds each pserver's first so many. If the
-    run `is_over`, nothing more is pushed, and each pserver writes its current state.
+    run `is_over`, nothing more is pushed, and each pserver publishes its current state.
     """
 
     run: Identifier

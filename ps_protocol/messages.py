@@ -5,9 +5,9 @@ Unknown members are refused, so that a misspelt one is noticed.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from .consistency import Consistency
 from .fields import (
@@ -42,8 +42,8 @@ from .fields import (
     Round,
     Text,
 )
-from .membership import RequiredStandbys
-from .process_reports import Link, OutputLines, ProcessFigures, ScriptInfo, Software, Traceback
+from .membership import Plan, RequiredStandbys
+from .process_reports import OutputLines, ProcessFigures, ScriptInfo, Software, Traceback
 from .standbys import SeenStandbys, StandbyStatus
 from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
@@ -71,75 +71,65 @@ class ShardFile(Message):
     )
 
 
-class PserverProgress(Message):
-    """The newest applied round of a pserver, and its open batch barrier."""
+class PserverHeartbeat(Message):
+    """The heartbeat of a pserver: its run, its progress and its work.
 
-    round: Round
-    missing: Ordinals = Field(default=(), description="trainers that the open batch barrier waits for")
-    waiting_seconds: Real = 0.0
-
-
-class ShardWork(Message):
-    """The shard of a pserver, and its traffic since it installed this attempt of the run."""
-
-    batch_barriers: Ordinals = Field(
-        default=(), description="trainers whose batch barrier of the open round is complete"
-    )
-    participants: Ordinals = Field(default=(), description="trainers in the newest applied round")
-    clocks: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
-    num_blocks: Count
-    shard_bytes: Count
-    pushed_bytes: Count
-    pulled_bytes: Count
-
-
-class PserverLoad(ShardWork):
-    """The work of a pserver since it installed this attempt of the run.
-
-    Sums of seconds belong to the count beside them. `staleness` has pairs of an upper bound, None for the last, and the
-    number of updates up to it.
+    Bytes are counted since the pserver installed this attempt of the run; applies, waits and updates since its process
+    began. Sums of seconds belong to the count beside them.
     """
-
-    num_queued: Count = Field(description="gradients in the queues of blocks, and pushes that wait for a queue")
-    num_applies: Count
-    apply_seconds: Real
-    num_waits: Count
-    wait_seconds: Real = Field(
-        description="total time from the first trainer's batch barrier of a round to the last trainer's"
-    )
-    staleness: tuple[tuple[Real | None, Count], ...] = Field(default=(), max_length=100)
-
-
-class PserverHeartbeat(PserverProgress):
-    """The heartbeat of a pserver, with its progress."""
 
     incarnation: Incarnation
     run: Identifier | None
     attempt: Ordinal = 0
+    round: Round = Field(description="newest applied round; in asynchronous modes the number of applied contributions")
+    missing: Ordinals = Field(default=(), description="trainers that the open batch barrier waits for")
+    waiting_seconds: Real = 0.0
     failure: Object | None = Field(default=None, description="the failure of the run on this pserver")
-    checkpoints: tuple[ShardFile, ...] = Field(
-        default=(), max_length=MAX_MEMBERS, description="complete shards of checkpoints on the pserver"
+    published: ShardFile | None = Field(
+        default=None, description="the newest shard that this incarnation has published in this attempt"
     )
-    coming_checkpoints: Ordinals = Field(default=(), description="named rounds whose shard is not written yet")
+    coming_checkpoints: Ordinals = Field(default=(), description="named rounds whose shard is not published yet")
     is_stopping: Flag = Field(
         default=False, description="whether the pserver persists its state, exits, and will return"
     )
-    load: PserverLoad | None = Field(default=None, description="work of the pserver, for inspection only")
+    is_stalled: Flag = Field(
+        default=False, description="whether an update takes longer to be logged and stepped than a working disk needs"
+    )
+    standbys: SeenStandbys | None = None
+    # for inspection only
+    batch_barriers: Ordinals = Field(
+        default=(), description="trainers whose batch barrier of the open round is complete"
+    )
+    fetch_barriers: Ordinals = Field(default=(), description="trainers that have read the applied round")
+    participants: Ordinals = Field(default=(), description="trainers in the newest applied round")
+    clocks: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
+    num_blocks: Count = 0
+    shard_bytes: Count = 0
+    pushed_bytes: Count = 0
+    pulled_bytes: Count = 0
+    num_queued: Count = Field(default=0, description="gradients in the queues of blocks")
+    num_applies: Count = 0
+    apply_seconds: Real = 0.0
+    num_waits: Count = 0
+    wait_seconds: Real = Field(
+        default=0.0, description="total time from the first trainer's batch barrier of a round to the last trainer's"
+    )
+    staleness: ByOrdinal[Count] = Field(
+        default={},
+        description="asynchronous modes: updates by the binary length of their staleness: 0, 1, 2 to 3, …",
+    )
     software: Software | None = None
     process: ProcessFigures | None = None
-    standbys: SeenStandbys | None = None
 
 
 class PserverHeartbeatReply(Message):
     """The answer to a pserver's heartbeat.
 
-    `stop` asks a pserver with --exit-when-done to exit with `exit_code`. `complete` lists the newest rounds with a
-    checkpoint of the whole model. `notice` is for trainers that wait.
+    `stop` asks a pserver with --exit-when-done to exit with `exit_code`. `complete` lists the rounds with a
+    checkpoint of the whole model, newest first. `notice` is for trainers that wait.
     """
 
-    complete: Ordinals | None = Field(
-        default=None, description="newest rounds with a complete checkpoint; null: not listed yet"
-    )
+    complete: Ordinals = ()
     notice: Note = ""
     stop: Flag = False
     exit_code: Count = 0
@@ -227,7 +217,8 @@ class PlanReady(Message):
 
     run: Identifier
     attempt: Ordinal
-    plan: Object
+    plan: Plan
+    digest: Identifier = Field(description="digest of the plan, for the fence")
     pservers: tuple[PserverInfo, ...] = Field(max_length=MAX_MEMBERS)
     uploader: Rank
     start: Round = Field(default=1, description="the first round, or step, that this trainer pushes for")
@@ -240,9 +231,10 @@ class PlanReady(Message):
     )
 
 
-class TrainerProgress(Message):
-    """The progress of a trainer; `results` are its newest reported numbers (loss, accuracy)."""
+class TrainerHeartbeat(Message):
+    """The heartbeat of a trainer; `results` are its newest reported numbers (loss, accuracy)."""
 
+    run: Identifier
     incarnation: Incarnation
     round: Round = Field(
         description="the newest round whose version this trainer has received from every pserver, 0 before the first; "
@@ -252,7 +244,6 @@ class TrainerProgress(Message):
     software: Software | None = None
     script: ScriptInfo | None = None
     process: ProcessFigures | None = None
-    links: ByOrdinal[Link] = Field(default={}, description="the trainer's connection to each pserver")
     waiting_seconds: Real = Field(
         default=0.0,
         ge=0,
@@ -262,12 +253,6 @@ class TrainerProgress(Message):
         default=False,
         description="strategy ring: whether the trainer has no batches left and joins the others' collectives",
     )
-
-
-class TrainerHeartbeat(TrainerProgress):
-    """The heartbeat of a trainer."""
-
-    run: Identifier
     means: Means | None = Field(
         default=None,
         description="means of the values that were reported since the last answered heartbeat; null: of `results`",
@@ -313,15 +298,6 @@ class Leave(Message):
     output: OutputLines | None = None
     traceback: Traceback | None = Field(default=None, description="of the exception that ended the script")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_earlier(cls, leave: Any) -> Any:
-        """Add the code that earlier trainers do not send: the reason begins with the name of the error's class."""
-        match leave:
-            case {"reason": str(reason)} if "code" not in leave and reason.startswith("RoundTimeout"):
-                return {**leave, "code": "round_timeout"}
-        return leave
-
 
 class CheckpointCreated(Message):
     """A complete checkpoint of the whole model."""
@@ -331,56 +307,66 @@ class CheckpointCreated(Message):
     place: Text
 
 
-class PserverState(PserverProgress, ShardWork):
-    """The state of a pserver; `digest` covers values, slots, steps and the staged contributions."""
+class PserverState(PserverHeartbeat):
+    """The heartbeat of a pserver, or of a standby, now, with what only its readers need.
+
+    `digest` covers values, slots, steps and the staged contributions.
+    """
 
     index: PserverIndex | None
-    incarnation: Incarnation | None
-    run: Identifier | None
-    members: Ordinals
-    fetch_barriers: Ordinals = Field(default=(), description="trainers that have read the applied round")
-    transports: tuple[Label, ...] = Field(max_length=100)
-    digest: Label | None
-    failure: Object | None
+    members: Ordinals = ()
+    transports: tuple[Label, ...] = Field(default=(), max_length=100)
+    digest: Label | None = None
     leader: BaseUrl | None = Field(default=None, description="of a standby: the pserver that it follows")
 
 
-class PserverStatus(PserverProgress):
-    """A pserver as the coordinator knows it."""
+class PserverStatus(Message):
+    """A pserver as the coordinator knows it, with its newest heartbeat."""
 
     index: PserverIndex
     address: BaseUrl
     http2: Flag = Field(default=True, description="whether trainers send tensors to the pserver over HTTP/2")
-    incarnation: Incarnation
     heartbeat_age_seconds: Real
-    software: Software | None = Field(
-        default=None, description="software versions of the pserver; null until its next heartbeat"
-    )
-    process: ProcessFigures | None = None
+    heartbeat: PserverHeartbeat
 
 
-class TrainerStatus(TrainerProgress):
-    """A trainer as the coordinator knows it."""
+class TrainerStatus(Message):
+    """A trainer as the coordinator knows it, with its newest heartbeat."""
 
     rank: Rank
     state: Literal["joined", "declared", "done", "failed", "lost"]
-    heartbeat_age_seconds: Real
     metrics_address: BaseUrl | None
-    unreachable: ByOrdinal[Real] = Field(
-        default={}, description="pservers that do not answer the trainer, with the seconds"
-    )
+    heartbeat_age_seconds: Real
+    heartbeat: TrainerHeartbeat
+
+
+class Override(Message):
+    """A setting of an administrator that is in force. Without an event of the request the rest is null."""
+
+    text: Note
+    round: Round | None = Field(default=None, description="round from which the setting applies")
+    by: Label | None = Field(default=None, description="name of the token, as in the events")
+    at: Real | None = Field(default=None, description="time of the change, in seconds since 1970")
 
 
 class ClusterStatus(Message):
-    """The answer of `gradpost status`."""
+    """The state of the cluster at one moment: what the dashboard and `gradpost status` show.
 
+    A rate is the difference of two answers.
+    """
+
+    at: Real = Field(description="time of the answer, in seconds since 1970, by the coordinator's clock")
     run: Identifier
+    attempt: Ordinal
     state: RunState
     mode: Mode
     num_pservers: Count
     num_trainers: Count
     waiting_for: tuple[Note, ...] = Field(max_length=MAX_TENSORS)
     is_paused: bool = False
+    overrides: tuple[Override, ...] = Field(
+        default=(), max_length=MAX_TENSORS, description="learning rates and frozen parameters that an administrator set"
+    )
     elapsed_seconds: Real | None = Field(default=None, description="time since the training began, until its end")
     prospects: tuple[Note, ...] = Field(
         default=(), max_length=MAX_TENSORS, description="lost members and the time when the run fails"
@@ -397,28 +383,21 @@ class ClusterStatus(Message):
     process: ProcessFigures | None = Field(default=None, description="figures of the coordinator")
 
 
-class ShardSummary(Message):
-    """One pserver's share of a run."""
-
-    pserver: PserverIndex
-    shard_bytes: Count
-    pushed_bytes: Count
-    pulled_bytes: Count
-
-
 class RunSummary(Message):
     """A run in a few numbers; `line()` is the last line of a training script's output."""
 
     run: Identifier
     state: RunState
+    is_stopped: Flag = Field(default=False, description="whether an administrator ended the run")
     mode: Mode
     transport: Label = Field(description="HTTP versions of the data requests, as the servers saw them; or `ring`")
     num_trainers: Count
     rounds: Count
     earlier_rounds: Count = Field(default=0, description="rounds before the run was resumed, which `seconds` excludes")
     seconds: Real
-    shards: tuple[ShardSummary, ...] = Field(max_length=MAX_MEMBERS)
+    shards: tuple[PserverState, ...] = Field(max_length=MAX_MEMBERS, description="the pservers that answered")
     results: dict[Name, Number] = Field(max_length=MAX_TENSORS)
+    warning: Reason = Field(default="", description="trainers that left before the last round, if there are any")
 
     @property
     def new_rounds(self) -> int:
@@ -428,13 +407,14 @@ class RunSummary(Message):
     def line(self, outcome: str | None = None) -> str:
         """`trained: mode=sync transport=HTTP/2 accuracy=0.98 rounds=120 seconds=8.1`.
 
-        By default the state decides on the outcome. The line of a resumed run has `new_rounds=` before the seconds.
+        By default the state decides on the outcome. The line of a resumed run has `new_rounds=` before the seconds. The
+        warning follows, if there is one.
         """
         final = (item for item in sorted(self.results.items()) if item[0] != PROGRESS)
         results = "".join(f" {key}={value:.4g}" for key, value in final)
-        outcome = outcome or ("trained" if self.state != "failed" else "failed")
+        outcome = outcome or ("failed" if self.state == "failed" else "stopped" if self.is_stopped else "trained")
         new_rounds = f" new_rounds={self.new_rounds}" if self.earlier_rounds else ""
         return (
             f"{outcome}: mode={self.mode} transport={self.transport}{results} "
-            f"rounds={self.rounds}{new_rounds} seconds={self.seconds:.1f}"
+            f"rounds={self.rounds}{new_rounds} seconds={self.seconds:.1f}{self.warning and f'; {self.warning}'}"
         )

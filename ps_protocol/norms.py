@@ -39,7 +39,6 @@ class AgreedNorm:
 
     @property
     def norm(self) -> float:
-        """The 2-norm of the whole gradient."""
         return math.sqrt(self.total)
 
     def to_header(self) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -60,14 +60,15 @@ class OptimizerSpec:
         flags = tuple(flags for s in specs.values() for flags in s.group_flags)
         return cls("+".join(member.optimizer for member in members), flags, members)
 
-    def with_means(self) -> OptimizerSpec:
-        """Return this spec with one more group, whose update rule is MEAN."""
-        return replace(self, group_flags=(*self.group_flags, {MEAN: True}))
+    def with_buffers(self, rules: Iterable[str]) -> OptimizerSpec:
+        """Return this spec with one more group of float buffers for each of these BUFFER_RULES."""
+        return replace(self, group_flags=(*self.group_flags, *({rule: True} for rule in rules)))
 
     def rule(self, group: int) -> str:
-        """Return the update rule of a parameter group: the class name of its optimizer, or MEAN."""
-        if MEAN in self.group_flags[group]:
-            return MEAN
+        """Return the update rule of a parameter group: the class name of its optimizer, or one of BUFFER_RULES."""
+        for rule in BUFFER_RULES:
+            if rule in self.group_flags[group]:
+                return rule
         return next((member.optimizer for member in self.members if group in self.groups_of(member.name)), self.name)
 
     def find_member(self, group: int) -> str | None:
@@ -76,7 +77,6 @@ class OptimizerSpec:
 
     @property
     def rules(self) -> frozenset[str]:
-        """The update rules of all groups."""
         return frozenset(map(self.rule, range(len(self.group_flags))))
 
     def member(self, name: str) -> OptimizerSpec:
@@ -98,32 +98,26 @@ class OptimizerSpec:
 
     @property
     def num_stepped(self) -> int:
-        """The number of groups that the optimizer steps. A group whose rule is MEAN comes after them."""
-        return sum(MEAN not in flags for flags in self.group_flags)
+        """The number of groups that the optimizer steps. Those of buffers come after them."""
+        return sum(BUFFER_RULES.keys().isdisjoint(flags) for flags in self.group_flags)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OptimizerSpec:
-        """Read and check the result of `to_json`. Raises BadInput."""
-        match value:
-            case {"name": str(name), "group_flags": [*group_flags], **rest} if rest.keys() <= {
-                "members"
-            } and isinstance(rest.get("members", []), list):
-                return check_optimizer(name, group_flags, rest.get("members", ()))
-            case _:
-                raise BadInput(
-                    "an optimizer must be an object of name, group_flags and members, nothing else",
-                    code="unsupported_optimizer",
-                )
+        """Read the result of `to_json`, without a check."""
+        members = tuple(OptimizerMember(*member) for member in value["members"])
+        return cls(value["name"], tuple(value["group_flags"]), members)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values. One optimizer has no `members`."""
-        members = {"members": [list(member) for member in self.members]} if self.members else {}
-        return {"name": self.name, "group_flags": [dict(flags) for flags in self.group_flags], **members}
+        """Return plain JSON values."""
+        members = [list(member) for member in self.members]
+        return {"name": self.name, "group_flags": [dict(flags) for flags in self.group_flags], "members": members}
 
 
-# The update rule of buffers. A push contains their values, and value += lr * (mean of the pushed values - value).
+# The update rules of buffers. A push contains their values, and value += lr * (v - value), where v is the mean of the
+# pushed values, or that of the lowest rank.
 MEAN = "mean"
-_MEAN = OptimizerRule(("lr",), (MEAN,))
+LOWEST_RANK = "lowest_rank"
+BUFFER_RULES: dict[str, OptimizerRule] = {rule: OptimizerRule(("lr",), (rule,)) for rule in (MEAN, LOWEST_RANK)}
 # The state of the trainer's GradScaler, with whose scale a round's gradients were made. No update rule uses it.
 # `after` is the newest round whose outcome is in it.
 SCALER_NUMBERS = ("after", "scale", "growth_tracker")
@@ -159,8 +153,11 @@ def check_optimizer(
     name: str, group_flags: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Any]] = ()
 ) -> OptimizerSpec:
     """Return the spec, or raise BadInput naming what is allowed."""
-    has_means = len(group_flags) > 1 and group_flags[-1] == {MEAN: True} and group_flags[-1][MEAN] is True
-    optimizers = [name] * (len(group_flags) - has_means)
+    optimizers = [name] * len(group_flags)
+    for buffer_rule in reversed(BUFFER_RULES):
+        flags = group_flags[len(optimizers) - 1] if len(optimizers) > 1 else {}
+        if flags == {buffer_rule: True} and flags[buffer_rule] is True:
+            optimizers.pop()
     if members:
         _check_members(name, members, num_groups=len(optimizers))
         optimizers = [optimizer for _, optimizer, num_groups in members for _ in range(num_groups)]
@@ -168,11 +165,7 @@ def check_optimizer(
         _find_rule(optimizer)
     for index, (optimizer, flags) in enumerate(zip(optimizers, group_flags, strict=False)):
         rule = RULES[optimizer]
-        if (
-            not isinstance(flags, Mapping)
-            or set(flags) != set(rule.flags)
-            or not all(isinstance(v, bool) for v in flags.values())
-        ):
+        if set(flags) != set(rule.flags):
             raise BadInput(
                 f"the flags of group {index} must be those of {optimizer}",
                 code="unsupported_optimizer", expected=f"booleans {', '.join(rule.flags)}", actual=f"{flags!s:.200}",
@@ -195,14 +188,6 @@ def _find_rule(optimizer: str) -> None:
 
 
 def _check_members(name: str, members: Sequence[Sequence[Any]], num_groups: int) -> None:
-    for member in members:
-        match member:
-            case [str(), str(), int(count)] if count > 0 and not isinstance(count, bool):
-                continue
-        raise BadInput(
-            "a member of an optimizer must be a list of name, optimizer and number of groups",
-            code="unsupported_optimizer", actual=f"{member!r:.200}",
-        )  # fmt: skip
     names, optimizers, counts = zip(*members, strict=True)
     if len(set(names)) < len(names) or "+".join(optimizers) != name or sum(counts) != num_groups:
         raise BadInput(
@@ -227,9 +212,7 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
         )
     for index, numbers in enumerate(groups):
         is_scaler = index == num_groups
-        names = (
-            SCALER_NUMBERS if is_scaler else (_MEAN if spec.rule(index) == MEAN else RULES[spec.rule(index)]).numbers
-        )
+        names = SCALER_NUMBERS if is_scaler else (BUFFER_RULES.get(spec.rule(index)) or RULES[spec.rule(index)]).numbers
         if not isinstance(numbers, dict) or set(numbers) != set(names):
             raise BadInput(
                 f"group {index} of {spec.name} must have exactly the expected hyperparameters",
@@ -240,6 +223,22 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
         for key, value in numbers.items():
             _check_number(index, key, value)
     return groups
+
+
+def find_difference(one: Sequence[HyperParameters], other: Sequence[HyperParameters]) -> tuple[str, object, object]:
+    """Return the first hyperparameter that differs, and its two values. A contribution may lack a GradScaler's state.
+
+    >>> find_difference([{"lr": 0.1, "eps": 0.0}], [{"lr": 0.2, "eps": 0.0}])
+    ('lr of parameter group 0', 0.1, 0.2)
+    >>> find_difference([{"lr": 0.1}], [{"lr": 0.1}, {"after": 6, "scale": 1024.0, "growth_tracker": 2}])
+    ('after of the GradScaler', None, 6)
+    """
+    mine, theirs = (
+        {(i, name): group[name] for i, group in enumerate(groups) for name in group} for groups in (one, other)
+    )
+    index, name = key = next(key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key))
+    place = "the GradScaler" if name in SCALER_NUMBERS else f"parameter group {index}"
+    return f"{name} of {place}", mine.get(key), theirs.get(key)
 
 
 def find_scaler(groups: Sequence[HyperParameters]) -> HyperParameters | None:
@@ -295,7 +294,7 @@ FRESH = StepState()
 
 # The slots that an optimizer may have, and the options without which a parameter group does not have a slot.
 SLOTS: Mapping[str, tuple[str, ...]] = {
-    MEAN: (),
+    **dict.fromkeys(BUFFER_RULES, ()),
     "SGD": ("momentum_buffer",),
     "Adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "AdamW": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),

@@ -67,11 +67,6 @@ def slice_parameter(
     >>> slice_parameter(10, 3, min_block_size=1)
     [(0, 4), (4, 7), (7, 10)]
     """
-    if num_elements < 0 or num_pservers < 1 or min_block_size < 1:
-        raise ValueError(
-            "expected num_elements >= 0, num_pservers >= 1 and min_block_size >= 1, "
-            f"got {num_elements}, {num_pservers} and {min_block_size}"
-        )
     if num_elements == 0:
         return []
     max_blocks = -(-num_elements // min_block_size)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from .fields import Count, Flag, Identifier, Label, Message, Note, Rank, Real
+from .fields import Count, Identifier, Label, Message, Note, Rank, Real
 
 MAX_LINE = 500  # characters of a line of output
 MAX_LINES = 100  # lines of a message
@@ -36,45 +36,22 @@ class ScriptInfo(Message):
     )
 
 
-class Traffic(Message):
-    """The recent traffic between a trainer and a pserver in one direction, with the seconds of transfer."""
-
-    num_requests: Count = 0
-    num_bytes: Count = 0
-    seconds: Real = 0.0
-
-
-class Link(Message):
-    """A trainer's connection to one pserver, as the trainer measured it.
-
-    A push lasts until it is acknowledged, which in asynchronous modes may include waiting for a queue. A pull lasts
-    from the first byte of the answer to its last.
-    """
-
-    is_local: Flag = Field(default=False, description="whether the connection is a Unix socket, on the same host")
-    round_trip_seconds: Real | None = Field(
-        default=None, description="round-trip time of a small request after connecting"
-    )
-    pushes: Traffic = Traffic()
-    pulls: Traffic = Traffic()
-
-
 class ProcessFigures(Message):
-    """The resources of the host that a process uses. Rates are means since the measurement before, about one second.
+    """The resources of the host that a process uses. A figure is null if the platform does not provide it.
 
-    A figure is null if the platform does not provide it, and a rate is null before the second measurement.
+    Seconds and bytes are totals of the process, so that a rate is the difference of two reports.
     """
 
     host: Label
-    cpu_share: Amount | None = Field(default=None, description="seconds of CPU time per second; 1 is one busy core")
+    cpu_seconds: Amount = Field(description="CPU time; one a second is one busy core")
     resident_bytes: Count = Field(description="main memory")
     gpu_bytes: Count | None = Field(default=None, description="memory of tensors on CUDA devices; null without CUDA")
-    read_bytes_per_second: Amount | None = Field(default=None, description="from disks")
-    written_bytes_per_second: Amount | None = Field(default=None, description="to disks")
-    sent_bytes_per_second: Amount | None = Field(
+    read_bytes: Count | None = Field(default=None, description="from disks")
+    written_bytes: Count | None = Field(default=None, description="to disks")
+    sent_bytes: Count | None = Field(
         default=None, description="tensors sent to pservers or, by a pserver, to trainers; null in a ring"
     )
-    received_bytes_per_second: Amount | None = Field(default=None, description="tensors received, likewise")
+    received_bytes: Count | None = Field(default=None, description="tensors received, likewise")
 
 
 Line = Annotated[str, Field(max_length=MAX_LINE)]

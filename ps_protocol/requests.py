@@ -41,7 +41,6 @@ APPLIED_KEY = "applied"  # in asynchronous modes: the number of applied contribu
 HISTORY_KEY = "history"  # of a shard between contributions: the newest step of each trainer in it
 
 # Metadata of frames of optimizer state.
-STEPS_KEY = "steps"  # the step count of each block
 STATES_KEY = "states"  # the step states that a state_dict needs; a pushed frame with it holds slots only
 SLOT_NAMES_KEY = "slots"  # the names of all slots
 

@@ -31,9 +31,18 @@ from .process_reports import ProcessFigures, Software
 Instances = Annotated[tuple[Instance, ...], Field(max_length=MAX_MEMBERS)]
 
 
-class StandbyProgress(Message):
-    """The replica of a standby, and its lag: the updates of the leader that it has not applied."""
+class ReportStandby(Message):
+    """The registration of a standby, and its heartbeat. `instance` is a random id of the process.
 
+    The lag is the updates of the leader that the replica has not applied. `lost` is the incarnation of the pserver
+    whose stream has ended without a reason, or is silent; 0: none.
+    """
+
+    protocol: Protocol
+    instance: Instance
+    address: BaseUrl = Field(description="base URL under which others read the replica")
+    is_stopping: Flag = False
+    lost: Incarnation = 0
     follows: PserverIndex
     run: Identifier | None = Field(default=None, description="run of the replica; null: there is none yet")
     attempt: Ordinal = 0
@@ -43,19 +52,6 @@ class StandbyProgress(Message):
     lag_seconds: Real = Field(default=0.0, description="time since the leader reported the first missing round")
     software: Software | None = None
     process: ProcessFigures | None = None
-
-
-class ReportStandby(StandbyProgress):
-    """The registration of a standby, and its heartbeat. `instance` is a random id of the process.
-
-    `lost` is the incarnation of the pserver whose stream has ended without a reason, or is silent; 0: none.
-    """
-
-    protocol: Protocol
-    instance: Instance
-    address: BaseUrl = Field(description="base URL under which others read the replica")
-    is_stopping: Flag = False
-    lost: Incarnation = 0
 
 
 class StandbyAnswer(Message):
@@ -79,11 +75,9 @@ class StandbyAnswer(Message):
     exit_code: Count = 0
 
 
-class StandbyStatus(StandbyProgress):
+class StandbyStatus(ReportStandby):
     """A standby as the coordinator knows it."""
 
-    instance: Instance
-    address: BaseUrl
     heartbeat_age_seconds: Real
     role: Literal["following", "joining", "in_sync"] = Field(
         default="following",

@@ -101,7 +101,6 @@ class BufferSpec:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the tensor's data."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 

@@ -14,8 +14,8 @@ to the next delta. Other trainers pull float32.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self, TypeAlias, get_args
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 from .consistency import Consistency
 from .errors import BadModel
@@ -48,21 +48,6 @@ class WireTypes:
     push: PushType = "float32"
     pull: PullType = "float32"
     topk: float = DEFAULT_TOPK  # share of a block's elements that `topk` pushes
-
-    @classmethod
-    def from_json(cls, value: Any) -> Self:
-        """Read the result of `to_json` from another process. Raises BadModel."""
-        match value:
-            case {"push": push, "pull": pull, "topk": float() | int() as topk, **rest} if not rest:
-                types = cls(push, pull, float(topk))
-            case _:
-                raise BadModel("wire types must be an object of push, pull and topk", actual=f"{value!r:.200}")
-        types.check()
-        return types
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
 
     def check(self) -> None:
         """Raise BadModel for an unknown type or a wrong `topk`."""

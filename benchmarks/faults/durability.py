@@ -1,6 +1,6 @@
 """The cost of each durability level and of TLS: seconds a round, as ratios to a run without both.
 
-    python -m benchmarks.faults.durability [--mode sync] [--megabytes 1 25] [--repetitions 5] [--report FILE.md]
+    python -m benchmarks.faults.durability [--megabytes 1 25] [--repetitions 5] [--report FILE.md]
 
 2 trainers, 2 pservers, Adam. Variants are measured in turn, so that a change of the machine's speed affects all.
 """
@@ -25,12 +25,11 @@ VARIANTS = ("log", "fsync", "TLS", "mutual TLS")
 WARM_UP_ROUNDS = 20  # in which the files of the log are created; later they are overwritten
 
 TEXT = """\
-2 trainers, 2 pservers, mode `{mode}`, Adam, everything on loopback. A figure is the median of {rounds} rounds of one
-run (asynchronous modes: steps of a trainer) after {warm_up} others; the tables show median and range of {repetitions}
-runs. A **ratio** is that of a run to the run with durability `none` and without TLS of the same repetition. Nothing is
-computed, which is the worst case; the last column is the share of a round that the variant would cost with
-{compute_ms:.0f} ms of computation in each, calculated from the medians. Checkpoints are written as often as by default,
-concurrently with the rounds.
+2 trainers, 2 pservers, mode `sync`, Adam, everything on loopback. A figure is the median of {rounds} rounds of one run
+after {warm_up} others; the tables show median and range of {repetitions} runs. A **ratio** is that of a run to the run
+with durability `none` and without TLS of the same repetition. Nothing is computed, which is the worst case; the last
+column is the share of a round that the variant would cost with {compute_ms:.0f} ms of computation in each, calculated
+from the medians. Checkpoints are written as often as by default, concurrently with the rounds.
 """
 
 
@@ -79,7 +78,6 @@ def make_table(figures: Mapping[str, list[float]], compute_seconds: float) -> st
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--mode", choices=["sync", "async", "ssp"], default="sync")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS, help="beside the plain one")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 25.0], help="of the models' parameters")
     parser.add_argument("--repetitions", type=int, default=5)
@@ -87,21 +85,18 @@ def main() -> None:
     parser.add_argument("--compute-seconds", type=float, default=0.1, help="for the last column")
     options = parser.parse_args()
     text = TEXT.format(
-        mode=options.mode,
         rounds=options.rounds,
         warm_up=WARM_UP_ROUNDS,
         repetitions=options.repetitions,
         compute_ms=1000 * options.compute_seconds,
     )
     report = make_head("The cost of durability and of TLS", text, PACKAGES, describe_disk())
-    of_mode = {"mode": options.mode, **({"max_staleness": 4} if options.mode == "ssp" else {})}
     with make_variants() as variants:
         for megabytes in options.megabytes:
             figures: dict[str, list[float]] = defaultdict(list)
             for repetition in range(options.repetitions):
                 for name in (PLAIN, *options.variants):
-                    settings = {**of_mode, **variants[name]}
-                    figures[name].append(measure(megabytes, options.rounds, settings))
+                    figures[name].append(measure(megabytes, options.rounds, variants[name]))
                     print(
                         f"{megabytes:g} MB, {repetition + 1}/{options.repetitions}, {name}: "
                         f"{1000 * figures[name][-1]:.1f} ms a round",

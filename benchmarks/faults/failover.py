@@ -34,10 +34,10 @@ consecutive completed steps of any trainer, from the fault until 5 steps of each
 values p99 is the largest of them.
 
 - *restart*: durability `log` and no standby. The pserver is killed (`kill -9`) and restarted at once.
-- *kill -9*: durability `{durability}` and one standby. The supervisor reports the end of the process, as `gradpost up`
+- *kill -9*: durability `replicated` and one standby. The supervisor reports the end of the process, as `gradpost up`
   does. Another standby is started afterwards, and the next fault waits until it is in sync.
 - *SIGSTOP*: the same, but the pserver stands still, and no process reports it. It continues 5 s later, and becomes
-  the next standby, or goes on as the pserver if none had all updates (possible with durability `log`).
+  the next standby.
 - *undisturbed*: between faults, for comparison.
 - *lag*: the rounds by which the standby is behind its pserver, as the coordinator reports it before each fault.
 """
@@ -45,9 +45,9 @@ values p99 is the largest of them.
 COST_TEXT = """\
 ## Cost of durability `replicated`
 
-The same cluster without faults, with `log` and no standby, with `log` and a standby, and with `replicated` and a
-standby in sync. A figure is the median of {rounds} rounds; the table has those of {repetitions} repetitions, in which
-the variants take turns. A ratio is one to `log` without a standby, in the same repetition.
+The same cluster without faults, with `log` and no standby, and with `replicated` and a standby in sync. A figure is the
+median of {rounds} rounds; the table has those of {repetitions} repetitions, in which the variants take turns. A ratio
+is one to `log`, in the same repetition.
 """
 
 
@@ -60,12 +60,12 @@ class FailoverCluster(ObservedCluster):
         children = [*self.cluster.pservers, *self.cluster.standbys]
         return next(child for child in children if child.is_running and self.cluster.find_address(child) == address)
 
-    def wait_for_standby(self, *, is_in_sync: bool = True) -> None:
-        """Wait until a standby is in the in-sync set, or without durability `replicated` until it follows."""
+    def wait_for_standby(self) -> None:
+        """Wait until a standby is in the in-sync set."""
         until = time.monotonic() + 120
-        while not any(s.role == "in_sync" if is_in_sync else s.round for s in self.cluster.status().standbys):
+        while not any(standby.role == "in_sync" for standby in self.cluster.status().standbys):
             if time.monotonic() > until:
-                raise TimeoutError("no standby follows in time")
+                raise TimeoutError("no standby is in sync in time")
             time.sleep(0.05)
 
     def measure_stall(self, at: float) -> float:
@@ -95,15 +95,15 @@ def settle(observed: FailoverCluster, chance: random.Random) -> None:
 
 
 def measure_failovers(
-    kills: int, stops: int, arguments: Sequence[str], chance: random.Random, durability: str
+    kills: int, stops: int, arguments: Sequence[str], chance: random.Random
 ) -> dict[str, list[float]]:
     """Return the stalls with a standby."""
     rows: dict[str, list[float]] = defaultdict(list)
-    settings: dict[str, Any] = {"lease_seconds": LEASE_SECONDS, "durability": durability}
+    settings: dict[str, Any] = {"lease_seconds": LEASE_SECONDS, "durability": "replicated"}
     with FailoverCluster(arguments, pservers=1, trainers=2, **settings) as observed:
         observed.cluster.start_standby(0)
         for number in range(kills + stops):
-            observed.wait_for_standby(is_in_sync=durability == "replicated")
+            observed.wait_for_standby()
             settle(observed, chance)
             begun = time.time()
             psutil.cpu_percent()
@@ -135,12 +135,12 @@ def measure_failovers(
 def measure_cost(megabytes: float, repetitions: int, rounds: int) -> str:
     """Return a table of the seconds of a round with and without a standby."""
     lines = ["| computed | variant | ms a round | ratio, median | range |", "|---|---|--:|--:|--:|"]
-    variants = {"log": ("log", 0), "log, with a standby": ("log", 1), "replicated": ("replicated", 1)}
+    variants = {"log": 0, "replicated": 1}  # standbys by durability
     for compute_seconds in (0.0, 0.1):
         figures: dict[str, list[float]] = defaultdict(list)
         for _ in range(repetitions):
-            for name, (durability, standbys) in variants.items():
-                figures[name].append(measure_round(megabytes, compute_seconds, durability, standbys, rounds))
+            for name, standbys in variants.items():
+                figures[name].append(measure_round(megabytes, compute_seconds, name, standbys, rounds))
                 print(f"{compute_seconds:g} s computed, {name}: {1000 * figures[name][-1]:.0f} ms a round", flush=True)
         for name, seconds in figures.items():
             ratios = [one / plain for one, plain in zip(seconds, figures["log"], strict=True)]
@@ -152,14 +152,14 @@ def measure_cost(megabytes: float, repetitions: int, rounds: int) -> str:
 
 
 def measure_round(megabytes: float, compute_seconds: float, durability: str, standbys: int, rounds: int) -> float:
-    """Return the median seconds of a round, once the standbys follow."""
+    """Return the median seconds of a round, once the standbys are in sync."""
     arguments = ["--elements", str(int(megabytes * 250_000)), "--compute-seconds", str(compute_seconds)]
     settings: dict[str, Any] = {"lease_seconds": 30, "durability": durability}
     with FailoverCluster(arguments, pservers=1, trainers=2, **settings) as observed:
         for _ in range(standbys):
             observed.cluster.start_standby(0)
         if standbys:
-            observed.wait_for_standby(is_in_sync=durability == "replicated")
+            observed.wait_for_standby()
         observed.wait_for_steps(range(2), number=10, after=time.time())  # the files of the logs are created
         begun = time.time()
         observed.wait_for_steps(range(2), number=rounds + 1, after=begun)
@@ -169,25 +169,21 @@ def measure_round(megabytes: float, compute_seconds: float, durability: str, sta
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--kills", type=int, default=100, help="0 without durability replicated: none is restarted")
+    parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--stops", type=int, default=20)
     parser.add_argument("--restarts", type=int, default=20, help="without standbys, for comparison")
     parser.add_argument("--megabytes", type=float, default=100.0, help="of the pserver's shard")
     parser.add_argument("--compute-seconds", type=float, default=0.3, help="of emulated computation a step")
-    parser.add_argument("--durability", default="replicated", choices=["replicated", "log", "fsync"])
     parser.add_argument("--repetitions", type=int, default=3, help="of the measurements of cost; 0: none")
     parser.add_argument("--rounds", type=int, default=30, help="of one measurement of cost")
     parser.add_argument("--seed", type=int, default=1, help="of the times of faults")
     options = parser.parse_args()
     chance = random.Random(options.seed)
     arguments = ["--elements", str(int(options.megabytes * 250_000)), "--compute-seconds", str(options.compute_seconds)]
-    text = TEXT.format(
-        megabytes=options.megabytes, compute_ms=1000 * options.compute_seconds, lease=LEASE_SECONDS,
-        durability=options.durability,
-    )  # fmt: skip
+    text = TEXT.format(megabytes=options.megabytes, compute_ms=1000 * options.compute_seconds, lease=LEASE_SECONDS)
     rows = measure_restarts(options.restarts, arguments, chance) if options.restarts else {}
     if options.kills + options.stops:
-        rows |= measure_failovers(options.kills, options.stops, arguments, chance, options.durability)
+        rows |= measure_failovers(options.kills, options.stops, arguments, chance)
     report = make_head("Fail-over to a standby", text, PACKAGES, describe_disk()) + "\n"
     if rows:
         report += spread_table(rows, "seconds")

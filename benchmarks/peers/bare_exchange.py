@@ -15,9 +15,10 @@ import torch
 
 from benchmarks.comparison.paced import take_rounds
 from benchmarks.comparison.work import LEARNING_RATE, Work, read_arguments
-from ps_http2.asgi import receive_into, send_from
+from ps_config.hosts import take_port
+from ps_http2.asgi import receive_into
 from ps_http2.client import Http2Transport
-from services.runtime.server import UvicornServer, take_port
+from services.runtime.server import UvicornServer
 from services.runtime.settings import ServiceSettings
 from trainer_client.transport.exchange import raw_parts
 
@@ -43,7 +44,7 @@ class Server:
             body = memoryview(self._values).cast("B")
         headers = [(b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send_from(body, scope, send, more_body=False)
+        await send({"type": "http.response.body", "body": body})
 
     async def _stage(self, rank: int, scope: Any, receive: Any) -> None:
         room, has_more = memoryview(self._staged[rank]).cast("B"), True
@@ -84,7 +85,8 @@ class Memory:
 
 async def serve(work: Work, index: int, port: int) -> None:
     with take_port("127.0.0.1", port + index) as bound:
-        await UvicornServer(Server(work, index), ServiceSettings(), bound).serve()
+        async with UvicornServer(Server(work, index), ServiceSettings(), bound):
+            await asyncio.Event().wait()
 
 
 def train(work: Work, rank: int, port: int) -> None:

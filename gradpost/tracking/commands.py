@@ -27,7 +27,7 @@ def tensorboard(
     coordinator: Coordinator = None,
     token_file: TokenPath = None,
 ) -> None:
-    """Write the trainers' results and histograms of the parameters for TensorBoard, until the run is over or Ctrl-C.
+    """Write the trainers' results and norms of the parameters for TensorBoard, until the run is over or Ctrl-C.
 
     It begins with the results that the coordinator still has. It needs TensorBoard: pip install '.[tensorboard]'
     """
@@ -76,7 +76,7 @@ def wandb(
     coordinator: Coordinator = None,
     token_file: TokenPath = None,
 ) -> None:
-    """Log the trainers' results and histograms of the parameters with W&B, until the run is over or Ctrl-C.
+    """Log the trainers' results and norms of the parameters with W&B, until the run is over or Ctrl-C.
 
     It begins with the results that the coordinator still has. With WANDB_MODE=offline it writes files for `wandb sync`,
     and needs neither a network nor an account. It needs W&B: pip install '.[wandb]'

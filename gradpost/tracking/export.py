@@ -54,9 +54,6 @@ class Tracker(Protocol):
     def write_values(self, source: str, round_: Round, at: float, values: Mapping[str, float]) -> None:
         """Write values of a round, which the coordinator has received at `at`, in seconds since 1970."""
 
-    def write_histogram(self, statistics: Mapping[str, Any]) -> bool:
-        """Write the histogram in a response of `/v1/statistics`. Returns whether the tracker has histograms."""
-
     def flush(self) -> None:
         """Write buffered values."""
 
@@ -82,8 +79,7 @@ def export_run(
                 is_failed = _follow_run(view, export, every_seconds)
         finally:
             export.close(is_failed=is_failed)
-        points, histograms = count(export.num_points, "point"), count(export.num_histograms, "histogram")
-        print_line(f"{place}: {points} of curves and {histograms}")
+        print_line(f"{place}: {count(export.num_points, 'point')} of curves")
 
 
 def _follow_run(view: ClusterView, export: Export, every_seconds: float) -> bool:
@@ -145,7 +141,6 @@ class Export:
 
     def __init__(self, open_tracker: Callable[[TrackedRun], Tracker]) -> None:
         self.num_points = 0
-        self.num_histograms = 0
         self._open_tracker = open_tracker
         self._run: TrackedRun | None = None
         self._tracker: Tracker | None = None
@@ -193,8 +188,6 @@ class Export:
             values = {f"norm/{name}": one["norm"], f"update_ratio/{name}": one["update_ratio"]}
             known = {key: value for key, value in values.items() if value is not None}
             tracker.write_values(PARAMETERS, round_, time.time(), known)
-            if one["minimum"] is not None:  # there are finite values
-                self.num_histograms += tracker.write_histogram(one)
 
     def flush(self) -> None:
         """Write what the tracker buffers."""

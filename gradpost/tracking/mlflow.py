@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
@@ -39,10 +38,6 @@ class MlflowRun:
         for name, value in values.items():
             metric = INVALID.sub("_", self._run.metric(source, name))
             self._metrics.append(Metric(metric, value, int(at * 1000), round_))
-
-    def write_histogram(self, statistics: Mapping[str, Any]) -> bool:
-        """Write nothing: MLflow has no histograms."""
-        return False
 
     def flush(self) -> None:
         """Log the buffered metrics."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import wandb
 
@@ -30,15 +29,6 @@ class WandbRun:
         """Write one row with all values."""
         row = {self._run.metric(source, name): value for name, value in values.items()}
         self._wandb.log({**row, "round": round_, "_timestamp": at})
-
-    def write_histogram(self, statistics: Mapping[str, Any]) -> bool:
-        """Write a row with the histogram."""
-        histogram = statistics["histogram"]
-        begin, width, counts = histogram["begin"], histogram["width"], histogram["counts"]
-        edges = [begin + i * width for i in range(len(counts) + 1)]
-        chart = wandb.Histogram(np_histogram=(counts, edges))
-        self._wandb.log({f"histogram/{statistics['name']}": chart, "round": statistics["version"]})
-        return True
 
     def flush(self) -> None:
         """Do nothing: W&B writes by itself."""

@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from services.pserver.settings import PserverSettings
 from services.runtime.storage import lock_folder
 from trainer_client.testing.local_cluster import use_this_python
 
-from ..output import CommandError
+from ..output import EXIT_FAILED, CommandError
 from ..settings import read_settings
 from ..state_folder import history_folder, named_root, new_folder, resume_folder
 from .ending import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
@@ -29,7 +30,7 @@ DEFAULT_PORT: int = CoordinatorSettings.model_fields["port"].default
 
 # Settings that `up` sets for each process, which must not inherit the value of another one.
 _SET_BY_UP = """
-    coordinator host port advertise_address ready_fd pserver_index follow num_pservers num_trainers
+    coordinator host port advertise_address listen_fd pserver_index follow num_pservers num_trainers
     metrics_port exit_when_done state_dir resume log_format log_level
 """
 
@@ -59,7 +60,11 @@ def run_up(
     root = Path(given.pop("state_dir", named_root()))
     given.setdefault("port", choose_port())
     given["history_dir"] = history_folder(root)
-    given["state_dir"] = (resume_folder(root) if given.get("resume") else new_folder(root)).path
+    try:
+        given["state_dir"] = (resume_folder(root) if given.get("resume") else new_folder(root)).path
+    except OSError as error:
+        text = f"{root} cannot hold the state of the run: {error.strerror}. Give another folder with --state-dir"
+        raise CommandError(text, exit_code=EXIT_FAILED) from None
     run = LocalRun(
         resolved,
         0 if cluster.strategy == "ring" else DEFAULT_PSERVERS if num_pservers is None else num_pservers,
@@ -69,17 +74,9 @@ def run_up(
         options,
         tolerates_losses=cluster.on_trainer_loss == "continue",
         has_log=cluster.log_durability != "none",
-        successor_role=_find_successor_role(cluster, options),
         resume_command=_resume_command(sys.argv),
     )
     return run.run()
-
-
-def _find_successor_role(settings: CoordinatorSettings, options: UpOptions) -> str | None:
-    """Return the role of standbys that replace a pserver, or None if a restart is what the run waits for."""
-    if settings.is_replicated:
-        return "in_sync"
-    return None if settings.consistency.is_async or options.max_restarts else "following"
 
 
 def _resume_command(argv: Sequence[str]) -> str:
@@ -89,9 +86,13 @@ def _resume_command(argv: Sequence[str]) -> str:
 
 
 def choose_port() -> int:
-    """Return the coordinator's usual port if it is free, else 0. No other `up` of this user takes it meanwhile."""
-    if lock_folder(Path(tempfile.gettempdir()) / f"gradpost-{os.getuid()}-port-{DEFAULT_PORT}") is None:
-        return 0
+    """Return the coordinator's usual port if it is free, else 0.
+
+    No other `up` of this user takes it meanwhile, if there is a folder for temporary files.
+    """
+    with suppress(OSError):  # a read-only disk
+        if lock_folder(Path(tempfile.gettempdir()) / f"gradpost-{os.getuid()}-port-{DEFAULT_PORT}") is None:
+            return 0
     with socket.socket() as attempt:
         attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the coordinator does
         try:

@@ -27,12 +27,10 @@ class Ending:
 
     @property
     def by_script(self) -> bool:
-        """True if the exit code is a script's."""
         return self.rank is not None
 
     @property
     def by_signal(self) -> bool:
-        """True if `gradpost up` received a signal."""
         return self.rank is None and self.exit_code > EXIT_BY_SIGNAL
 
     @property
@@ -55,7 +53,9 @@ def end_by_signal(received: signal.Signals, now: float) -> Ending:
 def end_by_script(rank: int, code: int, now: float, *, others_know: bool) -> Ending:
     """Return the ending for a failed script: the others are stopped after they had time to report it."""
     grace = FAILED_GRACE_SECONDS if others_know else HOPELESS_GRACE_SECONDS
-    return Ending(exit_code_of(code), f"trainer {rank} {describe_end(code)}", now + grace, rank=rank)
+    return Ending(
+        EXIT_BY_SIGNAL - code if code < 0 else code, f"trainer {rank} {describe_end(code)}", now + grace, rank=rank
+    )
 
 
 def blame(ending: Ending, codes: Mapping[int, int], failure: Mapping[str, Any], ended_by_us: Collection[int]) -> Ending:
@@ -72,11 +72,6 @@ def blame(ending: Ending, codes: Mapping[int, int], failure: Mapping[str, Any], 
             if codes.get(rank):
                 return end_by_script(rank, codes[rank], ending.signal_at, others_know=True)
     return ending
-
-
-def exit_code_of(code: int) -> int:
-    """Return a child's exit code as shells report it: 128 + n for signal n."""
-    return EXIT_BY_SIGNAL - code if code < 0 else code
 
 
 def describe_end(code: int) -> str:

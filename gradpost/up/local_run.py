@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ps_config.environment import find_setting
+from ps_config.hosts import ListenError
 from ps_protocol.errors import GradpostError, ModelMismatch, RunStopped
 from ps_protocol.messages import ClusterStatus, RunSummary
 from ps_protocol.vocabulary import Round
@@ -24,7 +25,7 @@ from trainer_client.testing import Child, LocalCluster
 from trainer_client.testing.processes import Inherited
 
 from ..output import EXIT_FAILED, count
-from ..state_folder import write_address
+from ..state_folder import ADDRESS
 from .ending import (
     EXIT_NOT_EXECUTABLE,
     HOPELESS_GRACE_SECONDS,
@@ -42,6 +43,7 @@ from .standbys import Standbys
 T = TypeVar("T")
 
 TICK_SECONDS = 0.05
+COORDINATOR_RESTARTS = 3  # also without --max-restarts: the rounds continue meanwhile, and nothing is lost
 JOIN_CHECK_SECONDS = 1.0
 JOIN_GRACE_SECONDS = 3.0  # before a script that ended without joining ends the run
 
@@ -72,7 +74,6 @@ class LocalRun:
         *,
         tolerates_losses: bool,
         has_log: bool,
-        successor_role: str | None,
         resume_command: str,
     ) -> None:
         self._command = list(command)
@@ -94,9 +95,11 @@ class LocalRun:
         if num_trainers == 1 and self._screen.is_terminal and sys.stdin.isatty():
             self._inherited = ["stdin", "output"]
         self._restarts_left: defaultdict[str, int] = defaultdict(lambda: options.max_restarts)  # by the child's name
-        self._standbys = Standbys(
-            self._cluster, options.standbys, successor_role, lambda text: self._screen.print_message(text, "yellow")
-        )
+        self._restarts_left["coordinator"] = max(options.max_restarts, COORDINATOR_RESTARTS)
+        if options.standbys and has_log:  # for a pserver that dies before a standby is in sync
+            self._restarts_left |= {f"pserver {index}": max(options.max_restarts, 1) for index in range(num_pservers)}
+        self._warn = partial(self._screen.print_message, style="yellow")
+        self._standbys = Standbys(self._cluster, options.standbys, self._warn)
         self._tolerates_losses = tolerates_losses
         self._place = settings.get("checkpoints") or find_setting("checkpoints") or str(self._state_dir / "checkpoints")
         self._has_log = has_log
@@ -118,7 +121,10 @@ class LocalRun:
         summary = None
         try:
             if self._start():
-                with Progress(self._cluster.view, self._is_interrupted) as progress, contextlib.ExitStack() as shown:
+                with (
+                    Progress(self._cluster.view, self._is_interrupted, self._warn) as progress,
+                    contextlib.ExitStack() as shown,
+                ):
                     if "output" not in self._inherited:
                         shown.enter_context(self._screen.live(progress.render))
                     self._watch()
@@ -171,24 +177,32 @@ class LocalRun:
         return self._ending is not None and self._ending.by_signal
 
     def _start(self) -> bool:
-        cluster, now = self._cluster, time.monotonic()
+        cluster, now, file = self._cluster, time.monotonic(), self._state_dir / ADDRESS
         try:
-            cluster.start(give_up=lambda: not self._signals.empty())
+            cluster.launch()
             self._standbys.start()
             pservers = f"{count(cluster.num_pservers, 'pserver')} and " if cluster.num_pservers else ""
             trainers = count(cluster.num_trainers, "trainer")
             self._screen.print_message(f"{pservers}{trainers}; dashboard: {cluster.address}", "dim")
-            write_address(self._state_dir, cluster.address)
+            file.write_text(cluster.address)
             for rank in range(cluster.num_trainers):
                 self._start_script(rank)
+            cluster.wait_for_coordinator(give_up=lambda: not self._signals.empty())
+        except ListenError as error:
+            self._ending = Ending(EXIT_FAILED, str(error), now)
         except RuntimeError:
             if self._signals.empty():
-                self._report_death(self._cluster.coordinator, "did not start")
+                coordinator = self._cluster.coordinator
+                why = self._screen.problems.get(coordinator.name)
+                self._report_death(coordinator, f"did not start: {why}" if why else "did not start")
             else:
                 self._ending = end_by_signal(self._signals.get(), now)
         except OSError as error:
-            reason = f"{self._command[0]} cannot be run: {error.strerror}"
-            self._ending = Ending(EXIT_NOT_EXECUTABLE, reason, now)
+            if error.filename == str(file):
+                self._ending = Ending(EXIT_FAILED, f"{file} cannot be written: {error.strerror}", now)
+            else:
+                reason = f"{self._command[0]} cannot be run: {error.strerror}"
+                self._ending = Ending(EXIT_NOT_EXECUTABLE, reason, now)
         return self._ending is None
 
     def _start_script(self, rank: int) -> None:
@@ -222,7 +236,7 @@ class LocalRun:
         if self._ending is None:
             self._ending = end_by_signal(received, now)
             if received == signal.SIGINT:
-                self._screen.hide_interrupts()
+                self._screen.hides_interrupts = True
         else:
             self._ending.hurry(now)
 
@@ -242,7 +256,7 @@ class LocalRun:
             others_know = status is not None and status.failure is not None
             has_begun = status is not None and status.state != "gathering"
             if self._tolerates_losses and has_begun and not others_know:
-                self._screen.print_message(f"trainer {rank} was lost: its process {describe_end(code)}", "yellow")
+                self._warn(f"trainer {rank} was lost: its process {describe_end(code)}")
             else:
                 self._ending = end_by_script(rank, code, now, others_know=others_know)
 
@@ -266,12 +280,14 @@ class LocalRun:
             ):
                 continue
             how = describe_end(service.wait())
+            if is_pserver and self._options.standbys:
+                how += ", and no standby could replace it yet"
             if not self._may_restart(service.name, how):
                 self._report_death(service, how)
                 return
             try:
                 self._cluster.restart(service)
-            except RuntimeError:
+            except (RuntimeError, ListenError):
                 self._report_death(service, "did not start again")
                 return
 
@@ -280,9 +296,7 @@ class LocalRun:
         if self._ending is not None or self._restarts_left[name] == 0:
             return False
         self._restarts_left[name] -= 1
-        self._screen.print_message(
-            f"{name} {how}; starting it again ({self._restarts_left[name]} restarts left)", "yellow"
-        )
+        self._warn(f"{name} {how}; starting it again ({self._restarts_left[name]} restarts left)")
         return True
 
     def _check_joins(self) -> None:

@@ -26,7 +26,10 @@ REFRESHES_PER_SECOND = 8
 _TRAINER_STYLES = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta", "bright_blue")
 _LEVEL_STYLES = {"debug": "dim", "info": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
 
-_ENDING = "run failed"  # the end of the run, which `gradpost up` reports once, and each service in its log
+_ENDING = (
+    "run failed",
+    "run stopped",
+)  # the end of the run, which `gradpost up` reports once, and each service in its log
 _WARNINGS = ("warning", "error", "critical")
 _HIDDEN_FIELDS = ("event", "level", "timestamp", "role", "exception")  # shown otherwise, or not at all
 _HIDDEN_TRAINER_FIELDS = ("run", "trainer")  # the prefix names them
@@ -41,7 +44,6 @@ class LogLine:
 
     @property
     def is_warning(self) -> bool:
-        """True for levels from warning on."""
         return self.level in _WARNINGS
 
 
@@ -88,19 +90,15 @@ class Screen:
                 stream.reconfigure(errors="replace")  # a script may print characters that this terminal cannot show
         self._stream: TextIO = sys.stderr if as_json else sys.stdout
         self._console = Console(file=self._stream, highlight=False, markup=False, emoji=False)
-        self._is_terminal = self._stream.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal
+        self.is_terminal = self._stream.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal
         self._verbose = verbose
         self._on_closed = on_closed
         self._lock = threading.Lock()
-        self._hides_interrupts = False
+        self.hides_interrupts = False
         self._in_traceback: set[str] = set()  # names of processes
         self.exceptions: dict[str, str] = {}  # the newest one of each process that printed a traceback
+        self.problems: dict[str, str] = {}  # the newest warning or plain line of each process
         self._hidden: defaultdict[str, deque[LogLine]] = defaultdict(lambda: deque(maxlen=MAX_HIDDEN_LINES))
-
-    @property
-    def is_terminal(self) -> bool:
-        """True if the output is a terminal."""
-        return self._is_terminal
 
     @contextmanager
     def live(self, render: Callable[[], RenderableType]) -> Iterator[None]:
@@ -123,18 +121,16 @@ class Screen:
     def show_line(self, name: str, line: str) -> None:
         """Show a line of a process, or keep it hidden."""
         entry = parse_log_line(line)
+        if entry is None or entry.is_warning:
+            self.problems[name] = line if entry is None else entry.text
         if entry is None:
             is_in_traceback = self._follow_traceback(name, line)
-            if not (self._hides_interrupts and is_in_traceback):
+            if not (self.hides_interrupts and is_in_traceback):
                 self._print(name, line)
         elif self._verbose or name.startswith("trainer") or (entry.is_warning and not entry.text.startswith(_ENDING)):
             self._show_entry(name, entry)
         else:
             self._hidden[name].append(entry)
-
-    def hide_interrupts(self) -> None:
-        """Hide tracebacks of KeyboardInterrupt from now on: every script prints one after Ctrl-C."""
-        self._hides_interrupts = True
 
     def _follow_traceback(self, name: str, line: str) -> bool:
         """Return whether the line is part of a traceback; its last line, the exception, is so after Ctrl-C only."""

@@ -19,12 +19,11 @@ MAX_DEATHS = 10  # of the standbys of one pserver, before one of them is in sync
 
 
 class Standbys:
-    """`num` standbys for each pserver, which replace it if they have this role. `report` prints a message."""
+    """`num` standbys for each pserver, which replace it once they are in sync. `report` prints a message."""
 
-    def __init__(self, cluster: LocalCluster, num: int, role: str | None, report: Callable[[str], None]) -> None:
+    def __init__(self, cluster: LocalCluster, num: int, report: Callable[[str], None]) -> None:
         self._cluster = cluster
         self._num = num
-        self._role = role
         self._report = report
         self._replaced_until: dict[Child, float] = {}  # pservers that have ended and are being replaced
         self._num_deaths: defaultdict[PserverIndex, int] = defaultdict(int)
@@ -52,7 +51,7 @@ class Standbys:
     def _has_successor(self, index: PserverIndex, status: ClusterStatus) -> bool:
         running = {self._cluster.find_address(child) for child in self._cluster.standbys if child.is_running}
         successors = {pserver.address for pserver in status.pservers if pserver.index == index}
-        successors |= {s.address for s in status.standbys if s.follows == index and s.role == self._role}
+        successors |= {s.address for s in status.standbys if s.follows == index and s.role == "in_sync"}
         return bool(running & successors)
 
     def check(self) -> None:
@@ -72,14 +71,14 @@ class Standbys:
             if standby.role == "in_sync":
                 self._num_deaths[standby.follows] = 0
         for child in [child for child in cluster.standbys if not child.is_running]:
-            index = cluster.followed_by(child)
+            index = cluster.follows[child]
             self._num_deaths[index] += 1
             self._report_end(index, child)
             end = "" if self._num_deaths[index] <= MAX_DEATHS else "; no further one is started"
             self._report(f"{child.name} {describe_end(child.wait())}{end}")
             cluster.standbys.remove(child)
         for index in range(cluster.num_pservers):
-            num_running = sum(cluster.followed_by(child) == index for child in cluster.standbys)
+            num_running = sum(cluster.follows[child] == index for child in cluster.standbys)
             may_start = num_running < self._num and self._num_deaths[index] <= MAX_DEATHS
             if may_start and (self._is_settled(index, status) or self._is_lost(index, status, num_running)):
                 cluster.start_standby(index)
@@ -89,7 +88,7 @@ class Standbys:
         pserver = next((pserver for pserver in status.pservers if pserver.index == index), None)
         if pserver is None or status.state != "training" or status.waiting_for:
             return False
-        has_served = pserver.round > 0 or self._num_deaths[index] > 0
+        has_served = pserver.heartbeat.round > 0 or self._num_deaths[index] > 0
         return has_served and self._cluster.find_address(self._cluster.pservers[index]) == pserver.address
 
     def _is_lost(self, index: PserverIndex, status: ClusterStatus, num_running: int) -> bool:

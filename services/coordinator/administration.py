@@ -1,32 +1,34 @@
 """Changes of a run by an administrator, and their routes, which need the scope `admin`.
 
 A change uses the mechanism of a change of members: it is persisted before a pserver receives it, and applies from the
-same round on all pservers. One change and one checkpoint may be under way; the audit log has each before it begins.
+same round on all pservers. One change and one checkpoint may be under way. The request is written before it begins.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeAlias
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Request
 from pydantic import Field
 
 from ps_protocol import routes
 from ps_protocol.errors import BadInput, Conflict, GradpostError, NotFound, NotReady, StorageFailed, TryAgain
 from ps_protocol.fields import Count, Flag, Label, Message, Name, OrdinalText, Real, Round
 from ps_protocol.membership import Controls
-from ps_protocol.messages import CheckpointCreated
+from ps_protocol.messages import CheckpointCreated, Override
+from ps_protocol.optimizers import OptimizerSpec
 from services.runtime.security import name_token
 
-from .audit import MAX_LISTED, AuditEntry
 from .coordinator import Coordinator
+from .events import Event
 from .state.losses import evict_trainer
 from .state.run import Run
 
 WAIT_SECONDS = 30.0  # for all pservers to install a change
+END_SECONDS = 3.0  # for all trainers to leave a stopped run, so that its summary is made
 CHECKPOINT_SECONDS = 240.0  # for a checkpoint, and the one before it, which may be under way
 MAX_FAILURES = 12  # attempts
 
@@ -52,6 +54,18 @@ class SetRate(Message):
     rate: Real | None = Field(ge=0)
     group: Count | None = None
     optimizer: Label | None = None
+
+    def select_groups(self, spec: OptimizerSpec) -> range:
+        """Return the groups, as indices of the groups of all optimizers. Raises BadInput if there is no such group."""
+        groups = range(spec.num_stepped) if self.optimizer is None else spec.groups_of(self.optimizer)
+        if self.group is None:
+            return groups
+        if self.group >= len(groups):
+            raise BadInput(
+                f"there is no parameter group {self.group} in this run",
+                code="invalid_message", expected=f"0 to {len(groups) - 1}", actual=self.group,
+            )  # fmt: skip
+        return groups[self.group : self.group + 1]
 
 
 class StopRun(Message):
@@ -83,7 +97,7 @@ class Administration:
         self._coordinator = coordinator
         self._lock = asyncio.Lock()
         self._checkpoint_lock = asyncio.Lock()  # takes minutes, and must not delay a change
-        self._audit_lock = asyncio.Lock()
+        self._events_lock = asyncio.Lock()
         self._ending: set[asyncio.Task[ChangeDone]] = set()  # running changes
 
     # ------------------------------------------------------------------ endpoints
@@ -91,10 +105,6 @@ class Administration:
     async def controls(self) -> Controls:
         """Return the controls that override what trainers push."""
         return self._coordinator.cluster.run.newest_controls
-
-    async def audit(self, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> list[AuditEntry]:
-        """Return the newest requests of administrators and their outcomes, oldest first."""
-        return self._coordinator.audit.entries()[-limit:]
 
     async def pause(self, by: Requester) -> ChangeDone:
         """Pause the run; trainers wait."""
@@ -106,25 +116,17 @@ class Administration:
 
     async def set_rate(self, by: Requester, message: SetRate) -> ChangeDone:
         """Set a learning rate, which overrides the trainers'."""
-        rate, group, run = message.rate, message.group, self._training()
+        rate, run = message.rate, self._training()
         assert run.record.plan is not None
         assert run.record.plan.optimizer is not None
-        spec = run.record.plan.optimizer
-        groups = range(spec.num_stepped) if message.optimizer is None else spec.groups_of(message.optimizer)
-        if group is not None and group >= len(groups):
-            raise BadInput(
-                f"there is no parameter group {group} in this run",
-                code="invalid_message", expected=f"0 to {len(groups) - 1}", actual=group,
-            )  # fmt: skip
-        if group is not None:
-            groups = groups[group : group + 1]
+        groups = message.select_groups(run.record.plan.optimizer)
 
         def edit(controls: Controls) -> Controls:
             others = {index: known for index, known in controls.rates.items() if index not in groups}
             mine = {} if rate is None else dict.fromkeys(groups, rate)
             return controls.model_copy(update={"rates": dict(sorted((others | mine).items()))})
 
-        return await self._control(by, "set rate", edit, rate=rate, group=group, optimizer=message.optimizer)
+        return await self._control(by, "set rate", edit, **message.model_dump())
 
     async def freeze(self, by: Requester, name: Name) -> ChangeDone:
         """Freeze a parameter, as if it had no gradient."""
@@ -164,15 +166,23 @@ class Administration:
                 waiting_for="a run",
             )
         is_saved = not message.fail and run.record.state == "training" and not run.settings.consistency.is_ring
-        async with self._audited(run, by=by, action="stop", arguments=message.model_dump()) as outcome:
+        async with self._audited(by=by, action="stop", arguments=message.model_dump()) as outcome:
             if is_saved:
                 async with self._checkpoint_lock:
                     await self._save_before_stop(run)
             self._check_current(run)
             cluster.run = cluster.run.stop(coordinator.now(), is_failure=message.fail)
             coordinator.changed()
-            outcome["round"] = min(cluster.rounds, default=cluster.run.highest_round)
-        coordinator.events.add(cluster, "change", f"stop: after round {outcome['round']}", **message.model_dump())
+            await coordinator.persist()  # else a restarted coordinator would continue the run
+
+            def find_rounds() -> Round | None:
+                summary = coordinator.result.find_summary(run.record.name)
+                return None if summary is None else summary.rounds
+
+            # The pservers may apply more rounds until they have the end.
+            await coordinator.wait_until(lambda: find_rounds() is not None, END_SECONDS)
+            rounds = find_rounds()
+            outcome["round"] = min(cluster.rounds, default=cluster.run.highest_round) if rounds is None else rounds
         run = cluster.refresh(run)
         return ChangeDone(
             run=run.record.name, attempt=run.record.attempt, round=outcome["round"], controls=run.newest_controls
@@ -214,46 +224,33 @@ class Administration:
         """Make a checkpoint of the whole model, and wait until it is complete."""
         self._coordinator.cluster.require_pservers()
         run = self._coordinator.cluster.run
-        async with self._checkpoint_lock, self._audited(run, by=by, action="checkpoint") as outcome:
+        async with self._checkpoint_lock, self._audited(by=by, action="checkpoint") as outcome:
             done = await self._await_checkpoint(run)
             outcome["round"] = done.round
             return done
 
     async def _await_checkpoint(self, run: Run) -> CheckpointCreated:
-        coordinator, cluster, schedule = self._coordinator, self._coordinator.cluster, self._coordinator.schedule
+        coordinator, cluster = self._coordinator, self._coordinator.cluster
         cluster.require_training()
         self._check_current(run)
         run = cluster.run
         if not cluster.registry.is_complete:
             raise NotReady("a checkpoint requires every pserver to be registered", waiting_for=cluster.waiting_for)
-        await schedule.refresh_rounds()
+        await coordinator.checkpoints.refresh_rounds()
         is_paused = cluster.run.newest_controls.is_paused
         if is_paused and run.settings.consistency.is_async and len(set(cluster.rounds)) > 1:
             text = f"the run is paused while its pservers have applied {sorted(cluster.rounds)} contributions"
             raise TryAgain(f"{text}; a checkpoint requires equal numbers, so resume the run first")
-        round_ = schedule.request()
-
-        def has_ended() -> bool:
-            is_gone = cluster.run.record.attempt_id != run.record.attempt_id or cluster.run.record.state != "training"
-            return is_gone or round_ <= newest() or schedule.num_failures >= MAX_FAILURES
-
-        def newest() -> Round:
-            return max(cluster.run.complete_checkpoints, default=-1)
-
-        coordinator.changed()
         try:
-            await coordinator.wait_until(has_ended, CHECKPOINT_SECONDS)
-        finally:
-            schedule.withdraw_request()
-        self._check_current(run)
-        cluster.require_training()
-        if cluster.run.record.attempt != run.record.attempt:
-            text = f"the run was rolled back to round {cluster.run.record.base_round or 0}"
-            raise TryAgain(f"{text} before the checkpoint was complete")
-        if newest() < round_:
-            text = f"no checkpoint of round {round_} or later is complete; see the pservers' logs"
-            raise TryAgain(text, complete=list(cluster.run.complete_checkpoints))
-        return CheckpointCreated(run=run.record.name, round=newest(), place=coordinator.place.url)
+            round_ = await coordinator.checkpoints.make(run, CHECKPOINT_SECONDS, MAX_FAILURES)
+        except TryAgain:
+            self._check_current(run)
+            cluster.require_training()
+            if cluster.run.record.attempt != run.record.attempt:
+                text = f"the run was rolled back to round {cluster.run.record.base_round or 0}"
+                raise TryAgain(f"{text} before the checkpoint was complete") from None
+            raise
+        return CheckpointCreated(run=run.record.name, round=round_, place=coordinator.checkpoints.place.url)
 
     # ------------------------------------------------------------------ execution
 
@@ -266,7 +263,7 @@ class Administration:
         return await self._do(want, by=by, action=action, arguments=arguments)
 
     async def _do(self, change: Change, check: Callable[[Run], None] = lambda _: None, **request: Any) -> ChangeDone:
-        """Apply a change. `check` raises if it did not take effect. `request` becomes the entry in the audit log."""
+        """Apply a change. `check` raises if it did not take effect. `request` becomes events."""
         run = self._training()
         async with self._lock:
             self._training()
@@ -285,7 +282,7 @@ class Administration:
     ) -> ChangeDone:
         """Make a change, and wait until every pserver has installed it or the run is over."""
         coordinator, cluster = self._coordinator, self._coordinator.cluster
-        async with self._audited(before, **request) as outcome:
+        async with self._audited(**request) as outcome:
             self._check_current(before)
             cluster.run = change(cluster.run)
             number = cluster.run.record.change_number
@@ -304,8 +301,6 @@ class Administration:
             check(run)
             done = self._describe(run, request["action"])
             outcome["round"] = done.round
-        text = f"{_describe_request(request['action'], request['arguments'])}: from round {done.round} on"
-        coordinator.events.add(cluster, "change", text, **request["arguments"])
         return done
 
     def _check_current(self, run: Run) -> None:
@@ -315,7 +310,7 @@ class Administration:
     def _ended(self, ending: asyncio.Task[ChangeDone]) -> None:
         self._ending.discard(ending)
         if not ending.cancelled():
-            ending.exception()  # the audit log has it
+            ending.exception()  # the events have it
 
     def _describe(self, run: Run, action: str) -> ChangeDone:
         rounds = [member.round for member in self._coordinator.cluster.registry.members.values()]
@@ -338,26 +333,38 @@ class Administration:
             raise NotFound(f"there is no complete checkpoint of round {round_}; complete rounds: {there}")
 
     @asynccontextmanager
-    async def _audited(self, run: Run, **request: Any) -> AsyncIterator[dict[str, Any]]:
-        """Log a request before the block, and its outcome after the block, with the fields that the block adds."""
-        number = await self._write(run, outcome="requested", **request)
+    async def _audited(
+        self, by: str, action: str, arguments: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Write a request before the block, and its outcome after the block, which sets the `round` of its effect."""
+        given: dict[str, Any] = {"action": action, "arguments": arguments or {}}
+        what, since = _describe_request(**given), _SINCE.get(action, "from round {} on")
+        request = await self._write(f"{what} is requested", by, outcome="requested", **given)
         outcome: dict[str, Any] = {}
         try:
             yield outcome
         except GradpostError as error:
-            await self._write(run, number=number, outcome="failed", detail=str(error), **request)
+            await self._write(f"{what} has failed: {error}", by, outcome="failed", request=request.id, **given)
             raise
-        await self._write(run, number=number, outcome="done", **outcome, **request)
+        text = f"{what}: {since.format(outcome['round'])}"
+        await self._write(text, by, outcome="done", request=request.id, **outcome, **given)
 
-    async def _write(self, run: Run, **members: Any) -> int:
-        audit, record = self._coordinator.audit, self._coordinator.cluster.refresh(run).record
+    async def _write(self, text: str, by: str, **facts: Any) -> Event:
+        events = self._coordinator.events
+        event = events.add(self._coordinator.cluster, "change", text, by, **facts)
         try:
-            async with self._audit_lock:
-                entry = await asyncio.to_thread(audit.add, run=record.name, attempt=record.attempt, **members)
+            async with self._events_lock:
+                await asyncio.to_thread(events.write, event)
         except OSError as error:
-            when = "before the change, which was not made" if members["outcome"] == "requested" else "after the change"
-            raise StorageFailed(f"the audit log cannot be written {when}: {error}") from error
-        return entry.number
+            is_request = facts["outcome"] == "requested"
+            when = "before the change, which was not made" if is_request else "after the change"
+            problem = f"the audit log cannot be written {when}: {error}"
+            events.add(self._coordinator.cluster, "change", problem)
+            raise StorageFailed(problem) from error
+        return event
+
+
+_SINCE = {"stop": "after round {}", "checkpoint": "of round {}"}
 
 
 def _describe_request(action: str, arguments: Mapping[str, Any]) -> str:
@@ -375,6 +382,33 @@ def _describe_request(action: str, arguments: Mapping[str, Any]) -> str:
     return f"{action} {words}".rstrip()
 
 
+def describe_overrides(run: Run, events: Iterable[Event]) -> tuple[Override, ...]:
+    """Return the learning rates and frozen parameters that override the script's, each with its newest request."""
+    controls, plan, newest = run.newest_controls, run.record.plan, dict[int | str, Event]()
+    for event in events:
+        if event.run != run.record.name or event.facts.get("outcome") != "done":
+            continue
+        action, arguments = event.facts["action"], event.facts["arguments"]
+        if action == "freeze":
+            newest[arguments["parameter"]] = event
+        elif action == "set rate" and plan is not None and plan.optimizer is not None:
+            message = SetRate(**arguments)
+            same = (
+                group for group in message.select_groups(plan.optimizer) if controls.rates.get(group) == message.rate
+            )
+            newest |= dict.fromkeys(same, event)
+    texts: dict[int | str, str] = {
+        g: f"learning rate {rate:g} for parameter group {g}" for g, rate in controls.rates.items()
+    }
+    texts |= {name: f"parameter {name} is frozen" for name in controls.frozen}
+    return tuple(
+        Override(text=text, round=newest[key].facts["round"], by=newest[key].by, at=newest[key].at)
+        if key in newest
+        else Override(text=text)
+        for key, text in texts.items()
+    )
+
+
 def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:
     """Add the routes to the application."""
     administration = Administration(coordinator)
@@ -388,4 +422,3 @@ def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:
     app.post(routes.STOP, tags=["control"])(administration.stop)
     app.post(routes.ROLL_BACK, tags=["control"])(administration.roll_back)
     app.post(routes.CHECKPOINTS, tags=["control"])(administration.make_checkpoint)
-    app.get(routes.AUDIT, tags=["inspection"])(administration.audit)

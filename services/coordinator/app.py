@@ -26,7 +26,7 @@ from ps_protocol.standbys import PserverEnded, ReportStandby, StandbyAnswer
 from services.runtime.app import make_app
 from services.runtime.logs import get_logger
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.security import KnownHosts, may_administer
+from services.runtime.security import may_administer
 
 from .administration import add_administration_routes
 from .coordinator import Coordinator
@@ -66,10 +66,9 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     async def pserver_heartbeat(index: OrdinalText, message: PserverHeartbeat) -> PserverHeartbeatReply:
         """Renew a pserver's lease, and store its progress."""
         reply = cluster.pserver_heartbeat(index, message, coordinator.now())
-        coordinator.activity.record_pserver(cluster, index, message, coordinator.now())
         coordinator.changed()
-        if message.is_stopping:
-            coordinator.failover.suspect(index, message.incarnation)  # it serves nothing more, but may write for long
+        if message.is_stopping or message.is_stalled:  # it serves nothing more, but answers
+            coordinator.failover.suspect(index, message.incarnation)
         if message.standbys is None:
             return reply
         return reply.model_copy(update={"required": await coordinator.failover.note_heartbeat(index, message)})
@@ -95,8 +94,8 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     async def join_trainer(message: JoinTrainer, request: Request) -> TrainerJoined:
         """Admit a trainer, and return its rank, its incarnation and the mode."""
         client, server = (request.scope.get(end) or ("", 0) for end in ("client", "server"))
-        address, hosts = message.metrics_address, getattr(app.state, "hosts", KnownHosts([]))
-        if address is not None and not is_own_address(address, client[0], server[0], hosts):
+        address = message.metrics_address
+        if address is not None and not is_own_address(address, client[0], server[0], app.state.guard.hosts):
             log.info(
                 "a trainer's metrics are not listed for Prometheus, because their host is not that of the trainer; "
                 "set its metrics_host, or add the host to allowed_hosts",
@@ -132,7 +131,6 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         reply = cluster.trainer_heartbeat(rank, message, coordinator.now())
         coordinator.curves.add(rank, message)
         coordinator.output.add(rank, message)
-        coordinator.activity.record_trainer(cluster, rank, message, coordinator.now())
         coordinator.changed()
         return await _await_successors(coordinator, message, reply)
 
@@ -147,7 +145,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.get(routes.CHECKPOINTS, tags=["inspection"])
     async def checkpoints() -> list[CheckpointCreated]:
         """Return the complete checkpoints of the run, newest first."""
-        run, place = cluster.run, coordinator.place.url
+        run, place = cluster.run, coordinator.checkpoints.place.url
         return [
             CheckpointCreated(run=run.record.name, round=round_, place=place) for round_ in run.complete_checkpoints
         ]

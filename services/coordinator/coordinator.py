@@ -10,16 +10,14 @@ from collections.abc import Callable, Mapping
 
 import httpx
 
-from ps_config.process_meter import ProcessMeter
 from ps_protocol.errors import NotFound, NotReady, StorageFailed, TryAgain
 from ps_protocol.messages import PlanReady
 from ps_protocol.vocabulary import Incarnation, Rank
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import open_checkpoint_storage
 
-from .activity import ActivityLog, Curves
-from .audit import AuditLog
-from .checkpoints import CheckpointSchedule, Manifests
+from .checkpoints import Checkpoints
+from .curves import Curves
 from .events import Events
 from .failover import FailOver
 from .history import HistoryWriter, RunHistory
@@ -47,27 +45,28 @@ class Coordinator:
         self._settings = settings
         self._condition = asyncio.Condition()
         self._wake = asyncio.Event()
-        self._wake_manifests = asyncio.Event()
-        self.is_stopping = False
-        self.events = Events()
+        self.events = Events(settings.state_dir)
         self.curves = Curves()
         self.output = OutputLog()
-        self.activity = ActivityLog()
-        self.meter = ProcessMeter()
-        self.audit = AuditLog(settings.state_dir)
         waits = WaitLog()
         self._reconciler = Reconciler(self.cluster, http, self.now, self.persist, waits)
         self.failover = FailOver(
             self.cluster, http, self.now, self.persist, changed=self.changed, interrupt=self._reconciler.interrupt
         )
         self._reconciler.on_silence = self.failover.suspect
-        self.result = RunResult(self.cluster, http, self.now, self.wait_until, waits)
+        self.checkpoints = Checkpoints(
+            self.cluster,
+            http,
+            open_checkpoint_storage(settings.checkpoints or str(settings.state_dir / "checkpoints")),
+            settings.keep_checkpoints,
+            now=self.now,
+            persist=self.persist,
+            wait_until=self.wait_until,
+        )
+        self.result = RunResult(self.cluster, http, self.now, self.wait_until, waits, self.checkpoints)
         self._saving: asyncio.Task[None] | None = None  # saves the result
         self.history = RunHistory(settings.history_folder)
         self._history_writer = HistoryWriter(self.history, self.cluster, self.curves, self.result)
-        self.place = open_checkpoint_storage(settings.checkpoints or str(settings.state_dir / "checkpoints"))
-        self._manifests = Manifests(self.cluster, self.place, settings.keep_checkpoints)
-        self.schedule = CheckpointSchedule(self.cluster, http, self.now)
         self._file = RecordFile(settings.state_dir)
         self._persist_lock = asyncio.Lock()
         self._early_ends: set[tuple[str, Rank, Incarnation]] = set()  # that were logged
@@ -87,7 +86,7 @@ class Coordinator:
         self.events.detect_changes(self.cluster)
         self._history_writer.note(self.now())
         self._wake.set()
-        self._wake_manifests.set()
+        self.checkpoints.wake.set()
 
     # ------------------------------------------------------------------ durable state
 
@@ -97,7 +96,7 @@ class Coordinator:
             if not await asyncio.to_thread(self._file.lock):
                 text = f"another coordinator uses {self._settings.state_dir}"
                 raise StorageFailed(f"{text}; set another --state-dir or GRADPOST_STATE_DIR for this one")
-            await asyncio.to_thread(self.audit.read)
+            await asyncio.to_thread(self.events.read)
         except OSError as error:
             raise StorageFailed(f"the coordinator cannot use {self._settings.state_dir}: {error}") from error
         try:
@@ -107,7 +106,7 @@ class Coordinator:
             raise StorageFailed(f"{error}; {advice}") from error
         try:
             clock = asyncio.get_running_loop().time
-            await asyncio.to_thread(restore_state, self.cluster, record, self._settings, self.place, clock)
+            await asyncio.to_thread(restore_state, self.cluster, record, self._settings, self.checkpoints.place, clock)
             if self._settings.resume:
                 await self.persist()  # so that another restart resumes the same run
         except (OSError, TryAgain) as error:
@@ -148,7 +147,6 @@ class Coordinator:
                 for task in beside:
                     task.cancel()
         finally:
-            self.is_stopping = True
             self.failover.close()
             await self._notify_waiters()
             self._history_writer.note(self.now(), is_stopping=True)
@@ -168,7 +166,6 @@ class Coordinator:
             self.cluster.expire(self.now())
             self.failover.standbys = self.standbys.expire(self.now(), self.cluster.lease_seconds)
             self.failover.suspect_lost()
-            self.meter.measure()  # in even periods, for any number of readers
             self.changed()
             await self._notify_waiters()  # the reconciliation may be waiting for a pserver
             due = self.now() + period
@@ -177,11 +174,11 @@ class Coordinator:
     async def _complete_checkpoints(self) -> None:
         # A separate task, since the place may be slow or hang.
         while True:
-            await self._wake_manifests.wait()
-            self._wake_manifests.clear()
-            if await self._manifests.update():
+            await self.checkpoints.wake.wait()
+            self.checkpoints.wake.clear()
+            if await self.checkpoints.complete():
                 await self._notify_waiters()
-            await self.schedule.advance()
+            await self.checkpoints.advance()
 
     async def _notify_waiters(self) -> None:
         self.events.detect_changes(self.cluster)
@@ -240,11 +237,14 @@ class Coordinator:
         run, waits, failure = self.cluster.run, self.cluster.waiting_for, self.cluster.run.record.failure
         bind_facts(run=run.record.name)
         news = f"waiting for {', '.join(waits)}" if waits else f"run {run.record.state}"
+        round_ = min(self.cluster.rounds, default=run.lowest_round)
+        if run.record.state == "finished" and failure is not None:
+            news = "run stopped"
         if news != logged and failure is not None:
             trainers = failure.facts.get("ranks") or failure.facts.get("missing")
-            log.error(news, round=run.lowest_round, trainer=trainers, code=failure.code, reason=failure.detail)
+            log.error(news, round=round_, trainer=trainers, code=failure.code, reason=failure.detail)
         elif news != logged:
-            log.info(news, round=run.lowest_round)
+            log.info(news, round=round_)
         return news
 
     async def _save_result(self) -> None:

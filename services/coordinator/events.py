@@ -1,20 +1,27 @@
-"""The events of the cluster, found by comparing its state with the state before.
+"""The events of the cluster: changes of its state, and the requests of administrators with their outcomes.
 
 The newest `MAX_EVENTS` are held in memory, and of consecutive checkpoints the newest one; the log has all of them and
-more. Ids also increase over restarts, so that a client can continue after a lost connection.
+more. Requests and outcomes, which have `by`, are also lines of JSON in a file. A request is written before the change
+begins. Without a later outcome of its id, the coordinator died meanwhile, or the change is under way. Ids also increase
+over restarts, so that a client can continue after a lost connection.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from ps_protocol.fields import Message
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from services.runtime.storage import sync_folder
 
 from .state.cluster import Cluster
 from .state.pservers import PserverMember
@@ -22,6 +29,7 @@ from .state.record import TrainerRecord
 from .state.replicas import Replica, Replicas
 from .state.run import Run
 
+FILE = "audit.jsonl"
 MAX_EVENTS = 1000
 
 EventKind: TypeAlias = Literal["run", "pserver", "trainer", "rollback", "checkpoint", "change"]
@@ -36,14 +44,16 @@ class Event(Message):
     run: str
     round: Round
     text: str
+    by: str | None = Field(default=None, description="requests: `token` and the beginning of its digest, or `no token`")
     facts: dict[str, Any] = Field(default={}, description="values that the text contains, for programs")
 
 
 class Events:
     """The newest events. `detect_changes` must be called whenever the cluster may have changed."""
 
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._events: list[Event] = []
         self._run: Run | None = None  # as of the last call, like `_pservers`
         self._pservers: dict[PserverIndex, tuple[PserverMember, bool]] = {}
         self._replicas: Mapping[PserverIndex, Replicas] = {}
@@ -57,7 +67,7 @@ class Events:
         """Return the events after this id, oldest first."""
         return [event for event in self._events if event.id > id_]
 
-    def add(self, cluster: Cluster, kind: EventKind, text: str, **facts: Any) -> Event:
+    def add(self, cluster: Cluster, kind: EventKind, text: str, by: str | None = None, **facts: Any) -> Event:
         """Add an event that the state of the cluster does not show."""
         now = time.time()
         event = Event(
@@ -67,12 +77,42 @@ class Events:
             run=cluster.run.record.name,
             round=max(cluster.rounds, default=0),
             text=text,
+            by=by,
             facts=facts,
         )
         if kind == "checkpoint" and self._events and (self._events[-1].kind, self._events[-1].run) == (kind, event.run):
             self._events.pop()  # else the checkpoints of a small model would be all that is left
         self._events.append(event)
+        if len(self._events) > MAX_EVENTS:  # requests are kept longest, since they explain the settings in force
+            del self._events[next((i for i, one in enumerate(self._events) if one.by is None), 0)]
         return event
+
+    def read(self) -> None:
+        """Read the newest requests of earlier processes. Torn and foreign lines are skipped. Blocks. Raises OSError."""
+        if not self._path.exists():
+            return
+        with self._path.open(errors="replace") as file:
+            for line in deque(file, MAX_EVENTS):
+                with suppress(ValidationError):
+                    self._events.append(Event.model_validate_json(line))
+
+    def write(self, event: Event) -> None:
+        """Write the line of a request or an outcome. Blocks. Raises OSError."""
+        is_new = not self._path.exists()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            # A line of its own, even after a torn one.
+            size = os.fstat(fd).st_size
+            is_torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+            line = b"%s%s\n" % (b"\n" if is_torn else b"", event.model_dump_json().encode())
+            if os.write(fd, line) < len(line):
+                raise OSError(errno.ENOSPC, f"{self._path} has no room for a whole line: free disk space")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if is_new:
+            sync_folder(self._path.parent)
 
     def detect_changes(self, cluster: Cluster) -> None:
         """Add the changes since the last call."""

@@ -2,13 +2,12 @@
 
     suspect ──► probe ──no answer──► persist the suspicion ──► fence a standby ──► register it, persist ──► promote it
 
-A pserver is suspected by its standbys, by trainers, by the supervisor of its process, by requests that it does not
-answer, when it stops or restarts, and after its lease. There is one task for each shard. While it replaces the pserver,
-no change of members begins. The change that follows is an ordinary one, as after a restart of the pserver.
+A pserver is suspected by its standbys, by trainers, and by requests that it does not answer. No probe is made if its
+process has ended, if it stops or stalls, or if its lease is over. There is one task for each shard. While it replaces
+the pserver, no change of members begins. The change that follows is an ordinary one, as after a restart of the pserver.
 
-With durability `replicated` a member of the in-sync set replaces a pserver that does not answer, which may be alive:
-without the confirmations of that standby it acknowledges nothing. With a log alone the pserver must have ended, or its
-lease, and the standby must hold each round that a trainer has received; otherwise the run waits for the restart.
+A member of the in-sync set replaces the pserver, which may be alive: without the confirmations of that standby it
+acknowledges nothing. Without a member, as with another durability than `replicated`, the run waits for the restart.
 
 Every step may be repeated. After a restart of the coordinator a standby that was fenced or chosen reports again.
 """
@@ -29,20 +28,21 @@ from ps_protocol.messages import PserverHeartbeat, PserverState
 from ps_protocol.retry import RetryPolicy, request_with_retry
 from ps_protocol.routes import FENCE_STANDBY, PROMOTE_STANDBY, STATE
 from ps_protocol.standbys import FenceStandby, ReportStandby, SeenStandbys
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
+from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
 from .pserver_calls import call_pserver
 from .state.cluster import Cluster
+from .state.joining import check_protocol
 from .state.pservers import PserverMember
-from .state.replicas import Candidate, Replica, Replicas, choose_leader
+from .state.replicas import Replica, Replicas, choose_leader
 from .state.standbys import Standby, StandbyRegistry
 
 log = get_logger()
 
 PROBE_SECONDS = 0.4
-NUM_PROBES = 2  # the pserver may just have closed the connection that the first one uses
+NUM_PROBES = 2  # a pause of 0.4 s is no death, and the pserver may have closed the connection that the first one uses
 REQUEST_SECONDS = 2.0  # for a standby that is fenced or promoted
 RETRY_SECONDS = 0.1
 
@@ -88,7 +88,7 @@ class FailOver:
         Raises TryAgain or StorageFailed if it cannot be written.
         """
         cluster, run, seen = self._cluster, self._cluster.run, message.standbys
-        if seen and run.settings.is_replicated and (message.run, message.attempt) == run.record.attempt_id:
+        if seen and (message.run, message.attempt) == run.record.attempt_id:
             cluster.registry = cluster.registry.change_replicas(
                 index, lambda replicas: self._note_standbys(replicas, index, seen)
             )
@@ -114,7 +114,11 @@ class FailOver:
             self.suspect(index, report.lost)
 
     def check_registration(self, request: RegisterPserver) -> None:
-        """Raise TryAgain for a restarted pserver without updates that a standby, or a lost successor, may hold."""
+        """Raise TryAgain for a restarted pserver without updates that a standby, or a lost successor, may hold.
+
+        Raises BadInput (`unsupported_protocol`) for a process of another version.
+        """
+        check_protocol(request.protocol)
         self._ended.pop(request.instance, None)
         cluster, index = self._cluster, request.index
         if index is None or not cluster.serves_run:
@@ -123,7 +127,7 @@ class FailOver:
         if lost is not None and self._is_awaited(lost, request):
             text = f"the newest incarnation of pserver {index} was at {lost.info.address}"
             raise TryAgain(f"{text}; this process has an older state and waits for it")
-        if index in cluster.registry.replicas and self._may_replace() and cluster.run.settings.is_replicated:
+        if index in cluster.registry.replicas and self._may_replace():
             self._check_members(index, request)
 
     def _check_members(self, index: PserverIndex, request: RegisterPserver) -> None:
@@ -134,6 +138,7 @@ class FailOver:
         is_own = request.previous == replicas.incarnation  # the process before was the leader in force
         successor = member.record if member is not None and member.is_unaware and not is_own else None
         rounds = [standby.report.round for standby in members]  # after a power failure their logs may be longer
+        rounds.append(cluster.run.newest_received)  # the newest heartbeat of the leader may be older
         if member is not None and member.attempt_id == attempt_id:
             rounds.append(member.round)
         if successor is not None:
@@ -156,33 +161,25 @@ class FailOver:
             raise TryAgain(f"{text}, and may hold updates that this process does not have")
 
     def _list_members(self, index: PserverIndex) -> list[Standby]:
-        """Return the living standbys in sync that hold the current attempt."""
-        in_sync = self._cluster.registry.replicas[index].in_sync
-        return [standby for standby in self._list_replicas(index) if standby.report.instance in in_sync]
-
-    def _list_replicas(self, index: PserverIndex) -> list[Standby]:
-        """Return the living standbys that hold the current attempt."""
-        attempt_id = self._cluster.run.record.attempt_id
-        standbys = self.standbys.find_successors(index).values()
-        return [standby for standby in standbys if (standby.report.run, standby.report.attempt) == attempt_id]
+        """Return the living standbys in sync that hold the current attempt, the one with the newest round first."""
+        attempt_id, in_sync = self._cluster.run.record.attempt_id, self._cluster.registry.replicas[index].in_sync
+        members = [standby for key, standby in self.standbys.find_successors(index).items() if key in in_sync]
+        current = [one for one in members if (one.report.run, one.report.attempt) == attempt_id]
+        return sorted(current, key=lambda standby: standby.report.round, reverse=True)
 
     def _is_awaited(self, lost: PserverMember, request: RegisterPserver) -> bool:
         """Return whether a process must wait, because a lost pserver with its index may return with later updates."""
         is_older = request.previous < lost.record.promoted_at and (request.previous > 0 or request.held is not None)
         # One that was lost before it had the run has acknowledged nothing.
         has_run = request.previous < self._cluster.run.holders.get(lost.info.index, 0)
-        # A synchronous run goes back in the end; the pservers of an asynchronous one would miss contributions.
-        settings = self._cluster.run.settings
-        limit = settings.rejoin_timeout_seconds / (1 if settings.consistency.is_async else 2)
+        limit = self._cluster.run.settings.rejoin_timeout_seconds / 2  # then the run goes back
         return is_older and has_run and self._now() - lost.seen_at < limit
 
     def suspect_unreachable(self, unreachable: Mapping[PserverIndex, tuple[Incarnation, float]]) -> set[Key]:
         """Suspect the pservers that a trainer does not reach. Return those whose successors it should wait for."""
         for index, (incarnation, _) in unreachable.items():
             self.suspect(index, incarnation)
-        # With a log alone a task may wait for a restart, which other trainers need not know at once.
-        others = self._suspected.items() if self._cluster.run.settings.is_replicated else ()
-        return {*others, *((index, incarnation) for index, (incarnation, _) in unreachable.items())}
+        return {*self._suspected.items(), *((index, incarnation) for index, (incarnation, _) in unreachable.items())}
 
     def are_replaced(self, suspected: Collection[Key]) -> bool:
         """Return whether none of these pservers is being replaced, and the successors of the others hold the run."""
@@ -197,11 +194,8 @@ class FailOver:
 
     def suspect(self, index: PserverIndex, incarnation: Incarnation) -> None:
         """Probe a pserver in a task, and replace it if it does not answer, unless it has another incarnation now."""
-        if not self._is_to_be_replaced(index, incarnation):
-            return
-        replicas, is_replicated = self._cluster.registry.replicas[index], self._cluster.run.settings.is_replicated
-        if not (replicas.in_sync if is_replicated else self.standbys.find_successors(index)):
-            return  # it returns, or the run fails, as without standbys
+        if not self._is_to_be_replaced(index, incarnation) or not self._cluster.registry.replicas[index].in_sync:
+            return  # without a standby in sync it returns, or the run fails
         self._start(index, incarnation, self._replace_if_silent(index, incarnation))
 
     def suspect_ended(self, index: PserverIndex, address: str) -> None:
@@ -229,8 +223,7 @@ class FailOver:
             self.suspect(index, registry.incarnations[index])
 
     def _may_replace(self) -> bool:
-        run = self._cluster.run
-        return self._cluster.serves_run and run.record.state != "gathering" and run.settings.log_durability != "none"
+        return self._cluster.serves_run and self._cluster.run.record.state != "gathering"
 
     def _find_member(self, index: PserverIndex, incarnation: Incarnation | None = None) -> PserverMember | None:
         """Return a pserver, which may be silent, unless an incarnation is given and another one is in force."""
@@ -268,7 +261,7 @@ class FailOver:
             try:
                 body = await call_pserver(self._http, member, "GET", STATE, timeout=PROBE_SECONDS)
                 return PserverState.from_answer(body).incarnation == member.info.incarnation
-            except (httpx.ConnectError, httpx.TimeoutException, ValueError):
+            except (httpx.ConnectError, ValueError):
                 return False
             except httpx.HTTPError:
                 continue
@@ -282,12 +275,10 @@ class FailOver:
         member, registry = self._find_member(index, incarnation), self._cluster.registry
         if member is None:
             return
-        is_certain = member.heartbeat.is_stopping or registry.replicas[index].is_fenced
-        is_certain |= member.record.instance in self._ended
+        has_ended = member.record.instance in self._ended or index in registry.lost
+        is_certain = has_ended or member.heartbeat.is_stopping or member.heartbeat.is_stalled
+        is_certain |= registry.replicas[index].is_fenced
         if not is_certain and await self._probe(member):
-            return
-        is_replicated = self._cluster.run.settings.is_replicated
-        if not is_replicated and not await self._wait_for_complete_standby(member):
             return
         if not self._is_to_be_replaced(index, incarnation):
             return
@@ -298,7 +289,7 @@ class FailOver:
         await self._persist_patiently()
         reach_failpoint("fence.before")
         while self._is_to_be_replaced(index, incarnation):
-            candidates = self._list_candidates(index)
+            candidates = self._list_members(index)
             # A standby that was cut off before its promotion reports again.
             if not candidates and member.record.instance in self.standbys.members:
                 await self._promote(member)
@@ -312,38 +303,6 @@ class FailOver:
 
     def _is_to_be_replaced(self, index: PserverIndex, incarnation: Incarnation) -> bool:
         return self._may_replace() and self._find_member(index, incarnation) is not None
-
-    def _list_candidates(self, index: PserverIndex) -> list[Standby]:
-        """Return the standbys that may hold every acknowledged update, the one with the newest round first."""
-        if self._cluster.run.settings.is_replicated:
-            found = self._list_members(index)
-        else:
-            newest = self._find_newest_received()
-            found = [standby for standby in self._list_replicas(index) if standby.report.round >= newest]
-        return sorted(found, key=lambda standby: standby.report.round, reverse=True)
-
-    def _find_newest_received(self) -> Round:
-        return max((self._cluster.run.reports[rank].round for rank in self._cluster.run.record.members), default=0)
-
-    async def _wait_for_complete_standby(self, member: PserverMember) -> bool:
-        """Wait until a standby of a pserver holds all that trainers have received, which report after it is lost.
-
-        Returns False if the pserver returns before. In asynchronous modes the run waits for that, because a number of
-        updates does not identify them.
-        """
-        index, incarnation, instance = member.info.index, member.info.incarnation, member.record.instance
-        since = self._ended.get(instance, self._now())
-        while self._is_to_be_replaced(index, incarnation):
-            run = self._cluster.run
-            is_lost = instance in self._ended or index in self._cluster.registry.lost
-            if not is_lost or run.settings.consistency.is_async:
-                return False
-            reports = [run.reports[rank] for rank in run.record.members]
-            is_known = all(r.seen_at > since and r.heartbeat.attempt == run.record.attempt for r in reports)
-            if is_known and self._list_candidates(index):
-                return True
-            await asyncio.sleep(RETRY_SECONDS)
-        return False
 
     async def _fence(self, standby: Standby, index: PserverIndex, incarnation: Incarnation) -> RegisterPserver | None:
         """Fence a standby. Return its registration if it may lead, else None."""
@@ -360,11 +319,7 @@ class FailOver:
         is_expected = request.instance == standby.report.instance and request.index == index
         if not is_expected or held is None or (held.run, held.attempt) != self._cluster.run.record.attempt_id:
             return None
-        # A number of updates identifies those of this incarnation only.
-        is_complete = not self._cluster.run.settings.is_replicated and request.previous == incarnation
-        is_complete = is_complete and held.rounds.applied >= self._find_newest_received()
-        candidate = Candidate(held.rounds.applied, has_acknowledged=is_complete)
-        chosen = choose_leader(self._cluster.registry.replicas[index], {request.instance: candidate})
+        chosen = choose_leader(self._cluster.registry.replicas[index], {request.instance: held.rounds.applied})
         return request.model_copy(update={"previous": incarnation}) if chosen == request.instance else None
 
     async def _register(self, request: RegisterPserver) -> None:
@@ -388,7 +343,7 @@ class FailOver:
                 await send_message(self._http, "PUT", url, answer, timeout=REQUEST_SECONDS)
             except (httpx.HTTPError, GradpostError, ValueError) as error:
                 log.warning("a standby was not promoted", pserver=index, address=url, error=repr(error))
-                if self._list_candidates(index) and self._cluster.run.settings.is_replicated:
+                if self._list_members(index):
                     await self._replace_if_silent(index, incarnation)
                     return
                 await asyncio.sleep(RETRY_SECONDS)

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from pydantic import Field
 
-from ps_protocol.errors import NotFound
+from ps_protocol.errors import NotFound, UnsupportedFormat
 from ps_protocol.fields import Identifier, Label, Message, Name, Note, Number, Real, Round
 from ps_protocol.messages import ClusterStatus, RunState, RunSummary
 from ps_protocol.vocabulary import Mode
 from services.runtime.logs import get_logger
 from services.runtime.storage import seal, unseal, write_file
 
-from .activity import CurveList, Curves
+from .curves import CurveList, Curves
 from .result import RunResult
 from .state.cluster import Cluster
 from .state.status import describe_status
@@ -73,8 +73,8 @@ class HistoryRecord(Message):
         """The record in short."""
         status, results = self.status, dict[str, float]()
         for trainer in sorted(status.trainers, key=lambda trainer: -trainer.rank):
-            results.update(trainer.results)
-        scripts = [trainer.script for trainer in status.trainers if trainer.script is not None]
+            results.update(trainer.heartbeat.results)
+        scripts = [trainer.heartbeat.script for trainer in status.trainers if trainer.heartbeat.script is not None]
         return HistoryEntry(
             run=status.run,
             name=next((script.run_name for script in scripts if script.run_name), None),
@@ -110,7 +110,7 @@ class RunHistory:
 
     def read(self, run: str) -> HistoryRecord:
         """Return the record of a run. Raises NotFound."""
-        with suppress(OSError):  # damaged, or deleted by another process
+        with suppress(OSError, UnsupportedFormat):  # damaged, of another version, or deleted by another process
             for file in self._files():  # a name with `..` or `/` is none of these
                 if file.name == f"{run}.json":
                     return _read_record(file)
@@ -139,7 +139,7 @@ def _read_record(file: Path) -> HistoryRecord:
 def _read_entry(file: Path) -> HistoryEntry | None:
     try:
         return _read_record(file).entry
-    except OSError as error:
+    except (OSError, UnsupportedFormat) as error:
         log.warning("a run is left out of the history, because its file cannot be read", error=str(error))
         return None
 
@@ -184,7 +184,8 @@ class HistoryWriter:
         since_1970 = time.time() - now
         started_at = since_1970 + (run.started_at or 0.0)
         ended_at = since_1970 + (now if run.ended_at is None else run.ended_at)
-        status, summary = describe_status(run, self._cluster.registry, now), self._result.find_summary(record.name)
+        status = describe_status(run, self._cluster.registry, now, since_1970 + now)
+        summary = self._result.find_summary(record.name)
         curves = self._curves.copy()  # means of thousands of points take too long for the event loop
 
         def make_record() -> HistoryRecord:

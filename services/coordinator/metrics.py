@@ -35,8 +35,8 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
         ("gradpost_pservers_wanted", "Pservers of a complete cluster.", lambda: cluster.registry.num_pservers),
         (
             "gradpost_standbys_wanted",
-            "Standbys that each pserver should have in sync; 0 without durability `replicated`.",
-            lambda: cluster.run.settings.standbys if cluster.run.settings.is_replicated else 0,
+            "Standbys that each pserver should have in sync.",
+            lambda: cluster.run.settings.standbys,
         ),
         ("gradpost_trainers_awaited", "Lost trainers that the run waits for.", lambda: len(cluster.run.record.awaited)),
         (

@@ -17,7 +17,7 @@ from .state.pservers import PserverMember
 log = get_logger()
 
 TIMEOUT_SECONDS = 5.0
-RESULT_SECONDS = 60.0  # for the checkpoint of a finished run
+RESULT_SECONDS = 60.0  # for a request to wait for the checkpoint of a finished run
 
 
 class WaitLog:
@@ -49,13 +49,8 @@ async def call_pserver(
 async def want_checkpoint(
     http: httpx.AsyncClient, member: PserverMember, run: str, round_: Round, *, is_over: bool = False
 ) -> None:
-    """Request a pserver's shard of a checkpoint after a round. Raises StaleRound if the pserver has passed it.
-
-    If the run is over, the shard is written when this returns.
-    """
-    message = WantCheckpoint(run=run, round=round_, is_over=is_over)
-    timeout = RESULT_SECONDS if is_over else TIMEOUT_SECONDS
-    await call_pserver(http, member, "PUT", WANT_CHECKPOINT, message, timeout)
+    """Request a pserver's shard of a checkpoint after a round. Raises StaleRound if the pserver has passed it."""
+    await call_pserver(http, member, "PUT", WANT_CHECKPOINT, WantCheckpoint(run=run, round=round_, is_over=is_over))
 
 
 async def read_state(http: httpx.AsyncClient, member: PserverMember) -> PserverState:

@@ -20,7 +20,17 @@ from typing import NamedTuple
 import httpx
 from pydantic import TypeAdapter
 
-from ps_protocol.errors import ERRORS, Conflict, Ended, GradpostError, NotReady, StaleRun, StorageFailed, TryAgain
+from ps_protocol.errors import (
+    ERRORS,
+    Conflict,
+    Ended,
+    GradpostError,
+    NotReady,
+    RoundPending,
+    StaleRun,
+    StorageFailed,
+    TryAgain,
+)
 from ps_protocol.fields import Message
 from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, RequiredStandbys
 from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
@@ -34,7 +44,6 @@ from .state.decision import Answers, Ranges, Refusal, Rollback, decide_change, d
 from .state.pservers import PserverMember
 from .state.record import Decision
 from .state.run import Run
-from .state.status import copy_fields
 
 log = get_logger()
 
@@ -202,6 +211,9 @@ class Reconciler:
         message = Freeze(run=run.record.name, attempt=run.record.attempt, number=number)
         try:
             frozen = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
+        except RoundPending:
+            self._failing = None  # the pserver answers, and fails the run if its standbys are missing for too long
+            raise
         except (httpx.HTTPError, GradpostError, ValueError) as error:
             self._log_problem("a pserver did not report its rounds before a change of members", error)
             raise _InterruptedError from error
@@ -260,17 +272,17 @@ class Reconciler:
             # It missed the rollback that this attempt began with, and will restore its round.
             return FrozenRounds(applied=run.record.base_round or 0, is_readable=run.record.base_round is not None)
         except NotReady:
-            # Its answer lists all complete checkpoints, so that undone ones must be deleted first.
-            if not self._cluster.run.knows_checkpoints:
-                raise
             if not run.settings.consistency.is_async:
                 return None
-            ranges = await self._list_restorable(run, member)  # without a rollback, each continues from its newest
-            return FrozenRounds(applied=max(last for _, last in ranges)) if ranges else None
+            for round_ in self._cluster.run.complete_checkpoints:  # without a rollback, each continues from its newest
+                if await self._list_restorable(run, member, round_):
+                    return FrozenRounds(applied=round_)
+            return None
         return FrozenRounds.from_answer(body)
 
-    async def _list_restorable(self, run: Run, member: PserverMember, newest: Round | None = None) -> Ranges:
-        route = f"{RESTORABLE}?run={run.record.name}" + ("" if newest is None else f"&newest={newest}")
+    async def _list_restorable(self, run: Run, member: PserverMember, newest: Round) -> Ranges:
+        is_complete = newest in self._cluster.run.complete_checkpoints
+        route = f"{RESTORABLE}?run={run.record.name}&newest={newest}&complete={str(is_complete).lower()}"
         body = await self._call(member, "GET", route, timeout=RESTORE_TIMEOUT_SECONDS)
         return _RANGES.validate_json(body)
 
@@ -309,13 +321,19 @@ class Reconciler:
     async def _find_common(
         self, run: Run, members: list[PserverMember], newest: Round
     ) -> tuple[Round | None, dict[PserverIndex, Ranges]]:
-        """Return the newest round up to `newest` that all pservers can restore, and the ranges of each."""
+        """Return the newest round up to `newest` that all pservers can restore, and the ranges of each.
+
+        Pservers restore from their own folders, and complete checkpoints from the shared storage as well.
+        """
         while True:
             ranges = await asyncio.gather(*(self._list_restorable(run, member, newest) for member in members))
             round_ = newest_common(newest, ranges)
+            if round_ != newest:
+                candidates = [complete for complete in self._cluster.run.complete_checkpoints if complete < newest]
+                round_ = max(candidates if round_ is None else [*candidates, round_], default=None)
             if round_ is None or round_ == newest:
                 return round_, dict(zip((member.info.index for member in members), ranges, strict=True))
-            newest = round_  # now with the checkpoints before it
+            newest = round_  # now with the snapshots before it
 
     # ------------------------------------------------------------------ install
 
@@ -377,12 +395,12 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
     run, settings = cluster.run, cluster.run.settings
     assert run.record.plan is not None
     assert run.record.declaration is not None
-    return copy_fields(
-        InstallRun,
-        run.record,  # with its attempts, source, uploader and membership
+    return InstallRun(
         run=run.record.name,
-        plan=run.record.plan.as_json,
+        attempt=run.record.attempt,
+        plan=run.record.plan,
         incarnation=run.holders[index],
+        membership=run.record.membership,
         consistency=settings.consistency,
         nonfinite=run.nonfinite,
         max_grad_norm=run.record.declaration.max_grad_norm,
@@ -391,6 +409,9 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
         checkpoint_rounds=run.checkpoint_interval,
         keep_checkpoints=settings.keep_checkpoints,
         restore=restore,
+        began=run.record.began,
+        source=run.record.source,
+        uploader=run.record.uploader,
         number=number,
         required=cluster.find_required(index, run.holders[index]) or RequiredStandbys(),
     )

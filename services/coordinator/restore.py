@@ -14,7 +14,13 @@ from pathlib import Path
 
 from ps_protocol.errors import StorageFailed
 from ps_protocol.membership import Controls
-from services.runtime.checkpoints import Manifest, all_checkpoints, complete_checkpoints, read_manifest
+from services.runtime.checkpoints import (
+    COORDINATOR_FOLDER,
+    Manifest,
+    all_checkpoints,
+    complete_checkpoints,
+    read_manifest,
+)
 from services.runtime.logs import get_logger
 from services.runtime.storage import CheckpointStorage, lock_folder, seal, unseal, write_file
 
@@ -33,7 +39,7 @@ class RecordFile:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
-        self._lock_path = folder / "coordinator"
+        self._lock_path = folder / COORDINATOR_FOLDER  # by which pservers recognise a shared state folder
         self._lock: int | None = None
         self._written: ClusterRecord | None = None
 

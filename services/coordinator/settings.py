@@ -34,7 +34,7 @@ MASTER_BYTES = 4  # of an element, float32
 RECORD_BYTES = 1024  # of a round in the log, beside its gradient
 LOG_SHARDS = 4  # between two checkpoints, by default
 MIN_LOG_BYTES = 1024 * 1024  # a checkpoint takes some milliseconds, however small the shard
-CONTRIBUTIONS = 1000  # between checkpoints in asynchronous modes, if nothing is logged
+CONTRIBUTIONS = 1000  # between checkpoints in asynchronous modes
 
 _DEFAULTS = {field.name: field.default for field in fields(Consistency)}
 
@@ -123,7 +123,7 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
         default=None,
         description="data that a pserver writes before a round counts: `none`; `log`, which survives a crash of the "
         "process; `fsync`, which survives a crash of the machine; `replicated`, a log that the standbys in "
-        "sync hold as well. Default: `replicated` with `standbys`, else `log`, in the asynchronous modes `none`",
+        "sync hold as well. Default: `replicated` with `standbys`, else `log`; the asynchronous modes have `none`",
     )
     replica_loss: ReplicaLoss = Field(
         default="continue",
@@ -133,15 +133,16 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
     standbys: int = Field(
         default=0,
         ge=0,
-        description="number of standbys that each pserver should have. A process whose `pserver_index` is "
-        "`num_pservers` or larger is one of them, and follows pserver `pserver_index` modulo `num_pservers`",
+        description="number of standbys that each pserver should have, with durability `replicated`. A process whose "
+        "`pserver_index` is `num_pservers` or larger is one of them, and follows pserver `pserver_index` modulo "
+        "`num_pservers`",
     )
     checkpoint_rounds: int | None = Field(
         default=None,
         ge=1,
         description="number of rounds (in the asynchronous modes contributions) between checkpoints, if the disks are "
         "fast enough; a log limits it by `max_log_bytes`; none: as many as the log allows; without a log no "
-        "checkpoints, or in the asynchronous modes one every 1,000 contributions",
+        "checkpoints, in the asynchronous modes one every 1,000 contributions",
     )
     max_log_bytes: int | None = Field(
         default=None,
@@ -202,13 +203,11 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
         """Return the rounds (in asynchronous modes contributions) between checkpoints on every pserver; 0 for none.
 
         Each round logs every block once, so that a number of rounds keeps the log of the largest shard within
-        `max_log_bytes`. Without a log an asynchronous pserver continues from its newest checkpoint.
+        `max_log_bytes`. An asynchronous pserver has no log, and continues from its newest checkpoint.
         """
         if self.log_durability == "none":
             return self.checkpoint_rounds or (CONTRIBUTIONS if self.consistency.is_async else 0)
         largest = max(sum(map(_count_logged, shard)) for shard in plan.shards) * MASTER_BYTES + RECORD_BYTES
-        if self.consistency.compensation == "dc":
-            largest *= 2  # a record has the pulled values, too
         most = self.max_log_bytes or max(LOG_SHARDS * largest, MIN_LOG_BYTES)
         return max(1, min(self.checkpoint_rounds or most, most // largest))
 
@@ -221,12 +220,19 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
     def _check_settings(self) -> Self:
         try:
             WireTypes(pull=self.pull_type).check_mode(self.consistency)
+            if self.durability not in (None, "none"):
+                self.consistency.check_log(f"durability {self.durability}")
+            if self.standbys:
+                self.consistency.check_log("standbys")
         except BadModel as error:
             raise ValueError(error.detail) from None
         if self.mode != "sync" and self.nonfinite == "skip_round":
             raise ValueError("nonfinite skip_round needs the synchronous mode: the other modes have no rounds")
-        if self.standbys and self.durability == "none":
-            raise ValueError("standbys read the log of their pserver: set durability to replicated, log or fsync")
+        if self.standbys and not self.is_replicated:
+            raise ValueError(
+                f"a standby replaces its pserver with durability replicated only, and not with {self.durability}: omit "
+                "durability, or start standbys that only serve reads with: gradpost serve pserver --follow"
+            )
         if self.max_trainers is not None and self.max_trainers < self.num_trainers:
             raise ValueError(f"max_trainers {self.max_trainers} is less than num_trainers {self.num_trainers}")
         return self

@@ -26,8 +26,9 @@ from .replication import add_replication_routes
 def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
     """Return the application, which runs on the event loop that serves it."""
     app = make_app(
-        title="Gradpost pserver", role="pserver", metrics=metrics, is_ready=pserver.readiness, lifespan=lifespan
-    )
+        title="Gradpost pserver", role="pserver", metrics=metrics, lifespan=lifespan,
+        is_ready=lambda: "registration with the coordinator" if pserver.index is None else None,
+    )  # fmt: skip
     tensors = TensorEndpoints(pserver)
     large = LargeReplies()
     for method, path, endpoint, summary, description in (
@@ -52,16 +53,19 @@ def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = 
         return await pserver.freeze(message)
 
     @app.get(routes.RESTORABLE, tags=["control"])
-    async def restorable(run: Identifier, newest: OrdinalText | None = None) -> list[tuple[Round, Round]]:
+    async def restorable(
+        run: Identifier, newest: OrdinalText | None = None, complete: bool = False
+    ) -> list[tuple[Round, Round]]:
         """Return the ranges of rounds of a run to which this shard can go back, first and last.
 
-        With `newest` this pserver has read the checkpoint from which it would restore that round.
+        With `newest` this pserver has read the snapshot from which it would restore that round: in its folder, or if
+        the checkpoint of that round is `complete`, in the shared storage.
         """
-        return await pserver.find_restorable(run, newest)
+        return await pserver.find_restorable(run, newest, is_complete=complete)
 
     @app.put(routes.WANT_CHECKPOINT, tags=["control"], status_code=204, response_class=Response)
     async def want_checkpoint(message: WantCheckpoint) -> None:
-        """Write this shard's part of a checkpoint after a round."""
+        """Publish this shard's part of a checkpoint after a round."""
         await pserver.want_checkpoint(message)
 
     @app.put(routes.MEMBERS, tags=["control"], status_code=204, response_class=Response)

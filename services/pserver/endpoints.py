@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from ps_http2.asgi import send_from
-from ps_protocol.errors import BadInput, Conflict, GradpostError
+from ps_protocol.errors import BadInput, Conflict
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES, FrameLimits
 from ps_protocol.requests import Barrier, Pull, PushAnswer
@@ -25,7 +24,7 @@ from .limits import WaitingPulls
 from .pserver import Pserver
 from .run.run import Run
 from .run.synchronous.rounds_executor import RoundsExecutor
-from .shard.bodies import content_length, discard_body, receive_body
+from .shard.bodies import content_length, receive_body
 
 MAX_GET_BODY_BYTES = 1024 * 1024
 
@@ -40,29 +39,27 @@ class TensorEndpoints:
 
     async def push(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stage one bucket of gradient blocks, or of optimizer state."""
-        await _send_json(send, await self._receive_blocks(scope, receive, _headers(scope), initial=False))
+        await _send_json(send, await self._receive_blocks(scope, receive, *self._begin(scope), initial=False))
 
     async def initial(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Store one bucket of initial values and buffers."""
-        await _send_json(send, await self._receive_blocks(scope, receive, _headers(scope), initial=True))
+        await _send_json(send, await self._receive_blocks(scope, receive, *self._begin(scope), initial=True))
+
+    def _begin(self, scope: Scope) -> tuple[dict[str, str], Fence, Run]:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        return headers, Fence.from_headers(headers), self._pserver.run
 
     async def _receive_blocks(
-        self, scope: Scope, receive: Receive, headers: dict[str, str], *, initial: bool
+        self, scope: Scope, receive: Receive, headers: dict[str, str], fence: Fence, run: Run, *, initial: bool
     ) -> PushAnswer:
         num_bytes = content_length(headers, self._limits)  # a body of unknown or excessive length is not read at all
-        try:
-            fence = Fence.from_headers(headers)
-            run = self._pserver.run
-            run.initial_values.admit(fence) if initial else run.context.admit_push(fence)
-            most = run.max_body_bytes + self._limits.max_header_bytes + LENGTH_BYTES
-            if num_bytes > most:
-                raise BadInput(
-                    "the body is larger than the whole shard",
-                    code="body_too_large", expected=f"<= {most}", actual=num_bytes,
-                )  # fmt: skip
-        except GradpostError:
-            await discard_body(scope, receive)
-            raise
+        run.initial_values.admit(fence) if initial else run.context.admit_push(fence)
+        most = run.max_body_bytes + self._limits.max_header_bytes + LENGTH_BYTES
+        if num_bytes > most:
+            raise BadInput(
+                "the body is larger than the whole shard",
+                code="body_too_large", expected=f"<= {most}", actual=num_bytes,
+            )  # fmt: skip
         run.transports.add(scope["http_version"])
         with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.schedule.members)):
             limits = _limit_tensors(self._limits, run.max_body_tensors)
@@ -71,31 +68,28 @@ class TensorEndpoints:
 
     async def barrier(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a batch or fetch barrier and answer without waiting."""
-        headers = _headers(scope)
-        await discard_body(scope, receive)
-        run, fence, barrier = self._pserver.run, Fence.from_headers(headers), Barrier.from_headers(headers)
+        await _discard_body(scope, receive)
+        headers, fence, run = self._begin(scope)
+        barrier = Barrier.from_headers(headers)
         run.check_fence(fence)
         answer = _require_rounds(run, f"{barrier.kind} barrier").count_barrier(fence, barrier)
         await _send_json(send, answer)
 
     async def buffers(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with this shard's buffers."""
-        await discard_body(scope, receive)
-        fence = Fence.from_headers(_headers(scope))
-        run = self._pserver.run
+        _, fence, run = self._begin(scope)
         run.check_fence(fence)
-        async with self._waiting.place(fence.rank):
-            await _send_parts(scope, send, await run.get_buffers(fence))
+        with self._waiting.place(fence.rank):
+            await _send_parts(send, await run.get_buffers(fence))
 
     async def slots(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the slots named in the body (a JSON list), or with the names of all."""
-        fence = Fence.from_headers(_headers(scope))
-        run = self._pserver.run
+        _, fence, run = self._begin(scope)
         keys = await _receive_names(scope, receive)
         run.check_fence(fence)
-        async with self._waiting.place(fence.rank):
+        with self._waiting.place(fence.rank):
             parts = await run.get_slots(fence, keys)
-            await _send_parts(scope, send, parts)
+            await _send_parts(send, parts)
         run.pulled_bytes += sum(map(len, parts))
 
     async def norm(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,11 +97,9 @@ class TensorEndpoints:
 
         The request may carry the batch barrier.
         """
-        headers = _headers(scope)
-        await discard_body(scope, receive)
-        fence = Fence.from_headers(headers)
+        await _discard_body(scope, receive)
+        headers, fence, run = self._begin(scope)
         pull = Pull.from_headers(fence.round, headers)
-        run = self._pserver.run
         run.check_fence(fence)
         rounds = run.executor
         if not isinstance(rounds, RoundsExecutor) or run.installed.max_grad_norm is None:
@@ -117,7 +109,7 @@ class TensorEndpoints:
             )
         if pull.barrier is not None:
             rounds.count_barrier(fence, pull.barrier)
-        async with self._waiting.place(fence.rank):
+        with self._waiting.place(fence.rank):
             answer = await rounds.get_norm(fence, pull)
         await _send_json(send, answer)
 
@@ -126,12 +118,10 @@ class TensorEndpoints:
 
         The body may be a push instead, which is staged first.
         """
-        headers = _headers(scope)
-        fence = Fence.from_headers(headers)
-        run = self._pserver.run
+        headers, fence, run = self._begin(scope)
         pull = Pull.from_headers(fence.round, headers)
         if headers.get("content-type") == CONTENT_TYPE:
-            pushed = await self._receive_blocks(scope, receive, headers, initial=False)
+            pushed = await self._receive_blocks(scope, receive, headers, fence, run, initial=False)
             if pull.barrier is not None and not pushed.finite:
                 pull = replace(pull, barrier=replace(pull.barrier, is_finite=False))
         elif headers.get("content-length") != "0":
@@ -140,7 +130,7 @@ class TensorEndpoints:
         run.shard.layout.check_names(pull.names)
         if pull.barrier is not None:  # last, since a refused request must not count
             _require_rounds(run, "batch barrier").count_barrier(fence, pull.barrier)
-        async with self._waiting.place(fence.rank):
+        with self._waiting.place(fence.rank):
             if pull.norm is not None:  # the round is stepped with it
                 deadline = asyncio.get_running_loop().time() + pull.wait_seconds
                 await _require_rounds(run, "global norm").get_norm(fence, pull)
@@ -148,18 +138,14 @@ class TensorEndpoints:
             reply = await run.executor.get(fence, pull)
             run.transports.add(scope["http_version"])
             parts = reply.parts_for(pull.base)
-            async with reply.reading():
-                await _send_parts(scope, send, parts)
+            with reply.reading():
+                await _send_parts(send, parts)
         run.pulled_bytes += sum(map(len, parts))
 
 
 @lru_cache(maxsize=8)  # as many as there are runs at a time, and some more
 def _limit_tensors(limits: FrameLimits, most: int) -> FrameLimits:
     return replace(limits, max_tensors=min(limits.max_tensors, most))
-
-
-def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 def _require_rounds(run: Run, what: str) -> RoundsExecutor:
@@ -170,6 +156,12 @@ def _require_rounds(run: Run, what: str) -> RoundsExecutor:
         f"a {what} requires the synchronous mode",
         code="mode_mismatch", expected=f"no {what}", actual=run.installed.consistency.mode,
     )  # fmt: skip
+
+
+async def _discard_body(scope: Scope, receive: Receive) -> None:
+    """Receive a body that is not needed: a request that is lost before its end has no effect."""
+    async for _ in Request(scope, receive).stream():
+        pass
 
 
 async def _receive_names(scope: Scope, receive: Receive) -> list[str]:
@@ -198,9 +190,9 @@ async def _send_json(send: Send, answer: BaseModel) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_parts(scope: Scope, send: Send, parts: Sequence[bytes | memoryview]) -> None:
+async def _send_parts(send: Send, parts: Sequence[bytes | memoryview]) -> None:
     num_bytes = sum(map(len, parts))
     headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(num_bytes).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for number, part in enumerate(parts, 1):
-        await send_from(part, scope, send, more_body=number < len(parts))
+        await send({"type": "http.response.body", "body": part, "more_body": number < len(parts)})

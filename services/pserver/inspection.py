@@ -6,7 +6,7 @@ People ask the coordinator, which asks the pservers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
 
 from fastapi import FastAPI, Query, Response
@@ -53,35 +53,19 @@ class ShardSource(Protocol):
         """The current shard. Raises NotReady without one."""
 
 
-async def read_blocks(run: ReadableShard, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
-    """Return a frame of these blocks, all of one version: that of a round, if one is named, else the newest.
+async def read_shard(run: ReadableShard, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
+    """Return a frame of these blocks or, without names, of all blocks and buffers in plan order, the blocks first.
 
-    Raises StaleRound if the round is over, RoundPending if it is not reached within `seconds`.
+    They are of one version: that of a round, if one is named, else the newest. In asynchronous modes all blocks contain
+    the same contributions, which the metadata names. Raises StaleRound if the round is over, RoundPending if it is not
+    reached within `seconds`.
     """
-    return await _read(run, names, round_, seconds, lambda metadata: run.shard.encode(names, metadata))
-
-
-async def read_slots(run: ReadableShard, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
-    """Return a frame of the optimizer's slots of these blocks, as `read_blocks`: see `Shard.encode_slots`."""
-    return await _read(run, names, round_, seconds, lambda metadata: run.shard.encode_slots(names, metadata))
-
-
-async def _read(
-    run: ReadableShard, names: Sequence[str], round_: Round | None, seconds: float, encode: Read[list[bytes]]
-) -> list[bytes]:
     _check(run, names)
-    return await (run.read_now(encode) if round_ is None else run.read_after_round(round_, encode, seconds))
 
+    def read(metadata: Mapping[str, str]) -> list[bytes]:
+        return run.shard.encode(names or None, metadata, with_buffers=not names)
 
-async def read_shard(run: ReadableShard, round_: Round | None, seconds: float) -> list[bytes]:
-    """Return a frame of all blocks and buffers in plan order, the blocks first, as `read_blocks`.
-
-    In asynchronous modes all blocks contain the same contributions, which the metadata names.
-    """
-    _check(run, ())
-    return await run.read_after_round(
-        round_, lambda metadata: run.shard.encode(None, metadata, with_buffers=True), seconds
-    )
+    return await run.read_after_round(round_, read, seconds)
 
 
 async def describe_blocks(
@@ -116,7 +100,9 @@ BINARY: dict[int | str, dict[str, Any]] = {
     200: {"content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 }
 
-Names: TypeAlias = Annotated[list[Name], Query(max_length=MAX_TENSORS, description="names of blocks")]
+Names: TypeAlias = Annotated[
+    list[Name], Query(default_factory=list, max_length=MAX_TENSORS, description="names of blocks")
+]
 AtRound: TypeAlias = Annotated[
     OrdinalText | None, Query(alias="round", description="round to read, which is not over; default: the newest")
 ]
@@ -127,20 +113,10 @@ def add_inspection_routes(app: FastAPI, source: ShardSource, large: LargeReplies
     """Add the routes that read the shard. Large replies share the places of `large`."""
     thread, copies = ComputeExecutor(), Copies()
 
-    @app.get(routes.BLOCKS, tags=["inspection"], response_class=Response, responses=BINARY)
-    async def blocks(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
-        """Return blocks, all of one version, which the metadata names."""
-        return LargeReply(large, lambda: stream_chunks(read_blocks(source.run, name, at, wait_seconds)), CONTENT_TYPE)
-
-    @app.get(routes.SLOTS, tags=["inspection"], response_class=Response, responses=BINARY)
-    async def slots(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
-        """Return the slots `{slot}/{block}` of these blocks; the metadata contains the steps of each block."""
-        return LargeReply(large, lambda: stream_chunks(read_slots(source.run, name, at, wait_seconds)), CONTENT_TYPE)
-
     @app.get(routes.SHARD, tags=["inspection"], response_class=Response, responses=BINARY)
-    async def shard(at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
-        """Return all blocks and buffers of this shard, of one version."""
-        return LargeReply(large, lambda: stream_chunks(read_shard(source.run, at, wait_seconds)), CONTENT_TYPE)
+    async def shard(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
+        """Return blocks or, without names, all blocks and buffers of this shard, of one version."""
+        return LargeReply(large, lambda: stream_chunks(read_shard(source.run, name, at, wait_seconds)), CONTENT_TYPE)
 
     @app.get(routes.BLOCK_STATISTICS, tags=["inspection"])
     async def statistics(name: Names, wait_seconds: Seconds = 0.0) -> Sequence[Statistics]:

@@ -6,11 +6,11 @@ import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from ps_protocol.errors import TryAgain
 from ps_protocol.vocabulary import Rank
-
-from .waits import EndableWait, EndWait
+from services.runtime.gate import current_request, end_request
 
 MAX_WAITING_PULLS = 16  # for one trainer, which needs one pull for each step in flight
 MAX_COPIED_BYTES = 256 * 1024 * 1024
@@ -65,31 +65,26 @@ class WaitingPulls:
 
     def __init__(self, max_each: int = MAX_WAITING_PULLS) -> None:
         self._max_each = max_each
-        self._by_rank: defaultdict[Rank, deque[EndWait]] = defaultdict(deque)
+        self._by_rank: defaultdict[Rank, deque[asyncio.Task[Any]]] = defaultdict(deque)
 
     def __repr__(self) -> str:
         return f"<WaitingPulls [{ {rank: len(pulls) for rank, pulls in self._by_rank.items()} }]>"
 
-    @asynccontextmanager
-    async def place(self, rank: Rank) -> AsyncIterator[None]:
-        """Count a pull while the block runs. TryAgain is raised there when a newer pull needs the place."""
-        pulls = self._by_rank[rank]
+    @contextmanager
+    def place(self, rank: Rank) -> Iterator[None]:
+        """Count a pull while the block runs. It is ended when a newer pull needs the place."""
+        pulls, request = self._by_rank[rank], current_request()
         if len(pulls) >= self._max_each:
-            pulls.popleft()()
-
-        def make_error() -> TryAgain:
             text = f"trainer {rank} sent {self._max_each} newer requests, so this one was ended"
-            return TryAgain(text, code="overloaded")
-
-        async with EndableWait(make_error) as end_wait:
-            pulls.append(end_wait)
-            try:
-                yield
-            finally:
-                if end_wait in pulls:
-                    pulls.remove(end_wait)
-                if not pulls:
-                    self._by_rank.pop(rank, None)
+            end_request(pulls.popleft(), TryAgain(text, code="overloaded"))
+        pulls.append(request)
+        try:
+            yield
+        finally:
+            if request in pulls:
+                pulls.remove(request)
+            if not pulls:
+                self._by_rank.pop(rank, None)
 
 
 class Copies:

@@ -1,17 +1,44 @@
-"""Prometheus metrics of a pserver, and the part of them that belongs to one run. No label per block."""
+"""Prometheus metrics of a pserver. No label per block."""
 
 from __future__ import annotations
 
+from collections import Counter as Counts
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics import MetricWrapperBase
 
 from services.runtime.compute import ComputeExecutor
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _UPDATES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+
+
+@dataclass(slots=True)
+class Meter:
+    """A histogram of Prometheus, with the number and the sum of its values."""
+
+    histogram: Histogram
+    count: int = 0
+    total: float = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.count, self.total = self.count + 1, self.total + value
+        self.histogram.observe(value)
+
+
+@dataclass(slots=True)
+class StalenessMeter:
+    """A histogram of Prometheus, with the number of values by the length of their binary form."""
+
+    histogram: Histogram
+    counts: Counts[int] = field(default_factory=Counts)
+
+    def observe(self, staleness: int) -> None:
+        """Count the update with a gradient of this staleness."""
+        self.counts[staleness.bit_length()] += 1
+        self.histogram.observe(staleness)
 
 
 class PserverMetrics:
@@ -24,9 +51,12 @@ class PserverMetrics:
         self.rounds = counter("gradpost_rounds_applied", "Rounds applied, of all runs of this process.")
         self.round = gauge("gradpost_round", "Newest applied round of the current run.")
         self.skipped = counter("gradpost_rounds_skipped", "Rounds that stepped nothing because of NaN or infinity.")
-        self.apply_seconds = seconds("gradpost_apply_seconds", "Time to aggregate, step and encode one round.")
-        self.barrier_wait = seconds(
-            "gradpost_barrier_wait_seconds", "Time from the first waiting trainer of a round to its last batch barrier."
+        self.apply_seconds = Meter(seconds("gradpost_apply_seconds", "Time to aggregate, step and encode one round."))
+        self.barrier_wait = Meter(
+            seconds(
+                "gradpost_barrier_wait_seconds",
+                "Time from the first waiting trainer of a round to its last batch barrier.",
+            )
         )
         self.missing = gauge(
             "gradpost_barrier_missing", "Trainers that the open batch barrier waits for; 0 while no trainer waits."
@@ -55,11 +85,14 @@ class PserverMetrics:
         )
         self.pooled_bytes = gauge("gradpost_pooled_bytes", "Buffers that are idle until the next round.")
         self.updates = counter("gradpost_updates_applied", "Updates of single blocks, in the asynchronous modes.")
-        self.staleness = Histogram(
-            "gradpost_staleness",
-            "Updates of a block between the pull that its gradient was computed on and the update with that gradient.",
-            buckets=_UPDATES,
-            registry=registry,
+        self.staleness = StalenessMeter(
+            Histogram(
+                "gradpost_staleness",
+                "Updates of a block between the pull that its gradient was computed on and the update with that "
+                "gradient.",
+                buckets=_UPDATES,
+                registry=registry,
+            )
         )
         self.queued = gauge("gradpost_queued_updates", "Gradients in all queues of blocks.")
         self.held_pushes = gauge("gradpost_held_pushes", "Pushes that wait for room in a queue.")
@@ -74,46 +107,3 @@ class PserverMetrics:
         gauge("gradpost_compute_queue", "Tensor jobs that are queued or running.").set_function(
             lambda: compute.num_jobs
         )
-
-
-class LoadMeter:
-    """The change of a process's metrics since a run began, for the coordinator's heartbeats."""
-
-    def __init__(self, metrics: PserverMetrics) -> None:
-        self._metrics = metrics
-        self._histograms = metrics.apply_seconds, metrics.barrier_wait, metrics.staleness
-        self._before = [_read(histogram) for histogram in self._histograms]
-
-    @property
-    def num_held(self) -> int:
-        """The number of pushes that wait for room in a queue."""
-        return int(_read(self._metrics.held_pushes)["value"])
-
-    def read(self) -> dict[str, Any]:
-        """Return the fields of PserverLoad that follow from the metrics."""
-        applies, waits, staleness = (
-            {key: value - before[key] for key, value in _read(histogram).items()}
-            for histogram, before in zip(self._histograms, self._before, strict=True)
-        )
-        bounds = [(bound, int(number)) for bound, number in staleness.items() if bound not in ("sum", "count")]
-        below = [0, *(number for _, number in bounds)]
-        return {
-            "num_applies": int(applies["count"]),
-            "apply_seconds": applies["sum"],
-            "num_waits": int(waits["count"]),
-            "wait_seconds": waits["sum"],
-            "staleness": tuple(
-                (None if bound == "+Inf" else float(bound), number - before)
-                for (bound, number), before in zip(bounds, below, strict=False)
-            ),
-        }
-
-
-def _read(metric: MetricWrapperBase) -> dict[str, float]:
-    """Return the samples of a metric without labels: cumulative buckets by their bounds, others by their suffix."""
-    [family] = metric.collect()
-    return {
-        sample.labels.get("le") or sample.name.removeprefix(family.name).lstrip("_") or "value": sample.value
-        for sample in family.samples
-        if not sample.name.endswith("_created")
-    }

@@ -55,7 +55,7 @@ async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
             stopping.cancel()
         if not next_role or stop.is_set():
             return exit_code
-        settings = settings.model_copy(update={**next_role, "ready_fd": None})
+        settings = settings.model_copy(update={**next_role, "listen_fd": None})
 
 
 async def _serve_once(settings: PserverSettings, stop: asyncio.Event) -> tuple[int, Mapping[str, PserverIndex | None]]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 from collections import deque
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from ps_config.process_meter import ProcessMeter
+from ps_config.process_meter import measure_process
 from ps_config.versions import installed_versions
 from ps_protocol.errors import (
     BadModel,
     Conflict,
-    Ended,
     GradpostError,
     NotReady,
     StalePserver,
@@ -44,6 +42,7 @@ from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import DamagedFile
 
 from .durable.disk import Disk
+from .durable.snapshot_writer import Publisher
 from .durable.storage import Ranges, Restored, RunStorage
 from .limits import InFlight
 from .metrics import PserverMetrics
@@ -72,19 +71,18 @@ class Pserver:
         self.instance = secrets.token_hex(16)  # of the process, so that a registration can be retried
         self.index: PserverIndex | None = None
         self.incarnation: Incarnation | None = None
+        self.publisher = None if disk is None else Publisher(disk.find_place)
         self.pool = BufferPool()
         self.limits = limits
         self.in_flight = in_flight or InFlight(limits.max_body_bytes)
         self._compute = compute
         self.metrics = metrics
-        self._meter = ProcessMeter()
         self.is_stopping = False  # the shard is being persisted before the process ends
         self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
         self._run: Run | None = None
-        self._lease_until = -math.inf  # by the clock of the event loop
         self._changes = MembershipChanges()  # of the served run, or of the run in the newest request
         self._installing = asyncio.Lock()
-        self._searching: tuple[Any, asyncio.Task[Ranges]] | None = None
+        self._searching = asyncio.Lock()
         self._has_opened_folder = disk is None  # before that the contents of the folder are unknown
         # The newest runs of this process, so that a late installation restarts none of them.
         self._ended_runs: deque[str] = deque(maxlen=MAX_ENDED_RUNS)
@@ -92,10 +90,10 @@ class Pserver:
         metrics.in_flight_bytes.set_function(lambda: self.in_flight.num_bytes)
         metrics.pooled_bytes.set_function(lambda: self.pool.idle_bytes)
         metrics.round.set_function(lambda: self._run.round if self._run else 0)
-        metrics.log_bytes.set_function(lambda: self._storage.log_bytes if self._storage else 0)
-        metrics.checkpoint_round.set_function(lambda: max(self._storage.checkpoints, default=0) if self._storage else 0)
+        metrics.log_bytes.set_function(lambda: self._storage.log.num_bytes if self._storage else 0)
+        metrics.checkpoint_round.set_function(lambda: max(self._storage.rounds, default=0) if self._storage else 0)
         metrics.queued.set_function(lambda: self._run.executor.num_queued if self._run else 0)
-        metrics.missing.set_function(lambda: len(self.make_heartbeat().missing))
+        metrics.missing.set_function(lambda: len(self._run.missing) if self._run and self._run.waiting_seconds else 0)
         metrics.waiting_seconds.set_function(lambda: self._run.waiting_seconds if self._run else 0)
         if disk is not None:
             metrics.disk_free.set_function(lambda: disk.measure_usage()[1])
@@ -144,17 +142,22 @@ class Pserver:
         async with self._installing:  # the coordinator may send a run before the disk is done with the identity
             self.index, self.incarnation = answer.index, answer.incarnation
             bind_facts(pserver=answer.index)
-            if self.disk is not None:
-                await self._write_identity(self.disk, answer)
+            await self.write_identity(answer)
             identity = f"pserver {answer.index} incarnation {answer.incarnation}"
             await self._replace_run(None, StalePserver("the pserver was registered again", current=identity))
 
-    async def take_over(self, answer: PserverRegistered) -> None:
-        """Adopt the identity of the pserver that this process has followed. Its disk holds the replica."""
+    async def take_over(self, answer: PserverRegistered, installed: InstallRun, restored: Restored) -> None:
+        """Adopt the written identity of the pserver that this process has followed, and its replica."""
+        assert self.disk is not None
+        self.disk.adopt_replica(installed, restored)
         self._has_opened_folder = True
         await self.adopt_identity(answer)
 
-    async def _write_identity(self, disk: Disk, answer: PserverRegistered) -> None:
+    async def write_identity(self, answer: PserverRegistered) -> None:
+        """Write the identity to the disk, unless it is there. Raises FolderTaken, and StorageFailed."""
+        disk = self.disk
+        if disk is None or (disk.index, disk.previous_incarnation) == (answer.index, answer.incarnation):
+            return
         try:
             await asyncio.to_thread(disk.write_incarnation, answer.index, answer.incarnation)
         except OSError as error:
@@ -200,8 +203,9 @@ class Pserver:
             raise StaleRun(text, current=current.installed.run if current else None)
         changes = self._changes_of(message.run)
         changes.check_change(message.number)
-        plan = SlicePlan.from_json(message.plan)
-        self._check_size(plan, self.index)  # before the shard is allocated
+        if message.durability != "none":
+            message.consistency.check_log(f"durability {message.durability}")
+        self._check_size(message.plan, self.index)  # before the shard is allocated
         if current is not None and current.installed.run != message.run:
             self._ended_runs.append(current.installed.run)
         if current is not None and current.installed.run == message.run and current.context.standbys is not None:
@@ -214,9 +218,8 @@ class Pserver:
         reach_failpoint("open.after")
         run = Run(
             message, self.index, compute=self._compute, pool=self.pool, metrics=self.metrics, storage=storage,
-            restored=restored,
+            restored=restored, publisher=self.publisher,
         )  # fmt: skip
-        run.context.renew_lease(self._lease_until)
         await self._replace_run(run, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         changes.end_change(message.number)
         await run.initial_values.publish()
@@ -270,7 +273,6 @@ class Pserver:
         reach_failpoint("install.after")
 
     async def _change_members(self, run: Run, message: InstallMembers) -> None:
-        await run.executor.wait_until_changeable()
         if self._run is run and self._changes.is_current(message.number):  # no later change has begun meanwhile
             self._changes.end_change(message.number)
             await run.install_members(message)
@@ -320,85 +322,48 @@ class Pserver:
             raise StaleRun(f"pserver {self.index} holds another attempt of run {message.run}", current=held.attempt)
         return held.rounds
 
-    async def find_restorable(self, run: str, newest: Round | None = None) -> Ranges:
-        """Return the ranges of rounds to which a run can go back, whether it is served or on the disk.
-
-        With `newest` the checkpoint that leads to that round is read, and left out if it is damaged. Without the run
-        the ranges are the complete checkpoints. Reading may take longer than a request: a repeated request waits for
-        the same result.
-        """
+    async def find_restorable(self, run: str, newest: Round | None = None, *, is_complete: bool = False) -> Ranges:
+        """Return the ranges of rounds to which a run can go back: see `Disk.find_restorable`."""
         served = await self._opened_run()
-        if served is not None and served.installed.run == run:
-            return [] if served.storage is None else await self._search(served.storage.find_restorable, newest)
         if self.disk is None:
             return []
-        if self.disk.held is not None and self.disk.held.run == run:
-            return await self._search(self.disk.find_restorable, newest)
-        if self.index is None:
+        if self.index is None and not self.disk.holds(run):
             raise NotReady("the pserver is not registered yet", waiting_for="its registration")
-        return await self._search(self.disk.find_checkpoints, run, self.index)
-
-    async def _search(self, find: Callable[..., Ranges], *arguments: Any) -> Ranges:
-        key = (self._changes.ended, find, *arguments)  # a later change of members makes the result stale
-        if self._searching is None or self._searching[0] != key or self._searching[1].done():
-            self._searching = key, asyncio.create_task(asyncio.to_thread(find, *arguments), name="find checkpoints")
+        storage = served.storage if served is not None and served.installed.run == run else None
+        find = partial(self.disk.find_restorable, storage, run, newest, is_complete=is_complete)
         try:
-            return await asyncio.shield(self._searching[1])
+            async with self._searching:  # a repeated request waits, so that a slow disk occupies one thread
+                return await asyncio.to_thread(find)
         except OSError as error:
-            raise StorageFailed(f"pserver {self.index} cannot read its checkpoints: {error}") from error
+            raise StorageFailed(f"pserver {self.index} cannot read its snapshots: {error}") from error
 
     async def want_checkpoint(self, message: WantCheckpoint) -> None:
-        """Write a checkpoint after a round: see `Run.want_checkpoint`.
-
-        The last checkpoint of a run is written when this returns. Raises StorageFailed if it could not be written.
-        """
+        """Publish the shard after a round: see `Run.want_checkpoint`."""
         run = self.run
         if run.installed.run != message.run:
             raise StaleRun(f"pserver {self.index} serves another run", current=run.installed.run)
         await run.want_checkpoint(message.round, is_over=message.is_over)
-        if message.is_over:
-            await run.wait_for_writes()
-            if run.storage is None or message.round not in run.storage.checkpoints:
-                raise StorageFailed(f"pserver {self.index} has no checkpoint of the last round, {message.round}")
-            run.storage.is_over = True
-
-    def readiness(self) -> str | None:
-        """Return the step that is missing before this process can serve, or None."""
-        return "registration with the coordinator" if self.index is None else None
 
     def make_heartbeat(self) -> PserverHeartbeat:
         """Return the message that the coordinator gets regularly."""
         run = self._run
+        described: dict[str, Any] = {"run": None, "round": 0} if run is None else run.describe()
+        if self.is_stopping:
+            described["standbys"] = None  # it has ended their streams, and lets one replace it
         return PserverHeartbeat(
             incarnation=self.incarnation or 0,
-            run=run.installed.run if run else None,
-            attempt=run.installed.attempt if run else 0,
-            round=run.round if run else 0,
-            missing=tuple(run.missing) if run and run.waiting_seconds else (),
-            waiting_seconds=run.waiting_seconds if run else 0.0,
-            failure=run.context.failure.to_problem() if run and isinstance(run.context.failure, Ended) else None,
-            checkpoints=tuple(run.storage.checkpoints.values()) if run and run.storage else (),
-            coming_checkpoints=run.writer.find_pending(run.round) if run else (),
             is_stopping=self.is_stopping,
-            load=run.describe_load() if run else None,
             software=Software(**installed_versions()),
-            process=self._meter.measure(
+            process=measure_process(
                 sent_bytes=run.pulled_bytes if run else None, received_bytes=run.pushed_bytes if run else None
             ),
-            # A pserver that stops has ended the streams of its standbys, and lets one replace it.
-            standbys=run.context.standbys.describe() if run and run.context.standbys and not self.is_stopping else None,
+            **described,
         )
 
     async def stop(self) -> None:
         """End the waiting requests, and persist the shard, before the process ends."""
         if self._run is not None:
             await self._run.stop()
-
-    def renew_lease(self, until: float) -> None:
-        """Note the end of the lease, by the clock of the event loop, that an answered heartbeat has renewed."""
-        self._lease_until = until
-        if self._run is not None:
-            self._run.context.renew_lease(until)
 
     def handle_heartbeat_reply(self, reply: PserverHeartbeatReply, heartbeat: PserverHeartbeat) -> None:
         """Note the coordinator's notice, required standbys and complete checkpoints, in answer to this heartbeat."""
@@ -409,8 +374,8 @@ class Pserver:
             self._require_standbys(reply.required)
         run.context.notice = reply.notice
         is_current = (heartbeat.run, heartbeat.attempt) == (run.installed.run, run.installed.attempt)
-        if reply.complete is not None and is_current:  # else its rounds may have been rolled back since
-            run.writer.update_complete(reply.complete, tuple(file.round for file in heartbeat.checkpoints))
+        if run.storage is not None and is_current:  # else its rounds may have been rolled back since
+            run.storage.complete = reply.complete
 
     def _require_standbys(self, required: RequiredStandbys) -> None:
         """Wait for these standbys from now on, unless a later set of them is known."""
@@ -419,24 +384,13 @@ class Pserver:
 
     async def describe_state(self, *, with_digest: bool) -> PserverState:
         """Return the state for inspection. The digest reads the whole shard."""
-        run = self._run
+        run, heartbeat = self._run, dict(self.make_heartbeat())
         if run is None:
-            return PserverState(
-                index=self.index, incarnation=self.incarnation, run=None, round=0, members=(), missing=(),
-                waiting_seconds=0, num_blocks=0, shard_bytes=0, pushed_bytes=0, pulled_bytes=0, transports=(),
-                digest=None, failure=None,
-            )  # fmt: skip
+            return PserverState(**heartbeat, index=self.index)
         return PserverState(
+            **heartbeat,
             index=self.index,
-            incarnation=self.incarnation,
-            run=run.installed.run,
-            round=run.round,
             members=tuple(sorted(run.schedule.members)),
-            **run.schedule.describe(),
-            missing=tuple(run.missing),
-            waiting_seconds=run.waiting_seconds,
-            **run.describe_sizes(),
             transports=tuple(sorted(run.transports)),
             digest=await run.digest() if with_digest else None,
-            failure=run.context.failure.to_problem() if run.context.failure else None,
         )

@@ -10,14 +10,15 @@ import httpx
 
 from ps_config.certificates import hint_at_tls
 from ps_config.control_client import send_message
-from ps_protocol.errors import GradpostError, StalePserver, TryAgain
+from ps_protocol.errors import Forbidden, GradpostError, StalePserver, TryAgain, Unauthenticated
 from ps_protocol.fields import Message
 from ps_protocol.membership import PserverRegistered, RegisterPserver
 from ps_protocol.messages import PserverHeartbeatReply
-from ps_protocol.retry import RetryPolicy, heartbeat_period, request_with_retry
+from ps_protocol.retry import Patience, RetryPolicy, heartbeat_period, request_with_retry
 from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 from services.runtime.logs import get_logger
+from services.runtime.security import TOKEN_WAIT_SECONDS
 
 from .durable.disk import FolderTaken
 from .pserver import Pserver
@@ -46,6 +47,7 @@ class Registration:
         self._http = http
         self._coordinator = settings.coordinator.rstrip("/")
         self._logged = ""  # why the newest registration waits
+        self._unauthenticated = Patience(TOKEN_WAIT_SECONDS)  # of the same: a new token may arrive later here
 
     async def run(self, address: str, stop: asyncio.Event, answer: PserverRegistered | None = None) -> None:
         """Register `address`, then send heartbeats, three in a lease. Register again when the lease has expired.
@@ -63,6 +65,7 @@ class Registration:
     async def _register(self, address: str, stop: asyncio.Event) -> PserverRegistered | None:
         """Register until the coordinator answers. Return None if it refuses this pserver, or `stop` is set before."""
         self._logged = ""
+        self._unauthenticated.reset()
         index = self._settings.pserver_index
         policy = RetryPolicy((TryAgain,), partial(self._pause_for_folder, stop))
         try:
@@ -121,7 +124,8 @@ class Registration:
 
     async def _pause_for_answer(self, stop: asyncio.Event, error: Exception) -> None:
         if isinstance(error, GradpostError):
-            if not error.may_be_retried:
+            may_pass = isinstance(error, Unauthenticated | Forbidden) and not self._unauthenticated.note_failure()
+            if not error.may_be_retried and not may_pass:
                 raise error
             problem = f"waiting: {error}"
         else:
@@ -140,7 +144,7 @@ class Registration:
         now = asyncio.get_running_loop().time
         while not stop.is_set():
             self._pserver.heartbeat_is_due.clear()
-            heartbeat, sent_at = self._pserver.make_heartbeat(), now()
+            heartbeat = self._pserver.make_heartbeat()
             try:
                 reply = PserverHeartbeatReply.from_answer(await self._post(path, heartbeat))
             except StalePserver as error:
@@ -161,13 +165,10 @@ class Registration:
             else:
                 is_failing = False
                 alone = None
-                self._pserver.renew_lease(sent_at + registered.lease_seconds)
                 self._pserver.handle_heartbeat_reply(reply, heartbeat)
                 if reply.stop and self._settings.exit_when_done:
                     self._exit(reply.exit_code, stop)
-            period = heartbeat_period(registered.lease_seconds)
-            period = min(period, RETRY_SECONDS) if is_failing else period  # updates may wait for a lease
-            await wait_for_any(period, stop, self._pserver.heartbeat_is_due)
+            await wait_for_any(heartbeat_period(registered.lease_seconds), stop, self._pserver.heartbeat_is_due)
 
     @property
     def _patience(self) -> float:

@@ -18,7 +18,6 @@ from ps_protocol import routes
 from ps_protocol.errors import Conflict, GradpostError, StalePserver, StaleRun, TryAgain
 from ps_protocol.fields import Identifier, Instance, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
-from ps_protocol.requests import HISTORY_KEY
 from ps_protocol.standbys import HeldUpdates, ServedRun, ShardDigests
 from ps_protocol.vocabulary import Round
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, watch_for_disconnect
@@ -30,7 +29,6 @@ from .durable.storage import RunStorage
 from .pserver import Pserver
 from .run.run import Run
 from .run.synchronous.rounds_executor import RoundsExecutor
-from .shard.history import History
 from .shard.shard_state import ShardState
 
 MAX_STREAMS = 16
@@ -88,7 +86,7 @@ class UpdateStream(Response):
                 loop.call_soon_threadsafe(note_change)
 
         with self._streams.place():
-            left = await watch_for_disconnect(receive)
+            left = watch_for_disconnect(receive)
             left.add_done_callback(lambda _: changed.set())
             reader: LogReader | None = None
             try:
@@ -108,7 +106,6 @@ class UpdateStream(Response):
 
     def _begin_confirmations(self, left: asyncio.Task[None]) -> None:
         """Let the standby confirm updates until it has left, or the stream is over and cancels `left`."""
-        self._context.is_followed |= self._standby is not None
         if self._standby is not None and (standbys := self._context.standbys) is not None:
             stream = standbys.open_stream(self._standby)
             left.add_done_callback(lambda _: standbys.close_stream(stream))
@@ -152,7 +149,7 @@ def _require_log(run: Run) -> RunStorage:
     run.context.check_failure()
     run.context.check_readable()
     if run.storage is None or not run.storage.has_log:
-        text = f"pserver {run.index} has no log of updates; set durability to log, fsync or replicated"
+        text = f"pserver {run.index} has no log of updates; set durability to log, fsync or replicated, in mode sync"
         raise Conflict(text, code="no_update_log", expected="log, fsync or replicated", actual=run.installed.durability)
     return run.storage
 
@@ -164,15 +161,14 @@ async def copy_shard(run: Run) -> AsyncIterator[Stream]:
     It may contain updates that wait for standbys: one of these may need the copy.
     """
 
-    def copy(metadata: Any) -> tuple[ShardState, dict[str, str]]:
-        if isinstance(run.executor, RoundsExecutor):
-            history = run.executor.stepped_history
-        else:
-            history = History.from_json(metadata[HISTORY_KEY])
-        return run.shard.state.clone(), storage.describe_shard(history)
+    executor = run.executor
+    storage = run.require_storage() if isinstance(executor, RoundsExecutor) else _require_log(run)
+    assert isinstance(executor, RoundsExecutor)  # an asynchronous run has no log
 
-    storage = run.require_storage()
-    state, description = await run.executor.read_after_round(None, copy, 0.0)
+    def copy(metadata: Any) -> tuple[ShardState, dict[str, str]]:
+        return run.shard.state.clone(), storage.describe_shard(executor.stepped_history)
+
+    state, description = await executor.read_after_round(None, copy, 0.0)
     run.context.check_failure()  # the newest step may have failed
     parts = state.encode(run.plan, description)
 
@@ -186,7 +182,10 @@ async def copy_shard(run: Run) -> AsyncIterator[Stream]:
 
 def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
     """Add the routes that followers read."""
-    streams, copies, digests = UpdateStreams(), LargeReplies(max_at_once=1), LargeReplies(max_at_once=1)
+    # Of standbys that may lead, and of all other readers, which would keep the former from a copy.
+    streams = {may_lead: UpdateStreams() for may_lead in (True, False)}
+    copies = {may_lead: LargeReplies(max_at_once=1) for may_lead in (True, False)}
+    digests = LargeReplies(max_at_once=1)
     binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 
     def check_run(run: str, attempt: int) -> Run:
@@ -223,8 +222,8 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         ] = None,
     ) -> Response:
         """Return the records of the log after a round, and then each update as soon as it is logged, without an end."""
-        standby = standby if may_administer(request.scope) else None
-        return UpdateStream(streams, check_run(run, attempt), after, digest, standby)
+        may_lead = may_administer(request.scope)
+        return UpdateStream(streams[may_lead], check_run(run, attempt), after, digest, standby if may_lead else None)
 
     @app.post(routes.HELD_UPDATES, tags=["replication"], status_code=204, response_class=Response)
     async def confirm_updates(message: HeldUpdates) -> None:
@@ -241,11 +240,10 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         response_class=Response,
         responses={200: {"content": {CONTENT_TYPE: binary}}},
     )
-    async def shard_copy(run: Identifier, attempt: OrdinalText) -> Response:
+    async def shard_copy(request: Request, run: Identifier, attempt: OrdinalText) -> Response:
         """Return values, optimizer state and history of this shard, as of one round: the file of a checkpoint."""
         served = check_run(run, attempt)
-        served.context.is_followed = True
-        return LargeReply(copies, lambda: copy_shard(served), CONTENT_TYPE)
+        return LargeReply(copies[may_administer(request.scope)], lambda: copy_shard(served), CONTENT_TYPE)
 
     @app.get(routes.SHARD_DIGESTS, tags=["replication"])
     async def shard_digests(run: Identifier, attempt: OrdinalText) -> ShardDigests:

@@ -5,29 +5,35 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from html import escape
 from http import HTTPStatus
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
-from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.types import ASGIApp
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ps_config.process_meter import watch_loop_lag
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, NotReady
-from ps_protocol.routes import HEALTH, METRICS, READY
+from ps_protocol.routes import DECLARE_MODEL, HEALTH, MEMBERS, METRICS, READY, RUN
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 
-from .errors import allowed_methods, install_error_handlers
-from .metrics import MeasureRequests, ServiceMetrics, watch_loop_lag
-from .routing import AnswerHead, CallRawRoutes, MessageRoute, RawEndpoint, RawRoute
-from .scopes import DASHBOARD, DOCS, OPENAPI, needed_scope
+from .gate import Entry, Gate
+from .metrics import ServiceMetrics
+from .scopes import DASHBOARD, DOCS, OPENAPI, PROBES, ROUTE_SCOPES
+from .security import Guard
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+RawEndpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MAX_MESSAGE_BYTES = 1024 * 1024
+MAX_PLAN_BYTES = 64 * 1024 * 1024  # of messages that name all parameters or blocks of a model
+_PLANS = frozenset({DECLARE_MODEL, MEMBERS, RUN})
 
 _PROBLEM_SCHEMA = {
     "type": "object",
@@ -92,10 +98,10 @@ def make_app(
     is_ready: Callable[[], str | None],
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
-    """Return an application with problem documents for errors, request metrics, and the common routes.
+    """Return an application behind a gate, with the common routes.
 
     `is_ready` returns None, or the missing condition as text; it is called for every probe and must be quick.
-    `lifespan` is entered before serving. `serve` adds limits and access control by its settings.
+    `lifespan` is entered before serving. `serve` sets limits and access control by its settings.
     """
 
     @asynccontextmanager
@@ -117,10 +123,8 @@ def make_app(
         # OpenTelemetry would measure every request a second time, those that carry tensors included.
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
     )
-    app.router.route_class = MessageRoute
-    install_error_handlers(app)
-    app.add_middleware(MeasureRequests, metrics=metrics)  # outside the others, to see what the client gets
-    app.add_middleware(AnswerHead)  # added last, so outermost
+    app.state.guard = Guard()
+    app.state.metrics = metrics
 
     @app.get(HEALTH, tags=["service"])
     async def health() -> Healthy:
@@ -135,9 +139,10 @@ def make_app(
         return Healthy()
 
     @app.options(DASHBOARD, include_in_schema=False)
-    async def options(request: Request) -> Response:
+    async def options() -> Response:
         """The process is alive, as for `health`; see RFC 9110, section 9.3.7."""
-        return Response(status_code=HTTPStatus.NO_CONTENT, headers={"allow": ", ".join(allowed_methods(request))})
+        methods = [method for (method, path), _ in app.requests() if path == DASHBOARD]
+        return Response(status_code=HTTPStatus.NO_CONTENT, headers={"allow": ", ".join(methods)})
 
     @app.get(METRICS, tags=["service"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def prometheus_metrics(request: Request) -> Response:
@@ -170,32 +175,41 @@ def add_raw_route(
     """
     extra = openapi_extra or {}
     responses = {**extra.get("responses", {}), "default": _PROBLEM_RESPONSE}
-    operation = {"summary": summary, **extra, "responses": responses}
-    # First, because routes are tried in turn, and every step of a training calls these.
-    app.router.routes.insert(0, RawRoute(path, asgi_endpoint, methods=methods, operation=operation))
+    app.router.routes.append(
+        RawRoute(path, asgi_endpoint, methods, {"summary": summary, **extra, "responses": responses})
+    )
+
+
+class RawRoute(Route):
+    """An ASGI function or method at a path, with the OpenAPI operation that describes it."""
+
+    def __init__(self, path: str, endpoint: RawEndpoint, methods: Sequence[str], operation: Mapping[str, Any]) -> None:
+        super().__init__(path, endpoint, methods=methods)
+        self.app = endpoint  # Starlette would take the function for `request -> response`
+        self.operations = {m.lower(): {**operation, "operationId": f"{self.name}_{m.lower()}"} for m in methods}
 
 
 class _ServiceApp(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
-        """Put the middlewares around FastAPI, and the raw routes beside it.
+        """Return the gate, which calls all routes itself: no middleware and no router is between them."""
+        table = {request: _make_entry(request, route) for request, route in self.requests()}
+        return Gate(table, self.state.guard, self.state.metrics)
 
-        Of FastAPI's own middlewares those are left out whose work is done by ours, or that are switched off.
-        """
-        handlers = cast(Mapping[Any, Any], self.exception_handlers)
-        app: ASGIApp = ExceptionMiddleware(AsyncExitStackMiddleware(self.router), handlers)
-        app = CallRawRoutes(app, [route for route in self.routes if isinstance(route, RawRoute)])
-        for middleware, arguments, options in reversed(self.user_middleware):
-            app = middleware(app, *arguments, **options)
-        return app
+    def requests(self) -> Iterator[tuple[tuple[str, str], Route]]:
+        """Yield the method and path of each request, and its route."""
+        for route in self.routes:
+            if isinstance(route, Route):
+                for method in sorted((route.methods or set()) - {"HEAD"}):
+                    yield (method, route.path), route
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
-        for route in self.routes:
+        for request, route in self.requests():
             if isinstance(route, RawRoute):
                 document["paths"].setdefault(route.path_format, {}).update(route.operations)
-        for path, operations in document["paths"].items():
-            for method, operation in operations.items():
-                scope = needed_scope(method.upper(), path)
+            operation = document["paths"].get(route.path_format, {}).get(request[0].lower())
+            if operation is not None:
+                scope = _make_entry(request, route).scope
                 operation["security"] = [] if scope is None else [{"token": [scope]}]
                 operation["responses"] |= {} if scope is None else _TOKEN_RESPONSES
         components = document.setdefault("components", {})
@@ -204,11 +218,19 @@ class _ServiceApp(FastAPI):
         return document
 
 
+def _make_entry(request: tuple[str, str], route: Route) -> Entry:
+    scope, path = ROUTE_SCOPES.get(request, "admin"), route.path
+    if isinstance(route, RawRoute):
+        return Entry(path, route.app, scope)
+    max_bytes = MAX_PLAN_BYTES if path in _PLANS else MAX_MESSAGE_BYTES
+    return Entry(path, AsyncExitStackMiddleware(route.app), scope, max_bytes, is_probe=request in PROBES)
+
+
 def render_operations(document: dict[str, Any]) -> str:
     """Return an OpenAPI document as a page: each request with the scope that its token needs, and a summary."""
     rows = [
         f"<tr><td><code>{escape(method.upper())} {escape(path)}</code></td>"
-        f"<td>{needed_scope(method.upper(), path) or ''}</td>"
+        f"<td>{_needed_scope(operation)}</td>"
         f"<td>{escape(_summary(operation))}</td></tr>"
         for path, operations in document["paths"].items()
         for method, operation in operations.items()
@@ -221,6 +243,11 @@ def render_operations(document: dict[str, Any]) -> str:
         "<table><thead><tr><th>request</th><th>scope</th><th></th></tr></thead><tbody>"
         f"{''.join(rows)}</tbody></table></body></html>"
     )
+
+
+def _needed_scope(operation: dict[str, Any]) -> str:
+    [needed] = operation["security"] or [{"token": [""]}]
+    return str(needed["token"][0])
 
 
 def _summary(operation: dict[str, Any]) -> str:

@@ -1,26 +1,26 @@
 """Names and manifests of checkpoint files.
 
-{run}/{round}/pserver-0-of-2.safetensors    the shard, flat tensors in its layout
-              pserver-0-of-2.json           its digest, written after it
-              manifest.json                 written last: it makes the shards a checkpoint of the model
+{run}/{round}/pserver-0-of-2.0-3.safetensors    the shard of pserver 0, written in attempt 0 by incarnation 3
+              manifest.json                     written last: it makes the shards that it names a checkpoint
+
+No two processes write the same file, so that a process which was replaced harms no checkpoint. The coordinator alone
+writes manifests, and alone deletes.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Annotated, Any
 
 import xxhash
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from ps_protocol.consistency import Consistency
+from ps_protocol.errors import UnsupportedFormat
 from ps_protocol.fields import Message
-from ps_protocol.membership import Controls, Membership
+from ps_protocol.membership import Controls, Plan
 from ps_protocol.messages import ShardFile
-from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 from .logs import get_logger
 from .storage import CheckpointStorage, DamagedFile, check_format, seal, unseal
@@ -28,28 +28,13 @@ from .storage import CheckpointStorage, DamagedFile, check_format, seal, unseal
 log = get_logger()
 
 MANIFEST = "manifest.json"
+COORDINATOR_FOLDER = "coordinator"  # in the state folder of the coordinator
 FORMAT = 1
 
 _ROUND = re.compile(r"\d{12}")
 _FORMAT = re.compile(rb'\{"xxh3_128":"[0-9a-f]{32}","content":\{"format": ?(\d{1,9})[,}]')
 
-PassOver = Callable[[str, Round, OSError], None]
-
-
-def leave_out_removed(consistency: Any) -> Any:
-    """Return the `Consistency` of a file without settings of earlier versions."""
-    if not isinstance(consistency, dict):
-        return consistency
-    return {name: value for name, value in consistency.items() if name not in ("max_merged", "step_count")}
-
-
-def nest_membership(message: Any) -> Any:
-    """Return a message or record with a `membership`, whose fields stood beside the others in earlier versions."""
-    if not isinstance(message, dict) or "members" not in message:
-        return message
-    names = [field.name for field in fields(Membership) if field.name in message]
-    rest = {name: value for name, value in message.items() if name not in names}
-    return {**rest, "membership": {name: message[name] for name in names}}
+PassOver = Callable[[str, Round, OSError | UnsupportedFormat], None]
 
 
 class Manifest(Message):
@@ -59,8 +44,8 @@ class Manifest(Message):
     run: str
     attempt: int
     round: Round
-    consistency: Annotated[Consistency, BeforeValidator(leave_out_removed)]
-    plan: dict[str, Any]
+    consistency: Consistency
+    plan: Plan
     aliases: dict[str, str] = Field(
         default={}, description="names of tied parameters, and the parameters that they share"
     )
@@ -77,10 +62,6 @@ class Manifest(Message):
                 newest[rank] = max(step, newest.get(rank, 0))
         return newest
 
-    def slice_plan(self) -> SlicePlan:
-        """Return the slice plan of the shards."""
-        return SlicePlan.from_json(self.plan)
-
 
 def round_folder(run: str, round_: Round) -> str:
     """Return the folder of the checkpoint of a round.
@@ -91,13 +72,13 @@ def round_folder(run: str, round_: Round) -> str:
     return f"{run}/{round_:012}"
 
 
-def shard_name(index: PserverIndex, num_pservers: int) -> str:
-    """Return the name of the files of a shard, without suffix.
+def shard_name(index: PserverIndex, num_pservers: int, attempt: int, incarnation: Incarnation) -> str:
+    """Return the name of a shard's file, which only this incarnation of the pserver writes.
 
-    >>> shard_name(0, 2)
-    'pserver-0-of-2'
+    >>> shard_name(0, 2, attempt=1, incarnation=3)
+    'pserver-0-of-2.1-3.safetensors'
     """
-    return f"pserver-{index}-of-{num_pservers}"
+    return f"pserver-{index}-of-{num_pservers}.{attempt}-{incarnation}.safetensors"
 
 
 def list_rounds(storage: CheckpointStorage, run: str) -> list[Round]:
@@ -128,11 +109,19 @@ def is_undone(round_: Round, attempt: int, began: Mapping[int, Round | None]) ->
     return any(later > attempt and (start is None or start < round_) for later, start in began.items())
 
 
-def _pass_over_damage(run: str, round_: Round, error: OSError) -> None:
+def _pass_over_damage(run: str, round_: Round, error: OSError | UnsupportedFormat) -> None:
     """Raise errors other than damage: an unreadable manifest may be intact, and an older one would lose rounds."""
     if not isinstance(error, DamagedFile):
         raise error
     log.warning("skipping a checkpoint with a damaged manifest", run=run, round=round_, error=str(error))
+
+
+def _pass_over_runs_of_others(run: str, round_: Round, error: OSError | UnsupportedFormat) -> None:
+    """Pass over another format, too: the place may be shared with users of another version."""
+    if not isinstance(error, UnsupportedFormat):
+        _pass_over_damage(run, round_, error)
+    else:
+        log.warning("skipping a checkpoint of another version", run=run, round=round_, error=str(error))
 
 
 def complete_checkpoints(
@@ -146,7 +135,7 @@ def complete_checkpoints(
     for round_ in list_rounds(storage, run):
         try:
             manifest = read_manifest(storage, run, round_)
-        except OSError as error:
+        except (OSError, UnsupportedFormat) as error:
             pass_over(run, round_, error)
             continue
         if manifest is not None:
@@ -154,7 +143,7 @@ def complete_checkpoints(
     return sorted(found, key=lambda manifest: (manifest.attempt, manifest.round), reverse=True)
 
 
-def all_checkpoints(storage: CheckpointStorage, pass_over: PassOver = _pass_over_damage) -> list[Manifest]:
+def all_checkpoints(storage: CheckpointStorage, pass_over: PassOver = _pass_over_runs_of_others) -> list[Manifest]:
     """Return the manifests of all runs, newest first; `--resume` and `export` use the first.
 
     Runs are sorted by the date of their newest manifest. Within a run dates are ignored, since clocks may jump. Raises
@@ -167,11 +156,6 @@ def all_checkpoints(storage: CheckpointStorage, pass_over: PassOver = _pass_over
 def write_manifest(storage: CheckpointStorage, manifest: Manifest) -> None:
     """Write a manifest, which completes its checkpoint."""
     storage.write(f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}", [seal(manifest)])
-
-
-def delete_manifest(storage: CheckpointStorage, manifest: Manifest) -> None:
-    """Delete a manifest, and leave the shards of its checkpoint."""
-    storage.delete(f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}")
 
 
 def read_shard_file(storage: CheckpointStorage, run: str, file: ShardFile) -> memoryview:

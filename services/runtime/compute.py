@@ -42,16 +42,11 @@ class ComputeExecutor:
         self._submitted: list[_Job] = []  # in this turn of the loop
         self._done: deque[_Job] = deque()
         self._loop_is_called = False
-        self._num_jobs = 0
+        self.num_jobs = 0
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"<ComputeExecutor [{self._num_jobs} jobs]>"
-
-    @property
-    def num_jobs(self) -> int:
-        """The number of unfinished jobs, including the running one."""
-        return self._num_jobs
+        return f"<ComputeExecutor [{self.num_jobs} jobs]>"
 
     async def run(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Submit a job and wait for its result or exception.
@@ -64,7 +59,7 @@ class ComputeExecutor:
         loop = asyncio.get_running_loop()
         context = contextvars.copy_context()  # so that log lines of the job name the request
         waiter: asyncio.Future[R] = loop.create_future()
-        self._num_jobs += 1
+        self.num_jobs += 1
         if not self._submitted:
             loop.call_soon(self._start)
         self._submitted.append(_Job(partial(context.run, fn, *args, **kwargs), waiter))
@@ -75,7 +70,7 @@ class ComputeExecutor:
 
         Raises the errors of `run`.
         """
-        if self._num_jobs or self._is_closed:
+        if self.num_jobs or self._is_closed:
             return await self.run(fn, *args, **kwargs)
         return fn(*args, **kwargs)
 
@@ -109,7 +104,7 @@ class ComputeExecutor:
         self._loop_is_called = False  # first, so that later jobs wake the loop again
         while self._done:
             job = self._done.popleft()
-            self._num_jobs -= 1
+            self.num_jobs -= 1
             if job.waiter.cancelled():
                 if job.error is not None:
                     log.error("a job failed after its request was cancelled", exc_info=job.error)

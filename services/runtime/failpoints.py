@@ -88,4 +88,5 @@ def reach_failpoint(name: str) -> None:
     if armed.action in _ERRORS:
         number = _ERRORS[armed.action]
         raise OSError(number, f"{os.strerror(number)} (failpoint {name})")
-    os.kill(os.getpid(), signal.SIGKILL if armed.action == "kill" else signal.SIGSTOP)
+    # Sent to this thread, which therefore does not run on before the process has stopped.
+    signal.raise_signal(signal.SIGKILL if armed.action == "kill" else signal.SIGSTOP)

@@ -74,7 +74,7 @@ class LargeReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Create and send the reply."""
-        left = await watch_for_disconnect(receive)
+        left = watch_for_disconnect(receive)
         try:
             async with self._replies.slot():
                 await asyncio.sleep(0)  # so that a disconnect meanwhile is noticed
@@ -96,13 +96,11 @@ class LargeReply(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-async def watch_for_disconnect(receive: Receive) -> asyncio.Task[None]:
-    """Discard the body of a request, and return a task that ends when the client disconnects."""
-    while (await receive()).get("more_body"):  # after the end of the body only a disconnect can follow
-        pass
-    return asyncio.create_task(_wait_until_left(receive))
+def watch_for_disconnect(receive: Receive) -> asyncio.Task[None]:
+    """Return a task that ends when the client of a message disconnects."""
 
+    async def wait() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
-async def _wait_until_left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return asyncio.create_task(wait())

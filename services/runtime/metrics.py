@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from time import perf_counter
 from typing import NamedTuple
 
 from prometheus_client import (
@@ -18,15 +15,11 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import choose_encoder
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
-INTERVAL_SECONDS = 0.25
-
 # Methods and paths come from the client, so only listed values may become labels.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_NO_ROUTE = "unmatched"
 
 
 class _Request(NamedTuple):
@@ -100,54 +93,3 @@ class ServiceMetrics:
         except Exception:  # it raises for some malformed headers
             encode, content_type = choose_encoder("")
         return encode(self.registry), content_type
-
-
-class MeasureRequests:
-    """ASGI middleware that counts requests, their seconds and bytes; it costs about ten microseconds a request."""
-
-    def __init__(self, app: ASGIApp, metrics: ServiceMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Process a request, and observe it in any case."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        begin = perf_counter()
-        status = received_bytes = sent_bytes = 0
-
-        async def count_received() -> Message:
-            nonlocal received_bytes
-            message = await receive()
-            received_bytes += len(message.get("body", b""))
-            return message
-
-        async def count_sent(message: Message) -> None:
-            nonlocal status, sent_bytes
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                sent_bytes += len(message.get("body", b""))
-            await send(message)
-
-        try:
-            await self._app(scope, count_received, count_sent)
-        finally:
-            self._metrics.observe_request(
-                getattr(scope.get("route"), "path", _NO_ROUTE),
-                scope["method"],
-                status,
-                seconds=perf_counter() - begin,
-                received_bytes=received_bytes,
-                sent_bytes=sent_bytes,
-            )
-
-
-async def watch_loop_lag(observe: Callable[[float], object], *, interval_seconds: float = INTERVAL_SECONDS) -> None:
-    """Observe in an endless loop by how many seconds a sleep of `interval_seconds` is late, as other tasks are."""
-    loop = asyncio.get_running_loop()
-    while True:
-        due = loop.time() + interval_seconds
-        await asyncio.sleep(interval_seconds)
-        observe(max(0.0, loop.time() - due))

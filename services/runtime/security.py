@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import httpx
 from fastapi import FastAPI
-from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from ps_config.control_client import make_control_client
 from ps_config.hosts import LOOPBACK_NAMES, is_ip_literal, is_loopback, split_port
+from ps_config.tokens import Scope as TokenScope
 from ps_config.tokens import TokenFolder, TokenPair, includes, parse_authorization
-from ps_protocol.errors import BadInput, Forbidden, GradpostError, Unauthenticated
+from ps_protocol.errors import BadInput, Forbidden, Unauthenticated
 
-from .errors import problem_response
-from .limits import LimitRequests
 from .logs import get_logger
-from .scopes import PROBES, needed_scope
 from .settings import ServiceSettings
 
 log = get_logger()
@@ -51,21 +49,20 @@ def make_peer_client(settings: ServiceSettings, transport: httpx.AsyncBaseTransp
     return make_control_client(settings.client_tls, tokens, with_system=True, transport=transport)
 
 
-def guard(app: FastAPI, settings: ServiceSettings, address: str) -> None:
-    """Add limits and access control to `app`, which is served under `address`.
+def protect(app: FastAPI, settings: ServiceSettings, address: str) -> None:
+    """Give `app`, which is served under `address`, its limits and access control.
 
     Raises RuntimeError if the application has answered a request before.
     """
     if app.middleware_stack is not None:
         raise RuntimeError("access control must be added before the application answers its first request")
-    tokens = None if settings.tokens_dir is None else TokenFolder(settings.tokens_dir, log.warning)
-    app.state.wants_token = tokens is not None
     names = [settings.host, *(urlsplit(url).hostname or "" for url in (address, settings.coordinator))]
-    # Outside `AnswerFailures`, the innermost so far: it would read the bodies of excess requests.
-    app.user_middleware.insert(-1, Middleware(LimitRequests, settings=settings))
-    # Innermost, so that refusals are measured, and clients that are still sending a body receive them.
-    app.state.hosts = KnownHosts([*names, *_listed(settings.allowed_hosts)])
-    app.user_middleware.append(Middleware(CheckAccess, tokens=tokens, hosts=app.state.hosts))
+    app.state.guard = Guard(
+        KnownHosts([*names, *map(str.strip, (settings.allowed_hosts or "").split(","))]),
+        None if settings.tokens_dir is None else TokenFolder(settings.tokens_dir, log.warning),
+        settings.max_requests,
+        settings.body_timeout_seconds,
+    )
 
 
 def warn_if_exposed(settings: ServiceSettings) -> None:
@@ -98,50 +95,37 @@ class KnownHosts:
         return self._any or host in self._exact or host.endswith(self._suffixes)
 
 
-class CheckAccess:
-    """ASGI middleware for refusals before the body: `bad_host`, `bad_origin`, `unauthenticated`, `forbidden`."""
+@dataclass
+class Guard:
+    """Access control and limits of an application, which accepts every host and needs no token by default."""
 
-    def __init__(self, app: ASGIApp, tokens: TokenFolder | None, hosts: KnownHosts) -> None:
-        self._app = app
-        self._tokens = tokens
-        self._hosts = hosts
-        self._good_authorities: set[bytes] = set()
+    hosts: KnownHosts = field(default_factory=lambda: KnownHosts(["*"]))
+    tokens: TokenFolder | None = None
+    max_requests: int = 2048
+    body_timeout_seconds: float = 30.0
+    _good_authorities: set[bytes] = field(default_factory=set)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Process a request, or answer with the reason of its refusal."""
-        try:
-            self._check(scope)
-        except GradpostError as error:
-            headers = {"www-authenticate": "Bearer"} if isinstance(error, Unauthenticated) else None
-            await problem_response(error, instance=scope["path"], headers=headers)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+    def check(self, scope: Scope, needed: TokenScope | None, *, is_probe: bool) -> None:
+        """Check the headers of a request, whose token needs the scope `needed`.
 
-    def _check(self, scope: Scope) -> None:
+        Raises Unauthenticated, Forbidden and BadInput.
+        """
         host: bytes | None = None
         origin = authorization = b""
         for name, value in scope["headers"]:
-            if name == b"host":
-                if host is not None:
-                    raise BadInput("a request must have exactly one Host header")
+            if name == b"host":  # of which both versions of HTTP accept one
                 host = value
             elif name == b"authorization":
                 authorization = value
             elif name == b"origin":
                 origin = value
-            elif name == b"transfer-encoding" and value.lower() != b"chunked":
-                raise BadInput(
-                    "the transfer coding must be chunked", code="unsupported_transfer_coding", actual=_quote(value)
-                )
             elif name == b"content-encoding" and value.lower() != b"identity":
                 raise BadInput(
                     "the body of a request must be uncompressed",
                     code="unsupported_content_coding", actual=_quote(value),
                 )  # fmt: skip
         # Load balancers probe without a Host header; browsers always send one.
-        if host is None and (scope["method"], scope["path"]) not in PROBES:
-            if scope["http_version"] == "1.1":
-                raise BadInput("an HTTP/1.1 request must have a Host header")
+        if host is None and not is_probe:
             host = b""
         if host is not None and host not in self._good_authorities:
             self._check_host(host.decode("latin-1"))
@@ -149,11 +133,11 @@ class CheckAccess:
                 self._good_authorities.add(host)
         if origin and scope["method"] not in _READING:
             _check_origin(origin.decode("latin-1"), (host or b"").decode("latin-1"))
-        if self._tokens is not None:
-            self._check_token(self._tokens, scope, authorization.decode("latin-1"))
+        if self.tokens is not None and needed is not None:
+            self._check_token(self.tokens, scope, needed, authorization.decode("latin-1"))
 
     def _check_host(self, authority: str) -> None:
-        if split_port(authority)[0] not in self._hosts:
+        if split_port(authority)[0] not in self.hosts:
             raise BadInput(
                 "the service does not accept this host name; add it to GRADPOST_ALLOWED_HOSTS, or set "
                 "GRADPOST_ADVERTISE_ADDRESS",
@@ -161,10 +145,7 @@ class CheckAccess:
                 actual=authority[:300],
             )
 
-    def _check_token(self, tokens: TokenFolder, scope: Scope, authorization: str) -> None:
-        needed = needed_scope(scope["method"], scope["path"])
-        if needed is None:
-            return
+    def _check_token(self, tokens: TokenFolder, scope: Scope, needed: TokenScope, authorization: str) -> None:
         token = parse_authorization(authorization)
         if not token:
             raise Unauthenticated(
@@ -186,7 +167,7 @@ def _quote(value: bytes) -> str:
 def name_token(scope: Scope) -> str:
     """Return a name for the token of a request: the beginning of its digest, which does not reveal the token."""
     token = scope.get(TOKEN_KEY)
-    return "anybody" if token is None else f"token {hashlib.sha256(token.encode()).hexdigest()[:8]}"
+    return "no token" if token is None else f"token {hashlib.sha256(token.encode()).hexdigest()[:8]}"
 
 
 def may_administer(scope: Scope) -> bool:
@@ -205,7 +186,3 @@ def _check_origin(origin: str, authority: str) -> None:
     if theirs[0] != ours[0] or not theirs[0] or (theirs[1] or default) != (ours[1] or default):
         text = "a page of another site sent the request"
         raise BadInput(text, code="bad_origin", expected=authority, actual=origin[:300])
-
-
-def _listed(names: str | None) -> list[str]:
-    return [name.strip() for name in (names or "").split(",") if name.strip()]

@@ -4,44 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
 import socket
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
-from inspect import isawaitable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ps_config.certificates import server_context
+from ps_config.certificates import close_handshake, server_context
 from ps_config.environment import SettingsError
-from ps_config.hosts import authority, reachable_host
-from ps_protocol.errors import GradpostError, TryAgain
+from ps_config.hosts import ListenError, authority, reachable_host, take_port
+from ps_http2.reader import MAX_HEADER_BYTES
+from ps_protocol.errors import GradpostError
 
-from .errors import problem_response
-from .http1 import GuardedProtocol, Handshakes
+from .http1 import Http1Connection
 from .logs import get_logger
 from .process import allow_many_files, bound_connections, keep_large_buffers
-from .security import guard, wait_for_token, warn_if_exposed
+from .security import protect, wait_for_token, warn_if_exposed
 from .settings import ServiceSettings
 
 BACKLOG = 1024
 KEEP_ALIVE_SECONDS = 75  # longer than most rounds: a connection closed between two costs a failed request
-GRACE_SECONDS = 5.0  # for requests in flight when the service stops
+GRACE_SECONDS = 5  # for requests in flight when the service stops
+ANSWER_SECONDS = 1.0  # for the answers to those that take longer
 
 log = get_logger()
-
-
-class ListenError(OSError):
-    """The host and port cannot be bound; the message has the reason and a remedy."""
 
 
 class SwitchedApp:
@@ -61,40 +54,32 @@ async def serve(
     settings: ServiceSettings,
     *,
     stop: asyncio.Event,
-    on_started: Callable[[str], Awaitable[None] | None] | None = None,
+    on_started: Callable[[str], None] | None = None,
     local: socket.socket | None = None,
 ) -> None:
     """Serve `app` until `stop` is set, then end within about `GRACE_SECONDS`.
 
-    In order: wait for the token file, take the port, enter the app's lifespan, listen, write the advertised address to
-    `ready_fd`, call `on_started` with it. On stop: cancel `on_started` if it still waits, refuse new connections, let
-    requests in flight finish, answer slower ones with `try_again`, leave the lifespan. The service also listens on
-    `local`, a bound Unix socket, with the same limits and checks. Raises SettingsError if the token file does not
-    appear, ListenError, exceptions of the lifespan and of `on_started`, and RuntimeError if the HTTP server ends by
-    itself.
+    In order: wait for the token file, take the port, enter the app's lifespan, listen, call `on_started` with the
+    advertised address. On stop: refuse new connections, let requests in flight finish, answer slower ones with
+    `try_again`, leave the lifespan. The service also listens on `local`, a bound Unix socket, with the same limits and
+    checks. Raises SettingsError if the token file does not appear, ListenError, and exceptions of the lifespan and of
+    `on_started`.
     """
     if not await wait_for_token(settings, stop):
         return
-    requests = _RequestsInFlight(app)
-    with take_port(settings.host, settings.port) as bound:
+    with _take_socket(settings) as bound:
         address = advertised_address(settings, bound.getsockname()[1])
         warn_if_exposed(settings)
         async with contextlib.AsyncExitStack() as stack:
             for one in app.apps if isinstance(app, SwitchedApp) else [app]:
-                guard(one, settings, address)
+                protect(one, settings, address)
                 # Not by uvicorn, which turns exceptions of the lifespan into a log line and an exit code.
                 await stack.enter_async_context(one.router.lifespan_context(one))
-            server = UvicornServer(requests, settings, bound, local)
-            serving = asyncio.create_task(server.serve())
-            try:
-                await _while_serving(serving, wait_until_listening(bound))
-                log.info("serving", address=address)
-                announce(settings, address)
-                if on_started is not None and isawaitable(started := on_started(address)):
-                    await _while_serving(serving, stop.wait(), started)
-                await _while_serving(serving, stop.wait())
-            finally:
-                await _shut_down(server, serving, requests)
+            await stack.enter_async_context(UvicornServer(app, settings, bound, local))
+            log.info("serving", address=address)
+            if on_started is not None:
+                on_started(address)
+            await stop.wait()
 
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
@@ -144,43 +129,10 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
 # ---------------------------------------------------------------------- the address
 
 
-def take_port(host: str, port: int) -> socket.socket:
-    """Bind `host` and `port` (0: a free one) for this process alone, without listening yet. Raises ListenError."""
-    try:
-        [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return _bind(family, address)
-    except OSError as error:  # gaierror included
-        if error.errno == errno.EADDRINUSE:
-            reason = (
-                "another process listens there; stop it or choose another port (--port or GRADPOST_PORT, 0 for any)"
-            )
-        else:
-            reason = f"{error.strerror}; choose another address (--host or GRADPOST_HOST, --port or GRADPOST_PORT)"
-        raise ListenError(f"cannot listen on {authority(host, port)}: {reason}") from error
-
-
-def _bind(family: int, address: Any) -> socket.socket:
-    # asyncio disables Nagle's algorithm, which can delay a request by 40 ms, only if the protocol is named.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        # Ignores connections in TIME_WAIT of an earlier process, but no listening socket.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
-async def wait_until_listening(bound: socket.socket) -> None:
-    """Wait until connections to the address of `bound` are accepted."""
-    while True:
-        with socket.socket(bound.family, socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            with suppress(ConnectionRefusedError):
-                await asyncio.get_running_loop().sock_connect(probe, bound.getsockname())
-                return
-        await asyncio.sleep(0.005)
+def _take_socket(settings: ServiceSettings) -> socket.socket:
+    if settings.listen_fd is None:
+        return take_port(settings.host, settings.port)
+    return socket.socket(proto=socket.IPPROTO_TCP, fileno=settings.listen_fd)
 
 
 def advertised_address(settings: ServiceSettings, port: int) -> str:
@@ -195,88 +147,21 @@ def advertised_address(settings: ServiceSettings, port: int) -> str:
     return f"{scheme}://{authority(reachable_host(settings.host), port)}"
 
 
-def announce(settings: ServiceSettings, address: str) -> None:
-    """Write the address to `ready_fd`, for the process that started this one, and close it."""
-    if settings.ready_fd is not None:
-        os.write(settings.ready_fd, f"{address}\n".encode())
-        os.close(settings.ready_fd)
-
-
 # ---------------------------------------------------------------------- the HTTP server
-
-
-class _RequestsInFlight:
-    """The application as uvicorn calls it, with its unanswered requests."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._ended: set[asyncio.Task[Any]] = set()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.current_task()
-        assert task is not None  # uvicorn runs each request in a task of its own
-        self._tasks.add(task)
-        try:
-            await self._app(scope, receive, send)
-        except asyncio.CancelledError:
-            if task not in self._ended:
-                raise
-            with suppress(RuntimeError):  # the response has begun; the server cuts it off
-                await problem_response(TryAgain("the service stops"), instance=scope["path"])(scope, receive, send)
-        finally:
-            self._tasks.discard(task)
-
-    def end(self) -> None:
-        """Cancel all requests; they are answered with `try_again`."""
-        self._ended |= self._tasks
-        for task in self._tasks:
-            task.cancel()
-
-
-async def _while_serving(serving: asyncio.Task[None], *waiting: Awaitable[Any]) -> None:
-    """Wait for the first of `waiting`, cancel the others and raise its exception; or raise if the server ends."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in waiting]
-    try:
-        done, _ = await asyncio.wait({serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        if serving in done:
-            raise RuntimeError("the HTTP server ended by itself") from serving.exception()
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _shut_down(server: UvicornServer, serving: asyncio.Task[None], requests: _RequestsInFlight) -> None:
-    server.stop()
-    await asyncio.wait({serving}, timeout=GRACE_SECONDS)
-    if not serving.done():
-        requests.end()
-        await asyncio.wait({serving}, timeout=1.0)
-    if not serving.done():
-        log.warning("leaving connections that do not end")  # such as one whose client does not read its reply
-        serving.cancel()
-        await asyncio.wait({serving})
-    elif error := serving.exception():
-        log.error("the HTTP server failed", exc_info=error)
 
 
 class UvicornServer(uvicorn.Server):
     """An HTTP server on this event loop, without its own signal handlers, logs and lifespan.
 
-    It listens on `bound`, and on the Unix socket `local`, if given.
+    It listens on `bound`, and on the Unix socket `local`, if given, while its context is entered.
     """
 
     def __init__(
         self, app: ASGIApp, settings: ServiceSettings, bound: socket.socket, local: socket.socket | None = None
     ) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # or it logs each request that is not HTTP
-        handshakes = Handshakes(
-            seconds=settings.header_timeout_seconds, max_connections=bound_connections(settings.max_connections)
-        )
-        protocol: Any = partial(GuardedProtocol, limits=settings, handshakes=handshakes)
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # or it logs each request that is not HTTP
+        protocol: Any = self._accept
+        tls: Any = (lambda *_: _offer_http2(server_context(settings.server_tls))) if settings.tls_cert else None
         config = uvicorn.Config(
             app,
             http=protocol,
@@ -289,26 +174,48 @@ class UvicornServer(uvicorn.Server):
             proxy_headers=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            ssl_context_factory=(lambda *_: _offer_http2(server_context(settings.server_tls)))
-            if settings.tls_cert
-            else None,
+            timeout_graceful_shutdown=GRACE_SECONDS,  # then it cancels requests, which the gate answers
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            ssl_context_factory=tls,
         )
+        config.load()
         super().__init__(config)
+        self._limits = settings
+        self._max_connections = bound_connections(settings.max_connections)
+        self._handshakes: dict[asyncio.Task[Any], None] = {}  # that are incomplete, oldest first
+        self.lifespan = config.lifespan_class(config)
         # In this order: a client that reaches the port may use the Unix socket next.
         self._sockets = [bound] if local is None else [local, bound]
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until `stop`, then wait until the requests in flight are answered."""
-        await super().serve(sockets or self._sockets)
+    def _accept(self, **kwargs: Any) -> Http1Connection:
+        """Return the protocol of a new connection, whose TLS handshake is limited as its headers are.
 
-    def stop(self) -> None:
-        """Accept no more connections and requests."""
-        self.should_exit = True
+        If there are too many connections, the oldest incomplete handshakes are closed. uvicorn does not count them.
+        """
+        if self.config.ssl is not None:
+            handshake = asyncio.current_task()  # in which asyncio accepts the connection
+            assert handshake is not None
+            close_handshake.set(handshake.cancel)  # the callbacks of its connection run in copies of this context
+            asyncio.get_running_loop().call_later(self._limits.header_timeout_seconds, handshake.cancel)
+            self._handshakes[handshake] = None
+            handshake.add_done_callback(lambda _: self._handshakes.pop(handshake, None))
+            # The newest one continues: after its handshake it is refused with an answer.
+            num_complete = len(self.server_state.connections)
+            while len(self._handshakes) > 1 and num_complete + len(self._handshakes) > self._max_connections:
+                oldest = next(iter(self._handshakes))
+                del self._handshakes[oldest]
+                oldest.cancel()
+        return Http1Connection(limits=self._limits, max_connections=self._max_connections, **kwargs)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Do nothing, because the process handles signals itself."""
-        yield
+    async def __aenter__(self) -> None:
+        await self.startup(self._sockets)
+        self._ticking = asyncio.create_task(self.main_loop())
+
+    async def __aexit__(self, *_: object) -> None:
+        self._ticking.cancel()
+        await self.shutdown(self._sockets)
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=ANSWER_SECONDS)
 
 
 def _offer_http2(context: ssl.SSLContext) -> ssl.SSLContext:

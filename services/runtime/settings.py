@@ -80,18 +80,18 @@ class ServiceSettings(Settings):
     checkpoints: str | None = Field(
         default=None,
         description="location of checkpoints: a folder, or a URL that fsspec can reach (`s3://bucket/run`), the same "
-        "for all services; none: `checkpoints` in `state_dir`",
+        "for all services; none: `checkpoints` in the coordinator's `state_dir`",
     )
     failpoints: str | None = Field(
         default=None,
         description="for tests: places in the code at which this process dies, stops or gets an error of its disk, "
         "such as `apply.before=kill@3`",
     )
-    ready_fd: int | None = Field(
+    listen_fd: int | None = Field(
         default=None,
         ge=0,
-        description="file descriptor to which the service writes its address and a newline once it serves, for the "
-        "program that starts it",
+        description="file descriptor of a socket to listen on instead of `port`, which the program that starts the "
+        "service has bound to `host`",
     )
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,7 @@ from .failpoints import reach_failpoint
 Buffer: TypeAlias = bytes | memoryview
 
 LOCK = "lock"
+CHUNK_BYTES = 1 << 20  # of a file that is copied
 
 _MessageT = TypeVar("_MessageT", bound=Message)
 _SEALED = re.compile(rb'\{"xxh3_128":"([0-9a-f]{32})","content":(.*)\}\n', re.DOTALL)
@@ -47,6 +49,10 @@ class CheckpointStorage(ABC):
 
         On an error a local file is unchanged; elsewhere a part of the new one, without its digest, may remain.
         """
+
+    def copy_file(self, path: Path, name: str) -> None:
+        """Write a copy of a local file, which never changes, as `write` does."""
+        self.write(name, _read_chunks(path))
 
     @abstractmethod
     def read(self, name: str) -> memoryview:
@@ -71,6 +77,13 @@ class LocalStorage(CheckpointStorage):
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write a file: see `CheckpointStorage.write`."""
         write_file(self._folder / name, chunks)
+
+    def copy_file(self, path: Path, name: str) -> None:
+        """Link a file, if it is on the same file system, or copy it: see `CheckpointStorage.copy_file`."""
+        try:
+            _link_file(path, self._folder / name)
+        except OSError:  # such as EXDEV, or a file system without links
+            super().copy_file(path, name)
 
     def read(self, name: str) -> memoryview:
         """Read a file: see `CheckpointStorage.read`."""
@@ -155,7 +168,8 @@ def open_checkpoint_storage(url: str) -> CheckpointStorage:
 def write_file(path: Path, chunks: Iterable[Buffer]) -> None:
     """Write a file atomically and durably. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # In containers all processes have the same number, and two of them may write the same file of shared storage.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("wb") as file:
             for chunk in chunks:
@@ -168,6 +182,14 @@ def write_file(path: Path, chunks: Iterable[Buffer]) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _link_file(path: Path, link: Path) -> None:
+    """Give a file that is on the disk another name, which no other process uses. Raises OSError."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # this process has published the same before
+        link.hardlink_to(path)
+    sync_folder(link.parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -192,6 +214,12 @@ def read_file(path: Path) -> memoryview:
     return data[:done]
 
 
+def _read_chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
 def digest_chunks(chunks: Iterable[Buffer]) -> xxhash.xxh3_128:
     """Return an XXH3-128 hash object of the concatenated chunks."""
     digest = xxhash.xxh3_128()
@@ -200,13 +228,13 @@ def digest_chunks(chunks: Iterable[Buffer]) -> xxhash.xxh3_128:
     return digest
 
 
-def check_format(found: str | None, newest: int, name: object) -> None:
-    """Raise UnsupportedFormat for a file or record of a later format; without a number it has the first format."""
-    if int(found or 1) > newest:
-        raise UnsupportedFormat(
-            f"{name} was written by a later version of Gradpost; nothing was changed. Start that version",
-            expected=f"format <= {newest}", actual=int(found or 1),
-        )  # fmt: skip
+_OTHER_VERSION = "{} was written by another version of Gradpost; nothing was changed. Start that version"
+
+
+def check_format(found: str | None, known: int, name: object) -> None:
+    """Raise UnsupportedFormat for a file or record whose format is not the one that this version writes."""
+    if found != str(known):
+        raise UnsupportedFormat(_OTHER_VERSION.format(name), expected=f"format {known}", actual=found)
 
 
 class DamagedFile(OSError):  # noqa: N818 - the name says what happened
@@ -230,7 +258,7 @@ def seal(message: Message) -> bytes:
 
 
 def unseal(data: bytes | memoryview, kind: type[_MessageT], name: str) -> _MessageT:
-    """Return the message in a sealed file of this name. Raises DamagedFile."""
+    """Return the message in a sealed file of this name. Raises DamagedFile, and UnsupportedFormat."""
     found = _SEALED.fullmatch(data)
     if found is None or xxhash.xxh3_128_hexdigest(found[2]).encode() != found[1]:
         raise DamagedFile.wrong_digest(name)
@@ -239,7 +267,7 @@ def unseal(data: bytes | memoryview, kind: type[_MessageT], name: str) -> _Messa
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise DamagedFile(f"{name} was written by another version: {where}: {first['msg']}") from None
+        raise UnsupportedFormat(_OTHER_VERSION.format(name), expected=first["msg"], actual=where) from None
 
 
 def lock_folder(folder: Path) -> int | None:

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import random
+import secrets
+import shutil
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
+from gradpost.tokens import create_tokens
 from gradpost.up.standbys import Standbys
+from ps_config.control_client import BearerAuth
+from ps_config.tokens import SCOPES, TokenPair
 from trainer_client.testing import Child, LocalCluster
 
 from .proxy import Proxy
 from .setup import Setup
 
+RETRY_SECONDS = 60.0  # the default, which now counts for joining, too: coordinators may die one after another
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("trainer.py")
 _FAKETIME = ("/usr/lib/*/faketime/libfaketimeMT.so.1", "/usr/*/lib/faketime/libfaketimeMT.so.1")
@@ -32,11 +41,15 @@ def find_libfaketime() -> Path | None:
 class ChaosCluster(LocalCluster):
     """A local cluster with a proxy before each service.
 
-    A pserver that is started again has its former address, but not in a cluster with standbys. The folder has the files
-    of services and trainers.
+    A pserver that is started again has its former address, but not in a cluster with standbys, whose services require
+    tokens. The folder has the files of services and trainers.
     """
 
     def __init__(self, setup: Setup, folder: Path, *, sabotage: str | None, **arguments: Any) -> None:
+        self._tokens = folder / "tokens"
+        self.rotate_tokens()
+        if setup.num_standbys:
+            arguments["tokens_dir"] = self._tokens
         super().__init__(
             pservers=setup.num_pservers,
             trainers=setup.num_trainers,
@@ -57,6 +70,7 @@ class ChaosCluster(LocalCluster):
         self._roles = threading.RLock()  # held while a process becomes a pserver
         self.coordinator_proxy = Proxy(self.name_client, lambda: int(self.address.rpartition(":")[2]))
         self.lives = [0] * setup.num_trainers
+        self._token_links: dict[Child, Path] = {}  # of services, to the folder of tokens
         self._faketime = find_libfaketime() if setup.fakes_time else None
 
     def stop(self, grace_seconds: float = 10.0) -> dict[str, int]:
@@ -89,7 +103,7 @@ class ChaosCluster(LocalCluster):
         """Start another incarnation of a trainer."""
         self.lives[rank] += 1
         command = [sys.executable, "-P", str(SCRIPT), str(self.folder), str(self.lives[rank])]
-        return self.start_trainer(rank, command)
+        return self.start_trainer(rank, command, {"GRADPOST_RETRY_SECONDS": str(RETRY_SECONDS)})
 
     def start_rival(self, index: int) -> Child:
         """Start a second process for a running pserver."""
@@ -99,13 +113,32 @@ class ChaosCluster(LocalCluster):
         """Return the file with the offset of a process's wall clock, in seconds with a sign."""
         return self.folder / f"clock of {name}"
 
+    def connect(self, *, seconds: float, address: str = "") -> httpx.Client:
+        """Return a client of a service, by default the coordinator, with the token of an administrator."""
+        auth = BearerAuth(TokenPair(self._tokens / "admin"))
+        return httpx.Client(base_url=address or self.address, auth=auth, timeout=seconds, trust_env=False)
+
+    def rotate_tokens(self) -> None:
+        """Replace the tokens of all processes; the ones before stay valid until the next rotation."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            create_tokens(self._tokens, SCOPES, rotate=True)
+
+    @contextlib.contextmanager
+    def keep_tokens(self, child: Child) -> Iterator[None]:
+        """Let a service keep its current tokens, whatever the others have, as long as this context lasts."""
+        kept = Path(tempfile.mkdtemp(prefix="tokens-", dir=self.folder))
+        shutil.copytree(self._tokens, kept, dirs_exist_ok=True)
+        _link(self._token_links[child], kept)
+        yield
+        _link(self._token_links[child], self._tokens)
+
     def place_file(self, name: str) -> Path:
         """Return the file that says what a service's place of checkpoints does: see `service.py`."""
         return self.folder / f"place of {name}"
 
-    def log_file(self, name: str) -> Path:
-        """Return the file that says what the log of a pserver does: see `service.py`."""
-        return self.folder / f"log of {name}"
+    def log_file(self, child: Child) -> Path:
+        """Return the file that says what the log of a pserver or standby does: see `service.py`."""
+        return self.folder / f"log of {child.pid}"
 
     def name_client(self, port: int) -> str:
         """Return the process with a connection from this port as `name_process` does, or "another"."""
@@ -154,14 +187,17 @@ class ChaosCluster(LocalCluster):
         proxy = self._choose_proxy(name) if name.startswith(("pserver", "standby")) else None
         if proxy is not None:
             env["GRADPOST_ADVERTISE_ADDRESS"] = proxy.address
-        shard = name.removeprefix("standby of ")
-        place, log = self.place_file(shard), self.log_file(shard)
+        place = self.place_file(name.removeprefix("standby of "))
         place.touch()
-        log.touch()
-        env |= {"CHAOS_SERVICE": module, "CHAOS_PLACE": place, "CHAOS_LOG": log}
+        env |= {"CHAOS_SERVICE": module, "CHAOS_PLACE": place, "CHAOS_LOG": self.folder / "log"}
         env["CHAOS_FAILPOINTS"] = self.folder / "failpoints"
+        if self.setup.num_standbys:
+            env["GRADPOST_TOKENS_DIR"] = link = self.folder / f"tokens-{secrets.token_hex(4)}"
+            _link(link, self._tokens)
         env = {key: str(value) for key, value in env.items()} | self._clock_of(name)
         child = super()._spawn_service(name, "tests.chaos.service", pass_fds=pass_fds, **env)
+        if self.setup.num_standbys:
+            self._token_links[child] = link
         if proxy is not None:
             self.proxies[child], self._behind[proxy] = proxy, child
         return child
@@ -188,11 +224,18 @@ class ChaosCluster(LocalCluster):
         }
 
 
+def _link(link: Path, folder: Path) -> None:
+    """Let a symbolic link lead to a folder, also if it leads to another one."""
+    new = link.with_suffix(".new")
+    new.symlink_to(folder)
+    new.replace(link)
+
+
 class ChaosStandbys(Standbys):
     """The standbys of `gradpost up`, which reports about half of the ended processes to the coordinator."""
 
     def __init__(self, cluster: ChaosCluster, report: Callable[[str], None]) -> None:
-        super().__init__(cluster, cluster.setup.num_standbys, "in_sync", report)
+        super().__init__(cluster, cluster.setup.num_standbys, report)
         self._chance = random.Random(f"supervisor {cluster.setup.seed}")
 
     def _report_end(self, index: int, child: Child) -> None:

@@ -19,7 +19,7 @@ import safetensors.torch
 from ps_protocol.errors import GradpostError
 from trainer_client.testing import Child
 
-from . import standby_faults  # noqa: F401 - adds its kinds to FAULTS
+from . import grey_faults, standby_faults  # noqa: F401 - they add their kinds to FAULTS
 from .chaos_cluster import ChaosCluster, ChaosStandbys
 from .diary import Reader
 from .faults import FAULTS, Fault
@@ -30,6 +30,7 @@ from .watch import Watch
 
 TICK_SECONDS = 0.05
 START_SECONDS = 90.0
+ANSWER_SECONDS = 10.0  # for the coordinator to list the checkpoints
 END_SECONDS = 120.0  # after the last fault is healed; then a process waits for ever
 RECOVERY_SECONDS = 20.0  # after which a fault that is healed has no effect any more
 STOP_GRACE_SECONDS = 30.0  # for a pserver to end after SIGTERM
@@ -90,7 +91,8 @@ class Episode:
                 self._standbys.start()
                 for rank in range(self.setup.num_trainers):
                     self.cluster.start_rank(rank)
-                watch = Watch(self.setup, self.state, self.cluster.address, self.complain, self._spoiled)
+                http = self.cluster.connect(seconds=ANSWER_SECONDS)
+                watch = Watch(self.setup, self.state, http, self.complain, self._spoiled)
                 watching = threading.Thread(target=watch.run, args=[self._over], name="watch")
                 watching.start()
                 try:
@@ -244,7 +246,8 @@ class Episode:
         until = time.monotonic() + END_SECONDS
         while True:
             try:
-                response = httpx.get(f"{self.cluster.address}/v1/parameters/{name}", timeout=END_SECONDS)
+                with self.cluster.connect(seconds=END_SECONDS) as http:
+                    response = http.get(f"/v1/parameters/{name}")
             except httpx.HTTPError as error:
                 self.complain(f"the parameter {name!r} could not be read at the end: {error!r}")
                 return None
@@ -345,8 +348,12 @@ class Episode:
         self.history.disk_damaged.append(time.monotonic())
 
     def is_quiet(self, since: float, *roles: str) -> bool:
-        """Return whether the cluster has had no other faults since then, and time before to recover from them."""
-        others = [injection for injection in self.injections if FAULTS[injection.kind].role not in roles]
+        """Return whether the cluster has had no other faults since then, and time before to recover from them.
+
+        Faults of these roles, and of the kind that calls this, do not count.
+        """
+        own = threading.current_thread().name
+        others = [one for one in self.injections if one.kind != own and FAULTS[one.kind].role not in roles]
         return all(injection.healed_at < since - RECOVERY_SECONDS for injection in others)
 
     def has_stepped_since(self, at: float) -> bool:

@@ -30,9 +30,9 @@ Inject: TypeAlias = "Callable[[Episode, str], bool | None]"
 
 DYING_SECONDS = 12.0  # for a process to reach the failpoint that is armed
 RIVAL_SECONDS = 40.0  # for a second process to be refused
-STANDSTILL_SECONDS = 3.0  # without any step, while only a checkpoint store is disturbed
+STANDSTILL_SECONDS = 3.0  # without any step, while nothing is disturbed that a step needs
 LATE_SECONDS = 0.5  # that a trainer takes longer for a step than the others
-LOG_ORDER = "slow 0.05"  # to logs, so that several pushes wait for each other
+LOG_ORDER = "slow 0.05"  # to logs, so that changes begin while a round is being applied
 HURRY_SECONDS = 3.0  # during which trainers compute nothing, and push without a pause
 # Requests of an administrator.
 QUIET_SECONDS = 10.0  # for an answer while nothing else is disturbed
@@ -95,7 +95,8 @@ def _keep_away(episode: Episode, victim: str) -> None:
 @fault("trainer and pserver killed together", "pserver")
 def _kill_two(episode: Episode, victim: str) -> None:
     episode.kill(victim)
-    episode.kill(episode.choose("trainer"))
+    with suppress(IndexError):  # all of them have a fault
+        episode.kill(episode.choose("trainer"))
 
 
 @fault("coordinator and pserver killed together", "pserver")
@@ -115,11 +116,11 @@ def _fail_at(
     episode.note(failpoint)
     # A pserver that cannot persist its identity ends; other errors must not end it.
     dies = action == "kill"
-    # So may one that a standby has replaced.
-    may_die = dies or "rename" in name or episode.setup.num_standbys > 0
+    may_die = dies or "rename" in name or episode.setup.num_standbys > 0  # a standby may have replaced it
     child = episode.start(victim, may_die=may_die, GRADPOST_FAILPOINTS=failpoint)
-    if name.startswith("decide"):
-        episode.kill(episode.choose("trainer"))  # so that there is a change to decide
+    with suppress(IndexError):
+        if name.startswith("decide"):
+            episode.kill(episode.choose("trainer"))  # so that there is a change to decide
     return not dies or episode.wait_for_death(victim, child, DYING_SECONDS)
 
 
@@ -198,7 +199,7 @@ def _cut_off_one_way(episode: Episode, victim: str) -> None:
 
 @fault("trainer cut off from one pserver", "link")
 def _cut_off_trainer(episode: Episode, victim: str) -> None:
-    _block(episode, victim, episode.choose("trainer"), "up", "down")
+    _block(episode, victim, f"trainer {episode.chance.randrange(episode.setup.num_trainers)}", "up", "down")
 
 
 @fault("slow link", "link")
@@ -269,17 +270,24 @@ def _disturb_place(episode: Episode, victim: str, actions: Sequence[str]) -> Non
     began = time.monotonic()
     write_whole(file, action)
     episode.sleep(0.5, ROUND_TIMEOUT_SECONDS + 4)
-    at = time.monotonic() - STANDSTILL_SECONDS
+    check_steps(episode, began, f"the place of {victim} did this: {action}", "place")
     write_whole(file, "")
-    if at > began and episode.is_quiet(began, "place") and not episode.has_stepped_since(at):
-        episode.complain(f"training stood still while the place of {victim} did this: {action}")
+
+
+def check_steps(episode: Episode, began: float, what: str, *roles: str) -> bool:
+    """Complain if training has stood still. Return False if faults of other kinds and roles may be the reason."""
+    at = time.monotonic() - STANDSTILL_SECONDS
+    is_checked = at > began and episode.is_quiet(began, *roles)
+    if is_checked and not episode.has_stepped_since(at):
+        episode.complain(f"training stood still while {what}")
+    return is_checked
 
 
 for _how, _actions in (("slow", ("slow 0.2", "slow 1")), ("failing", DISK_ERRORS), ("hanging", ("hang",))):
     fault(f"place of one pserver {_how}", "place")(partial(_disturb_place, actions=_actions))
 
 
-@fault("log damaged", "pserver", lambda setup: setup.mode == "sync")
+@fault("log damaged", "pserver")
 def _damage_log(episode: Episode, victim: str) -> bool:
     if not episode.may_damage:
         return False
@@ -335,7 +343,7 @@ def ask(episode: Episode, method: str, path: str, message: Any = None, *, second
     """Send a request to the coordinator, check its answer, and return the status; 0 if the coordinator has died."""
     began = time.monotonic()
     try:
-        with httpx.Client(base_url=episode.cluster.address, timeout=seconds, trust_env=False) as client:
+        with episode.cluster.connect(seconds=seconds) as client:
             response = client.request(method, path, json=message)
     except httpx.TimeoutException:
         episode.complain(f"{method} {path} was not answered within {seconds:g} s")
@@ -368,10 +376,8 @@ def list_checkpoints(episode: Episode) -> list[int]:
     """Return the rounds of the checkpoints that the coordinator lists, once it knows of any; none if it is too long."""
     until = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until and not episode.violations:
-        with suppress(httpx.TransportError):
-            response = httpx.get(
-                f"{episode.cluster.address}{routes.CHECKPOINTS}", timeout=CHANGE_SECONDS, trust_env=False
-            )
+        with suppress(httpx.TransportError), episode.cluster.connect(seconds=CHANGE_SECONDS) as http:
+            response = http.get(routes.CHECKPOINTS)
             if response.is_success and (found := response.json()):
                 return [one["round"] for one in found]
         time.sleep(PAUSE_SECONDS)
@@ -380,7 +386,7 @@ def list_checkpoints(episode: Episode) -> list[int]:
 
 @fault("administrative changes under load", "administrator")
 def _administer(episode: Episode, victim: str) -> None:
-    logs = [episode.cluster.log_file(f"pserver {index}") for index in range(episode.setup.num_pservers)]
+    logs = [episode.cluster.log_file(child) for child in episode.cluster.pservers]
     for log in logs:
         write_whole(log, LOG_ORDER)
     _change(episode)
@@ -416,7 +422,6 @@ def _change(episode: Episode) -> None:
 def _roll_back_after_done(episode: Episode, victim: str) -> None:
     ranks = range(episode.chance.randint(1, episode.setup.num_trainers - 1))
     place, goes_behind = episode.cluster.place_file("pserver 0"), episode.chance.random() < 0.7
-    goes_behind &= not episode.setup.num_standbys  # one that replaces the pserver needs its place
     if goes_behind:
         write_whole(place, "eio")  # so that no checkpoint of a later round than theirs becomes complete
     if not episode.let_end(ranks):

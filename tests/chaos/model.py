@@ -1,8 +1,7 @@
 """The model of a history: its invariants, and the violations of them.
 
 The values of a block show which contributions are in it (see `trainer.py`), so the model does not rely on the services'
-own reports or logs. Invariants of every mode are here, those of rounds in `round_model.py`, and those of asynchronous
-steps in `step_model.py`.
+own reports or logs. The invariants of rounds are in `round_model.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from .diary import Record, draw, in_order, name_of, seed_draws
 from .round_model import check_rounds
 from .setup import Setup
-from .step_model import check_steps
 
 EXPELLED = "stale_trainer"  # the error of a trainer that the others have evicted
 
@@ -38,8 +36,7 @@ def find_violations(history: History) -> list[str]:
     found = [f"{r['what']}: {r['text']}" for r in records if r["what"] == "wrong answer"]
     found += _check_order(records) + _check_rollbacks(history, records) + _check_draws(history.setup, records)
     found += _check_expulsions(history, records)
-    check = check_rounds if history.setup.mode == "sync" else check_steps
-    return found + check(history.setup, records)
+    return found + check_rounds(history.setup, records)
 
 
 def _check_order(records: list[Record]) -> list[str]:
@@ -85,7 +82,7 @@ def _check_draws(setup: Setup, records: list[Record]) -> list[str]:
 
 
 def _check_rollbacks(history: History, records: list[Record]) -> list[str]:
-    """Check that acknowledged rounds are lost only after damage to a disk or a loss of both a trainer and a pserver."""
+    """Check that acknowledged rounds are lost only after damage to a disk or the loss of a trainer."""
     found, newest, at = [], {0: 0}, 0.0
     begun: dict[tuple[int, int, int], float] = {}  # by rank, incarnation and round
     settled = 0.0  # a step that began then has ended: processes lost before have been replaced
@@ -99,7 +96,7 @@ def _check_rollbacks(history: History, records: list[Record]) -> list[str]:
             lost = max(newest[max(newest)] - record["round"], 0)
             is_damaged = any(at < damage < record["at"] for damage in history.disk_damaged)
             lost_now = {name.split()[0] for name, at in history.all_losses() if settled < at < record["at"]}
-            if not is_damaged and not ({"trainer", "pserver"} <= lost_now and lost <= 1 + history.setup.max_delay):
+            if not is_damaged and not ("trainer" in lost_now and lost <= 1 + history.setup.max_delay):
                 found.append(f"the run was rolled back by {lost} rounds to {record['round']} without damage")
             at = record["at"]
         if record["what"] == "end":

@@ -1,4 +1,4 @@
-"""The invariants of the synchronous mode: in each round every block has the same whole contributions, each once."""
+"""The invariants of rounds: in each round every block has the same whole contributions, each once."""
 
 from __future__ import annotations
 

@@ -2,56 +2,45 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ps_config import control_client
 from ps_protocol.errors import Ended
 from ps_protocol.fence import Fence
 from ps_protocol.requests import PushAnswer
-from ps_protocol.vocabulary import Incarnation, Mode, PserverIndex, Rank, Round
-from services.coordinator import failover
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from services.coordinator import checkpoints, failover
 from services.coordinator.failover import FailOver
 from services.pserver.durable.log_reader import LogReader
 from services.pserver.durable.records import Buffer
-from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
-from services.pserver.run.asynchronous.clocks import Clocks
-from services.pserver.run.asynchronous.queues import Pauses
 from services.pserver.run.read_pushes import read_blocks
 from services.pserver.run.run import Run
-from services.pserver.run.staging import Admission
 from services.pserver.run.standbys import StandbyConfirmations
 from services.pserver.run.synchronous.rounds import Rounds
 from services.pserver.shard.bodies import Body
+from services.runtime.checkpoints import round_folder
+from services.runtime.storage import CheckpointStorage
 
-_push, _append, _required, _admit = Run.push, UpdateLog.append, Rounds.required, Clocks.admit
-_prune_place, _read = RunStorage.prune_place, LogReader.read
+_push, _append, _required = Run.push, UpdateLog.append, Rounds.required
+_delete_others, _read = checkpoints._delete_others, LogReader.read
 
 STREAM_SECONDS = 0.3  # between two parts of a stream to a standby
 
 
 def break_dedupe() -> None:
-    """Apply a repeated push of an applied round or step again."""
+    """Apply a repeated push of an applied round again."""
 
     async def push(self: Run, fence: Fence, body: Body) -> PushAnswer:
         answer = await _push(self, fence, body)
-        if answer.status == "already_applied" and not self.installed.consistency.is_async:
+        if answer.status == "already_applied":
             for name, block in read_blocks(body, self.shard.layout).items():
                 self.shard.block(name).sub_(block.tensor())
         return answer
 
-    def admit(self: Clocks[object], rank: Rank, incarnation: Incarnation, step: Round) -> Admission:
-        admission = _admit(self, rank, incarnation, step)
-        if admission == "already_applied" and step == self.open_steps[rank] - 1 and random.random() < 0.5:
-            self._steps[rank].open_step = step  # and once more
-            return "open"
-        return admission
-
     Run.push = push  # type: ignore[method-assign]
-    Clocks.admit = admit  # type: ignore[method-assign, assignment]
 
 
 def break_order() -> None:
@@ -78,22 +67,14 @@ def break_log() -> None:
 def break_places() -> None:
     """Delete shards of complete checkpoints."""
 
-    def prune_place(self: RunStorage, complete: Sequence[Round] | None, reported: Sequence[Round] = ()) -> None:
-        _prune_place(self, complete, reported)
-        for round_ in complete or ():
-            self._delete(round_)
+    def delete_others(place: CheckpointStorage, run: str, kept: Collection[Round], *, before: Round) -> None:
+        _delete_others(place, run, kept, before=before)
+        for folder in (round_folder(run, round_) for round_ in kept):
+            for name in place.list(folder):
+                if name != checkpoints.MANIFEST:
+                    place.delete(f"{folder}/{name}")
 
-    RunStorage.prune_place = prune_place  # type: ignore[method-assign]
-
-
-def break_pauses() -> None:
-    """Let a freeze wait until all held contributions are applied."""
-
-    async def wait_for_turn(self: Pauses) -> None:
-        while self._task is not None:
-            await asyncio.wait([self._task])
-
-    Pauses.wait_for_turn = wait_for_turn  # type: ignore[method-assign]
+    checkpoints._delete_others = delete_others
 
 
 def break_pages() -> None:
@@ -109,8 +90,8 @@ def break_promotion() -> None:
             self._start(index, incarnation, self._replace_if_silent(index, incarnation))
 
     FailOver.suspect = suspect  # type: ignore[method-assign]
-    FailOver._list_candidates = lambda self, index: [*self.standbys.find_successors(index).values()]  # type: ignore
-    failover.choose_leader = lambda _, candidates: next(iter(candidates))
+    FailOver._list_members = lambda self, index: [*self.standbys.find_successors(index).values()]  # type: ignore
+    failover.choose_leader = lambda _, num_updates: next(iter(num_updates))
 
 
 def break_confirmations() -> None:
@@ -124,15 +105,14 @@ def break_confirmations() -> None:
     StandbyConfirmations.find_missing = lambda self, round_: []  # type: ignore[method-assign]
 
 
-# For each sabotage the faults that reveal it soon, and the mode in which they do.
-SABOTAGES: dict[str, tuple[Callable[[], None], tuple[str, ...], Mode]] = {
-    "dedupe": (break_dedupe, ("duplicate requests", "late requests"), "sync"),
-    "order": (break_order, ("trainer hangs while its heartbeats live",), "sync"),
-    "log": (break_log, ("pserver killed",), "sync"),
-    "places": (break_places, ("place of one pserver hanging",), "sync"),
-    "pauses": (break_pauses, ("administrative changes under load",), "async"),
-    "pages": (break_pages, ("proxy answers pages",), "sync"),
-    "standby": (break_promotion, ("pserver killed after it continued alone",), "sync"),
-    "early": (break_confirmations, ("pserver and its disk lost",), "sync"),
+# For each sabotage the faults that reveal it soon.
+SABOTAGES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
+    "dedupe": (break_dedupe, ("duplicate requests", "late requests")),
+    "order": (break_order, ("trainer hangs while its heartbeats live",)),
+    "log": (break_log, ("pserver killed",)),
+    "places": (break_places, ("place of one pserver hanging",)),
+    "pages": (break_pages, ("proxy answers pages",)),
+    "standby": (break_promotion, ("pserver killed after it continued alone",)),
+    "early": (break_confirmations, ("pserver and its disk lost",)),
 }
 NEED_STANDBYS = frozenset({"standby", "early"})

@@ -3,7 +3,7 @@
 Runs the service `CHAOS_SERVICE`. The file `CHAOS_PLACE` is read before each operation on the checkpoint store, and
 `CHAOS_LOG` before each record of the log. The file is empty or has `slow SECONDS`, `hang`, `eio`, `enospc` or `erofs`.
 A hanging operation continues once the file has another content. At SIGUSR1 the service arms the failpoints in the file
-`CHAOS_FAILPOINTS`, whose name continues with the id of the process.
+`CHAOS_FAILPOINTS`. The names of these files, except for `CHAOS_PLACE`, continue with the id of the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHECK_SECONDS = 0.02
 
 def disturb_place(file: Path) -> None:
     """Disturb each operation on a local checkpoint store by the file."""
-    for name in ("write", "read", "list", "delete"):
+    for name in ("write", "copy_file", "read", "list", "delete"):
         setattr(LocalStorage, name, _disturb(getattr(LocalStorage, name), file))
 
 
@@ -50,18 +50,21 @@ def _sleep(seconds: float) -> None:
     select.select([], [], [], seconds)
 
 
+def _find_own(name: str) -> Path:
+    return Path(f"{os.environ[name]} of {os.getpid()}")
+
+
 def _arm_failpoints(*_: object) -> None:
     """Arm failpoints as `arm_failpoints` does, but without a log entry, which a signal handler must not write."""
     failpoints._armed.clear()
-    failpoints._armed.update(
-        failpoints.parse_failpoints(Path(f"{os.environ['CHAOS_FAILPOINTS']} of {os.getpid()}").read_text())
-    )
+    failpoints._armed.update(failpoints.parse_failpoints(_find_own("CHAOS_FAILPOINTS").read_text()))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, _arm_failpoints)
     disturb_place(Path(os.environ["CHAOS_PLACE"]))
-    UpdateLog.append = _disturb(UpdateLog.append, Path(os.environ["CHAOS_LOG"]))  # type: ignore[method-assign]
+    (own_log := _find_own("CHAOS_LOG")).touch()
+    UpdateLog.append_frame = _disturb(UpdateLog.append_frame, own_log)  # type: ignore[method-assign]
     if sabotage := os.environ.get("CHAOS_SABOTAGE"):
         from tests.chaos.sabotaged import SABOTAGES
 

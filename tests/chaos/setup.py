@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ps_protocol.vocabulary import LossPolicy, Mode, NonfinitePolicy, ReplicaLoss
+from ps_protocol.vocabulary import LossPolicy, NonfinitePolicy, ReplicaLoss
 
 LEASE_SECONDS = 2.0
 REJOIN_TIMEOUT_SECONDS = 100.0  # half of it is less than the campaign waits for at the end of a history
@@ -25,9 +25,7 @@ class Setup:
     """The setup of the services and trainers of a history."""
 
     seed: int
-    mode: Mode = "sync"
     max_delay: int = 0
-    max_staleness: int | None = None
     on_trainer_loss: LossPolicy = "wait"
     nonfinite: NonfinitePolicy = "reject"
     checkpoint_rounds: int = 20
@@ -47,7 +45,6 @@ class Setup:
         """The settings of the services."""
         waits_for_standbys = self.durability == "replicated" and self.replica_loss == "wait"
         own = (
-            "mode",
             "max_delay",
             "on_trainer_loss",
             "nonfinite",
@@ -56,7 +53,6 @@ class Setup:
             "checkpoint_rounds",
             "replica_loss",
         )
-        staleness = {} if self.max_staleness is None else {"max_staleness": self.max_staleness}
         return {
             **{name: getattr(self, name) for name in (*own, "max_log_bytes")},
             "keep_checkpoints": KEEP_CHECKPOINTS,
@@ -64,34 +60,28 @@ class Setup:
             "rejoin_timeout_seconds": REJOIN_TIMEOUT_SECONDS,
             "round_timeout_seconds": STANDBY_TIMEOUT_SECONDS if waits_for_standbys else ROUND_TIMEOUT_SECONDS,
             "min_block_size": 2 * self.num_trainers,  # so that each parameter has a block on every pserver
-            **staleness,
         }
 
 
-def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None, num_standbys: int | None = None) -> Setup:
-    """Return the setup of this seed, with this mode and number of standbys, if they are given."""
+def draw_setup(seed: int, *, may_fake_time: bool, num_standbys: int | None = None) -> Setup:
+    """Return the setup of this seed, with this number of standbys, if it is given."""
     chance = random.Random(seed)
-    modes: list[Mode] = ["sync", "sync", "async", "ssp"]
-    drawn = chance.choice(modes)
-    mode = mode or drawn
     max_delay = chance.choice((0, 0, 1))
     policy: LossPolicy = chance.choice(("wait", "continue"))
-    if mode == "sync" and max_delay:
+    if max_delay:
         policy = "wait"  # versions may be skipped then, which only rounds of all trainers allow to check
     setup = Setup(
         seed=seed,
-        mode=mode,
         max_delay=max_delay,
-        max_staleness=chance.choice((1, 3)) if mode == "ssp" else None,
         on_trainer_loss=policy,
-        nonfinite=chance.choice(("reject", "skip_round")) if mode == "sync" else "reject",
+        nonfinite=chance.choice(("reject", "skip_round")),
         checkpoint_rounds=chance.choice((7, 20, 50)),
         num_pservers=chance.randint(1, 3),
         num_trainers=chance.randint(2, 3),
         fakes_time=may_fake_time and chance.random() < 0.3,
         durability=chance.choice(("log", "log", "fsync")),
         http2=chance.random() < 0.7,
-        clips=chance.random() < 0.5 and mode == "sync",
+        clips=chance.random() < 0.5,
         max_log_bytes=chance.choice((16, 1024)) * 1024,
     )
     drawn = chance.choice((0, 1))
@@ -102,7 +92,7 @@ def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None, num_
         num_standbys=1,
         num_pservers=min(2, setup.num_pservers),
         seconds=40.0,
-        durability="replicated" if chance.random() < 0.75 else setup.durability,
+        durability="replicated",
         replica_loss=chance.choice(("continue", "continue", "wait")),
     )
 

@@ -1,7 +1,6 @@
 """The faults of a pserver and its standby, among them those in the middle of a fail-over.
 
-All have the role of a pserver, so that a shard has one of them at a time. With durability `replicated` none of them may
-lose an acknowledged round.
+All have the role of a pserver, so that a shard has one of them at a time. None of them may lose an acknowledged round.
 """
 
 from __future__ import annotations
@@ -29,22 +28,17 @@ ALONE_SECONDS = 8.0  # for a pserver to continue without its standby
 _PROMOTION = ("fence.before", "promote.before", "promote.after")
 
 
-def _has_standbys(setup: Setup) -> bool:
+def has_standbys(setup: Setup) -> bool:
     return setup.num_standbys > 0
 
 
-def _is_replicated(setup: Setup) -> bool:
-    return _has_standbys(setup) and setup.durability == "replicated"
+def may_continue_alone(setup: Setup) -> bool:
+    return has_standbys(setup) and setup.replica_loss == "continue"
 
 
-def _may_continue_alone(setup: Setup) -> bool:
-    return _is_replicated(setup) and setup.replica_loss == "continue"
-
-
-def _find_standbys(episode: Episode, status: ClusterStatus, index: int) -> list[str]:
+def find_standbys(status: ClusterStatus, index: int) -> list[str]:
     """Return the addresses of the standbys that may replace a pserver."""
-    role = "in_sync" if _is_replicated(episode.setup) else "following"
-    return [one.address for one in status.standbys if one.follows == index and one.role == role and one.run]
+    return [one.address for one in status.standbys if one.follows == index and one.role == "in_sync" and one.run]
 
 
 def find_replicas(episode: Episode, victim: str) -> tuple[Child, Child] | None:
@@ -55,7 +49,7 @@ def find_replicas(episode: Episode, victim: str) -> tuple[Child, Child] | None:
             status = cluster.status()
             living = {cluster.find_address(c): c for c in [*cluster.pservers, *cluster.standbys] if c.is_running}
             leaders = [living[p.address] for p in status.pservers if p.index == index and p.address in living]
-            standbys = [living[address] for address in _find_standbys(episode, status, index) if address in living]
+            standbys = [living[address] for address in find_standbys(status, index) if address in living]
             if leaders and standbys:
                 return leaders[0], standbys[0]
         time.sleep(PAUSE_SECONDS)
@@ -67,7 +61,7 @@ def _wait_until_alone(episode: Episode, victim: str) -> bool:
     index, until = int(victim.split()[1]), time.monotonic() + ALONE_SECONDS
     while time.monotonic() < until:
         with suppress(GradpostError):
-            if not _find_standbys(episode, episode.cluster.status(), index):
+            if not find_standbys(episode.cluster.status(), index):
                 break
         time.sleep(PAUSE_SECONDS)
     alone_at = time.monotonic()
@@ -78,7 +72,7 @@ def _wait_until_alone(episode: Episode, victim: str) -> bool:
     return False
 
 
-def _wait_for_stop(child: Child) -> bool:
+def wait_for_stop(child: Child) -> bool:
     """Return whether a service stands still at its failpoint in time."""
     until = time.monotonic() + DYING_SECONDS
     with suppress(psutil.Error):
@@ -89,7 +83,7 @@ def _wait_for_stop(child: Child) -> bool:
     return False
 
 
-@fault("standby lost", "pserver", _has_standbys)
+@fault("standby lost", "pserver", has_standbys)
 def _kill_standby(episode: Episode, victim: str) -> bool:
     if (found := find_replicas(episode, victim)) is None:
         return False
@@ -98,7 +92,7 @@ def _kill_standby(episode: Episode, victim: str) -> bool:
     return True
 
 
-@fault("standby paused", "pserver", _has_standbys)
+@fault("standby paused", "pserver", has_standbys)
 def _pause_standby(episode: Episode, victim: str) -> bool:
     if (found := find_replicas(episode, victim)) is None:
         return False
@@ -108,7 +102,7 @@ def _pause_standby(episode: Episode, victim: str) -> bool:
     return True
 
 
-@fault("pserver and standby killed together", "pserver", _has_standbys)
+@fault("pserver and standby killed together", "pserver", has_standbys)
 def _kill_both(episode: Episode, victim: str) -> bool:
     if (found := find_replicas(episode, victim)) is None:
         return False
@@ -119,7 +113,7 @@ def _kill_both(episode: Episode, victim: str) -> bool:
     return True
 
 
-@fault("pserver and its disk lost", "pserver", _is_replicated)
+@fault("pserver and its disk lost", "pserver", has_standbys)
 def _lose_disk(episode: Episode, victim: str) -> bool:
     if (found := find_replicas(episode, victim)) is None:
         return False
@@ -131,7 +125,7 @@ def _lose_disk(episode: Episode, victim: str) -> bool:
     return folder is not None
 
 
-@fault("pserver killed after it continued alone", "pserver", _may_continue_alone)
+@fault("pserver killed after it continued alone", "pserver", may_continue_alone)
 def _kill_alone(episode: Episode, victim: str) -> bool:
     if (found := find_replicas(episode, victim)) is None:
         return False
@@ -148,7 +142,7 @@ def _kill_alone(episode: Episode, victim: str) -> bool:
     return is_alone
 
 
-@fault("pserver and standby cut off from each other", "pserver", _has_standbys)
+@fault("pserver and standby cut off from each other", "pserver", has_standbys)
 def _cut_off(episode: Episode, victim: str) -> bool:
     """Cut them off, and half of the times the pserver from the coordinator, too, while trainers reach both."""
     if (found := find_replicas(episode, victim)) is None:
@@ -173,7 +167,7 @@ def _cut_off(episode: Episode, victim: str) -> bool:
 # ------------------------------------------------------------------ in the middle of a fail-over
 
 
-@fault("coordinator killed in a fail-over", "pserver", _has_standbys)
+@fault("coordinator killed in a fail-over", "pserver", has_standbys)
 def _kill_coordinator(episode: Episode, victim: str) -> bool:
     if (found := find_replicas(episode, victim)) is None:
         return False
@@ -183,7 +177,7 @@ def _kill_coordinator(episode: Episode, victim: str) -> bool:
     return episode.wait_for_death("coordinator", coordinator, DYING_SECONDS)
 
 
-@fault("pserver stops, and dies or continues in its fail-over", "pserver", _has_standbys)
+@fault("pserver stops, and dies or continues in its fail-over", "pserver", has_standbys)
 def _lose_leader(episode: Episode, victim: str) -> bool:
     if (found := find_replicas(episode, victim)) is None:
         return False
@@ -191,21 +185,21 @@ def _lose_leader(episode: Episode, victim: str) -> bool:
     episode.arm(coordinator, f"{episode.chance.choice(_PROMOTION)}=stop")
     episode.lose(victim)
     leader.signal(signal.SIGSTOP)
-    has_stopped = _wait_for_stop(coordinator)
+    has_stopped = wait_for_stop(coordinator)
     if episode.chance.random() < 0.5:
         episode.kill(victim, leader)
     leader.signal(signal.SIGCONT)
-    _continue(episode, coordinator)
+    continue_coordinator(episode, coordinator)
     episode.lose(victim)
     return has_stopped
 
 
-def _continue(episode: Episode, coordinator: Child) -> None:
+def continue_coordinator(episode: Episode, coordinator: Child) -> None:
     coordinator.signal(signal.SIGCONT)
     episode.arm(coordinator, "")
 
 
-@fault("standby killed in a fail-over", "pserver", _has_standbys)
+@fault("standby killed in a fail-over", "pserver", has_standbys)
 def _lose_standby(episode: Episode, victim: str) -> bool:
     """Kill a standby after the fence or after its registration; or let it die while it becomes the pserver."""
     if (found := find_replicas(episode, victim)) is None:
@@ -219,7 +213,7 @@ def _lose_standby(episode: Episode, victim: str) -> bool:
     coordinator = episode.child("coordinator")
     episode.arm(coordinator, f"{episode.chance.choice(_PROMOTION[1:])}=stop")
     episode.kill(victim, leader)
-    has_stopped = _wait_for_stop(coordinator)
+    has_stopped = wait_for_stop(coordinator)
     episode.kill(name, standby)
-    _continue(episode, coordinator)
+    continue_coordinator(episode, coordinator)
     return has_stopped

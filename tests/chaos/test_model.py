@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from . import faults, grey_faults
+from .campaign import judge
 from .diary import Record, draw, seed_draws
+from .faults import FAULTS
+from .grey_faults import EXPECTED_FAILURES
 from .model import History, find_violations
 from .round_model import explain
 from .setup import UNIT, Setup
 
 SYNC = Setup(seed=0)
-ASYNC = Setup(seed=0, mode="async")
 BLOCKS = ("a.block0", "a.block1")
 BOTH = (0, 1)
 
@@ -26,11 +31,6 @@ def values_after(sets: Sequence[tuple[int, ...]]) -> list[float]:
             counts[rank] += UNIT / len(ranks)
             rounds[rank] += UNIT / len(ranks) * round_
     return counts + rounds
-
-
-def steps_of(*clocks: int) -> list[float]:
-    """Return the values of a block with so many asynchronous steps of each rank."""
-    return [float(UNIT * clock) for clock in clocks] + [UNIT * clock * (clock + 1) / 2 for clock in clocks]
 
 
 class Story:
@@ -223,6 +223,39 @@ def test_a_wrong_answer_is_a_violation() -> None:
     assert story.violations() == ["wrong answer: half a body was taken"]
 
 
+def test_an_expected_failure_must_fail_as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, text = "hanging log", "whose log hangs, was not replaced"
+    monkeypatch.setitem(EXPECTED_FAILURES, kind, text)
+    missing = f"{kind!r} has not failed as expected; remove it from EXPECTED_FAILURES"
+    assert judge([f"pserver 0, {text}"], [kind]) == []
+    assert judge([f"pserver 0, {text}", "wrong bits"], [kind]) == ["wrong bits"]
+    assert judge(["wrong bits", f"pserver 0, {text}"], [kind]) == ["wrong bits"]
+    assert judge([], [kind]) == [missing]
+    assert judge(["another"], [kind]) == ["another", missing]
+    assert judge(["another"], ["slow link"]) == ["another"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["copy by a reader", "hanging log", "one-way partition of a pserver", "pserver and place of checkpoints lost"],
+)
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_a_fault_that_others_hide_has_no_effect(
+    is_quiet: bool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grey_faults, "REPLACED_SECONDS", 0)
+    monkeypatch.setattr(faults, "STANDSTILL_SECONDS", -1)
+    monkeypatch.setattr(grey_faults, "find_replicas", lambda *_: ("leader", "standby"))
+    episode = MagicMock()
+    episode.cluster.log_file.return_value = episode.cluster.place_file.return_value = tmp_path / "order"
+    episode.chance.choice.return_value = "hang"
+    episode.reader.records = [{"attempt": 1}]
+    episode.has_stepped_since.return_value = False
+    episode.is_quiet.return_value = is_quiet
+    assert FAULTS[kind].inject(episode, "pserver 0") is is_quiet
+    assert episode.complain.called is is_quiet
+
+
 def test_random_numbers_depend_on_seed_and_step_only() -> None:
     story = Story()
     seed_draws(SYNC.seed, 3)
@@ -235,63 +268,3 @@ def test_random_numbers_depend_on_seed_and_step_only() -> None:
 def test_the_rounds_between_two_seen_versions_are_decoded() -> None:
     change = tuple(values_after([BOTH, (), (1,)]))
     assert explain(change, 0, 3) == {(frozenset(BOTH), frozenset(), frozenset({1}))}
-
-
-# ------------------------------------------------------------------ asynchronous
-
-
-def asynchronous() -> Story:
-    story = Story()
-    for step in (1, 2):
-        for rank in BOTH:
-            story.add("begin", rank, step)
-        story.add("end", 0, step, steps_of(step, step - 1))
-        story.add("end", 1, step, steps_of(step, step))
-    for rank in BOTH:
-        story.add("done", rank, 2)
-    return story
-
-
-def final(*clocks: int) -> Record:
-    return {"what": "final", "at": 100.0, "round": 2, "attempt": 0, "blocks": {"a.block0": [2, *steps_of(*clocks)]}}
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        pytest.param([24.0, 12.0, 24.0, 12.0], "2 steps of trainer 0 that make 2 in all", id="one step twice"),
-        pytest.param([12.0, 12.0, 24.0, 12.0], "1 steps of trainer 0 that make 2 in all", id="one left out"),
-        pytest.param(steps_of(2, 2), "2 steps of trainer 1, which had begun 1", id="one that was not begun"),
-        pytest.param(steps_of(1, 1), "1 of its own 2 steps", id="its own is missing"),
-    ],
-)
-def test_a_trainer_sees_whole_steps_and_its_own(values: list[float], text: str) -> None:
-    story = Story()
-    for rank, step in ((0, 1), (0, 2), (1, 1)):
-        story.add("begin", rank, step)
-    story.add("end", 0, 2, values)
-    assert any(text in found for found in story.violations(ASYNC))
-
-
-def test_the_end_contains_acknowledged_steps() -> None:
-    story = asynchronous()
-    story.records.append(final(2, 2))
-    assert story.violations(ASYNC) == []
-    story.records[-1] = final(2, 1)
-    assert story.violations(ASYNC) == ["a.block0 ends with 1 steps of trainer 1, which made 2"]
-
-
-def test_seen_steps_do_not_vanish() -> None:
-    story = asynchronous()
-    story.add("end", 0, 2, steps_of(2, 0))
-    assert any("after" in found for found in story.violations(ASYNC))
-
-
-def test_no_trainer_is_staler_than_the_bound() -> None:
-    story = Story()
-    for step in (1, 2):
-        story.add("begin", 0, step)
-        story.add("end", 0, step, steps_of(step, 0))
-    assert story.violations(Setup(seed=0, mode="ssp", max_staleness=2)) == []
-    found = story.violations(Setup(seed=0, mode="ssp", max_staleness=1))
-    assert "staler than 1" in found[0]

@@ -4,7 +4,7 @@
 
 Each parameter has a row for every pserver, and a row is a block: a count for each rank, and a sum of rounds for each
 rank. With SGD and a rate of 1 a contribution to round 7 adds 12 to the first and 84 to the second, divided by the
-number of members in the synchronous mode: whole numbers, which float32 adds exactly for 1 to 4 members.
+number of members: whole numbers, which float32 adds exactly for 1 to 4 members.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ChaosTrainer:
         self.is_nan_ordered = False
         self.hurries_until = 0.0
         chance = random.Random(f"{self.setup.seed} {self.rank} {life}")
-        self.tricks = Tricks(self.diary, chance, is_sync=self.setup.mode == "sync")
+        self.tricks = Tricks(self.diary, chance)
         self.tricks.play()
         self._stop = folder / "stop"
 
@@ -111,7 +111,7 @@ class ChaosTrainer:
             self.diary.write("refused", round=step, attempt=self.attempt)
 
     def write_seen(self, what: str, *, drawn_for: int) -> None:
-        """Record every block with its version, which is this trainer's own step in asynchronous modes.
+        """Record every block with its version.
 
         The random numbers are drawn from generators that were seeded for the step `drawn_for`.
         """

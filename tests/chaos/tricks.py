@@ -28,12 +28,11 @@ _push, _get, _check_version = PserverClient.push, PserverClient.get, PserverClie
 class Tricks:
     """A wrapper of the requests of this process's pserver clients. `ordered` has the numbers of outstanding tricks."""
 
-    def __init__(self, diary: Diary, chance: random.Random, *, is_sync: bool) -> None:
+    def __init__(self, diary: Diary, chance: random.Random) -> None:
         self.ordered: Counter[str] = Counter()
         self.versions: dict[int, dict[int, int]] = {}  # of each pserver: the version that it gave for a round
         self._diary = diary
         self._chance = chance
-        self._is_sync = is_sync
         self._late: set[asyncio.Task[None]] = set()
 
     def play(self) -> None:
@@ -46,9 +45,9 @@ class Tricks:
             if tricks._is_due("truncated"):
                 await tricks._send_truncated(self, round_, b"".join(body))
             if tricks._is_due("late"):
-                late = tricks._send_late(self, self.connection.fence.at_round(round_), b"".join(body))
+                late = tricks._send_late(self, self.connection.fence._replace(round=round_), b"".join(body))
                 tricks._late.add(task := asyncio.create_task(late))
-                task.add_done_callback(tricks._late.discard)
+                task.add_done_callback(tricks._end_late)
             if tricks._is_due("twice"):
                 return (await asyncio.gather(_push(self, round_, body), _push(self, round_, body)))[0]
             return await _push(self, round_, body)
@@ -73,16 +72,20 @@ class Tricks:
 
     async def _send_truncated(self, client: PserverClient, round_: int, body: bytes) -> None:
         cut = body[: self._chance.randrange(1, len(body))]
-        status = await self._post(client, SEND, client.connection.fence.at_round(round_), cut)
+        status = await self._post(client, SEND, client.connection.fence._replace(round=round_), cut)
         if status is not None and status < 400:
             self._diary.write("wrong answer", text=f"a body of {len(cut)} of {len(body)} bytes was taken: {status}")
 
     async def _send_late(self, client: PserverClient, fence: Fence, body: bytes) -> None:
         await asyncio.sleep(self._chance.choice((0.05, 0.3, 1.0)))
         await self._post(client, SEND, fence, body)
-        await self._post(client, SEND, fence.at_round(max(1, fence.round - 2)), body)
-        if self._is_sync:
-            await self._post(client, BARRIER, fence, b"", {BARRIER_HEADER: "batch"})
+        await self._post(client, SEND, fence._replace(round=max(1, fence.round - 2)), body)
+        await self._post(client, BARRIER, fence, b"", {BARRIER_HEADER: "batch"})
+
+    def _end_late(self, task: asyncio.Task[None]) -> None:
+        self._late.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._diary.write("wrong answer", text=f"a late request failed: {error!r}")
 
     async def _post(
         self, client: PserverClient, path: str, fence: Fence, body: bytes, more: Mapping[str, str] | None = None

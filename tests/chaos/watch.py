@@ -16,7 +16,6 @@ from services.runtime.storage import LocalStorage
 from .setup import KEEP_CHECKPOINTS, Setup
 
 LOOK_SECONDS = 0.5
-ANSWER_SECONDS = 10.0
 
 
 class Watch:
@@ -26,13 +25,13 @@ class Watch:
     """
 
     def __init__(
-        self, setup: Setup, state: Path, address: str, complain: Callable[[str], None], spoiled: Collection[Path]
+        self, setup: Setup, state: Path, http: httpx.Client, complain: Callable[[str], None], spoiled: Collection[Path]
     ) -> None:
         self.num_restorable = 0  # checkpoints that were complete and listed before and after they were read
         self._setup = setup
         self._state = state
         self._place = LocalStorage(state / "checkpoints")
-        self._http = httpx.Client(base_url=address, timeout=ANSWER_SECONDS, trust_env=False)
+        self._http = http
         self._complain = complain
         self._spoiled = spoiled
 
@@ -93,13 +92,10 @@ class Watch:
             self._look_at_folder(index, folder)
 
     def _look_at_folder(self, index: int, folder: str) -> None:
-        own, log = [], 0
-        for name in glob(f"{self._state}/{folder}/log/*"):
-            if name.endswith(".checkpoint"):
-                own.append(_size_of(name))
-            else:
-                log += _size_of(name)
-        sizes = [*own, *map(_size_of, glob(f"{self._state}/checkpoints/*/*/pserver-{index}-of-*.safetensors"))]
+        log = sum(size for size, _ in map(_measure, glob(f"{self._state}/{folder}/log/*.log")))
+        shared = glob(f"{self._state}/checkpoints/*/*/pserver-{index}-of-*.safetensors")
+        own = glob(f"{self._state}/{folder}/log/*.safetensors")
+        sizes = [size for size, _ in {_measure(name) for name in (*own, *shared)}]  # a file may have two names
         most = (KEEP_CHECKPOINTS + 2) * self._setup.max_log_bytes
         if log > most:
             self._complain(f"the log in {folder} takes {log} bytes, {most} at most are documented")
@@ -108,8 +104,10 @@ class Watch:
             self._complain(f"the checkpoints of pserver {index} take {sum(sizes)} bytes, {most} at most are documented")
 
 
-def _size_of(name: str) -> int:
+def _measure(name: str) -> tuple[int, int]:
+    """Return size and inode of a file."""
     try:
-        return os.stat(name).st_size
+        found = os.stat(name)
     except FileNotFoundError:  # deleted, or renamed, meanwhile
-        return 0
+        return 0, 0
+    return found.st_size, found.st_ino

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from ps_protocol import routes
-from ps_protocol.plan import SlicePlan, make_plan
+from ps_protocol.plan import make_plan
 from ps_protocol.requests import BARRIER_HEADER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec
 
@@ -202,7 +202,7 @@ for content, error in (
 def installation(**changes: Any) -> Callable[[World], Any]:
     def make(w: World) -> Any:
         return {
-            "run": "another", "attempt": 0, "plan": w.trainer.ready.plan, "incarnation": 1,
+            "run": "another", "attempt": 0, "plan": w.trainer.plan.as_json, "incarnation": 1,
             "consistency": {"mode": "sync"}, "nonfinite": "reject", "round_timeout_seconds": 1, "uploader": 0,
             "number": 1, "membership": {"members": {"0": 1}},
             **changes,
@@ -212,14 +212,14 @@ def installation(**changes: Any) -> Callable[[World], Any]:
 
 
 def same_run_other_plan(w: World) -> Any:
-    plan = {**w.trainer.ready.plan, "buffers": [["mean", [2], "F32", 0]]}
+    plan = {**w.trainer.plan.as_json, "buffers": [["mean", [2], "F32", 0]]}
     return {**installation()(w), "run": w.trainer.ready.run, "plan": plan}
 
 
 def large_block(w: World) -> Any:
     wide = ParameterSpec("wide", (LIMITS["max_body_bytes"] // 2,))
-    plan = make_plan([wide], 2, optimizer=SlicePlan.from_json(w.trainer.ready.plan).optimizer)
-    return {**installation()(w), "plan": plan.to_json()}
+    plan = make_plan([wide], 2, optimizer=w.trainer.plan.optimizer)
+    return {**installation()(w), "plan": plan.as_json}
 
 
 for name, message, error in (
@@ -238,14 +238,11 @@ for name, error, request in (
     ("pserver: unknown path", "not_found", Request("/v1/nothing")),
     ("coordinator: unknown path", "not_found", Request("/v1/nothing", to=None)),
     ("coordinator: wrong method", "method_not_allowed", Request(routes.STATUS, "DELETE", to=None)),
-    ("blocks: unknown", "unknown_block", Request(routes.BLOCKS + "?name=absent.block0", "GET")),
-    ("blocks: a large round", "invalid_message", Request(f"{routes.BLOCKS}?name=w.block0&round={LARGE}", "GET")),
+    ("blocks: unknown", "unknown_block", Request(routes.SHARD + "?name=absent.block0", "GET")),
+    ("blocks: a large round", "invalid_message", Request(f"{routes.SHARD}?name=w.block0&round={LARGE}", "GET")),
     ("restorable: a long run", "invalid_message", Request(f"{routes.RESTORABLE}?run={'r' * 129}", "GET")),
     ("parameter: unknown", "not_found", Request(routes.PARAMETERS + "/absent", "GET", to=None)),
-    *(
-        (f"parameter: {query}", "invalid_message", Request(f"{routes.PARAMETERS}/w?{query}", "GET", to=None))
-        for query in ("format=pickle", "after_version=x", "after_version=0&wait_seconds=31")
-    ),
+    ("parameter: a format", "invalid_message", Request(f"{routes.PARAMETERS}/w?format=npy", "GET", to=None)),
 ):
     bad(name, error, lambda w, request=request: request)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ps_protocol.errors import GradpostError, ModelMismatch
+from ps_protocol.errors import ModelMismatch
 from tests.cluster.trainer_processes import NUM_HOSTS, PROCESSES, WORLD
 from tests.cluster.training import (
     NET_STEPS,
@@ -35,14 +35,15 @@ from tests.cluster.training import (
     wrap_model,
     wrap_weight,
 )
-from trainer_client import GradScaler, RemoteOptimizer, Session, connect
+from trainer_client import Session, connect
 from trainer_client.engines.collective.host import HostLeader
 
 ROUNDING = 1e-5
 
 
 def late(session: Session, **arguments: Any) -> dict[str, Tensor]:
-    found = train_net(session, **arguments)
+    found = train_net(session, max_grad_norm=1e9, **arguments)  # a limit that is never reached changes no bit
+    assert session.client.results.grad_norm is not None  # every process knows the norm of the aggregated gradient
     assert session.round == NET_STEPS
     if session.host is None or session.host.is_leader:  # to the others it may be that of the next run already
         assert session.summary().rounds == NET_STEPS
@@ -80,18 +81,6 @@ def mean_gradients(
     return average(gradients)
 
 
-def clipped(session: Session) -> dict[str, Tensor]:
-    """Compare the norm of the aggregated gradient, which every process knows."""
-    parameters = make_parameters()
-    optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), max_grad_norm=1e9)
-    for step in range(3):
-        set_gradients(parameters, step, session.rank)
-        optimizer.step()
-        means = [mean.reshape(-1) for mean in mean_gradients(make_parameters(), step) if mean is not None]
-        torch.testing.assert_close(optimizer.grad_norm, float(torch.cat(means).norm()), rtol=ROUNDING, atol=ROUNDING)
-    return values(parameters)
-
-
 def unequal(session: Session) -> dict[str, Tensor]:
     """Train with sets of gradients of its own in each process; `bias` has none anywhere in some steps."""
     found = train_remotely(
@@ -123,27 +112,6 @@ def start(session: Session) -> dict[str, Tensor]:
     return found
 
 
-def scaled(session: Session, *, delay: int = 0, **arguments: Any) -> dict[str, Tensor]:
-    """Train with our GradScaler, whose scale is that of all processes."""
-    model = nn.Linear(4, 2)
-    optimizer = wrap_model(session, model, lr=0.5, nonfinite="skip_round", bucket_bytes=4, **arguments)
-    scaler = GradScaler(optimizer, "cpu", init_scale=1024.0, growth_interval=2)
-    biases, scales = [], []
-    for step in range(6):
-        optimizer.zero_grad()
-        factor = 1e38 if session.rank == 3 and step == 3 else 1.0
-        scales.append(scaler.get_scale())
-        scaler.scale((model(torch.ones(1, 4)) * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        biases.append(model.bias[0].item())
-    # With a delay, what becomes of a round counts so many steps later.
-    assert scales == [1024.0] * delay + [1024.0, 1024.0, 2048.0, 2048.0, 1024.0, 1024.0][: 6 - delay]
-    if delay == 0:
-        torch.testing.assert_close(torch.tensor(biases).diff(), torch.tensor([-0.5, -0.5, 0.0, -0.5, -0.5]))
-    return {"biases": torch.tensor(biases)}
-
-
 def sharing(session: Session) -> dict[str, Tensor]:
     """Train beside a process group of the script, of all processes."""
     dist.init_process_group("gloo")
@@ -155,30 +123,6 @@ def sharing(session: Session) -> dict[str, Tensor]:
     dist.destroy_process_group()
     assert weight.tolist() == [-4.5] * 3
     assert total.item() == WORLD**3
-    return {}
-
-
-def broken_off(session: Session) -> dict[str, Tensor]:
-    """Fail a step of the second host after its push; then another gradient is refused, and the same one is not."""
-    weight, optimizer = wrap_weight(session, 4)
-    pull, errors = session.client.pservers.pull, []
-
-    async def fail(*_: Any, **__: Any) -> Any:
-        session.client.pservers.pull = pull
-        raise GradpostError("an unexpected error")
-
-    if session.rank == 2:
-        session.client.pservers.pull = fail
-    for gradient in (1.0, 2.0, 1.0) if session.rank >= 2 else (1.0,):
-        weight.grad = torch.full((4,), gradient)
-        try:
-            optimizer.step()
-        except GradpostError as error:
-            errors.append(str(error))
-    if session.rank >= 2:
-        assert errors[0] == "an unexpected error"
-        assert errors[1].endswith("differs from the new gradient. Restart the script")
-    assert weight.tolist() == [-1.0] * 4
     return {}
 
 
@@ -212,17 +156,13 @@ IN_SYNC: dict[str, Callable[[Session], dict[str, Tensor]]] = {
     "the results are those of one process": late,
     "overlap changes no bit": partial(late, overlap=True),
     "buckets go on while backward runs": streaming,
-    "every process knows the norm of the aggregated gradient": clipped,
     "processes may have different gradients": unequal,
     "all start from the same buffers": start,
-    "the scale is the same in all processes": scaled,
-    "the scale is the same with overlap": partial(scaled, overlap=True),
     "a script's own process group stays its own": sharing,
-    "another gradient after a step that failed is refused for the host": broken_off,
     "different models are refused in all processes": different,
     "all processes get the mean of the first processes' buffers": averaging,
 }
-WORK = {**IN_SYNC, "delayed": delayed, "scaled with delay": partial(scaled, delay=1)}
+WORK = {**IN_SYNC, "delayed": delayed}
 
 
 def play(environment: Mapping[str, str], folder: Path, names: Sequence[str]) -> None:

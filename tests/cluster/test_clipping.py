@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ps_protocol.errors import NonFiniteGradient
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.engines.collective.buffers import FlatBucket
+from trainer_client.optimizer import step_measures
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
@@ -111,13 +113,6 @@ def test_a_skipped_round_has_no_norm(ring: LocalCluster, cluster: LocalCluster) 
         assert norms == [6.0, pytest.approx(math.nan, nan_ok=True), 6.0]
 
 
-def test_a_limit_that_is_never_reached_changes_no_bit(cluster: LocalCluster) -> None:
-    clipped, _ = run_all(cluster, partial(train, max_grad_norm=1e9), **SMALL)[0]
-    unclipped, norms = run_all(cluster, train, **SMALL)[0]
-    assert_identical(clipped, unclipped)
-    assert set(norms) == {None}
-
-
 @pytest.mark.parametrize("kind", ["momentum", "AdamW"])
 def test_in_asynchronous_modes_a_trainer_clips_its_own_gradient(own_cluster: StartCluster, kind: str) -> None:
     cluster = own_cluster(pservers=2, trainers=1, mode="async")
@@ -138,3 +133,35 @@ def test_a_gradient_without_a_norm_is_refused_before_it_is_clipped(own_cluster: 
         assert weight.tolist() == pytest.approx([-0.5] * 4, rel=1e-6)
 
     run_all(own_cluster(pservers=1, trainers=1, mode="ssp"), work, min_block_size=1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_constant", "is_warned"), [(0.125, False, True), (0.125, True, False), (0.25317, False, False)]
+)
+def test_a_script_that_clips_for_itself_is_a_warning(
+    cluster: LocalCluster,
+    limit: float,
+    is_constant: bool,
+    is_warned: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A norm may be the same for another reason: because the gradient is, or because it is no round number."""
+    if not is_warned:  # the warning is at the real pace: each second step at least is measured
+        monkeypatch.setattr(step_measures, "PERIOD_SECONDS", 0.0)
+        monkeypatch.setattr(step_measures, "PAUSE", 0)
+
+    def work(session: Session) -> None:
+        model = Net()
+        optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.0), session=session)
+        for step in range(5):
+            optimizer.zero_grad()
+            net_loss(model, 0 if is_constant else step, session.rank).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+            time.sleep(1.25 * step_measures.PERIOD_SECONDS)
+
+    run_all(cluster, work)
+    said = capsys.readouterr().err
+    assert said.count("have the norm 0.125, as after clip_grad_norm_") == 2 * is_warned  # once a trainer
+    assert said.count("max_grad_norm=0.125") == 2 * is_warned

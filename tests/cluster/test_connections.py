@@ -10,11 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from signal import SIGCONT, SIGSTOP
 from typing import Any
 
 import httpx
@@ -23,12 +21,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradpost.doctor import check_cluster
 from gradpost.tokens import create_tokens
 from ps_config.certificates import TlsFiles, client_context
 from ps_config.environment import SettingsError
 from ps_config.tokens import SCOPES, Scope
-from ps_protocol.errors import Forbidden, Unauthenticated, Unreachable
+from ps_protocol.errors import Forbidden, Unauthenticated
 from trainer_client import ParameterClient, Session
 from trainer_client.testing import LocalCluster
 
@@ -45,6 +42,7 @@ from .training import (
     train_remotely,
     wrap_weight,
 )
+from .up_support import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -88,8 +86,6 @@ def test_blocks_travel_over_unix_sockets_if_both_sides_want_that(is_wanted: bool
             # Each of two trainers has one connection to each of two pservers.
             found = count_local_connections(names), count_tcp_connections(session)
             assert found == ((4, 0) if is_wanted else (0, 4))
-            links = [pserver.link.describe() for pserver in session.client.pservers.clients]
-            assert all(link.is_local == is_wanted and link.pushes.num_bytes > 0 for link in links)
             local_pservers = session.client.metrics.registry.get_sample_value("gradpost_trainer_local_pservers")
             assert local_pservers == (2 if is_wanted else 0)
 
@@ -257,28 +253,7 @@ def doctor(cluster: LocalCluster, exit_code: int = 0, **environment: str) -> dic
 
 def await_event(cluster: LocalCluster, text: str) -> None:
     """Wait for an event whose description begins so."""
-    while True:
-        with suppress(Unreachable):  # a connection may break off
-            for event in cluster.view.follow_events():
-                if event["text"].startswith(text):
-                    return
-
-
-@pytest.mark.extended
-def test_pservers_that_are_not_reached_are_found() -> None:
-    with LocalCluster(lease_seconds=60) as cluster:
-        for index in range(2):
-            await_event(cluster, f"pserver {index} has registered at ")
-        cluster.pservers[0].stop()
-        cluster.start_pserver(0, GRADPOST_ADVERTISE_ADDRESS="http://ps-0.invalid:7071")
-        await_event(cluster, "pserver 0 has registered at http://ps-0.invalid:7071")
-        cluster.pservers[1].signal(SIGSTOP)
-        began = time.monotonic()
-        found = {finding.check: finding for finding in check_cluster(cluster.address)}
-        assert time.monotonic() - began < 20
-        cluster.pservers[1].signal(SIGCONT)
-    assert "the name ps-0.invalid is not known here: " in found["pserver 0"].detail
-    assert found["pserver 1"].detail.endswith(" cannot be reached from here: no answer within 5 s")
+    assert wait_until(lambda: any(event["text"].startswith(text) for event in cluster.view.events()), 60)
 
 
 @pytest.mark.extended

@@ -7,9 +7,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from itertools import product
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import pytest
 
 from ps_protocol.errors import Unreachable
 from ps_protocol.messages import ClusterStatus
-from ps_protocol.routes import PAUSE, RESUME
 from trainer_client.client.inspection import ClusterView
 
 from ..soaking import parametrize_sampled
@@ -26,11 +23,6 @@ from .faulty_run import FaultyRun
 from .up_support import RunningUp, train_script, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
-
-KINDS: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "async": {"kind": "counting", "mode": "async"},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +42,7 @@ def wait_for_status(run: FaultyRun, what: str, seconds: float = 60) -> ClusterSt
     while time.monotonic() < deadline:
         status = run.cluster.status()
         in_sync = [sum(s.follows == p.index and s.role == "in_sync" for s in status.standbys) for p in status.pservers]
-        incarnations = [p.incarnation for p in status.pservers if p.index == 0]
+        incarnations = [p.heartbeat.incarnation for p in status.pservers if p.index == 0]
         found = in_sync if kind == "in sync" else incarnations
         if found and min(found) >= int(wanted):
             return status
@@ -65,9 +57,9 @@ def start_standbys(run: FaultyRun, num: int = 1) -> None:
     wait_for_status(run, f"in sync {num}")
 
 
-@parametrize_sampled(("kind", "wiped"), product(KINDS, (False, True)), [("sync", True), ("async", False)])
-def test_a_killed_pserver_is_replaced_without_a_loss(kind: str, wiped: bool, tmp_path: Path) -> None:
-    with replicated(pservers=1, state_dir=tmp_path, **KINDS[kind]) as run:
+@parametrize_sampled("wiped", (False, True), [True])
+def test_a_killed_pserver_is_replaced_without_a_loss(wiped: bool, tmp_path: Path) -> None:
+    with replicated(pservers=1, state_dir=tmp_path) as run:
         start_standbys(run)
         run.wait_for_round(run.round_of(0) + 10)
         run.kill(run.cluster.pservers[0])
@@ -103,17 +95,8 @@ def test_a_fail_over_changes_no_bit_of_a_variant(variant: str, tmp_path: Path) -
     assert len(set(results[0])) == 1
 
 
-@pytest.mark.extended
-def test_no_step_of_stale_synchronous_training_is_lost_or_repeated() -> None:
-    with replicated(pservers=1, kind="counting", mode="ssp", max_staleness=1) as run:
-        start_standbys(run)
-        run.kill(run.cluster.pservers[0])
-        wait_for_status(run, "incarnation 2")
-        run.check_results()
-
-
 def test_each_pserver_is_replaced_in_turn(tmp_path: Path) -> None:
-    with replicated(state_dir=tmp_path, **KINDS["sync"]) as run:
+    with replicated(state_dir=tmp_path) as run:
         start_standbys(run)
         for index in (0, 1):
             run.kill(run.cluster.pservers[index])
@@ -125,7 +108,7 @@ def test_each_pserver_is_replaced_in_turn(tmp_path: Path) -> None:
 
 
 def test_a_stopped_pserver_follows_its_successor(tmp_path: Path) -> None:
-    with replicated(pservers=1, state_dir=tmp_path, **KINDS["sync"]) as run:
+    with replicated(pservers=1, state_dir=tmp_path) as run:
         start_standbys(run)
         run.cluster.pservers[0].signal(signal.SIGSTOP)
         wait_for_status(run, "incarnation 2")
@@ -137,7 +120,7 @@ def test_a_stopped_pserver_follows_its_successor(tmp_path: Path) -> None:
 
 @parametrize_sampled("point", ["fence.before", "promote.before", "promote.after"], ["promote.before"])
 def test_a_coordinator_that_dies_during_a_fail_over_completes_it(point: str, tmp_path: Path) -> None:
-    with replicated(pservers=1, state_dir=tmp_path, failpoints=f"{point}=kill", **KINDS["sync"]) as run:
+    with replicated(pservers=1, state_dir=tmp_path, failpoints=f"{point}=kill") as run:
         start_standbys(run)
         run.kill(run.cluster.pservers[0])
         run.cluster.coordinator.wait(30)
@@ -147,7 +130,7 @@ def test_a_coordinator_that_dies_during_a_fail_over_completes_it(point: str, tmp
 
 
 def test_a_lost_standby_does_not_stop_the_run(tmp_path: Path) -> None:
-    with replicated(pservers=1, state_dir=tmp_path, **KINDS["sync"]) as run:
+    with replicated(pservers=1, state_dir=tmp_path) as run:
         start_standbys(run)
         run.kill(run.cluster.standbys[0])
         run.wait_for_round(run.round_of(0) + 20)
@@ -185,38 +168,48 @@ class UpWithStandby:
         def is_so() -> bool:
             with suppress(Unreachable), ClusterView(self._address) as view:
                 status = view.status()
-                found = [p.incarnation for p in status.pservers]
+                found = [p.heartbeat.incarnation for p in status.pservers]
                 return found == [incarnation] and (not roles or [s.role for s in status.standbys if s.run] == [*roles])
             return False
 
         assert wait_until(is_so, 60)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Pause the run, so that the standby has every round that a trainer has received."""
+    def wait_for_training(self) -> None:
+        """Wait until a round is complete."""
         with ClusterView(self._address) as view:
-            view.change_run("POST", PAUSE)
-            assert wait_until(lambda: view.status().standbys[0].round == view.status().round > 0, 60)
-            yield
-            view.change_run("POST", RESUME)
+            assert wait_until(lambda: view.status().round > 0, 60)
+
+    def list_pids(self) -> list[int]:
+        """Return the processes of the pserver and of all that are or have been its standbys, the oldest first."""
+        return sorted(pid for pid, command in self._up.left().items() if "-m services.pserver" in command)
 
     def kill_oldest(self) -> None:
-        """Kill the pserver: the oldest process of those that are or have been standbys as well."""
-        pids = (pid for pid, command in self._up.left().items() if "-m services.pserver" in command)
-        os.kill(min(pids), signal.SIGKILL)
+        """Kill the pserver."""
+        os.kill(self.list_pids()[0], signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("durability", "role"), [("replicated", "in_sync"), ("log", "following")])
-def test_up_replaces_a_dead_pserver_and_starts_another_standby(tmp_path: Path, durability: str, role: str) -> None:
-    with UpWithStandby(tmp_path, GRADPOST_DURABILITY=durability) as up:
+def test_up_replaces_a_dead_pserver_and_starts_another_standby(tmp_path: Path) -> None:
+    with UpWithStandby(tmp_path) as up:
         for incarnation in (1, 2):  # the standby that was started at last replaces the one before
-            up.wait_for(incarnation, role)
-            with up.paused() if durability == "log" else nullcontext():
-                up.kill_oldest()
-                up.wait_for(incarnation + 1)
-        up.wait_for(3, role)
+            up.wait_for(incarnation, "in_sync")
+            up.kill_oldest()
+            up.wait_for(incarnation + 1)
+        up.wait_for(3, "in_sync")
     assert up.stderr.count("gradpost: pserver 0 was ended by SIGKILL") == up.stderr.count("a standby replaces it") == 2
     assert "starting it again" not in up.stderr
+
+
+def test_up_restarts_a_pserver_that_dies_before_a_standby_is_in_sync(tmp_path: Path) -> None:
+    with UpWithStandby(tmp_path) as up:
+        up.wait_for(1)
+        pserver, standby = up.list_pids()
+        os.kill(standby, signal.SIGSTOP)
+        up.wait_for_training()
+        os.kill(pserver, signal.SIGKILL)
+        up.wait_for(2)
+        os.kill(standby, signal.SIGCONT)
+        up.wait_for(2, "in_sync")
+    assert "and no standby could replace it yet; starting it again (0 restarts left)" in up.stderr
 
 
 @pytest.mark.extended

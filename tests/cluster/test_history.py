@@ -18,7 +18,6 @@ from services.coordinator.history import RunHistory
 
 from ..unit.cli.conftest import RunCommand, run_command  # noqa: F401 - a fixture
 from ..unit.coordinator.support import make_history_record
-from .test_administration import read
 from .test_up import run_up
 from .up_support import ROOT, SECONDS, RunningUp, clean_environment, train_script, wait_until
 
@@ -103,7 +102,10 @@ def test_a_follower_gets_the_end_of_a_run_that_is_interrupted(tmp_path: Path) ->
             assert follower.wait(30) == 0
     [entry] = RunHistory(tmp_path / ".gradpost" / "history").entries()
     curve = RunHistory(tmp_path / ".gradpost" / "history").read(entry.run).curves.curves["loss"][0]
-    exported = read(tmp_path / "logs" / entry.run / "trainer-0").Scalars("loss")
+    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = tensorboard.EventAccumulator(str(tmp_path / "logs" / entry.run / "trainer-0"))
+    accumulator.Reload()
+    exported = accumulator.Scalars("loss")
     assert (exported[-1].step, exported[-1].value) == (curve.round[-1], pytest.approx(curve.value[-1]))
 
 

@@ -104,7 +104,7 @@ def test_a_killed_or_stopped_trainer_is_named(
         end = trainers[1].wait_for_end()  # it gets the same error when it continues
         assert (end.what, end.facts["ranks"]) == ("trainer_lost", [1])
     newest = max(event.round for trainer in survivors for event in trainer.events)
-    rounds = [cluster.pserver_state(index).round for index in range(cluster.num_pservers)]
+    rounds = [cluster.view.pserver_state(index).round for index in range(cluster.num_pservers)]
     assert rounds in ([newest] * len(rounds), [newest + 1] * len(rounds))
 
 
@@ -240,7 +240,7 @@ def write_script(folder: Path, *, rounds: int | str, in_each_round: str = "", **
 
 
 def is_waiting(ring_cluster: LocalCluster, rank: int, round_: int) -> bool:
-    found = [trainer for trainer in ring_cluster.status().trainers if trainer.rank == rank]
+    found = [trainer.heartbeat for trainer in ring_cluster.status().trainers if trainer.rank == rank]
     return any(trainer.round == round_ and trainer.waiting_seconds > 0 for trainer in found)
 
 
@@ -312,7 +312,7 @@ def test_a_trainer_that_is_done_waits_for_longer_than_the_others(ring_cluster: L
         tmp_path,
         rounds="(4 if session.rank == 0 else 9)",
         begin="import time; from trainer_client.engines.collective import ring_group; ring_group.SPARE_SECONDS = 0.0",
-        in_each_round="if session.rank == 2 and optimizer.round == 9: time.sleep(8)  # it scores its model",
+        in_each_round="if session.rank == 2 and optimizer.round == 9: time.sleep(6)  # it scores its model",
     )
     assert ring_cluster.run_trainers(command, timeout=60) == [0, 0, 0], ring_cluster.output
     assert not [line for line in ring_cluster.output if "no longer takes part" in line]
@@ -341,12 +341,3 @@ dist.destroy_process_group()
     assert ring_cluster.run_trainers(command, timeout=60) == [0, 0, 0], ring_cluster.output
     for rank in range(3):
         assert any(line.startswith(f"[trainer {rank}] value {-3.0 - 2 * rank}") for line in ring_cluster.output)
-
-
-@pytest.mark.ring
-@pytest.mark.extended
-def test_a_process_group_of_one_trainer_alone_is_left_alone(ring_cluster: LocalCluster, tmp_path: Path) -> None:
-    begin = f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)"
-    begin = f"import torch.distributed as dist\nif session.rank == 0: {begin}"
-    command = write_script(tmp_path, rounds=3, begin=begin)
-    assert ring_cluster.run_trainers(command, timeout=60) == [0, 0, 0], ring_cluster.output

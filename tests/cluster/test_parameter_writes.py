@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
@@ -130,6 +129,25 @@ def test_frozen_parameters_that_are_loaded_late_are_a_warning(
     )
 
 
+@pytest.mark.parametrize("num_steps", [2, 5])
+def test_first_steps_without_any_gradient_are_a_warning(
+    alone: LocalCluster, num_steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(session: Session) -> None:
+        model = make_model(seed=0)
+        optimizer = RemoteOptimizer(momentum(model), session=session)
+        for _ in range(num_steps):
+            optimizer.step()
+        take_step(model, optimizer, 0)
+        optimizer.zero_grad()
+        for _ in range(5):
+            optimizer.step()
+
+    run_all(alone, train)
+    said = capsys.readouterr().err
+    assert said.count("no parameter had a gradient in the first 3 steps. Call loss.backward()") == (num_steps > 2)
+
+
 def in_place(model: nn.Module) -> None:
     with torch.no_grad():
         model[0].weight.mul_(0.5)
@@ -177,6 +195,27 @@ def test_later_writes_are_refused_until_they_are_on_purpose(
     assert_identical(actual, values(expected))
 
 
+@pytest.mark.parametrize(("dtype", "wire"), [(torch.bfloat16, {}), (torch.float32, {"pull_type": "bfloat16"})])
+def test_elements_that_are_not_written_keep_their_masters(
+    alone: LocalCluster, dtype: torch.dtype, wire: dict[str, str]
+) -> None:
+    """Steps are smaller than half of what bfloat16 can tell apart."""
+
+    def train(session: Session) -> Tensor:
+        weight = nn.Parameter(torch.linspace(1, 2, 8, dtype=dtype))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1e-3), session=session, **wire)
+        for number in range(8):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            with optimizer.write_parameters(), torch.no_grad():
+                weight[0] = 2 + number
+        return weight.detach().float()
+
+    [found] = run_all(alone, train)
+    expected = torch.linspace(1, 2, 8, dtype=dtype).float() - 8e-3
+    assert found.tolist() == [9.0, *expected.bfloat16().float()[1:].tolist()]
+
+
 def test_values_that_are_put_back_change_nothing(pair: LocalCluster) -> None:
     def train(session: Session, swaps: bool = True) -> dict[str, Tensor]:
         model = make_model(seed=1)
@@ -218,29 +257,6 @@ def test_the_model_keeps_the_parameters_of_the_wrap(session: Session) -> None:
     model.load_state_dict(make_model(seed=2).state_dict(), assign=True, strict=False)
     with pytest.raises(BadModel, match="was replaced in the model"):
         take_step(model, optimizer, 0)
-
-
-def test_a_model_may_move_its_parameters_and_have_them_twice(alone: LocalCluster) -> None:
-    def train(session: Session) -> dict[str, Tensor]:
-        plain = make_model(seed=1)
-        plain.append(nn.Linear(4, 9)).append(nn.Linear(9, 4))
-        plain[4].weight = plain[2].weight  # tied
-        nn.utils.parametrizations.weight_norm(plain[3])
-        optimizer = RemoteOptimizer(momentum(plain), model=plain, session=session)
-        take_step(plain, optimizer, 0)
-        with optimizer.write_parameters():
-            nn.utils.parametrize.register_parametrization(plain[0], "weight", nn.Identity())
-        prune.identity(plain[3], "bias")
-        take_step(plain, optimizer, 1)
-        with optimizer.write_parameters():
-            nn.utils.parametrize.remove_parametrizations(plain[0], "weight", leave_parametrized=False)
-        plain.pop(4)
-        before = values(plain)
-        take_step(plain, optimizer, 2)
-        return {name: values(plain)[name] - before[name] for name in before}
-
-    [change] = run_all(alone, train)
-    assert all(difference.any() for difference in change.values())
 
 
 def test_a_norm_that_forward_restores_is_refused(session: Session) -> None:

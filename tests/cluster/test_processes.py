@@ -90,6 +90,19 @@ def test_waiting_has_an_end() -> None:
     assert child.stop() == -signal.SIGTERM
 
 
+def test_services_start_at_once_and_the_coordinator_answers_later() -> None:
+    cluster = LocalCluster(pservers=1, trainers=1)
+    try:
+        cluster.launch()
+        assert [service.name for service in cluster.services if service.is_running] == ["coordinator", "pserver 0"]
+        assert not cluster.find_address(cluster.coordinator)
+        assert cluster.status().state == "gathering"
+        cluster.wait_for_coordinator()
+        assert cluster.find_address(cluster.coordinator) == cluster.address
+    finally:
+        cluster.stop()
+
+
 GRANDCHILD = (
     "import subprocess, sys; p = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
     "print(p.pid, flush=True);"
@@ -159,23 +172,6 @@ def test_a_guardian_ends_what_it_still_guards_when_closed() -> None:
     assert forgotten.poll() is None
     forgotten.kill()
     forgotten.wait()
-
-
-def test_a_guardian_that_was_killed_is_no_reason_to_fail() -> None:
-    lines = Lines()
-    guardian = Guardian()
-    guardian._process.kill()
-    guardian._process.wait()
-    assert start("print(1)", lines, guardian).wait(30) == 0
-    guardian.close()
-
-
-def test_services_find_our_packages_first_and_scripts_last() -> None:
-    find = find_our_packages
-    root = str(Path(__file__).parents[2])
-    assert find({"PYTHONPATH": "/a:/b"}, first=True) == {"PYTHONPATH": f"{root}:/a:/b"}
-    assert find({"PYTHONPATH": "/a:/b"}, first=False) == {"PYTHONPATH": f"/a:/b:{root}"}
-    assert find({}, first=False) == {"PYTHONPATH": root}
 
 
 # ---------------------------------------------------------------------- services

@@ -1,4 +1,4 @@
-"""The examples learn and use public names only, and the programs of `benchmarks` still measure."""
+"""One script trains in every mode; the examples learn and use public names only; the benchmarks still measure."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import ast
 import json
 import os
 import re
-import shlex
-import shutil
-import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 import gradpost
-from benchmarks.wire.machines import TOOLS
-from benchmarks.wire.strategies import measure
 
-from .test_surroundings import size_of
-from .training import assert_identical
+from .test_surroundings import measure
+from .training import assert_identical, set_average
 from .up_support import ROOT, SECONDS, RunningUp, clean_environment
 
 pytestmark = pytest.mark.timeout(240)
@@ -40,7 +36,7 @@ HAS_LIBRARIES = all(find_spec(name) is not None for name in ("transformers", "ac
 
 def disk_use(folder: Path) -> int:
     """Return the bytes of all files; a file may be deleted meanwhile."""
-    return sum(size_of(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names)
+    return sum(measure(Path(parent, name))[0] for parent, _, names in os.walk(folder) for name in names)
 
 
 @pytest.mark.cluster
@@ -231,98 +227,6 @@ def read_saved(folder: Path) -> dict[str, Tensor]:
 
 # ---------------------------------------------------------------------- benchmarks
 
-TOLERANCE = 0.05  # of bytes on an interface, relative to the formulas of docs
-
-
-def command(program: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", f"benchmarks.{program}", *arguments]
-
-
-def is_trainer(process: psutil.Process) -> bool:
-    try:
-        return "benchmarks.wire.trainer" in process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.fixture
-def can_have_machines() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        pytest.skip(f"{' and '.join(missing)} are not installed (Debian packages iproute2, util-linux)")
-
-
-NUMBER = r"[\d.]+"
-ON_MACHINES = ("wire.links", "wire.overlap")
-LINKS = "--megabits 50 --elements 200000 --compute-seconds 0 --steps 2 --pairs int8/int8"
-OVERLAP = (
-    "--model 'small CNN' --megabits 50 --forward 0.4 --backward 0.4 --bucket-bytes 131072 --steps 2 "
-    "--repetitions 1 --target 0.3 --plot FOLDER/steps.png"
-)
-ACCURACY = "--folds 1 --seeds 1 --epochs 3 --pairs int8/int8 --optimizers AdamW"
-IO_THREADS = "--elements 1000000 --pservers 2 --threads 0 2 --rounds 1"
-RECOVERY = "--trainer-kills 1 --pserver-kills 1 --megabytes 1"
-GOODPUT = "--trainers 2 --minutes 0.15 --interval 4 --compute-seconds 0.05"
-DURABILITY = "--variants log --megabytes 0.1 --repetitions 1 --rounds 5"
-
-
-@pytest.mark.cluster
-@pytest.mark.soak
-@pytest.mark.extended
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    ("program", "arguments", "said"),
-    [
-        ("wire.accuracy", ACCURACY, rf"\| int8 / int8 \| {NUMBER} \|"),
-        ("wire.io_threads", IO_THREADS, rf"(?m)^\| 0 \| {NUMBER} .*\n\| 2 \| {NUMBER} "),
-        ("faults.recovery", RECOVERY, rf"detected.*\| 1 \| {NUMBER} \|"),
-        ("faults.goodput", GOODPUT, rf"(?s)Goodput: {NUMBER}%.*\| with faults \| 2 \| \d+ "),
-        ("faults.durability", DURABILITY, rf"(?s)\| none, plain \|.*\| log \|[^|]*\|[^|]*\| {NUMBER} \|"),
-        ("wire.links", LINKS, rf"(?s)## 50 Mbit/s.*\| int8 / int8 \| {NUMBER}"),
-        ("wire.overlap", OVERLAP, rf"(?m)^\| 0\.400 \| {NUMBER}"),
-    ],
-)
-def test_a_program_reports_what_it_measures(
-    program: str, arguments: str, said: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if program in ON_MACHINES:
-        request.getfixturevalue("can_have_machines")
-    words = shlex.split(arguments.replace("FOLDER", str(tmp_path)))
-    done = subprocess.run(command(program, *words), stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=230)
-    assert done.returncode == 0
-    assert re.search(said, done.stdout)
-
-
-@pytest.mark.cluster
-@pytest.mark.usefixtures("can_have_machines")
-@pytest.mark.extended
-@pytest.mark.alone
-def test_links_that_are_told_to_end_leave_nothing_behind() -> None:
-    arguments = ["--megabits", "20", "--elements", "1000000", "--steps", "1000"]
-    with subprocess.Popen(command("wire.links", *arguments), stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        assert "a plain transfer" in process.stdout.readline().lower()
-        children: list[psutil.Process] = []
-        while not any(map(is_trainer, children)):
-            children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert alive == []
-
-
-@pytest.mark.cluster
-@pytest.mark.extended
-@pytest.mark.ring
-@pytest.mark.usefixtures("can_have_machines")
-@pytest.mark.parametrize(("trainers", "pservers"), [pytest.param(3, 0, marks=pytest.mark.soak), (2, 2)])
-def test_bytes_of_a_step(trainers: int, pservers: int) -> None:
-    cost = measure(trainers, pservers, 4_000_000_000, 2_000_000, 4)
-    assert len(cost.nodes) == trainers + pservers
-    for node in cost.nodes:
-        assert node.error < TOLERANCE, node
-
 
 PEERS = ["raw_sockets", "torch_rpc_tcp", "gloo"]
 
@@ -347,3 +251,88 @@ def test_ours_beside_its_peers(tmp_path: Path) -> None:
     assert 0 < ours["server_peak_above_idle_bytes"] < max(ours["peak_bytes"]["server"])
     [report] = tmp_path.glob("comparison_*.md")
     assert "| tiny / torch_rpc_tcp | 1.0 | 0.5 |" in report.read_text()
+
+
+# ---------------------------------------------------------------------- promises
+
+
+COMMON = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+torch.set_num_threads(1)
+torch.manual_seed(0)
+inputs = torch.randn(256, 8)
+data = TensorDataset(inputs, (inputs @ torch.randn(8, 3)).argmax(1))
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+"""
+SCRIPT = (
+    COMMON
+    + """
+import gradpost
+session = gradpost.connect()
+sampler = DistributedSampler(data, session.world_size, session.rank)
+optimizer = gradpost.RemoteOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model=model)
+for inputs, labels in optimizer.batches(DataLoader(data, batch_size=16, sampler=sampler), epochs=5):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+optimizer.synchronize()
+loss = nn.functional.cross_entropy(model(data.tensors[0]), data.tensors[1]).item()
+print("end", session.rank, loss, [value for p in model.parameters() for value in p.flatten().tolist()])
+"""
+)
+
+
+def train_in_one_process() -> tuple[float, list[float]]:
+    """Return the loss and the parameters of torch.optim, whose kernel is fused, with the mean of both gradients."""
+    scope: dict[str, Any] = {}
+    exec(COMMON, scope)
+    model, data = scope["model"], scope["data"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    samplers = [DistributedSampler(data, 2, rank) for rank in range(2)]
+    for epoch in range(5):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        for batches in zip(*(DataLoader(data, batch_size=16, sampler=sampler) for sampler in samplers), strict=True):
+            losses = [partial(lambda x, y: nn.functional.cross_entropy(model(x), y), *batch) for batch in batches]
+            set_average(optimizer, losses)
+            optimizer.step()
+    loss = nn.functional.cross_entropy(model(data.tensors[0]), data.tensors[1]).item()
+    return loss, [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("options", "is_exact"),
+    [
+        ("", True),
+        ("--pservers 3 --min-block-size 1", True),
+        ("overlap", True),
+        ("--durability none", True),
+        ("--strategy ring", False),
+        ("--mode async", False),
+        ("--mode ssp --max-staleness 2", False),
+        ("--max-delay 1", False),
+        ("--push-type int8", False),
+        ("--push-type bfloat16 --pull-type bfloat16", False),
+    ],
+)
+def test_one_script_trains_in_every_mode(tmp_path: Path, options: str, is_exact: bool) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environ = {"GRADPOST_OVERLAP": "1"} if "overlap" in options else {}
+    with RunningUp(
+        *options.removeprefix("overlap").split(), "--", "python", "train.py", folder=tmp_path, **environ
+    ) as up:
+        code, stdout, stderr = up.finish()
+    assert code == 0, stdout + stderr
+    ends = [line.partition("] end ")[2] for line in stdout.splitlines() if "] end " in line]
+    loss, values = train_in_one_process()
+    assert len(ends) == 2
+    for end in ends:
+        _, ours, parameters = end.split(" ", 2)
+        assert float(ours) < 0.5, stdout  # the untrained model has 1.1
+        if is_exact:
+            assert parameters == str(values)
+            assert float(ours) == loss

@@ -1,10 +1,9 @@
-"""Strategy ring: the same script and the same results without pservers, and all of torch's optimizers."""
+"""Strategy ring, and trainers with different numbers of batches: the same script and results without pservers."""
 
 from __future__ import annotations
 
-import json
+import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,28 +21,20 @@ from .conftest import StartCluster
 from .faulty_run import FaultyRun
 from .training import (
     NET_OPTIMIZERS,
-    Parameters,
     Wait,
     assert_close,
     assert_identical,
-    change_rates,
-    make_optimizer,
-    make_parameters,
     run_all,
     run_trainers,
-    set_gradients,
-    start_everywhere,
     step_with,
     train_net,
     train_net_locally,
-    train_remotely,
-    values,
     wrap_model,
     wrap_weight,
 )
-from .up_support import ROOT, RunningUp
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ring]
+
 SMALL = {"bucket_bytes": 2000}  # many buckets
 ROUNDING = 2e-6  # of values around 1
 
@@ -51,24 +42,6 @@ ROUNDING = 2e-6  # of values around 1
 @pytest.fixture(scope="module")
 def skipping(shared_cluster: StartCluster) -> LocalCluster:
     return shared_cluster(strategy="ring", nonfinite="skip_round")
-
-
-def train(session: Session, *, name: str) -> dict[str, Tensor]:
-    """Train with gradients of its own on each trainer; one parameter has none in some steps."""
-
-    def drop_bias(step: int, parameters: Parameters) -> None:
-        if session.rank == 1 and step % 4 == 2:
-            parameters["bias"].grad = None
-
-    return train_remotely(name, session, contributor=session.rank, before_step=drop_bias, steps=20)
-
-
-@pytest.mark.parametrize("name", ["SGD-momentum", "AdamW"])
-def test_the_results_are_those_of_the_pservers(ring: LocalCluster, pair: LocalCluster, name: str) -> None:
-    work = partial(train, name=name)
-    actual = run_all(ring, work, **SMALL)
-    assert_identical(actual[0], actual[1])
-    assert_close(actual[0], run_all(pair, work)[0], ROUNDING, ROUNDING)
 
 
 @pytest.mark.parametrize("kind", NET_OPTIMIZERS)
@@ -142,30 +115,23 @@ def test_a_gradient_that_has_left_may_not_change(ring: LocalCluster) -> None:
     run_all(ring, work, bucket_bytes=1000)
 
 
-def test_all_start_from_the_lowest_rank(ring: LocalCluster) -> None:
-    first, second = run_all(ring, start_everywhere)
-    assert_identical(first, second)
-    assert {tensor.double().mean().item() for tensor in second.values()} == {5.0, 1.0}
+class KeepingOptimizer(torch.optim.Optimizer):
+    """An optimizer that keeps `grad` as state, and whose hyperparameters are None or have several elements."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": None, "rates": torch.tensor([lr, lr / 2])})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight -= group["rates"][0] * weight.grad
+                if self.state[weight]:
+                    weight += group["rates"][1] * self.state[weight]["previous"]
+                self.state[weight]["previous"] = weight.grad
 
 
-def test_16_bits_are_added_up_in_32_and_the_scripts_gradients_stay(ring: LocalCluster) -> None:
-    def work(session: Session) -> Tensor:
-        weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-        weight.grad = torch.full((4,), 256.0 if session.rank == 0 else 2.0, dtype=torch.bfloat16)
-        own = weight.grad
-        assert isinstance(optimizer._engine, RingEngine)
-        assert [bucket.flat.dtype for bucket in optimizer._engine._gradients.buckets] == [torch.float32]
-        optimizer.step()
-        assert weight.grad is own
-        assert own[0] == (256 if session.rank == 0 else 2)
-        return weight.detach()
-
-    for weight in run_all(ring, work):
-        assert weight.tolist() == [-129.0] * 4
-
-
-@pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.ASGD])
+@pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.ASGD, KeepingOptimizer])
 def test_optimizers_that_mix_elements_will_do(ring: LocalCluster, cls: Any) -> None:
     def work(session: Session) -> dict[str, Tensor]:
         weight = nn.Parameter(torch.full((6, 4), float(session.rank)))
@@ -188,30 +154,6 @@ def test_optimizers_that_mix_elements_will_do(ring: LocalCluster, cls: Any) -> N
         torch.testing.assert_close(actual["weight"], weight.detach())
 
 
-def test_a_state_dict_is_complete_and_can_be_loaded(ring: LocalCluster) -> None:
-    def some_steps(session: Session, part: range, begin: dict[str, Any] | None = None) -> dict[str, Any]:
-        parameters = make_parameters()
-        if begin is not None:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(begin["values"][name])
-        optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), session=session)
-        groups = optimizer.param_groups
-        if begin is not None:
-            optimizer.load_state_dict(begin["optimizer"])
-        assert optimizer.param_groups is groups  # which a schedule may hold
-        for step in part:
-            set_gradients(parameters, step, session.rank)
-            optimizer.step()
-            change_rates(optimizer, step)
-        return {"values": values(parameters), "optimizer": optimizer.state_dict()}
-
-    whole = run_all(ring, partial(some_steps, part=range(6)))
-    first = run_all(ring, partial(some_steps, part=range(3)))
-    second = run_trainers(ring.address, [partial(some_steps, part=range(3, 6), begin=begin) for begin in first])
-    assert_identical(second[0]["values"], whole[0]["values"])
-
-
 @pytest.mark.parametrize(
     ("code", "match", "optimizer", "arguments"),
     [
@@ -230,9 +172,9 @@ def test_what_a_ring_cannot_do_is_refused(
     run_all(ring, work)
 
 
-def nan_in_round_2(session: Session, *, overlap: bool = False) -> list[float]:
+def nan_in_round_2(session: Session) -> list[float]:
     """Train with a gradient of trainer 1 that is not finite, which it corrects when it gets the error."""
-    weight, optimizer = wrap_weight(session, 4, overlap=overlap)
+    weight, optimizer = wrap_weight(session, 4)
     for round_ in range(1, 5):
         weight.grad = torch.full_like(weight, float(round_))
         if session.rank == 1 and round_ == 2:
@@ -249,8 +191,20 @@ def nan_in_round_2(session: Session, *, overlap: bool = False) -> list[float]:
     return weight.tolist()
 
 
-def test_under_reject_all_wait_for_another_gradient_also_with_overlap(ring: LocalCluster) -> None:
-    assert run_all(ring, partial(nan_in_round_2, overlap=True)) == [[-10.0] * 4] * 2
+def test_a_gradient_that_one_trainer_no_longer_has_is_named(
+    ring: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(session: Session) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = wrap_model(session, model)
+        for round_ in range(1, 24):
+            model.bias.requires_grad_(session.rank == 0 or round_ <= 12)
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    run_all(ring, work)
+    assert capsys.readouterr().err.count("trainer 1 has sent no gradient of 'bias' in 10 rounds") == 1
 
 
 def test_under_skip_round_no_trainer_steps(skipping: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,15 +229,73 @@ def test_training_outlives_the_coordinator_which_shows_it() -> None:
         assert run.cluster.summary().line().startswith("trained: mode=sync transport=ring rounds=100 ")
 
 
+# ---------------------------------------------------------------------- uneven data
+
+
+class Layers(nn.Module):
+    """Three parameters of 10 elements each, of which two fit a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.zeros(10)) for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.norm.requires_grad_(False)
+
+
 @pytest.mark.extended
-def test_up_trains_the_digits_without_a_pserver(tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    with RunningUp("--json", "--strategy", "ring", "--", "python", "examples/digits.py", folder=tmp_path) as up:
-        code, stdout, stderr = up.finish()
-        assert up.has_left_nothing(), up.left()
-    assert code == 0, stderr
-    summary = json.loads(stdout)
-    assert (summary["state"], summary["transport"], summary["shards"]) == ("finished", "ring", [])
-    assert summary["rounds"] == 8 * 23
-    assert summary["results"]["accuracy"] >= 0.97
-    assert "gradpost: 2 trainers; dashboard: http://" in stderr
+@pytest.mark.overlap
+@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
+@pytest.mark.parametrize(
+    ("late", "num_batches"), [(("third",), (2, 5)), (("third", "second", "first"), (5, 2)), ((), (3, 3))], ids=str
+)
+def test_nothing_counts_that_is_done_after_the_last_batch(
+    shared_cluster: StartCluster,
+    strategy: str,
+    late: tuple[str, ...],
+    num_batches: tuple[int, int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work(session: Session) -> dict[str, float]:
+        model = Layers()
+        optimizer = wrap_model(session, model, lr=1.0, overlap=True)
+        for _ in range(num_batches[session.rank]):
+            optimizer.zero_grad()
+            torch.cat([model.first, model.second, model.third]).sum().backward()
+            optimizer.step()
+        values = {name: getattr(model, name).unique().item() for name in ("first", "second", "third")}
+        if session.rank == 0:
+            for name in late:
+                (1000 * getattr(model, name)).sum().backward()
+            model.norm.half()
+        return values
+
+    cluster = shared_cluster(pservers=1, strategy=strategy, lease_seconds=1)
+    found = run_all(cluster, work, bucket_bytes=80)
+    summary, rounds = cluster.summary(), max(num_batches)
+    assert summary.state == "finished"
+    early = [f"trainer {rank} (round {number})" for rank, number in enumerate(num_batches) if number < rounds]
+    assert summary.warning.partition(" left before")[0] == "".join(early)
+    assert "no longer takes part" not in capsys.readouterr().err
+    for values, number in zip(found, num_batches, strict=True):
+        assert set(values.values()) == {-float(number)}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
+def test_a_trainer_that_was_refused_may_be_done(shared_cluster: StartCluster, strategy: str) -> None:
+    def work(session: Session) -> float:
+        weight, optimizer = wrap_weight(session, 100)
+        for step in range(6):
+            optimizer.zero_grad()
+            weight.sum().backward()
+            if session.rank == 0 and step == 2:
+                weight.grad = torch.full((100,), math.nan)
+                with pytest.raises(NonFiniteGradient):
+                    optimizer.step()
+                break
+            optimizer.step()
+        return float(weight.unique().item())
+
+    cluster = shared_cluster(pservers=1, strategy=strategy, lease_seconds=1)
+    assert run_all(cluster, work) == [-2.0, -6.0]
+    assert cluster.summary().state == "finished"

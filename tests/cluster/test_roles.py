@@ -50,7 +50,7 @@ def wait_for_sync(run: FaultyRun) -> None:
 
 def find_incarnation(status: ClusterStatus) -> int:
     """Return the incarnation of pserver 0; 0 while it is lost."""
-    return max((p.incarnation for p in status.pservers if p.index == 0), default=0)
+    return max((p.heartbeat.incarnation for p in status.pservers if p.index == 0), default=0)
 
 
 def fail_over(run: FaultyRun, former: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import httpx
@@ -155,28 +155,6 @@ def test_a_checkpoint_of_one_process_continues_in_a_run(alone: LocalCluster) -> 
     run_all(alone, work)
 
 
-def test_a_restarted_script_continues_after_the_batches_of_the_run(own_cluster: StartCluster) -> None:
-    cluster = own_cluster(trainers=1, pservers=1, on_trainer_loss="wait")
-
-    def work(session: Session, *, fails: bool) -> list[int]:
-        weights = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
-        optimizers = gradpost.wrap_optimizers(
-            session=session, **{name: SGD([weight], lr=1.0) for name, weight in zip("ab", weights, strict=True)}
-        )
-        taken = []
-        for batch in optimizers[0].remote.batches([*range(4)]):
-            if fails and batch == 2:
-                raise ValueError("a bug")
-            for optimizer, weight in zip(optimizers, weights, strict=True):
-                step_with(optimizer, weight)
-            taken.append(batch)
-        return taken
-
-    with pytest.raises(ValueError, match="a bug"):
-        run_all(cluster, partial(work, fails=True))
-    assert run_all(cluster, partial(work, fails=False)) == [[2, 3]]
-
-
 def test_rates_and_parameters_have_the_names_of_the_optimizers(alone: LocalCluster) -> None:
     def work(session: Session) -> None:
         weights = {name: nn.Parameter(torch.zeros(4)) for name in "abc"}
@@ -198,6 +176,33 @@ def test_rates_and_parameters_have_the_names_of_the_optimizers(alone: LocalClust
             assert httpx.put(url, json={"rate": 0.5, **bad}, trust_env=False).status_code == 422
 
     run_all(alone, work)
+
+
+HALVED: dict[str, Callable[[NamedOptimizer], object]] = {
+    "an entry of remote": lambda two: operator.setitem(
+        two.remote.param_groups, 1, {**two.remote.param_groups[1], "lr": 0.5}
+    ),
+    "groups of remote": lambda two: setattr(
+        two.remote, "param_groups", [{**group, "lr": 0.5} for group in two.remote.param_groups]
+    ),
+    "an entry": lambda two: operator.setitem(two.param_groups, 0, {**two.param_groups[0], "lr": 0.5}),
+    "a state_dict": lambda two: two.load_state_dict(SGD(two.param_groups[0]["params"], lr=0.5).state_dict()),
+}
+
+
+@pytest.mark.parametrize("name", HALVED)
+def test_replaced_groups_count_for_the_optimizer_and_for_the_run(alone: LocalCluster, name: str) -> None:
+    def work(session: Session) -> list[float]:
+        one, two = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+        _, optimizer = gradpost.wrap_optimizers(session=session, one=SGD([one], lr=1.0), two=SGD([two], lr=1.0))
+        HALVED[name](optimizer)
+        step_with(optimizer, two)
+        optimizer.param_groups[0]["lr"] /= 2
+        optimizer.remote.param_groups[1]["lr"] /= 2  # as a scheduler does that holds it
+        step_with(optimizer, two)
+        return two.tolist()
+
+    assert run_all(alone, work) == [[-0.625] * 4]
 
 
 def test_what_several_optimizers_cannot_do_is_refused(session: Session) -> None:

@@ -20,10 +20,7 @@ from .faulty_run import FaultyRun
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 ENDLESS = 1_000_000  # rounds
-KINDS: dict[str, dict[str, Any]] = {
-    "sync": {"kind": "decaying", "environment": {"GRADPOST_MAX_GRAD_NORM": "0.05"}},
-    "async": {"kind": "decaying", "mode": "async", "durability": "log"},
-}
+CLIPPED: dict[str, Any] = {"kind": "decaying", "environment": {"GRADPOST_MAX_GRAD_NORM": "0.05"}}
 
 
 def read_state(address: str) -> PserverState:
@@ -44,7 +41,7 @@ def wait_for_standby(run: FaultyRun, index: int, round_: int, *, attempt: int = 
 
 def check_bits(run: FaultyRun, index: int, seconds: float = 60) -> None:
     """Check that the only standby of a pserver that is idle reaches its round, and has its bits."""
-    leader = run.cluster.pserver_state(index, digest=True)
+    leader = run.cluster.view.pserver_state(index, digest=True)
     deadline = time.monotonic() + seconds
     while True:
         [standby] = [s for s in run.cluster.status().standbys if s.follows == index]
@@ -64,38 +61,34 @@ def stop(child: Child) -> None:
     assert time.monotonic() - begun < 5
 
 
-@pytest.mark.parametrize("mode", KINDS)
-def test_a_standby_catches_up_after_deaths_and_a_rollback(mode: str) -> None:
-    with FaultyRun(ENDLESS, local_transport=False, checkpoint_rounds=50, **KINDS[mode]) as run:
+def test_a_standby_catches_up_after_deaths_and_a_rollback() -> None:
+    with FaultyRun(ENDLESS, local_transport=False, checkpoint_rounds=50, **CLIPPED) as run:
         first, _ = run.cluster.start_standby(0), run.cluster.start_standby(1)
         for index in (0, 1):
             wait_for_standby(run, index, 1)
         run.kill(run.cluster.pservers[0])
         run.cluster.start_pserver(0)
         run.wait_for_line("run installed", 2, of="pserver 0")
-        wait_for_standby(run, 0, run.cluster.pserver_state(0).round)
+        wait_for_standby(run, 0, run.cluster.view.pserver_state(0).round)
         run.kill(first)
         second = run.cluster.start_standby(0)
         run.wait_for_line("replica copied", 2, of="standby of pserver 0")  # after the restart it needed none
-        attempt = 0
-        if mode == "sync":
-            made = run.make_checkpoint()
-            run.wait_for_round(made + 20)
-            run.cluster.view.roll_back(made)
-            attempt = 1
-            run.wait_for_line("replica copied", 2, of="standby of pserver 1")
+        made = run.make_checkpoint()
+        run.wait_for_round(made + 20)
+        run.cluster.view.roll_back(made)
+        run.wait_for_line("replica copied", 2, of="standby of pserver 1")
         for index in (0, 1):
-            wait_for_standby(run, index, run.cluster.pserver_state(index).round + 20, attempt=attempt)
+            wait_for_standby(run, index, run.cluster.view.pserver_state(index).round + 20, attempt=1)
         for child in run.cluster.trainers:
             run.kill(child)
-        time.sleep(2)  # until the lease of the first standby has ended, and nothing is queued
+        time.sleep(2)  # until the lease of the first standby has ended
         for index in (0, 1):
             check_bits(run, index)
         stop(second)
         assert not [s for s in run.cluster.status().standbys if s.follows == 0]
         lines = [json.loads(line.partition("] ")[2]) for line in run.lines if line.startswith("[standby of pserver 1")]
         copied = [line["round"] for line in lines if line["event"] == "replica copied"]
-        assert len(copied) == attempt + 1
+        assert len(copied) == 2
         assert not [line for line in lines if line["level"] == "error"]
 
 
@@ -114,7 +107,7 @@ def test_a_pserver_that_stops_is_replaced_and_follows_when_it_returns() -> None:
         pserver = run.cluster.pservers[0]
         stop(pserver)
         run.wait_for_round(run.round_of(0) + 30)
-        assert run.cluster.status().pservers[0].incarnation == 2
+        assert run.cluster.status().pservers[0].heartbeat.incarnation == 2
         run.cluster.start_pserver(0)
         wait_for_sync(run, 1)
         run.check_results()

@@ -31,9 +31,7 @@ from .training import (
     run_all,
     run_trainers,
     set_gradients,
-    step_with,
     values,
-    wrap_weight,
 )
 
 pytestmark = [pytest.mark.cluster]
@@ -160,24 +158,6 @@ def test_a_cluster_goes_on_with_what_one_process_saved(other_cluster: LocalClust
     assert_same_state(state, expected_state)
 
 
-def test_what_every_rank_loads_back_changes_nothing(cluster: LocalCluster) -> None:
-    def train(session: Session, *, again: bool) -> dict[str, Tensor]:
-        parameters = make_parameters(seed=session.rank)
-        optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), session=session)
-        for begin in (0, BEFORE):
-            if again:
-                state = optimizer.state_dict()
-                assert bool(state["state"]) == (begin > 0)
-                optimizer.load_state_dict(state)
-            gradients = partial(set_gradients, contributor=session.rank)
-            take_steps(optimizer, parameters, range(begin, begin + BEFORE), gradients)
-        return values(parameters)
-
-    found = [run_all(cluster, partial(train, again=again), **SMALL) for again in (False, True)]
-    assert_identical(found[0][0], found[1][0])
-    assert_identical(found[1][0], found[1][1])
-
-
 def _set(state: dict[str, Any], slot: str, value: object) -> None:
     state["state"][0][slot] = value
 
@@ -239,7 +219,7 @@ def restart_pserver(cluster: LocalCluster, index: int) -> None:
     [
         ("AdamW", {"durability": "log"}, True),
         ("NAdam", {"max_delay": 2}, False),
-        ("NAdam", {"mode": "async", "durability": "log"}, True),
+        ("NAdam", {"mode": "async"}, False),
     ],
     ids=str,
 )
@@ -326,20 +306,6 @@ def test_local_steps_keep_the_state_of_their_own_optimizer(other_cluster: LocalC
 
 
 @pytest.mark.extended
-def test_slots_count_when_the_first_trainer_is_gone(own_cluster: StartCluster) -> None:
-    def train(session: Session) -> Tensor:
-        weight, optimizer = wrap_weight(session, 10, momentum=0.5)
-        step_with(optimizer, weight)
-        if session.rank == 1:
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
-            optimizer.step()
-        return weight.detach()
-
-    # The momentum begins with zeros after the load.
-    assert run_all(own_cluster(on_trainer_loss="continue"), train)[1].tolist() == [-2.0] * 10
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
 def test_masters_of_16_bit_parameters_go_on_with_the_same_bits(
     other_cluster: LocalCluster, cls: Callable[..., torch.optim.Optimizer]
@@ -375,10 +341,6 @@ def test_masters_of_16_bit_parameters_go_on_with_the_same_bits(
         assert_same_state(second["optimizer"], whole["optimizer"])
         assert torch.equal(second["weight"], whole["weight"])
     assert whole["optimizer"]["state"][0]["master"].dtype == torch.float32
-
-    other = run(range(4, 5), half["weight"] + 1, half["optimizer"])  # another model, whose masters these are not
-    master = other["optimizer"]["state"][0]["master"]
-    assert (master - half["weight"].float() - 1).abs().max() < 0.1
 
     weight = nn.Parameter(half["weight"].clone())
     local = cls([("weight", weight)], lr=3e-4)

@@ -69,23 +69,21 @@ def test_a_disk_that_stays_full_ends_the_run(disk: SmallDisk) -> None:
         assert (status.failure["code"], status.failure["status"]) == ("storage_failed", 507)
         assert "cannot log round" in status.failure["detail"] or "cannot be written" in status.failure["detail"]
         assert not [line for line in run.lines if "Traceback" in line and "[trainer" not in line]
+        reports = [line for line in run.lines if "the log cannot be written" in line]
+        assert len(reports) <= 2  # one of each pserver, although it tries again every 0.5 s
+        assert all(str(disk.path) in line for line in reports)
 
 
 LOG_BYTES = 64 * 1024
 KEEP = 2
 
 
-def shards_of(state: Path, pserver: int) -> dict[int, int]:
-    """Return the sizes of the shards in the place, by round."""
-    found = state.glob(f"checkpoints/*/*/pserver-{pserver}-of-2.safetensors")
-    return {int(path.parent.name): size_of(path) for path in found}
-
-
-def size_of(path: Path) -> int:
+def measure(path: Path) -> tuple[int, int]:
+    """Return size and inode of a file."""
     try:
-        return path.stat().st_size
+        return path.stat().st_size, path.stat().st_ino
     except FileNotFoundError:  # deleted, or renamed, meanwhile
-        return 0
+        return 0, 0
 
 
 class DiskUse:
@@ -97,13 +95,10 @@ class DiskUse:
 
     def look(self) -> None:
         for index in (0, 1):
-            own, log = [], 0
-            for path in self._state.glob(f"pserver-{index}/log/*"):
-                if path.suffix == ".checkpoint":
-                    own.append(size_of(path))
-                else:
-                    log += size_of(path)
-            sizes = [*own, *shards_of(self._state, index).values()]
+            log = sum(measure(path)[0] for path in self._state.glob(f"pserver-{index}/log/*.log"))
+            own = self._state.glob(f"pserver-{index}/log/*.safetensors")
+            shared = self._state.glob(f"checkpoints/*/*/pserver-{index}-of-2.*")
+            sizes = [size for size, _ in {measure(path) for path in (*own, *shared)}]  # a file may have two names
             self.log = max(self.log, log)
             self.checkpoints = max(self.checkpoints, sum(sizes))
             self.largest = max([self.largest, *sizes])

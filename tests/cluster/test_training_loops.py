@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ps_protocol.errors import BadModel
-from trainer_client import RemoteOptimizer, Session
+from trainer_client import GradScaler, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
@@ -86,9 +87,14 @@ def adversarial(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step()
 
 
-def in_float16(model: nn.Module, optimizer: Optimizer) -> None:
-    """Train with torch's own GradScaler. An overflow in the first step would leave torch's fused SGD no momentum."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=3)
+def in_float16(model: nn.Module, optimizer: Optimizer, *, is_ours: bool = False) -> None:
+    """Train with torch's own GradScaler, or with ours on a cluster.
+
+    An overflow in the first step would leave torch's fused SGD no momentum.
+    """
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=3)
+    if is_ours and isinstance(optimizer, RemoteOptimizer):
+        scaler = GradScaler(optimizer, "cpu", init_scale=2.0**13, growth_interval=3)
     for step in range(STEPS):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
@@ -112,6 +118,7 @@ LOOPS: dict[str, Any] = {
     "adversarial": adversarial,
     "clipping norms": clipping_norms,
     "float16": pytest.param(in_float16, marks=pytest.mark.amp),
+    "float16, our scaler": pytest.param(partial(in_float16, is_ours=True), marks=pytest.mark.amp),
     "compiled": pytest.param(compiled, marks=pytest.mark.extended),
 }
 
@@ -218,6 +225,39 @@ def test_step_hooks_run_once(ps_or_ring: LocalCluster, local_steps: int) -> None
     check_like_torch(ps_or_ring, train, local_steps=local_steps)
 
 
+@pytest.mark.parametrize(
+    ("rules", "local_steps", "warning"),
+    [
+        ({}, 4, "the last 2 local steps of this trainer are not in the run"),
+        pytest.param({"max_delay": 1}, 0, "this trainer holds the parameters of step 9", marks=pytest.mark.extended),
+    ],
+)
+def test_a_trainer_that_leaves_without_its_last_steps_warns(
+    shared_cluster: StartCluster,
+    rules: dict[str, Any],
+    local_steps: int,
+    warning: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def train(session: Session, num_steps: int, *, waits: bool) -> None:
+        weight = nn.Parameter(torch.zeros(8))
+        inner = torch.optim.SGD([("weight", weight)], lr=1.0)
+        optimizer = RemoteOptimizer(inner, session=session, local_steps=local_steps)
+        take_steps(optimizer, weight, num_steps=num_steps - 1)
+        if session.rank == 1:
+            first_is_done.wait(60)  # so trainer 0 cannot have its last round before it has left `step`
+        take_steps(optimizer, weight, num_steps=1)
+        first_is_done.set()
+        if waits:
+            optimizer.synchronize()
+
+    cluster, first_is_done = shared_cluster(trainers=2, **rules), threading.Event()
+    run_all(cluster, partial(train, num_steps=10, waits=False))
+    assert warning in capsys.readouterr().err
+    run_all(cluster, partial(train, num_steps=8, waits=True))
+    assert '"warning"' not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("hooked", ["wrapped", "remote"])
 def test_hooks_change_what_is_loaded(ps_or_ring: LocalCluster, hooked: str) -> None:
     def train(wrap: Wrap) -> tuple[list[str], list[float]]:
@@ -279,19 +319,35 @@ def test_distributed_checkpoints_take_no_step(ps_or_ring: LocalCluster, cls: Cal
     assert run_all(ps_or_ring, train) == [{"step": 4.0} if cls is torch.optim.Adam else {}]
 
 
-@pytest.mark.parametrize("how", ["cleared", "replaced"])
-def test_a_state_that_is_reset_begins_without_slots(ps_or_ring: LocalCluster, how: str) -> None:
+ASSIGNED: dict[str, Callable[[Any], object]] = {
+    "param_groups": lambda optimizer: setattr(optimizer, "param_groups", [{**optimizer.param_groups[0], "lr": 0.05}]),
+    "an entry of param_groups": lambda optimizer: operator.setitem(
+        optimizer.param_groups, 0, {**optimizer.param_groups[0], "lr": 0.05}
+    ),
+    "state": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+    "no entries of state": lambda optimizer: optimizer.state.clear(),
+    "defaults": lambda optimizer: setattr(optimizer, "defaults", {**optimizer.defaults, "lr": 0.05}),
+    "a hook": lambda optimizer: optimizer.register_step_pre_hook(
+        lambda hooked, *_: operator.setitem(hooked.param_groups[0], "lr", 0.05)
+    ),
+}
+
+
+@pytest.mark.parametrize("changed", ["wrapped", "remote"])
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_what_a_script_assigns_to_either_optimizer_counts(ps_or_ring: LocalCluster, name: str, changed: str) -> None:
     def train(wrap: Wrap) -> list[float]:
         weight = nn.Parameter(torch.zeros(4))
-        optimizer = wrap(torch.optim.SGD([("weight", weight)], lr=0.1, momentum=0.9))
+        inner = torch.optim.SGD([("weight", weight)], lr=0.1, momentum=0.9)
+        optimizer = wrap(inner)
         take_steps(optimizer, weight)
-        if how == "cleared":
-            optimizer.state.clear()
-        else:
-            optimizer.state = defaultdict(dict)
-        assert not list(optimizer.state_dict()["state"])
+        assigned, other = (inner, optimizer) if changed == "wrapped" else (optimizer, inner)
+        ASSIGNED[name](assigned)
+        shown = optimizer.state_dict()
         take_steps(optimizer, weight)
-        return weight.tolist()
+        other.param_groups[0]["lr"] *= 0.5  # as a scheduler does that holds it
+        take_steps(optimizer, weight)
+        return [*weight.tolist(), shown["param_groups"][0]["lr"], len(shown["state"])]
 
     check_like_torch(ps_or_ring, train)
 

@@ -104,7 +104,7 @@ class WireTrainer:
             if response.status_code != 503:
                 break
         self.ready = PlanReady.model_validate_json(response.raise_for_status().content)
-        self.plan = SlicePlan.from_json(self.ready.plan)
+        self.plan = self.ready.plan
 
     async def leave(self, outcome: str = "done") -> None:
         message = {"run": self.joined.run, "incarnation": self.joined.incarnation, "outcome": outcome}
@@ -189,7 +189,7 @@ class World:
         async with asyncio.timeout(30):
             while len(self.addresses) < self.cluster.num_pservers:
                 # What a pserver is it says with its first heartbeat.
-                self.addresses = [p.address for p in self.cluster.status().pservers if p.software is not None]
+                self.addresses = [p.address for p in self.cluster.status().pservers if p.heartbeat.software is not None]
                 await asyncio.sleep(0.01)
         self.before = await self.look()
 
@@ -210,16 +210,16 @@ class World:
         """Return everything that a bad request could have changed."""
         status = (await self.http.get(self.cluster.address + STATUS)).json()
         for member in (*status["pservers"], *status["trainers"]):
-            del member["heartbeat_age_seconds"], member["process"]
+            del member["heartbeat_age_seconds"], member["heartbeat"]["process"]
         for pserver in status["pservers"]:
-            del pserver["round"], pserver["waiting_seconds"]  # as of its last heartbeat
-        del status["round"], status["process"], status["elapsed_seconds"]
+            del pserver["heartbeat"]  # it may be a second old, unlike the state
+        del status["at"], status["round"], status["process"], status["elapsed_seconds"]
         del status["standbys"]  # a standby reports itself, at any time
         states = []
         for address in self.addresses:
             state = (await self.http.get(address + STATE, params={"digest": True})).json()
             assert self.phase == "gathering" or state["digest"]
-            del state["transports"], state["waiting_seconds"]
+            del state["transports"], state["waiting_seconds"], state["process"], state["coming_checkpoints"]
             states.append(state)
         return status, states
 

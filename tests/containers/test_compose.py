@@ -146,5 +146,5 @@ def test_a_standby_replaces_a_killed_pserver(compose: Compose, monkeypatch: pyte
     compose("kill", "pserver-0")
     assert len(set(wait_for_results(compose, 2))) == 1
     found = status(compose)
-    assert (found["state"], found["pservers"][0]["incarnation"]) == ("finished", 2)
+    assert (found["state"], found["pservers"][0]["heartbeat"]["incarnation"]) == ("finished", 2)
     compose(*DOWN)  # with the profile

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import re
+import time
 from itertools import product
 from signal import SIGCONT, SIGSTOP
 from typing import Any
@@ -10,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Route
 
 from ..soaking import parametrize_sampled
 from .browsing import Visit
@@ -27,7 +31,7 @@ def test_it_asks_for_the_token_once(browser: Browser, closed: Closed) -> None:
         assert visit.errors == []
         visit.sign_in("x" * len(token))
         visit.wait_until("() => document.querySelector('#sign-in-problem').textContent.includes('was refused')")
-        while len(visit.errors) < 2:  # of the status and the activity, which are asked for together
+        while not visit.errors:
             visit.page.wait_for_event("console")
         assert all("401" in error for error in visit.errors)
         visit.errors.clear()
@@ -91,18 +95,19 @@ def test_every_panel_shows_what_the_api_says(browser: Browser, closed: Closed) -
         visit.page.click("[id='option-layers.1.mix.weight']")
         visit.wait_until("() => document.querySelector('#parameter-more').dataset.value")
         name = "/v1/statistics/layers.1.mix.weight"
-        status, activity, curves, statistics = visit.hold_answers("/v1/status", "/v1/activity", "/v1/curves", name)
-        visit.wait_until("value => document.querySelector('#round').dataset.value === value", str(activity["round"]))
+        status, curves, statistics = visit.hold_answers("/v1/status", "/v1/curves", name)
+        newest = max(pserver["heartbeat"]["round"] for pserver in status["pservers"])
+        visit.wait_until("value => document.querySelector('#round').dataset.value === value", str(newest))
         version = str(statistics["version"])
         visit.wait_until("value => document.querySelector('#parameter-more').dataset.value === value", version)
-        check_headline(visit, status, activity)
-        check_members(visit, status, activity)
+        check_headline(visit, status)
+        check_members(visit, status)
         exact = "all => all.map(one => JSON.parse(one.dataset.value))"
         shown = visit.page.eval_on_selector_all("#statistics dd", exact)
         names = ("norm", "update_ratio", "mean", "deviation", "minimum", "maximum")
         assert shown == [statistics[key] for key in (*names, "num_nan", "num_infinite", "num_zero")]
         visit.see("#histogram-chart")
-        counts = json.dumps(statistics["histogram"]["counts"], separators=(",", ":"))
+        counts = json.dumps([count for _, _, count in statistics["histogram"]], separators=(",", ":"))
         drawn = "document.querySelector('#histogram-chart').data?.[0].y"
         visit.wait_until(f"counts => JSON.stringify({drawn}) === counts", counts)
         newest = {rank: curve["value"][-1] for rank, curve in curves["curves"]["loss"].items()}
@@ -114,17 +119,13 @@ def test_every_panel_shows_what_the_api_says(browser: Browser, closed: Closed) -
         check_events(visit, closed.ask("GET", "/v1/events?limit=1000").json())
 
 
-def check_headline(visit: Visit, status: dict[str, Any], activity: dict[str, Any]) -> None:
+def check_headline(visit: Visit, status: dict[str, Any]) -> None:
     page = visit.page
     assert [visit.exact(f"#{name}") for name in ("state", "mode", "run-name")] == ["training", "sync", status["run"]]
-    assert visit.exact("#rounds-per-second") == activity["rounds_per_second"] > 0
-    assert visit.exact("#steps-per-second") == activity["steps_per_second"] > 0
-    assert visit.exact("#taking-part") == len(activity["participants"]) == 2
     assert page.inner_text("#taking-part") == "2 of 2"
     assert page.inner_text("#num-pservers") == "2 of 2"
     assert visit.exact("#model-bytes") == status["parameter_bytes"]
-    assert page.inner_text("#round") == f"{activity['round']:,}"
-    script = status["trainers"][0]["script"]
+    script = status["trainers"][0]["heartbeat"]["script"]
     assert page.inner_text("#fact-name") == script["run_name"] == "nightly"
     assert page.inner_text("#fact-script") == script["command"]
     assert page.inner_text("#fact-optimizer") == "AdamW(lr=0.0003)"
@@ -132,32 +133,50 @@ def check_headline(visit: Visit, status: dict[str, Any], activity: dict[str, Any
     assert page.inner_text("#fact-torch") == torch.__version__
 
 
-def check_members(visit: Visit, status: dict[str, Any], activity: dict[str, Any]) -> None:
-    trainers = [
-        [t["rank"], s["state"], t["has_contributed"], t["steps"], t["steps_per_second"], s["results"]["loss"]]
-        for s, t in zip(status["trainers"], activity["trainers"], strict=True)
-    ]
-    assert [[*row[:5], row[6]] for row in visit.table("#trainers")] == trainers
-    figures = ("shard_bytes", "num_blocks", "num_queued", "apply_seconds", "wait_seconds")
-    rates = ("pushed_bytes_per_second", "pulled_bytes_per_second")
-    pservers = [[p["index"], None, *(p[key] for key in (*figures, *rates)), None] for p in activity["pservers"]]
-    assert visit.table("#pservers") == pservers
-    assert all(p["shard_bytes"] and p["num_blocks"] and p["apply_seconds"] for p in activity["pservers"])
-    if activity["barrier"] is not None:
-        assert visit.exact("#barrier-says") == activity["barrier"]
-    members = [(f"pserver {p['index']}", p["process"]) for p in status["pservers"]]
-    members += [(f"trainer {t['rank']}", t["process"]) for t in status["trainers"]]
-    keys = ("host", "cpu_share", "resident_bytes", "gpu_bytes", "read_bytes_per_second", "written_bytes_per_second")
-    keys += ("received_bytes_per_second", "sent_bytes_per_second")
-    processes = [[name, *(p[key] for key in keys)] for name, p in [("coordinator", status["process"]), *members]]
-    assert visit.table("#processes") == processes
-    assert all(row[2] and row[3] for row in processes)
-    visit.see("#speed")
-    visit.wait_until(
-        "n => document.querySelector('#speed-chart').data?.[0].y.length === n", len(activity["rates"]["at"])
-    )
-    drawn = visit.page.evaluate("document.querySelector('#speed-chart').data.map(one => one.y)")
-    assert drawn == [activity["rates"]["rounds_per_second"], activity["rates"]["steps_per_second"]]
+def check_members(visit: Visit, status: dict[str, Any]) -> None:
+    pservers = [(p["index"], p["heartbeat"]) for p in status["pservers"]]
+    trainers = [(t["rank"], t["heartbeat"]) for t in status["trainers"]]
+    shown = [[*row[:4], row[6]] for row in visit.table("#trainers")]
+    assert shown == [[rank, "declared", True, t["round"], t["results"]["loss"]] for rank, t in trainers]
+    figures = [[index, None, p["shard_bytes"], p["num_blocks"], p["num_queued"]] for index, p in pservers]
+    assert [row[:5] for row in visit.table("#pservers")] == figures
+    assert all(p["shard_bytes"] and p["num_blocks"] for _, p in pservers)
+    members = [(f"pserver {index}", p["process"]) for index, p in pservers]
+    members += [(f"trainer {rank}", t["process"]) for rank, t in trainers]
+    processes = [[name, p["host"], p["resident_bytes"]] for name, p in [("coordinator", status["process"]), *members]]
+    assert [[*row[:2], row[3]] for row in visit.table("#processes")] == processes
+
+
+def test_rates_are_the_difference_of_two_answers(browser: Browser, closed: Closed) -> None:
+    status = closed.ask("GET", "/v1/status").json()
+    seconds = itertools.count()
+    with Visit(browser, closed.address, token=closed.token()) as visit:
+
+        def answer(route: Route) -> None:
+            second = next(seconds)
+            moved = copy.deepcopy(status)
+            moved["at"] += second
+            moved["round"] += 10 * second
+            for pserver in moved["pservers"]:
+                of_pserver = {"pushed_bytes": 3000, "pulled_bytes": 2000, "num_applies": 4, "apply_seconds": 1.0}
+                for name, growth in of_pserver.items():
+                    pserver["heartbeat"][name] += growth * second
+                pserver["heartbeat"]["process"]["cpu_seconds"] += 0.5 * second
+            for trainer in moved["trainers"]:
+                trainer["heartbeat"]["round"] = (5 + trainer["rank"]) * second
+                trainer["heartbeat"]["script"]["total_rounds"] = 10_000
+            route.fulfill(json=moved)
+
+        visit.page.route("**/v1/status", answer)
+        visit.wait_until("() => document.querySelector('#rounds-per-second').dataset.value === '10'")
+        assert visit.exact("#steps-per-second") == 11
+        assert [row[5:] for row in visit.table("#pservers")] == [[0.25, None, 3000, 2000, None]] * 2
+        assert [row[4] for row in visit.table("#trainers")] == [5, 6]
+        assert [row[2] for row in visit.table("#processes")] == [0, 0.5, 0.5, 0, 0]
+        assert re.fullmatch(r"3\d min \d\d s", visit.page.inner_text("#fact-remaining"))
+        visit.see("#speed")
+        drawn = "document.querySelector('#speed-chart').data?.map(one => one.y.at(-1)).join()"
+        visit.wait_until(f"() => {drawn} === '10,11'")
 
 
 def check_parameters(visit: Visit, parameters: list[dict[str, Any]]) -> None:
@@ -189,21 +208,21 @@ def test_a_barrier_says_for_whom_it_waits_and_since_when(browser: Browser, close
         child.signal(SIGSTOP)
         try:
             visit.page.wait_for_selector("#notices .warn")
-            barrier = closed.ask("GET", "/v1/activity").json()["barrier"]
-            assert (barrier["arrived"], barrier["missing"]) == ([0], [1])
+            waiting = [p["heartbeat"] for p in closed.ask("GET", "/v1/status").json()["pservers"]]
+            assert [(p["batch_barriers"], p["missing"]) for p in waiting] == [([0], [1])] * 2
             assert "Waiting for trainer 1" in visit.page.inner_text("#notices")
             assert visit.page.inner_text("#barrier-says") == "1 of 2 have arrived"
             assert "since" in visit.page.inner_text("#barrier-since")
             said = visit.exact("#barrier-says")
-            assert (said["round"], said["missing"]) == (barrier["round"], [1])
-            assert abs(said["waiting_since"] - barrier["waiting_since"]) < 0.5
+            assert (said["round"], said["arrived"], said["missing"]) == (waiting[0]["round"] + 1, [0], [1])
+            assert time.time() - said["waiting_since"] > 2
             assert [row[5] for row in visit.table("#trainers")] == ["arrived", "missing"]
             states = visit.page.eval_on_selector_all("#barrier-ranks li", "all => all.map(one => one.innerText)")
             assert [state.split() for state in states] == [["0", "arrived"], ["1", "missing"]]
         finally:
             child.signal(SIGCONT)
         visit.page.wait_for_selector("#notices .warn", state="detached")
-        visit.wait_until("round => Number(document.querySelector('#round').dataset.value) > round", barrier["round"])
+        visit.wait_until("round => Number(document.querySelector('#round').dataset.value) > round", said["round"])
 
 
 CONTRAST = """() => {
@@ -348,10 +367,9 @@ def test_it_asks_nothing_while_nobody_looks(browser: Browser, closed: Closed) ->
         before = len(visit.requests)
         visit.page.wait_for_timeout(2500)
         assert len(visit.requests) == before
-        assert visit.page.inner_text("#events-note") == "paused"
         visit.page.evaluate(hide + tell, False)
-        visit.wait_until("() => document.querySelector('#events-note').textContent === 'live'")
-        assert len(visit.requests) > before
+        with visit.page.expect_request("**/v1/status"):
+            pass
 
 
 def test_a_path_before_it_changes_nothing(browser: Browser, closed: Closed) -> None:

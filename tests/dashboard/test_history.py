@@ -11,6 +11,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser
 
+from ps_protocol.process_reports import ScriptInfo
 from services.coordinator.history import RunHistory
 from trainer_client.testing import LocalCluster
 
@@ -77,6 +78,21 @@ def test_runs_are_compared_without_a_cluster(browser: Browser, tmp_path: Path) -
         visit.wait_until(LINES, 1)
         assert [line["name"] for line in traces(visit)] == ["baseline aaa1"]
         assert visit.errors == []
+
+
+def test_the_figures_of_runs_with_long_names_fit_on_a_small_screen(browser: Browser, tmp_path: Path) -> None:
+    record = make_history_record("946e63a09b73", HOUR, result="validation_accuracy", state="failed")
+    optimizer = "AdamW(betas=(0.9, 0.999), eps=1e-08, lr=0.001, weight_decay=0.01)"
+    script = ScriptInfo(command="train.py " + "--rate 0.1 " * 9, run_name="base with warm-up " * 3, optimizer=optimizer)
+    trainers = tuple(
+        trainer.model_copy(update={"heartbeat": trainer.heartbeat.model_copy(update={"script": script})})
+        for trainer in record.status.trainers
+    )
+    status = record.status.model_copy(update={"trainers": trainers})
+    RunHistory(tmp_path / "kept").write(record.model_copy(update={"status": status}))
+    with serving_history(tmp_path, HISTORY_DIR="kept") as address, Visit(browser, address) as visit:
+        visit.wait_until(LINES, 1)
+        assert visit.page.locator("#history .scroll").evaluate("one => one.scrollWidth <= one.clientWidth")
 
 
 def test_the_end_of_a_run_is_shown_by_the_keyboard(browser: Browser, tmp_path: Path) -> None:

@@ -45,9 +45,7 @@ async def run_standby() -> AsyncIterator[FastAPI]:
         pserver.disk = Disk(Path("not-opened"))
         metrics = ServiceMetrics("standby")
         follower = Follower(0, pserver, http, lambda: http, ComputeExecutor(), StandbyMetrics(metrics.registry))
-        promotion = Promotion(
-            follower, pserver, http2=True, local=None, on_promoted=lambda _: None, on_failed=lambda _: None
-        )
+        promotion = Promotion(follower, pserver, http2=True, local=None, on_promoted=lambda _: None)
         yield make_follower_app(follower, promotion, metrics)
 
 

@@ -30,14 +30,13 @@ from ps_protocol.messages import (
     PserverHeartbeat,
     PserverHeartbeatReply,
     PserverInfo,
-    PserverLoad,
     ShardFile,
     TrainerHeartbeat,
     TrainerHeartbeatReply,
     TrainerJoined,
 )
 from ps_protocol.plan import SlicePlan
-from ps_protocol.process_reports import Link, OutputLines, ProcessFigures, ScriptInfo, Software, Traffic
+from ps_protocol.process_reports import OutputLines, ProcessFigures, ScriptInfo, Software
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.standbys import (
     FenceStandby,
@@ -61,8 +60,6 @@ SOCKET = "gradpost-1f0b3c5d7e9a2b4c6d8e0f1a3b5c7d9e"
 VERSIONS = Software(gradpost="0.1.0", python="3.11.7", torch="2.13.0")
 SCRIPT = ScriptInfo(command="train.py --epochs 3", run_name="nightly", optimizer="SGD(lr=0.1)", total_rounds=100)
 PSERVER = PserverInfo(index=0, address=ADDRESS, incarnation=2, http2=True, local=SOCKET)
-PUSHES = Traffic(num_requests=20, num_bytes=5480, seconds=0.03)
-PULLS = Traffic(num_requests=20, num_bytes=5480, seconds=0.05)
 ROUNDS = FrozenRounds(
     applied=41, participants={41: (0, 1)}, complete={42: (0, 1)}, counted={42: (0,)}, verdicts={42: (1,)}
 )
@@ -70,8 +67,8 @@ MEMBERSHIP = Membership(
     {0: 1, 1: 3}, {1: 43}, {42: (0,)}, {42: (0,)}, (Controls(since=40, rates={0: 0.01}, frozen=("s",)),)
 )
 FIGURES = ProcessFigures(
-    host="worker-3", cpu_share=0.94, resident_bytes=412655616, read_bytes_per_second=0.0,
-    written_bytes_per_second=1843200.0, sent_bytes_per_second=52428.8, received_bytes_per_second=52428.8,
+    host="worker-3", cpu_seconds=42.5, resident_bytes=412655616, read_bytes=0,
+    written_bytes=1843200, sent_bytes=52428800, received_bytes=52428800,
 )  # fmt: skip
 LOST = TrainerLost("trainer 1 was silent for 10 s", ranks=[1]).to_problem()
 
@@ -88,13 +85,12 @@ EXAMPLES: tuple[Any, ...] = (
         buffers=(("mask", (2,), "BOOL"),), optimizer="SGD", group_flags=({"nesterov": False, "maximize": False},),
         aliases={"head.w": "w"},
     ),
-    PlanReady(run=RUN, attempt=0, plan=PLAN, pservers=(PSERVER,), uploader=0),
+    PlanReady(run=RUN, attempt=0, plan=PLAN, digest=DIGEST, pservers=(PSERVER,), uploader=0),
     TrainerHeartbeat(
         run=RUN, incarnation=1, round=41, results={"loss": 0.31}, software=VERSIONS,
         output=OutputLines(first=40, lines=("round 41 loss 0.31",), unfinished=("42%|####",)),
         unreachable={0: (1, 2.5)}, process=FIGURES,
-        links={0: Link(is_local=True, round_trip_seconds=0.0004, pushes=PUSHES, pulls=PULLS)}, ahead_of={0: 2},
-        script=SCRIPT,
+        ahead_of={0: 2}, script=SCRIPT,
     ),
     TrainerHeartbeatReply(state="failed", failure=LOST, attempt=1, resume=40, pservers=(PSERVER,)),
     Leave(run=RUN, incarnation=1, outcome="done", round=100, attempt=0),
@@ -103,25 +99,21 @@ EXAMPLES: tuple[Any, ...] = (
     NormAnswer(contributions="8d0f6c1f2a3b4c5d", sum_of_squares=5.5),
     RegisterPserver(
         protocol=2, instance=INSTANCE, address=ADDRESS, http2=True, local=SOCKET, index=0, previous=1,
-        held=HeldRun(run=RUN, attempt=0, plan=DIGEST, rounds=ROUNDS, restorable=((0, 0), (30, 41))),
+        held=HeldRun(run=RUN, attempt=0, plan=DIGEST, rounds=ROUNDS),
     ),
     PserverRegistered(index=0, incarnation=2, lease_seconds=10),
     PserverHeartbeat(
         round=41, missing=(1,), waiting_seconds=0.2, incarnation=2, run=RUN,
-        checkpoints=(
-            ShardFile(
-                pserver=0, name="pserver-0-of-1.safetensors", num_bytes=4096, digest="6f1d0a9be3c5472881a4f2b7c0d9e356",
-                round=30, attempt=0, torch="2.13.0", cpu="AVX2",
-            ),
+        published=ShardFile(
+            pserver=0, name="pserver-0-of-1.0-2.safetensors", num_bytes=4096,
+            digest="6f1d0a9be3c5472881a4f2b7c0d9e356", round=30, attempt=0, torch="2.13.0", cpu="AVX2",
         ),
         coming_checkpoints=(60,),
-        load=PserverLoad(
-            batch_barriers=(0,), participants=(0, 1), num_blocks=2, shard_bytes=18, pushed_bytes=22468,
-            pulled_bytes=22468, num_queued=0, num_applies=41, apply_seconds=0.02, num_waits=41, wait_seconds=1.6,
-        ),
+        standbys=SeenStandbys(number=3, connected=(INSTANCE,), caught_up=(INSTANCE,)),
+        batch_barriers=(0,), participants=(0, 1), num_blocks=2, shard_bytes=18, pushed_bytes=22468, pulled_bytes=22468,
+        num_applies=41, apply_seconds=0.02, num_waits=41, wait_seconds=1.6,
         software=VERSIONS,
         process=FIGURES,
-        standbys=SeenStandbys(number=3, connected=(INSTANCE,), caught_up=(INSTANCE,)),
     ),
     PserverHeartbeatReply(complete=(0, 30)),
     InstallRun(

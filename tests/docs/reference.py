@@ -1,4 +1,4 @@
-"""The generated parts of documents. `make reference` writes them, and test_pages.py compares them with the code."""
+"""The generated parts of documents, and of the product. `make reference` writes them, and test_pages.py checks them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from services.runtime.compute import ComputeExecutor
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.settings import ServiceSettings
 from trainer_client.client.metrics import TrainerMetrics
-from trainer_client.client.settings import TrainerArguments, TrainerSettings
+from trainer_client.client.settings import TrainerSettings
 from trainer_client.optimizer.named_optimizers import NamedOptimizer
 
 from ..unit.coordinator.support import make_cluster
@@ -127,19 +127,15 @@ def _labels(collector: Collector, family: Metric) -> list[str]:
 
 # ---------------------------------------------------------------- docs/protocol-reference.md
 
-# No client depends on the members of these; they are for reading. The first ones are bases of others.
+# No client depends on the members of these; they are for reading.
 INSPECTION = {
+    "Override",
     "TrainerOutput",
-    "PserverProgress",
-    "ShardWork",
-    "TrainerProgress",
     "PserverState",
     "PserverStatus",
-    "StandbyProgress",
     "StandbyStatus",
     "TrainerStatus",
     "ClusterStatus",
-    "ShardSummary",
     "RunSummary",
 }
 
@@ -223,6 +219,12 @@ def renew_settings(text: str) -> str:
     return text
 
 
+def renew_names(_: str) -> str:
+    """Return the file of all settings' names, by which each process refuses a misspelt one."""
+    fields = {name: field for model in SETTINGS.values() for name, field in model.model_fields.items()}
+    return "".join(f"{name}\n" for name in sorted(fields) if fields[name].validation_alias is None)
+
+
 def _declared_names(model: type[BaseSettings]) -> set[str]:
     """Return the settings of a class and of its bases that belong to no other table."""
     classes = [cls for cls in (model, *model.__bases__) if cls is model or not issubclass(cls, BaseSettings)]
@@ -258,13 +260,40 @@ def _choices(annotation: Any) -> list[str]:
     return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
+_ARGUMENTS = '''"""The settings of a trainer as keyword arguments: written by `make reference`."""
+
+from pathlib import Path
+from typing import Literal, TypedDict
+
+class TrainerArguments(TypedDict, total=False):
+    """The settings of a trainer as keyword arguments; None leaves one to the environment. docs/settings.md has more."""
+
+'''
+
+
+def renew_arguments(_: str) -> str:
+    """Return the stub for type checkers and editors."""
+    fields = {name: field.annotation for name, field in TrainerSettings.model_fields.items() if name != "coordinator"}
+    return _ARGUMENTS + "".join(f"    {name}: {_write_type(kind)}\n" for name, kind in fields.items())
+
+
+def _write_type(kind: Any) -> str:
+    """Return the type of an argument, which may be None, as code."""
+    parts = [part for part in get_args(kind | None) if part is not type(None)]
+    texts = [
+        f"Literal[{', '.join(map(json.dumps, get_args(part)))}]" if get_origin(part) is Literal else part.__name__
+        for part in parts
+    ]
+    return " | ".join([*(["str"] if Path in parts else []), *texts, "None"])
+
+
 # ---------------------------------------------------------------- docs/api.md
 
 
 # Public methods for other packages of Gradpost, not for scripts.
 INTERNAL = {
-    "check_open", "call_at_close", "report_measures",  # Session
-    "adopt_run", "adopt_results", "call_at_leave",  # ParameterClient
+    "check_open", "call_at_close",  # Session
+    "begin_run", "adopt_results",  # ParameterClient
     "scaling",  # NamedOptimizer
 }  # fmt: skip
 
@@ -314,7 +343,7 @@ def _describe_callable(level: str, name: str, value: Any) -> str:
         return f"{level} {name}\n\nproperty: `{value.fget.__annotations__['return']}`\n\n```\n{doc}\n```\n"
     shown: list[str] = []
     for parameter in inspect.signature(value).parameters.values():
-        if parameter.name in TrainerArguments.__annotations__:
+        if parameter.name in TrainerSettings.model_fields and parameter.name != "coordinator":
             shown.append("**arguments")  # they have a table
             break
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
@@ -330,13 +359,15 @@ def _show_parameter(parameter: inspect.Parameter) -> str:
     return f"{name}: {parameter.annotation}" + (f" = {default}" if equals else "")
 
 
-# Each function returns the text of its document with the generated parts renewed.
+# Each function returns the text of its file with the generated parts renewed.
 GENERATED: dict[str, Callable[[str], str]] = {
     "api.md": renew_api,
     "cli.md": renew_cli,
     "metrics.md": renew_metrics,
     "protocol-reference.md": renew_protocol,
     "settings.md": renew_settings,
+    "../ps_config/names.txt": renew_names,
+    "../trainer_client/client/arguments.pyi": renew_arguments,
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`docs/inspection.md`: its commands run against a cluster that trains, and one of them serves the dashboard."""
+"""`docs/inspection.md`: its commands run against a cluster that trains. test_shell.py starts the same dashboard."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from signal import SIGINT
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ..cluster.faulty_run import FaultyRun
-from ..cluster.trainer_processes import free_port
 from ..cluster.training_script import make_model
-from ..cluster.up_support import RunningUp, wait_until
-from .markdown import ROOT, examples, read
-from .stage import Stage, arguments_of_up, needs_curl, run_shell, status_of
+from .markdown import examples, read
+from .stage import Stage, needs_curl, run_shell
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, needs_curl]
 
 TEXT = read("inspection.md")
-FIRST, UP, *SHELL = [block.text for block in examples(TEXT, "sh")]
+FIRST, _, *SHELL = [block.text for block in examples(TEXT, "sh")]
 [PYTHON] = [block.text for block in examples(TEXT, "python")]
 
 
@@ -41,21 +37,12 @@ def test_with_a_token(tmp_path: Path) -> None:
     assert status["state"] == "gathering"
 
 
-def test_the_dashboard_is_served(tmp_path: Path) -> None:
-    port = str(free_port())
-    command, _, page = UP.strip().replace("7070", port).partition("# then open ")
-    with RunningUp("--port", port, *arguments_of_up(command), folder=ROOT, GRADPOST_STATE_DIR=str(tmp_path)) as running:
-        assert wait_until(lambda: status_of(page).get("state") == "training", 90)
-        assert "<title>" in httpx.get(page).raise_for_status().text
-        running.signal(SIGINT)
-        running.finish()
-
-
 def test_every_command_works(run: FaultyRun, tmp_path: Path) -> None:
     printed = run_shell(tmp_path, "\n".join(SHELL), URL=run.cluster.address)
     assert load_file(tmp_path / "weight.safetensors")["0.weight"].shape == (64, 20)
     documents = [json.loads(line) for line in printed.splitlines() if line.startswith(("{", "["))]
-    assert [entry["action"] for entry in documents[-1] if entry["outcome"] == "done"] == [
+    requests = [event["facts"] for event in documents[-1] if event["by"]]
+    assert [facts["action"] for facts in requests if facts["outcome"] == "done"] == [
         "set rate", "freeze", "unfreeze", "pause", "resume", "checkpoint",
     ]  # fmt: skip
 

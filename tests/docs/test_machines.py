@@ -1,4 +1,4 @@
-"""`docs/machines.md`: its commands train, by hand on loopback, over ssh into a network namespace, and with Slurm."""
+"""`docs/machines.md`: its commands train, by hand and by ssh on loopback, and with Slurm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from ..cluster.surroundings import HOST, INSIDE, namespace, run
 from ..cluster.trainer_processes import free_port
 from .markdown import ROOT, examples, read
 from .stage import GRADPOST, environment, run_shell
@@ -27,7 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(400
 TEXT = read("machines.md")
 [TOKENS] = examples(TEXT, "sh")
 [BY_HAND] = examples(TEXT, "console")
-COPY, LOOP, PDSH, BATCH = (block.text for block in examples(TEXT, "bash"))
+COPY, LOOP, _, BATCH = (block.text for block in examples(TEXT, "bash"))
 
 
 def make_folder(folder: Path, *arguments: str) -> None:
@@ -49,9 +48,7 @@ def need_root(*tools: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root")
     if missing := [tool for tool in tools if shutil.which(tool) is None]:
-        pytest.skip(
-            f"{' and '.join(missing)} are not installed (Debian packages openssh-server, pdsh, slurm-wlm, munge)"
-        )
+        pytest.skip(f"{' and '.join(missing)} are not installed (Debian packages slurm-wlm, munge)")
 
 
 @contextmanager
@@ -99,60 +96,18 @@ def check_results(printed: str) -> None:
     assert len(set(results)) == 1
 
 
-# ---------------------------------------------------------------------- ssh
+# Loopback has the addresses of both machines, and a shell takes the place of a remote one.
+SSH = """
+ssh() { shift 2; bash -c "$*"; }
+scp() { cp -r "$2" "$3" "${4#*:}"; }
+"""
 
 
-@pytest.fixture
-def ssh(tmp_path: Path) -> Iterator[None]:
-    """Serve ssh on this machine and in a namespace; `ssh` and `scp` of `tmp_path`/bin know both hosts.
-
-    With another HOME no .bashrc changes the path.
-    """
-    need_root("sshd", "ssh", "scp")
+def test_over_ssh(tmp_path: Path) -> None:
     make_folder(tmp_path, "20")
-    port, key = free_port(), tmp_path / "key"
-    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
-    (tmp_path / "sshd_config").write_text(f"""
-Port {port}
-HostKey {key}
-AuthorizedKeysFile {key}.pub
-StrictModes no
-PermitRootLogin prohibit-password
-PidFile none
-Subsystem sftp internal-sftp
-SetEnv HOME={tmp_path} PATH={tmp_path}/bin:{os.environ["PATH"]} PYTHONPATH={ROOT}
-""")
-    (tmp_path / "ssh_config").write_text(f"""
-Port {port}
-User root
-IdentityFile {key}
-IdentitiesOnly yes
-BatchMode yes
-StrictHostKeyChecking no
-UserKnownHostsFile /dev/null
-LogLevel ERROR
-ConnectionAttempts 30
-""")
-    for program in ("ssh", "scp"):
-        write_program(tmp_path / "bin" / program, str(shutil.which(program)), "-F", str(tmp_path / "ssh_config"))
-    Path("/run/sshd").mkdir(exist_ok=True)
-    sshd = [str(shutil.which("sshd")), "-D", "-e", "-f", str(tmp_path / "sshd_config")]
-    with namespace() as apart, daemon(*sshd), daemon(*apart.prefix, *sshd):
-        yield
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("tool", ["ssh", "pdsh"])
-def test_over_ssh(tool: str, tmp_path: Path, ssh: None) -> None:
-    """10.0.0.5 is this machine, and 10.0.0.6 the namespace. The services end by themselves."""
-    commands = LOOP
-    if tool == "pdsh":
-        need_root("pdsh")
-        commands = LOOP[: LOOP.index("for i")] + PDSH
-    text = (COPY + commands).replace("10.0.0.[5-6]", "10.213.77.[1-2]").replace("10.0.0.5", HOST)
-    text = text.replace("10.0.0.6", INSIDE).replace("7070", str(free_port())).replace("/srv", str(tmp_path / "srv"))
-    script = f"unset -f python gradpost\n{text}"
-    check_results(run_shell(tmp_path, script, PATH=f"{tmp_path}/bin:{os.environ['PATH']}"))
+    text = (COPY + LOOP).replace("10.0.0.", "127.0.0.").replace("7070", str(free_port()))
+    text = text.replace("/srv", str(tmp_path / "srv"))
+    check_results(run_shell(tmp_path, SSH + text, PATH=f"{tmp_path}/bin:{os.environ['PATH']}"))
 
 
 # ---------------------------------------------------------------------- Slurm

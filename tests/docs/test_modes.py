@@ -1,27 +1,31 @@
-"""`docs/modes.md` and `docs/overview.md`: their examples run, and the costs of a step are measured."""
+"""The examples of `docs/modes.md`, `docs/overview.md` and the numpy client of `docs/protocol.md` train."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import Counter
+from safetensors.numpy import load
 from safetensors.torch import save_file
 
 import gradpost
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
-from trainer_client import RemoteOptimizer, Session, connect
+from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..cluster.training import run_trainers
 from ..cluster.up_support import ROOT, RunningUp
+from .apps import read_bytes
 from .conftest import NUM_PSERVERS, NUM_TRAINERS
 from .markdown import codes, examples, read, section, tables
 from .stage import run_shell
@@ -45,10 +49,6 @@ def test_the_example_of_slicing() -> None:
     assert [list(row.values()) for row in tables(slicing)[0]] == [
         [f"`{block.name}`", f"{block.begin} to {block.end}", str(block.pserver)] for block in plan.blocks
     ]
-
-
-def test_the_table_of_placements_is_what_its_script_prints() -> None:
-    assert run_shell(ROOT, "python benchmarks/placement.py") in MODES
 
 
 @pytest.mark.cluster
@@ -85,19 +85,10 @@ def count(session: Session) -> list[float]:
     return [total(metrics.requests) - total(metrics.retries), total(metrics.pushed_bytes), total(metrics.pulled_bytes)]
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[LocalCluster]:
-    """Yield a cluster for one trainer."""
-    with LocalCluster(pservers=1, trainers=1, nonfinite="skip_round") as cluster:
-        yield cluster
-
-
-@pytest.mark.cluster
-def test_local_steps_with_an_outer_optimizer_and_a_schedule(alone: LocalCluster) -> None:
+def test_local_steps_with_an_outer_optimizer_and_a_schedule() -> None:
     model = torch.nn.Linear(4, 2)
-    before = model.weight.detach().clone()
     names: dict[str, Any] = {"torch": torch, "gradpost": gradpost, "model": model}
-    with connect(alone.address):
+    with gradpost.connect(strategy="local"):
         exec(DILOCO, names)
         optimizer = names["optimizer"]
         names["schedule"] = torch.optim.lr_scheduler.ExponentialLR(names["inner"], 0.9)
@@ -108,21 +99,17 @@ def test_local_steps_with_an_outer_optimizer_and_a_schedule(alone: LocalCluster)
             exec(SCHEDULE, names)
     assert optimizer.round == 1
     assert names["schedule"].get_last_lr() == [pytest.approx(1e-3 * 0.9**50)]
-    assert not torch.equal(model.weight, before)
 
 
-@pytest.mark.cluster
 @pytest.mark.amp
-def test_the_loop_with_a_scaler(alone: LocalCluster) -> None:
+def test_the_loop_with_a_scaler() -> None:
     model = torch.nn.Linear(4, 2)
-    before = model.weight.detach().clone()
-    with Session(coordinator=alone.address) as session:
-        optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), session=session)
+    with gradpost.connect(strategy="local", nonfinite="skip_round"):
+        optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1))
         names: dict[str, Any] = {"gradpost": gradpost, "torch": torch, "optimizer": optimizer}
         names |= {"model": model, "device": "cpu"}
         exec(SCALER, names | {"loader": [(torch.ones(3, 4), torch.zeros(3, dtype=torch.int64))] * 2})
         assert optimizer.round == 2
-    assert not torch.equal(model.weight, before)
 
 
 @pytest.mark.cluster
@@ -149,3 +136,71 @@ def test_the_plans(tmp_path: Path) -> None:
     plan = json.loads(run_shell(tmp_path, of_shapes))
     assert {block["name"] for block in plan["blocks"]} == {"w1.block0", "w1.block1", "s.block0"}
     assert {block["pserver"] for block in plan["blocks"]} == {0, 1, 2}
+
+
+# ---------------------------------------------------------------------- numpy client
+
+
+SECTION = section(read("protocol.md"), "A client in numpy")
+CLIENT, REST = [block.text for block in examples(SECTION, "python")]
+CODE = f"{CLIENT}\n{REST}"
+ROUNDS = 5
+NUM_ELEMENTS = 10_000
+
+
+@pytest.mark.cluster
+def test_the_client_imports_nothing_of_ours() -> None:
+    modules = re.findall(r"^(?:import|from) (\w+)", CODE, re.MULTILINE)
+    assert set(modules) <= {*sys.stdlib_module_names, "httpx", "numpy"}
+
+
+def start(cluster: LocalCluster, rank: int, folder: Path) -> subprocess.Popen[str]:
+    """Start the code of the document, with one more line that saves its result."""
+    script = folder / f"client{rank}.py"
+    script.write_text(f"{CODE}\nnp.save({str(folder / f'{rank}.npy')!r}, w)\n")
+    env = {**cluster.environment(), "RANK": str(rank)}
+    return subprocess.Popen(
+        [sys.executable, script], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(client: subprocess.Popen[str]) -> None:
+    output, _ = client.communicate(timeout=60)
+    assert client.returncode == 0, output
+
+
+def expected() -> np.ndarray:
+    """Return the result of halving the distance to the mean target in each round, which is exact in float32."""
+    mean_target = np.arange(NUM_ELEMENTS, dtype=np.float32) + np.float32(0.5)
+    return mean_target * np.float32(1 - 0.5**ROUNDS)
+
+
+@pytest.mark.cluster
+def test_two_of_them_train_together(cluster: LocalCluster, tmp_path: Path) -> None:
+    clients = [start(cluster, rank, tmp_path) for rank in range(2)]
+    for client in clients:
+        finish(client)
+    for rank in range(2):
+        np.testing.assert_array_equal(np.load(tmp_path / f"{rank}.npy"), expected())
+    live = load(read_bytes(f"{cluster.address}/v1/parameters/w"))["w"]
+    assert live.shape == (10, 1000)
+    np.testing.assert_array_equal(live.reshape(-1), expected())
+    summary = cluster.summary()
+    assert (summary.state, summary.rounds, summary.transport) == ("finished", ROUNDS, "HTTP/1.1")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("numpy_rank", [0, 1], ids=["it uploads", "it only gets"])
+def test_beside_a_remote_optimizer(cluster: LocalCluster, tmp_path: Path, numpy_rank: int) -> None:
+    client = start(cluster, numpy_rank, tmp_path)
+    rank = 1 - numpy_rank
+    with Session(coordinator=cluster.address, rank=rank, world_size=2) as session:
+        w = torch.nn.Parameter(torch.zeros(10, 1000))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("w", w)], lr=0.5), session=session)
+        target = torch.arange(NUM_ELEMENTS, dtype=torch.float32).reshape(10, 1000) + rank
+        for _ in range(ROUNDS):
+            w.grad = w.detach() - target  # of half the squared distance
+            optimizer.step()
+    finish(client)
+    np.testing.assert_array_equal(np.load(tmp_path / f"{numpy_rank}.npy"), expected())
+    np.testing.assert_array_equal(w.detach().reshape(-1).numpy(), expected())

@@ -27,10 +27,10 @@ from .apps import call, run_coordinator, run_pserver, run_standby
 Document: TypeAlias = dict[str, Any]
 
 OF_EVERY_SERVICE = {routes.HEALTH, routes.READY, routes.METRICS}
-TENSORS = {routes.SEND, routes.INITIAL, routes.GET, routes.NORM, routes.BARRIER}
-FENCED = [("post", path) for path in sorted({*TENSORS, routes.SLOTS})] + [("get", routes.BUFFERS)]
+TENSORS = {routes.SEND, routes.INITIAL, routes.GET, routes.NORM, routes.BARRIER, routes.SLOTS}
+FENCED = [("post", path) for path in sorted(TENSORS)] + [("get", routes.BUFFERS)]
 CONTROL = {routes.RUN, routes.FREEZE, routes.MEMBERS, routes.RESTORABLE, routes.WANT_CHECKPOINT}
-INSPECTION = {routes.STATE, routes.BLOCKS, routes.SHARD, routes.SLOTS, routes.BLOCK_STATISTICS, routes.BUFFERS}
+INSPECTION = {routes.STATE, routes.SHARD, routes.BLOCK_STATISTICS, routes.BUFFERS}
 REPLICATION = {routes.UPDATES, routes.HELD_UPDATES, routes.SHARD_COPY, routes.SHARD_DIGESTS}
 OF_A_PSERVER = TENSORS | CONTROL | INSPECTION | REPLICATION
 HEADERS = Fence(PROTOCOL_VERSION, "run", 0, "plan", 0, 1, 0, 1, 1).to_headers()

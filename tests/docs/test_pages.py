@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from pydantic_settings import BaseSettings
 
-from ps_config.environment import KNOWN_VARIABLES, PREFIX, SETTINGS_FILE_VARIABLE
 from ps_protocol.errors import ERRORS
 
 from .markdown import (
@@ -99,14 +98,6 @@ def test_each_alert_is_described() -> None:
     alerts = {name for file in files for name in re.findall(r"alert: (\w+)", (ROOT / "deploy" / file).read_text())}
     described = re.findall(r"^- `(Gradpost\w+)`:", section(read("operations.md"), "Alerts"), re.MULTILINE)
     assert sorted(described) == sorted(alerts)
-
-
-def test_the_documented_variables_are_the_known_ones() -> None:
-    """Misspelt variables are refused by this list, without any model."""
-    text = read("settings.md")
-    documented = {codes(row["variable"])[0] for table in tables(text) for row in table}
-    assert {name for name in documented if name.startswith(PREFIX)} == KNOWN_VARIABLES - {SETTINGS_FILE_VARIABLE}
-    assert SETTINGS_FILE_VARIABLE in text
 
 
 @pytest.mark.parametrize("model", SETTINGS.values(), ids=lambda model: model.__name__)

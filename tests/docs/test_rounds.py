@@ -62,23 +62,21 @@ def read_dump(block: CodeBlock) -> bytes:
 PROTOCOL = read("protocol.md")
 PLAN = example_plan(PROTOCOL)
 TEXT = section(PROTOCOL, "One round in bytes")
-[ACKNOWLEDGED] = (json.loads(block.text) for block in examples(TEXT, "json"))
-PUSHED, REPLIED = map(read_dump, examples(TEXT, "hexdump"))
+_, ACKNOWLEDGED, REPLIED_METADATA = (json.loads(block.text) for block in examples(TEXT, "json"))
+[PUSHED] = map(read_dump, examples(TEXT, "hexdump"))
 SEND, GET = map(read_request, examples(TEXT, "http"))
 SET_BARRIER = Request("POST", BARRIER, {**SEND.headers, "gradpost-barrier": "batch"})
-UPLOAD = Request("POST", INITIAL, {**SEND.headers, **Fence.from_headers(SEND.headers).at_round(0).to_headers()})
+UPLOAD = Request("POST", INITIAL, {**SEND.headers, **Fence.from_headers(SEND.headers)._replace(round=0).to_headers()})
 OTHER = PUSHED[:-2] + b"\0\0"  # another gradient of s
 
 
-def initial_values() -> bytes:
-    """Return a frame of version 0."""
-    initial = re.search(r"`w = ([\d, ]+)` and `s = (\d)`", TEXT)
-    assert initial
-    w, s = torch.tensor(json.loads(f"[{initial[1]}]")).float(), torch.tensor([int(initial[2])], dtype=torch.bfloat16)
-    return safetensors.torch.save({"w.block0": w, "s.block0": s})
+def values_of_version(version: int) -> dict[str, torch.Tensor]:
+    """Return the documented values of a version."""
+    w, s = re.findall(r"`w = ([\d., ]+)` and `s = ([\d.]+)`", TEXT)[version]
+    return {"w.block0": torch.tensor(json.loads(f"[{w}]")).float(), "s.block0": torch.tensor([float(s)]).bfloat16()}
 
 
-INITIAL_VALUES = initial_values()
+INITIAL_VALUES = safetensors.torch.save(values_of_version(0))
 
 
 @asynccontextmanager
@@ -107,7 +105,10 @@ async def test_a_pserver_answers_the_requests_bit_for_bit() -> None:
         acknowledged = await SEND.send(http, PUSHED)
         replied = await GET.send(http)
     assert (acknowledged.status_code, acknowledged.json()) == (200, ACKNOWLEDGED)
-    assert (replied.status_code, replied.content) == (200, REPLIED)
+    assert replied.status_code == 200
+    header = replied.content[8 : 8 + int.from_bytes(replied.content[:8], "little")]
+    assert json.loads(header)["__metadata__"] == REPLIED_METADATA
+    torch.testing.assert_close(safetensors.torch.load(replied.content), values_of_version(1), rtol=0, atol=0)
 
 
 def fence_with(**changes: Any) -> dict[str, str]:
@@ -150,10 +151,11 @@ async def test_repeated_requests_are_answered_as_documented() -> None:
         conflict = code_of(await SEND.send(http, OTHER))
         assert documented["`send`, round open"] == ["duplicates", conflict] == ["duplicates", "contribution_conflict"]
         assert [(await SET_BARRIER.send(http)).status_code for _ in range(2)] == [200, 200]
-        assert [(await GET.send(http)).content for _ in range(3)] == [REPLIED] * 3
+        replied, *repeated = [(await GET.send(http)).content for _ in range(3)]
+        assert repeated == [replied] * 2
         assert (await SET_BARRIER.send(http)).json() == {"round": 2, "missing": [0], "notice": ""}
         assert (await SEND.send(http, OTHER)).json()["status"] in documented["`send`, round applied"]
-        assert (await GET.send(http)).content == REPLIED
+        assert (await GET.send(http)).content == replied
         await SEND.send(http, PUSHED, **fence_with(round=2))
         assert (await GET.send(http, **fence_with(round=2))).status_code == 200
         assert [code_of(await GET.send(http))] == documented["`get`"] == ["stale_round"]

@@ -26,7 +26,6 @@ from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.requests import WAIT_HEADER
 from ps_protocol.routes import (
     DECLARE_MODEL,
-    EVENT_STREAM,
     EVICT,
     JOIN_TRAINER,
     PAUSE,
@@ -47,7 +46,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.hypothesis]
 Answers = Counter[str]
 
 HAS_EFFECT = {RATE, ROLL_BACK}  # a good one; there may be a checkpoint of round 0
-NOT_TRIED = {EVENT_STREAM, UPDATES, PAUSE, RESUME, EVICT, STOP}  # without an end, or with an effect that they are for
+NOT_TRIED = {UPDATES, PAUSE, RESUME, EVICT, STOP}  # without an end, or with an effect that they are for
 
 
 # ---------------------------------------------------------------- recorded requests, and mutations of them

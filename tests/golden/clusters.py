@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Collection, Iterator
@@ -142,7 +143,8 @@ def train(name: str, folder: Path, runs: Collection[str] = (), sabotage: str = "
     setup = SETUPS[name]
     runs = runs or list(setup.runs)
     *_, last = runs
-    is_resumed = setup.runs[last].fault == "stop and resume"
+    loses_disks = setup.runs[last].fault == "lose the disks and resume"
+    is_resumed = loses_disks or setup.runs[last].fault == "stop and resume"
     for rank in range(setup.trainers):
         os.mkfifo(folder / f"turn-{rank}")
     turns = Turns(folder, setup.trainers)
@@ -157,6 +159,11 @@ def train(name: str, folder: Path, runs: Collection[str] = (), sabotage: str = "
                 cluster.roll_back(turns)
             elif fault == "evict a trainer and let it join":
                 cluster.change_members(turns, run)
+            elif fault == "kill a trainer between two pservers":
+                cluster.wait_for_fault_step()
+                turns.pass_to(0, 0)  # and the process that takes its place
+                assert cluster.trainers[0].wait(PATIENCE_SECONDS) != 0
+                cluster.start_trainers([run], [0])
             elif fault == "kill a pserver":
                 cluster.wait_for_fault_step()
                 cluster.pservers[1].signal(SIGKILL)
@@ -165,8 +172,11 @@ def train(name: str, folder: Path, runs: Collection[str] = (), sabotage: str = "
                 turns.pass_to(0)
         if is_resumed:
             cluster.wait_for_fault_step()
+            assert not loses_disks or cluster.ask("POST", "checkpoints")["round"] == FAULT_STEP
         else:
             cluster.wait_for_trainers()
+    for index in range(setup.pservers) if loses_disks else ():
+        shutil.rmtree(folder / "state" / f"pserver-{index}")
     if is_resumed:
         with GoldenCluster(name, folder, sabotage, results, resume=True) as cluster:
             cluster.start_trainers([last])

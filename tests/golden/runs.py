@@ -26,7 +26,13 @@ class Run:
     steps: Sequence[int] = ()  # of each trainer; empty: STEPS
     # All but the first two are for the last run of a cluster.
     fault: Literal[
-        "", "kill a pserver", "stop and resume", "set a rate and roll back", "evict a trainer and let it join"
+        "",
+        "kill a pserver",
+        "kill a trainer between two pservers",
+        "stop and resume",
+        "lose the disks and resume",
+        "set a rate and roll back",
+        "evict a trainer and let it join",
     ] = ""
 
     def waits(self, rank: int, step: int) -> bool:
@@ -145,6 +151,17 @@ SETUPS: dict[str, Setup] = {
     ),
     "sync with faults": Setup(
         {"a pserver is killed": Run(fault="kill a pserver"), "stopped and resumed": Run(fault="stop and resume")}
+    ),
+    "sync with a trainer that dies between two pservers": Setup(
+        {"its step is repeated": Run(fault="kill a trainer between two pservers")}, settings={"lease_seconds": 3}
+    ),
+    "sync with fsync and faults between checkpoints": Setup(
+        {"a pserver is killed": Run(fault="kill a pserver"), "stopped and resumed": Run(fault="stop and resume")},
+        settings={"durability": "fsync", "checkpoint_rounds": 3},
+    ),
+    "sync without disks": Setup(
+        {"resumed from shared storage": Run(fault="lose the disks and resume")},
+        settings={"checkpoint_rounds": FAULT_STEP},
     ),
     "sync with uneven inputs and a rollback": Setup(
         {

@@ -7,6 +7,7 @@ computes the same ones. Those of batch norm come from torch's default kernels, i
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from tests.cluster.training import change_rates, make_optimizer
 from tests.golden.runs import CHANGES, OVERFLOW_STEP, SETUPS, STEPS, Run, Setup
 from trainer_client import GradScaler, RemoteOptimizer, Session, connect
+from trainer_client.client.pserver_client import PserverClient
 
 SHAPES = {"matrix": (61, 67), "vector": (129,), "scalar": (), "last": (3, 400)}
 NORM_SHAPE = (8, 130)  # of a batch
@@ -117,6 +119,8 @@ def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, A
             waited_at.add(step)
             print("waiting", flush=True)
             turns.wait(rank)
+            if run.fault == "kill a trainer between two pservers" and start == 0:
+                die_between_pservers()
         if setup.takes_turns and step % 2 == 0:
             turns.wait(rank)
         optimizer.zero_grad()
@@ -141,6 +145,19 @@ def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, A
     parameters = {name: digest([tensor]) for name, tensor in tensors.items()}
     state = digest_state(optimizer) if rank == 0 else None
     return {"rank": rank, "start": start, "parameters": parameters, "optimizer_state": state}
+
+
+def die_between_pservers() -> None:
+    """Let this process die in its next step, once pserver 0 has applied the round and no other has its contribution."""
+    get = PserverClient.get
+
+    async def get_and_die(self: PserverClient, *arguments: Any) -> None:
+        if self.index == 0:
+            await get(self, *arguments)
+            os._exit(1)
+        await asyncio.Event().wait()
+
+    PserverClient.get = get_and_die  # type: ignore[method-assign, assignment]
 
 
 def digest_state(optimizer: RemoteOptimizer) -> dict[str, str]:

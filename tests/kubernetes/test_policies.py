@@ -43,33 +43,37 @@ def mounts(pod: Object) -> dict[str, Object]:
 # ---------------------------------------------------------------------- every pod
 
 
+# https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted
+POD_SECURITY = {
+    "runAsNonRoot": True, "runAsUser": 10001, "runAsGroup": 10001, "fsGroup": 10001,  # the image's
+    "seccompProfile": {"type": "RuntimeDefault"},
+}  # fmt: skip
+CONTAINER_SECURITY = {
+    "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+}  # fmt: skip
+API_ACCESS = {
+    "serviceAccountName": "gradpost", "automountServiceAccountToken": False,
+    "enableServiceLinks": False,  # a service `gradpost-x` would set GRADPOST_X_PORT
+}  # fmt: skip
+WIDENING = {"hostNetwork", "hostPID", "hostIPC", "hostAliases", "ephemeralContainers"}
+
+
+def pick(value: Object, like: Object) -> Object:
+    """Return the members that `like` has, too."""
+    return {key: value.get(key) for key in like}
+
+
 @every_pod
 def test_pod_security_is_restricted(overlay: str, name: str, pod: Object) -> None:
-    # https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted
     spec = pod["spec"]
-    own = spec["securityContext"]
-    assert own["runAsNonRoot"] is True
-    assert {own["runAsUser"], own["runAsGroup"], own["fsGroup"]} == {10001}  # the image's
-    assert own["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert not {"hostNetwork", "hostPID", "hostIPC", "hostAliases", "ephemeralContainers"} & spec.keys()
+    assert pick(spec, API_ACCESS) == API_ACCESS
+    assert pick(spec["securityContext"], POD_SECURITY) == POD_SECURITY
+    assert not WIDENING & spec.keys()
     for container in [*spec["containers"], *spec.get("initContainers", [])]:
-        context = container["securityContext"]
-        assert context["allowPrivilegeEscalation"] is False
-        assert context["readOnlyRootFilesystem"] is True
-        assert context["capabilities"] == {"drop": ["ALL"]}
-        assert not context.keys() & {"privileged", "runAsUser", "procMount", "seccompProfile"}
+        assert container["securityContext"] == CONTAINER_SECURITY
         assert not any("hostPort" in port for port in container["ports"])
-    for volume in spec["volumes"]:
-        assert volume.keys() & {"secret", "emptyDir", "persistentVolumeClaim", "configMap"}, volume
-
-
-@every_pod
-def test_pods_have_no_access_to_the_api_server_and_no_service_variables(overlay: str, name: str, pod: Object) -> None:
-    [account] = of_kind(overlay, "ServiceAccount")
-    assert account["automountServiceAccountToken"] is False
-    assert pod["spec"]["serviceAccountName"] == account["metadata"]["name"]
-    assert pod["spec"]["automountServiceAccountToken"] is False
-    assert pod["spec"]["enableServiceLinks"] is False  # a service `gradpost-x` would set GRADPOST_X_PORT
+    kinds = {"secret", "emptyDir", "persistentVolumeClaim", "configMap"}
+    assert all(volume.keys() & kinds for volume in spec["volumes"])
 
 
 @every_pod
@@ -127,6 +131,7 @@ def test_settings_are_valid_and_refer_to_mounted_files(
         assert (settings.metrics_port, settings.metrics_host) == (port["containerPort"], "0.0.0.0")
         assert (settings.rank, settings.world_size, str(settings.token_file)) == (1, 2, f"{TOKENS}/train")
     else:
+        assert container["args"] == ["gradpost", "serve", name]
         assert (settings.port, settings.host) == (port["containerPort"], "0.0.0.0")
         assert str(settings.state_dir) == STATE
         assert mounts(pod)[STATE].keys() & {"persistentVolumeClaim", "claim"}
@@ -205,38 +210,40 @@ def test_an_overlay_has_standbys_and_the_base_has_none() -> None:
         assert settings["data"].get("GRADPOST_STANDBYS") == number
 
 
+JOB = {"completionMode": "Indexed", "podReplacementPolicy": "Failed", "backoffLimit": 20}
+# The members of each object, of its spec if it has one.
+RULES: dict[str, Object] = {
+    "ServiceAccount": {"automountServiceAccountToken": False},
+    "Deployment": {"replicas": 1, "strategy": {"type": "Recreate"}},  # one coordinator at a time has its volume
+    "StatefulSet": {
+        "podManagementPolicy": "Parallel",  # pservers are not ready one by one
+        "persistentVolumeClaimRetentionPolicy": None,  # the default is to retain
+    },
+    "PodDisruptionBudget": {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow"},
+    "Job": JOB,  # a rank has one pod at a time, which is restarted
+}
+
+
 @every_overlay
-def test_a_rank_has_one_pod_at_a_time_and_is_restarted(overlay: str) -> None:
-    specs = [job["spec"] for job in of_kind(overlay, "Job")] + [
+def test_pods_are_replaced_one_at_a_time(overlay: str) -> None:
+    for kind, rules in RULES.items():
+        for one in of_kind(overlay, kind):
+            assert pick(one.get("spec", one), rules) == rules
+    jobs = [job["spec"] for job in of_kind(overlay, "Job")] + [
         {**one["template"]["spec"], "completionMode": "Indexed"}  # JobSet's default
         for runtime in of_kind(overlay, "TrainingRuntime")
         for one in runtime["spec"]["template"]["spec"]["replicatedJobs"]
     ]
-    [spec] = specs
-    assert spec["completionMode"] == "Indexed"
-    assert spec["podReplacementPolicy"] == "Failed"
-    assert spec["template"]["spec"]["restartPolicy"] == "OnFailure"
-    assert spec["backoffLimit"] > 10
+    assert [(pick(job, JOB), job["template"]["spec"]["restartPolicy"]) for job in jobs] == [(JOB, "OnFailure")]
 
 
 @every_overlay
-def test_one_coordinator_at_a_time_has_its_volume(overlay: str) -> None:
-    [coordinator] = of_kind(overlay, "Deployment")
-    assert (coordinator["spec"]["replicas"], coordinator["spec"]["strategy"]) == (1, {"type": "Recreate"})
-    [claim] = of_kind(overlay, "PersistentVolumeClaim")
+def test_services_keep_their_volumes(overlay: str) -> None:
+    [coordinator], [pservers] = of_kind(overlay, "Deployment"), of_kind(overlay, "StatefulSet")
+    [claim], [template_claim] = of_kind(overlay, "PersistentVolumeClaim"), pservers["spec"]["volumeClaimTemplates"]
     used = mounts(coordinator["spec"]["template"])[STATE]["persistentVolumeClaim"]["claimName"]
     assert used == claim["metadata"]["name"]
-
-
-@every_overlay
-def test_pservers_and_standbys_are_disrupted_one_at_a_time_and_keep_their_volumes(overlay: str) -> None:
+    assert mounts(pservers["spec"]["template"])[STATE] == {"claim": template_claim["metadata"]["name"]}
     [budget] = of_kind(overlay, "PodDisruptionBudget")
-    [pservers] = of_kind(overlay, "StatefulSet")
-    assert budget["spec"]["maxUnavailable"] == 1
-    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
-    template = pservers["spec"]["template"]
-    assert budget["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-    [claim] = pservers["spec"]["volumeClaimTemplates"]
-    assert mounts(template)[STATE] == {"claim": claim["metadata"]["name"]}
-    assert pservers["spec"]["podManagementPolicy"] == "Parallel"  # pservers are not ready one by one
-    assert "persistentVolumeClaimRetentionPolicy" not in pservers["spec"]  # the default is to retain
+    labels = pservers["spec"]["template"]["metadata"]["labels"]
+    assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()

@@ -1,7 +1,9 @@
-"""Alerts fire when they should and only then, says promtool; test_live.py asks a real Prometheus."""
+"""Alerts fire in time and only for a reason, and Grafana finds its dashboard; test_live.py asks a real Prometheus."""
 
 from __future__ import annotations
 
+import configparser
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -11,9 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from .configuration import DEPLOY, RULES, rules
+from .configuration import CONFIGURATION, DASHBOARD, DEPLOY, GRAFANA, RULES, Query, queries, rules
 
-pytestmark = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's package prometheus)")
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs promtool (Debian's package prometheus)"
+)
 
 MINUTE = 60
 TRAINING = {'gradpost_run_state{state="training"}': "1"}
@@ -93,10 +97,12 @@ def case(name: str, series: Mapping[str, str], seconds: int, *, fires: bool) -> 
     }
 
 
+@needs_promtool
 def test_the_rules_are_well_formed(tmp_path: Path) -> None:
     promtool("check", "rules", RULES, folder=tmp_path)
 
 
+@needs_promtool
 def test_alerts_fire_in_time_and_only_for_a_reason(tmp_path: Path) -> None:
     assert rules("alert").keys() == ALERTS.keys() == NEARLY.keys()
     cases = []
@@ -113,3 +119,54 @@ def test_alerts_fire_in_time_and_only_for_a_reason(tmp_path: Path) -> None:
 def test_kubernetes_has_the_same_rules() -> None:
     manifest = DEPLOY / "kubernetes" / "components" / "monitoring" / "rules.yaml"
     assert yaml.safe_load(manifest.read_text())["spec"] == yaml.safe_load(RULES.read_text())
+
+
+# ---------------------------------------------------------------------- dashboard
+
+
+QUERIES = [*queries()]
+
+
+def test_every_recording_rule_is_shown_or_alerted_on() -> None:
+    used = " ".join([*(query.expr for query in QUERIES), *(rule["expr"] for rule in rules("alert").values())])
+    assert [name for name in rules("record") if name not in used] == []
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=str)
+def test_windows_follow_the_zoom(query: Query) -> None:
+    """Grafana makes `$__rate_interval` long enough for the scrape interval, and for each point of the screen."""
+    assert set(re.findall(r"\[(.*?)\]", query.expr)) <= {"$__rate_interval"}
+
+
+def provisioned(kind: str) -> dict[str, Any]:
+    [file] = (GRAFANA / "provisioning" / kind).iterdir()
+    [only] = yaml.safe_load(file.read_text())["providers" if kind == "dashboards" else kind]
+    return only  # type: ignore[no-any-return]
+
+
+def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+    source = provisioned("datasources")
+    assert (source["type"], source["url"], source["isDefault"]) == ("prometheus", "http://prometheus:9090", True)
+    scraped = yaml.safe_load(CONFIGURATION.read_text())["global"]["scrape_interval"]
+    assert source["jsonData"]["timeInterval"] == scraped
+    # docker-compose.yml mounts it there (tests/containers).
+    assert provisioned("dashboards")["options"]["path"] == "/etc/grafana/dashboards"
+    assert settings()["dashboards"]["default_home_dashboard_path"] == f"/etc/grafana/dashboards/{DASHBOARD.name}"
+
+
+def settings() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read_string((GRAFANA / "grafana.ini").read_text())
+    return parser
+
+
+def test_grafana_has_no_password_and_nobody_who_could_change_anything() -> None:
+    found = settings()
+    assert found.getboolean(
+        "security", "disable_initial_admin_creation"
+    )  # else there is admin, whose password is admin
+    assert found.getboolean("auth", "disable_login_form")
+    assert not found.getboolean("auth.basic", "enabled")
+    assert found.getboolean("auth.anonymous", "enabled")
+    assert found["auth.anonymous"]["org_role"] == "Viewer"
+    assert not [key for section in found.values() for key in section if re.search("password|secret|token", key)]

@@ -49,7 +49,11 @@ class ChangingRun:
     ) -> None:
         members = dict.fromkeys(range(num_trainers), 1)
         self.max_delay, self.take_over, self.clips, self.num_trainers = max_delay, take_over, clips, num_trainers
-        policy = {"on_trainer_loss": "wait" if take_over else "continue", "min_trainers": min_trainers}
+        policy = {
+            "on_trainer_loss": "wait" if take_over else "continue",
+            "min_trainers": min_trainers,
+            "durability": "log",
+        }
         self.settings = defaults(num_trainers, consistency=Consistency(max_delay=max_delay)).model_copy(update=policy)
         run, self.num_processes = Run.begin("run1", self.settings, {}), num_trainers
         for rank in members:
@@ -127,7 +131,7 @@ class ChangingRun:
 
     def barrier(self, which: int, to: int) -> None:
         trainer = self._trainer(which)
-        if trainer is not None and len(trainer.pushed) == len(self.pservers):
+        if trainer is not None and to % len(self.pservers) in trainer.pushed:
             trainer.counted.pop(to % len(self.pservers), None)  # it may come once more
             self._barrier(trainer, to % len(self.pservers))
 
@@ -135,7 +139,7 @@ class ChangingRun:
         """The barrier rides on the get: if the round is applied, it is pulled."""
         pserver = self.pservers[index]
         self._follow(trainer)
-        if not pserver.is_up or pserver.attempt != trainer.attempt or len(trainer.pushed) < len(self.pservers):
+        if not pserver.is_up or pserver.attempt != trainer.attempt or index not in trainer.pushed:
             return
         rounds, round_ = pserver.rounds, trainer.round
         try:
@@ -393,6 +397,10 @@ class ChangingRun:
             self.run = self.run.note_applied(self.attempt, answer.applied)
         decision = decide_change(self.run, change.targets, answers)
         if isinstance(decision, Rollback):
+            stepped = [p.history.items() for p in self.pservers if p.attempt == self.attempt]
+            lost = max((sum(r > decision.newest and bool(lives) for r, lives in each) for each in stepped), default=0)
+            is_repair = self.run.requests.rollback_to is None and not self.has_lost_rounds
+            assert not is_repair or lost <= 1 + self.max_delay, "a dead trainer costs one round"
             ranges = {index: [(0, pserver.rounds.applied)] for index, pserver in enumerate(self.pservers)}
             round_ = newest_common(decision.newest, ranges.values())
             decision = decide_rollback(self.run, change.targets, decision, round_, ranges)

@@ -6,9 +6,10 @@ pserver that dies keeps what it has applied (the log) and loses what was staged;
 bytes again still has them until it has pulled the round from all pservers. A silent trainer may still send, return, or
 have a successor that sends as well. Messages of the coordinator may arrive at any later time, and more than once.
 
-A trainer sends its batch barrier once to each incarnation of a pserver, with its verdict on the gradient, and rarely
-again. Where gradients are clipped, a trainer asks every pserver for its norm before a get brings the sum to each of
-them, one after the other, with anything in between.
+A trainer sends its batch barrier to a pserver once that has all of its contribution, whatever the others have, so that
+it may die between two pservers. The barrier comes once to each incarnation, with the verdict on the gradient, and
+rarely again. Where gradients are clipped, a trainer asks every pserver for its norm before a get brings the sum to each
+of them, one after the other, with anything in between.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of the whole project: its dependencies, imports, Makefile and language."""
+"""Checks of the whole project: its dependencies, imports, sizes, doctests and language."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import ast
 import doctest
 import importlib
 import io
-import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tokenize
@@ -17,7 +14,6 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,18 +25,10 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: list[str] = SETTINGS["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 
 
-def run(arguments: list[str], folder: Path = ROOT, **environment: str) -> tuple[int, str]:
-    """Return the exit code of a process, and what it wrote to stdout and stderr."""
-    process = subprocess.run(
-        arguments,
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    return process.returncode, process.stdout
+def run_python(program: str) -> str:
+    """Return what a program prints in an interpreter of its own."""
+    command = [sys.executable, "-P", "-c", program]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def parse(source: str) -> ast.Module:
@@ -115,33 +103,6 @@ def test_every_import_is_declared(package: str) -> None:
     assert not undeclared
 
 
-AUDIT = ROOT / ".ci" / "audit.py"
-FINE = {"name": "fine", "version": "1.0", "vulns": []}
-VULNERABLE = {"name": "bad", "version": "0.1", "vulns": [{"id": "CVE-1", "fix_versions": ["0.2"], "aliases": []}]}
-SKIPPED = {"name": "unknown", "skip_reason": "Dependency not found"}
-UNREACHABLE = "Traceback\nrequests.exceptions.ConnectionError: no name api.osv.dev"
-
-
-@pytest.mark.skipif(not AUDIT.exists(), reason="is not in a source distribution")
-@pytest.mark.parametrize(
-    ("packages", "error", "code", "expected_code", "said"),
-    [
-        ([FINE, FINE], "", 0, 0, r"audit: 2 packages looked up, 0 with known vulnerabilities\n$"),
-        ([FINE, VULNERABLE], "", 1, 1, r"audit: bad 0\.1: CVE-1, fixed in 0\.2\n"),
-        (None, UNREACHABLE, 1, 0, r"audit: NOT DONE, as osv\.dev cannot be reached: requests\.exceptions\.Conn"),
-        (None, "KeyError: 'name'", 1, 1, ""),
-    ],
-)
-def test_audit_fails_unless_no_package_is_vulnerable_or_the_advisories_are_unreachable(
-    packages: list[Any] | None, error: str, code: int, expected_code: int, said: str, tmp_path: Path
-) -> None:
-    report = "" if packages is None else json.dumps({"dependencies": packages, "fixes": []})
-    script = f"import sys\nassert '--requirement' in sys.argv\nprint({report!r})\nprint({error!r}, file=sys.stderr)"
-    (tmp_path / "pip_audit.py").write_text(f"{script}\nsys.exit({code})")
-    actual_code, output = run([sys.executable, "-P", str(AUDIT)], PYTHONPATH=str(tmp_path))
-    assert (actual_code, re.search(said, output) is not None) == (expected_code, True), output
-
-
 # ---------------------------------------------------------------- imports
 
 
@@ -152,8 +113,13 @@ def test_public_names_are_imported_without_torch_until_one_needs_it() -> None:
         "print([name for name in gradpost.__all__ if getattr(gradpost, name).__name__ != name])\n"
         "assert 'torch' in sys.modules\n"
     )
-    assert run([sys.executable, "-P", "-c", program]) == (0, "[]\n")
+    assert run_python(program) == "[]\n"
     assert {error.family for error in ERRORS.values()} <= {getattr(gradpost, name) for name in gradpost.__all__}
+
+
+def test_the_coordinator_starts_without_torch_and_numpy() -> None:
+    program = "import sys, services.coordinator.process; print({'torch', 'numpy'} & {*sys.modules})"
+    assert run_python(program) == "set()\n"
 
 
 # ---------------------------------------------------------------- size
@@ -181,33 +147,6 @@ def test_examples_in_docstrings_are_true(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted
     assert not result.failed
-
-
-# ---------------------------------------------------------------- the Makefile
-
-
-def make(*arguments: str) -> list[str]:
-    if shutil.which("make") is None:
-        pytest.skip("needs make")
-    code, output = run(["make", "--no-print-directory", f"PYTHON={sys.executable}", *arguments])
-    assert code == 0, output
-    return output.splitlines()
-
-
-def test_make_lists_every_target() -> None:
-    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert targets is not None
-    listed = re.findall(r"^  make ([a-z-]+) +\S", "\n".join(make()), re.MULTILINE)
-    assert sorted(listed) == sorted(targets[1].split())
-
-
-def test_soak_runs_what_test_all_leaves_out_and_ends_within_an_hour() -> None:
-    side_by_side, alone, chaos = make("--dry-run", "soak", "ARGS=--seed 7")[-3:]
-    assert '-m "(soak or hypothesis) and not alone"' in side_by_side
-    assert "tests/attacks tests/chaos -m alone" in alone
-    seconds = [int(*re.findall(r"--session-timeout (\d+)", line)) for line in (side_by_side, alone)]
-    [minutes] = re.findall(r"tests\.chaos --minutes (\d+) --seed 7$", chaos)
-    assert sum(seconds) + 60 * int(minutes) < 3600
 
 
 # ---------------------------------------------------------------- language

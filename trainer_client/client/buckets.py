@@ -5,6 +5,7 @@ A bucket is only packaging and may differ between tries; what counts is the bloc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -87,7 +88,9 @@ class Bucket:
         self.entries = entries
         self.parameters = frozenset(entry.block.parameter for entry in entries)
         self.present = entries  # the filled entries
-        small = bytearray(sum(entry.num_bytes for entry in entries if entry.is_small))
+        small = self._small = bytearray(sum(entry.num_bytes for entry in entries if entry.is_small))
+        dtypes = {entry.dtype if entry.is_small else None for entry in entries}
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else None  # of all blocks; None if they differ or are large
         self._segments: list[BucketEntry | memoryview] = []  # in order: large blocks, and ranges of small blocks
         offset = begin = 0
         for entry in entries:
@@ -98,6 +101,13 @@ class Bucket:
             self._segments += [memoryview(small)[begin:offset], entry]
             begin = offset
         self._segments.append(memoryview(small)[begin:offset])
+
+    @property
+    def is_known_finite(self) -> bool:
+        """True if all values are finite. False also with large, encoded or mixed blocks, or if the sum overflows."""
+        if self._dtype is None:
+            return not self.entries
+        return math.isfinite(torch.frombuffer(self._small, dtype=self._dtype).sum(dtype=torch.float32).item())
 
     def fill(self, flat: Mapping[str, Tensor], *, borrow: bool = False) -> None:
         """Encode the blocks of flattened parameters or gradients (parameter name -> shape (numel,)).

@@ -8,7 +8,8 @@ import copy
 import secrets
 import ssl
 import sys
-from collections.abc import Coroutine, Iterator, Mapping
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx
@@ -17,7 +18,7 @@ from structlog.typing import FilteringBoundLogger, Processor
 
 from ps_config.certificates import hint_at_tls
 from ps_config.control_client import GatewayPage, raise_for_problem
-from ps_config.process_meter import ProcessMeter
+from ps_config.process_meter import measure_process
 from ps_config.versions import installed_versions
 from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
 from ps_protocol.fields import Mean, Message
@@ -32,7 +33,7 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from ps_protocol.printable import escape_event
-from ps_protocol.process_reports import OutputLines, ProcessFigures, Software
+from ps_protocol.process_reports import Software
 from ps_protocol.retry import Patience, choose_pause, heartbeat_period
 from ps_protocol.routes import (
     DECLARE_MODEL,
@@ -42,12 +43,11 @@ from ps_protocol.routes import (
     SUMMARY,
     TRAINER_HEARTBEAT,
 )
-from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
+from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
 
-from .metrics import LinkMeter
 from .news import Attempt, News, Waits
-from .output import OutputBuffer
-from .script_info import describe_script
+from .output import OutputBuffer, describe_script
+from .pserver_connection import PserverConnection
 from .settings import TrainerSettings
 
 T = TypeVar("T")
@@ -57,19 +57,19 @@ PLAN_WAIT_SECONDS = 5.0
 
 
 class CoordinatorClient:
-    """One trainer's place in one run, held by heartbeats. All methods run on the I/O loop."""
+    """One trainer's place in one run, held by heartbeats. Methods run on the I/O loop unless they say otherwise."""
 
     def __init__(self, settings: TrainerSettings, http: httpx.AsyncClient) -> None:
         self.joined: TrainerJoined
         self.round: Round = 0  # the newest round that was pulled from every pserver
-        self._counted_round: Round = 0  # the newest round that pservers may count this trainer in
+        self.counted_round: Round = 0  # the newest round that pservers may count this trainer in
         self.results: dict[str, float] = {}
         self.script = describe_script(settings.run_name)
         self._means: dict[str, Mean] = {}  # of the values that no answered heartbeat has carried
+        self._means_lock = threading.Lock()
         self.failure: GradpostError | None = None  # the error that ended the run
         self.news = News()
-        self.links: Mapping[PserverIndex, LinkMeter] = {}
-        self._meter = ProcessMeter()
+        self.pservers: Sequence[PserverConnection] = ()
         self.output = OutputBuffer()
         self._waits = Waits()
         self._settings = settings
@@ -111,32 +111,25 @@ class CoordinatorClient:
     def adopt_round(self, round_: Round) -> None:
         """Report this round as the newest with the heartbeats, also after a rollback to it. No round is under way."""
         self.round = round_
-        self.note_complete()
+        self.counted_round = 0
 
     def note_pulled(self, round_: Round) -> None:
         """Note a round that was pulled from every pserver, and may not be the newest one."""
         self.round = max(self.round, round_)
 
-    def note_may_be_counted(self, round_: Round) -> None:
-        """Note that pservers may count this trainer in a round: until it is pulled, leaving is a failure."""
-        self._counted_round = round_
-
-    def note_complete(self) -> None:
-        """Note that the trainer may leave, because no round needs it any more."""
-        self._counted_round = 0
-
     def report_results(self, results: Mapping[str, float]) -> None:
-        """Report the newest numbers of the script with the heartbeats, and the means of all numbers."""
+        """Report the newest numbers of the script with the heartbeats, and the means of all. Any thread may call it."""
         self.results.update(results)
         self.report_measures(results)
 
     def report_measures(self, measures: Mapping[str, float]) -> None:
-        """Report the means of numbers that are curves only."""
+        """Report the means of numbers that are curves only, such as those of `OWN_RESULTS`. Any thread may call it."""
         self._add_means({name: Mean(count=1, value=value) for name, value in measures.items()})
 
     def _add_means(self, means: Mapping[str, Mean]) -> None:
-        for name, mean in means.items():
-            self._means[name] = self._means[name].merge(mean) if name in self._means else mean
+        with self._means_lock:
+            for name, mean in means.items():
+                self._means[name] = self._means[name].merge(mean) if name in self._means else mean
 
     def note_script(self, **changed: Any) -> None:
         """Change the description of the script that the heartbeats carry. Any thread may call it."""
@@ -172,8 +165,8 @@ class CoordinatorClient:
 
         Leaving in the middle of a round counts as failed, because only some pservers may have counted this trainer.
         """
-        if outcome == "done" and self._counted_round > self.round:
-            outcome, reason, code = "failed", f"it left in the middle of round {self._counted_round}", None
+        if outcome == "done" and self.counted_round > self.round:
+            outcome, reason, code = "failed", f"it left in the middle of round {self.counted_round}", None
         if self._heartbeats is not None:
             self._heartbeats.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -213,20 +206,14 @@ class CoordinatorClient:
 
     async def _send_heartbeat(self) -> bytes:
         """Send a heartbeat, and return the answer. Without one, the next heartbeat has its means and lines, too."""
-        means, self._means = self._means, {}
+        with self._means_lock:
+            means, self._means = self._means, {}
         output = self.output.describe()
-        path = TRAINER_HEARTBEAT.format(rank=self.joined.rank)
-        try:
-            answer = await self._request("POST", path, self._heartbeat(means, output))
-        except BaseException:
-            self._add_means(means)
-            raise
-        self.output.note_answered(output)
-        return answer
-
-    def _heartbeat(self, means: dict[str, Mean], output: OutputLines) -> TrainerHeartbeat:
+        # Without pservers there is a ring, whose traffic is that of torch.distributed.
+        sent = sum(pserver.sent_bytes for pserver in self.pservers) if self.pservers else None
+        received = sum(pserver.received_bytes for pserver in self.pservers) if self.pservers else None
         now = asyncio.get_running_loop().time()
-        return TrainerHeartbeat(
+        message = TrainerHeartbeat(
             means=means,
             output=output,
             run=self.joined.run,
@@ -238,20 +225,17 @@ class CoordinatorClient:
             ahead_of=dict(self.news.ahead_of),
             software=Software(**installed_versions()),
             script=self.script,
-            process=self._measure_process(),
-            links={index: meter.describe() for index, meter in self.links.items()},
+            process=measure_process(sent_bytes=sent, received_bytes=received),
             waiting_seconds=0.0 if self._waiting_since is None else now - self._waiting_since,
             is_done=self.is_done,
         )
-
-    def _measure_process(self) -> ProcessFigures:
-        links = self.links.values()
-        if not links:  # a ring, whose traffic is that of torch.distributed
-            return self._meter.measure()
-        return self._meter.measure(
-            sent_bytes=sum(link.pushes.total_bytes for link in links),
-            received_bytes=sum(link.pulls.total_bytes for link in links),
-        )
+        try:
+            answer = await self._request("POST", TRAINER_HEARTBEAT.format(rank=self.joined.rank), message)
+        except BaseException:
+            self._add_means(means)
+            raise
+        self.output.note_answered(output)
+        return answer
 
     async def _send_heartbeats(self) -> None:
         period = heartbeat_period(self.joined.lease_seconds)
@@ -297,7 +281,9 @@ class CoordinatorClient:
                     return await work
         except Exception:
             if self.failure is not None and limit.expired():
-                raise copy.copy(self.failure) from None  # every caller its own, with its own traceback
+                raise copy.copy(
+                    self.failure
+                ) from self.failure.__cause__  # every caller its own, with its own traceback
             raise
 
     # ------------------------------------------------------------------ inspection
@@ -357,7 +343,8 @@ class CoordinatorClient:
             raise Unreachable(
                 f"the coordinator at {self._coordinator} did not answer for {seconds:g} s ({cause}). Check its address "
                 "in GRADPOST_COORDINATOR, and whether it runs; a cluster on this machine starts with: gradpost up -- "
-                f"python train.py{hint_at_tls(self._coordinator, error)}"
+                "python train.py, or with torchrun: gradpost up --trainers 1 -- torchrun --standalone …"
+                f"{hint_at_tls(self._coordinator, error)}"
             ) from error
 
     def _log_once(self, topic: str, line: str) -> None:

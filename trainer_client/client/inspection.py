@@ -27,10 +27,8 @@ from ps_protocol.messages import (
     TrainerStatus,
 )
 from ps_protocol.routes import (
-    ACTIVITY,
     CHECKPOINTS,
     CURVES,
-    EVENT_STREAM,
     EVENTS,
     LEAVE,
     MODEL,
@@ -53,7 +51,6 @@ TIMEOUT_SECONDS = 10.0
 SUMMARY_SECONDS = 75.0  # the last checkpoint of a finished run is awaited
 CHECKPOINT_SECONDS = 300.0  # the coordinator ends the wait before that
 READ_SECONDS = 60.0  # for an answer that comes from the pservers
-STREAM_SECONDS = 60.0  # of silence; the service sends a sign of life every 15 s
 OPENAPI = "/openapi.json"
 
 
@@ -100,14 +97,10 @@ class ClusterView:
         path = STATISTICS.replace("{name:path}", quote(name))
         return self._get(Object, self.coordinator + path, READ_SECONDS)
 
-    def parameter(self, name: str, form: str = "safetensors") -> bytes:
-        """Return one parameter as a file: `safetensors`, `npy` or `json`."""
-        path = PARAMETER.replace("{name:path}", quote(name))
-        return self._request("GET", f"{self.coordinator}{path}?format={form}", timeout=READ_SECONDS)
-
-    def model(self) -> Iterator[bytes]:
-        """Yield the whole model of one round as a safetensors file, piece by piece while it trains."""
-        with self._stream(self.coordinator + MODEL, READ_SECONDS, "the model") as response:
+    def model(self, name: str | None = None) -> Iterator[bytes]:
+        """Yield a parameter or, without a name, the whole model of one round as a safetensors file, piece by piece."""
+        path = MODEL if name is None else PARAMETER.replace("{name:path}", quote(name))
+        with self._stream(self.coordinator + path, READ_SECONDS, "the model") as response:
             yield from response.iter_bytes()
 
     def checkpoints(self) -> list[CheckpointCreated]:
@@ -118,21 +111,9 @@ class ClusterView:
         """Return the reported curves, in columns by name and rank."""
         return self._get(Object, self.coordinator + CURVES)
 
-    def activity(self) -> dict[str, Any]:
-        """Return the current speed of the run and what its members do."""
-        return self._get(Object, self.coordinator + ACTIVITY)
-
     def events(self, after: int = 0) -> list[dict[str, Any]]:
         """Return the events after this one, oldest first."""
         return self._get(list[Object], f"{self.coordinator}{EVENTS}?after={after}&limit=1000")
-
-    def follow_events(self, after: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield events as they happen, until the coordinator ends. Blocks for them."""
-        url = f"{self.coordinator}{EVENT_STREAM}?after={after}"
-        with self._stream(url, STREAM_SECONDS, "the events") as response:
-            for line in response.iter_lines():
-                if line.startswith("data: "):
-                    yield json.loads(line.removeprefix("data: "))
 
     def roll_back(self, round_: int) -> dict[str, Any]:
         """Roll the run back to a complete checkpoint; return the round at which it continues."""
@@ -167,9 +148,9 @@ class ClusterView:
         """
         message = Leave(
             run=run,
-            incarnation=trainer.incarnation,
+            incarnation=trainer.heartbeat.incarnation,
             outcome="failed" if reason else "done",
-            round=trainer.round,
+            round=trainer.heartbeat.round,
             reason=reason or "",
         )
         self._request("POST", self.coordinator + LEAVE.format(rank=trainer.rank), message)

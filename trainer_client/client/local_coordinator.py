@@ -47,7 +47,8 @@ class LocalCoordinator(CoordinatorClient):
         return PlanReady(
             run=RUN,
             attempt=0,
-            plan=plan.to_json(),
+            plan=plan,
+            digest=plan.digest,
             pservers=(),
             uploader=0,
             nonfinite=message.nonfinite or "reject",

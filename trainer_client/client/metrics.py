@@ -1,13 +1,11 @@
-"""Metrics of a trainer, the port on which Prometheus scrapes them, and the speed of its links to the pservers."""
+"""Metrics of a trainer, and the port on which Prometheus scrapes them."""
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,9 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from ps_config.certificates import TlsFiles, server_context
 from ps_config.hosts import authority, reachable_host
-from ps_protocol.process_reports import Link, Traffic
 
-LAG_INTERVAL_SECONDS = 0.25
 M = TypeVar("M", Counter, Gauge, Histogram)
 
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -101,14 +97,6 @@ class TrainerMetrics:
         options: dict[str, Any] = {"buckets": _BUCKETS} if kind is Histogram else {}
         return kind(f"gradpost_trainer_{name}", text, labels, registry=self.registry, **options)
 
-    async def watch_loop_lag(self) -> None:
-        """Measure how late the running loop is, until the task is cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + LAG_INTERVAL_SECONDS
-            await asyncio.sleep(LAG_INTERVAL_SECONDS)
-            self.loop_lag.observe(max(0.0, loop.time() - due))
-
 
 class MetricsServer:
     """The port on which `prometheus_client` serves a registry from a daemon thread until it is closed."""
@@ -133,65 +121,3 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-WINDOW_SECONDS = 10.0  # after so much traffic, older traffic counts half
-
-
-@dataclass(slots=True)
-class TrafficMeter:
-    """Traffic in one direction. Concurrent requests share their time, so the rate is that of the link."""
-
-    total_bytes: int = 0
-    _num_requests: float = 0.0
-    _num_bytes: float = 0.0
-    _seconds: float = 0.0
-    _in_flight: int = 0
-    _busy_since: float = 0.0
-
-    @contextmanager
-    def transfer(self) -> Iterator[None]:
-        """Count the time of this block as that of a transfer."""
-        if self._in_flight == 0:
-            self._busy_since = perf_counter()
-        self._in_flight += 1
-        try:
-            yield
-        finally:
-            self._in_flight -= 1
-            now = perf_counter()
-            self._seconds += now - self._busy_since
-            self._busy_since = now
-
-    def add(self, num_bytes: int) -> None:
-        """Count the bytes of one request that has ended."""
-        self.total_bytes += num_bytes
-        self._num_requests += 1
-        self._num_bytes += num_bytes
-        if self._seconds > WINDOW_SECONDS:
-            self._num_requests, self._num_bytes, self._seconds = (
-                self._num_requests / 2, self._num_bytes / 2, self._seconds / 2,
-            )  # fmt: skip
-
-    def describe(self) -> Traffic:
-        """Return the message of the heartbeat."""
-        return Traffic(num_requests=round(self._num_requests), num_bytes=round(self._num_bytes), seconds=self._seconds)
-
-
-@dataclass(slots=True)
-class LinkMeter:
-    """The measured speed of the link to one pserver."""
-
-    is_local: bool = False  # the newest answer came over a Unix socket
-    round_trip_seconds: float | None = None  # of a small request over an open connection
-    pushes: TrafficMeter = field(default_factory=TrafficMeter)
-    pulls: TrafficMeter = field(default_factory=TrafficMeter)
-
-    def describe(self) -> Link:
-        """Return the message of the heartbeat."""
-        return Link(
-            is_local=self.is_local,
-            round_trip_seconds=self.round_trip_seconds,
-            pushes=self.pushes.describe(),
-            pulls=self.pulls.describe(),
-        )

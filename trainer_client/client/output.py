@@ -1,16 +1,18 @@
-"""The newest lines that a script writes to `sys.stdout` and `sys.stderr`, for the coordinator."""
+"""The command of a script, and the newest lines that it writes to `sys.stdout` and `sys.stderr`, for people."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import threading
 import traceback
 from collections import deque
+from pathlib import Path
 from typing import Any
 
-from ps_protocol.process_reports import MAX_LINE, MAX_LINES, MAX_TRACEBACK, OutputLines
+from ps_protocol.process_reports import MAX_LINE, MAX_LINES, MAX_TRACEBACK, OutputLines, ScriptInfo
 
 
 class OutputBuffer:
@@ -107,3 +109,12 @@ def keep_streams(buffer: OutputBuffer) -> list[KeptStream]:
     for stream in streams:
         setattr(sys, stream._name, stream)
     return streams
+
+
+def describe_script(run_name: str | None) -> ScriptInfo:
+    """Return the command line of this process. A path below the working directory is shown from there."""
+    program, *arguments = sys.argv or [""]
+    path = Path(program)
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        program = str(path.relative_to(Path.cwd()))
+    return ScriptInfo(command=encodable(shlex.join([program, *arguments])), run_name=run_name)

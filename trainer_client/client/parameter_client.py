@@ -16,9 +16,10 @@ from ps_protocol.vocabulary import Round
 
 from ..transport.destinations import make_shard_destinations
 from ..transport.tensors import flatten_checked, writable_bytes
+from .arguments import TrainerArguments
 from .buckets import describe_push, make_buckets
 from .run_client import RunClient
-from .settings import TrainerArguments, show_arguments
+from .settings import show_arguments
 
 
 class ParameterClient(RunClient):
@@ -73,10 +74,10 @@ class ParameterClient(RunClient):
                 bucket.fill(flat)
             last = shard[-1].frame(describe_push(shard, completion))
             frames.append([bucket.frame() for bucket in shard[:-1] if bucket.present] + [last])
-        self.coordinator.note_may_be_counted(round_)
+        self.coordinator.counted_round = round_
         self._is_finite = await pservers.push_all(round_, frames)
         if is_async:
-            self.coordinator.note_complete()
+            self.coordinator.counted_round = 0
 
     async def batch_barrier(self, round_: Round) -> None:
         """Report to every pserver that this trainer's contribution is complete. Asynchronous modes have no barrier."""

@@ -67,7 +67,6 @@ class PserverClient:
 
     def __init__(self, connection: PserverConnection, *, max_delay: int) -> None:
         self.connection = connection
-        self.link = connection.link
         # Frames that were pushed and not pulled yet, by identity: a pserver may lose them.
         self._kept: dict[Round, dict[int, FrameParts]] = {}
         self._max_delay = max_delay
@@ -78,15 +77,12 @@ class PserverClient:
         return self.connection.info.index
 
     async def warm_up(self) -> None:
-        """Open the connection and measure its round trip: frames are small until the pserver's settings arrive."""
+        """Open the connection: frames are small until the pserver's settings arrive."""
         connection = self.connection
 
         async def send_once() -> None:
-            await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
-            asked = perf_counter()
             response, _ = await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
-            self.link.round_trip_seconds = perf_counter() - asked
-            self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
+            connection.is_local = response.extensions.get(LOCAL_EXTENSION, False)
 
         await connection.request_with_retry(routes.HEALTH, send_once)
 
@@ -100,25 +96,25 @@ class PserverClient:
     async def push(self, round_: Round, body: FrameParts, *, initial: bool = False) -> PushAnswer:
         """Push one encoded bucket. `body` must not change until this returns."""
         route = routes.INITIAL if initial else routes.SEND
-        num_bytes = sum(map(len, body))
         if not initial:
             for old in sorted(self._kept)[: -max(MIN_KEPT_ROUNDS, self._max_delay + 1)]:
                 del self._kept[old]  # `get` deletes what it pulls, but a ParameterClient may never call it
             self._kept.setdefault(round_, {})[id(body)] = body
 
-        async def send_once() -> PushAnswer:
-            with self.link.pushes.transfer():
-                answer = await self._send(PushAnswer, route, round_, {"content-type": CONTENT_TYPE}, body)
-            self.link.pushes.add(num_bytes)
-            return answer
+        send_once = partial(self._send, PushAnswer, route, round_, {"content-type": CONTENT_TYPE}, body)
 
         try:
             answer = await self.connection.request_with_retry(route, send_once)
         except BaseException:  # the caller pushes the step again in frames of its own
             self._kept.get(round_, {}).pop(id(body), None)
             raise
-        self.connection.metrics.pushed_bytes.inc(num_bytes)
+        self._count_pushed(body)
         return answer
+
+    def _count_pushed(self, frame: FrameParts) -> None:
+        num_bytes = sum(map(len, frame))
+        self.connection.sent_bytes += num_bytes
+        self.connection.metrics.pushed_bytes.inc(num_bytes)
 
     async def _push_again(self, round_: Round) -> bool:
         """Push a round's contribution again, because a restarted pserver may have lost the staged blocks."""
@@ -149,10 +145,10 @@ class PserverClient:
         self, kind: type[M], route: str, round_: Round, headers: Mapping[str, str], body: FrameParts = ()
     ) -> M:
         connection = self.connection
-        headers = {**connection.fence.at_round(round_).to_headers(), **headers}
+        headers = {**connection.fence._replace(round=round_).to_headers(), **headers}
         response, content = await connection.exchange.send("POST", connection.url(route), headers, body=body)
         raise_for_problem(response)
-        self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
+        connection.is_local = response.extensions.get(LOCAL_EXTENSION, False)
         return kind.from_answer(content)
 
     # ------------------------------------------------------------------ frames
@@ -175,8 +171,7 @@ class PserverClient:
         headers = pull.to_headers() | ({"content-type": CONTENT_TYPE} if pushed else {})
         fetched = await self._fetch("POST", routes.GET, pull, destination, headers, on_block, pushed)
         if pushed:
-            self.link.pushes.add(num_bytes := sum(map(len, pushed)))
-            self.connection.metrics.pushed_bytes.inc(num_bytes)
+            self._count_pushed(pushed)
         self.connection.metrics.barrier_wait.observe(fetched.began - asked)
         pulled = Pulled.from_metadata(fetched.version, fetched.metadata)
         if pulled.base not in (None, pull.base):
@@ -231,7 +226,7 @@ class PserverClient:
                 deltas=NO_DELTAS if deltas is None else deltas.memory,
                 on_block=on_block if deltas is None else None,
             )
-            headers = {**connection.fence.at_round(pull.round).to_headers(), **more_headers}
+            headers = {**connection.fence._replace(round=pull.round).to_headers(), **more_headers}
             response = await connection.exchange.begin_request(
                 method, connection.url(route), headers, body=body, sink=sink
             )
@@ -240,10 +235,10 @@ class PserverClient:
                 if may_be_problem(response):
                     await response.aread()
                 raise_for_problem(response)
-                with self.link.pulls.transfer():
-                    async for chunk in raw_parts(response):
-                        sink.feed(chunk)
-                self.link.pulls.add(sink.num_bytes)
+                connection.is_local = response.extensions.get(LOCAL_EXTENSION, False)
+                async for chunk in raw_parts(response):
+                    sink.feed(chunk)
+                connection.received_bytes += sink.num_bytes
                 connection.metrics.pulled_bytes.inc(sink.num_bytes)
             finally:
                 await response.aclose()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import httpx
@@ -29,7 +29,7 @@ from ps_protocol.retry import Patience, choose_backoff, choose_pause
 from ps_protocol.vocabulary import Incarnation
 
 from ..transport.exchange import Exchange
-from .metrics import LinkMeter, TrainerMetrics
+from .metrics import TrainerMetrics
 from .news import News
 
 T = TypeVar("T")
@@ -50,7 +50,9 @@ class PserverConnection:
     news: News
     retry_seconds: float
     deadline_seconds: float  # of one request
-    link: LinkMeter = field(default_factory=LinkMeter)
+    is_local: bool = False  # the newest answer came over a Unix socket
+    sent_bytes: int = 0  # of the frames that the pserver has acknowledged
+    received_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.first_incarnation = self.info.incarnation

@@ -84,12 +84,9 @@ class PserverGroup:
 
     @property
     def takes_whole_steps(self) -> bool:
-        """True if a pull may carry the contribution.
-
-        A batch barrier needs the contribution on all pservers, and a clipped round needs its norm before the pull.
-        """
+        """True if a pull may carry the contribution. A clipped round needs its norm before the pull."""
         is_async = self._coordinator.joined.consistency.is_async
-        return len(self.clients) == 1 and not (is_async or self._max_delay or self._clips_rounds)
+        return not (is_async or self._max_delay or self._clips_rounds)
 
     def begin_pushes(self, round_: Round) -> None:
         """Note that parts of this round leave from now on. With `max_delay` earlier pushes count as applied."""
@@ -141,13 +138,13 @@ class PserverGroup:
         barrier: Barrier | None = None,
         is_partial: bool = False,
         on_block: Callable[[str], None] | None = None,
-        pushed: FrameParts = (),
+        pushed: Sequence[FrameParts] = (),
     ) -> None:
         """Wait for version `round_` of every shard, and write it to the destinations; a batch barrier may come with it.
 
         Blocks that have not changed since the base of their destination are left out. If `is_partial`, only blocks
         that have a destination are pulled. Without deltas `on_block` is called with the name of each complete block.
-        If the only pserver `takes_whole_steps`, the request may carry the frame `pushed`, the whole contribution.
+        If the run `takes_whole_steps`, each request may carry a frame of `pushed`: the contribution to its pserver.
         """
         bases = [destination.base for destination in destinations]
         for destination in destinations:
@@ -157,7 +154,7 @@ class PserverGroup:
             destination = destinations[index]
             names = tuple(destination.blocks) if is_partial else ()
             pull = Pull(round_, barrier, names, bases[index], norm)
-            return await self.clients[index].get(pull, destination, on_block, pushed)
+            return await self.clients[index].get(pull, destination, on_block, pushed[index] if pushed else ())
 
         indices = [index for index, destination in enumerate(destinations) if destination.blocks or not is_partial]
         if not self._clips_rounds or round_ == 0:
@@ -218,7 +215,8 @@ async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise

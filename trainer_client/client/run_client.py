@@ -10,6 +10,8 @@ from typing import Any, Unpack
 from structlog.typing import FilteringBoundLogger
 
 from ps_config.control_client import make_control_client
+from ps_config.environment import CallError
+from ps_config.process_meter import watch_loop_lag
 from ps_config.tokens import TokenPair
 from ps_protocol.errors import RolledBack
 from ps_protocol.fence import Fence
@@ -19,6 +21,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Rank, Round
 
 from ..transport.exchange import Exchange
+from .arguments import TrainerArguments
 from .coordinator_client import CoordinatorClient
 from .local_coordinator import LocalCoordinator
 from .metrics import MetricsServer, TrainerMetrics
@@ -26,7 +29,7 @@ from .pserver_client import PserverClient
 from .pserver_connection import PserverConnection
 from .pserver_group import DeclaredRun, PserverGroup
 from .round_results import Outcomes, RoundResults
-from .settings import TrainerArguments, TrainerSettings, read_settings
+from .settings import TrainerSettings, read_settings
 
 # Settings that a trainer declares with its model, so that they may still be chosen after it has joined.
 _OF_THE_MODEL = DeclareModel.model_fields.keys() & TrainerSettings.model_fields.keys()
@@ -53,7 +56,7 @@ class RunClient:
         self.uploader: Rank | None = None  # the trainer that brings the initial values
         self._run: DeclaredRun | None = None
         self._pservers: PserverGroup | None = None
-        self._at_leave: list[Callable[[], None]] = []
+        self.at_leave: list[Callable[[], None]] = []
         self._metrics_server: MetricsServer | None = None
         self._lag_watch: asyncio.Task[None] | None = None
         token = self.settings.sent_token
@@ -102,7 +105,7 @@ class RunClient:
         """
         given = {name: value for name, value in arguments.items() if value is not None}
         if late := given.keys() - DECLARED_SETTINGS:
-            raise TypeError(
+            raise CallError(
                 f"{', '.join(sorted(late))} can be set only before the trainer joins. Pass it to connect(); later "
                 f"a script may set only {', '.join(sorted(DECLARED_SETTINGS))}"
             )
@@ -128,14 +131,11 @@ class RunClient:
         except BaseException:
             await self.leave("failed")  # closes the connections and the metrics port
             raise
-        self._lag_watch = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
+        self._lag_watch = asyncio.create_task(watch_loop_lag(self.metrics.loop_lag.observe), name="loop lag")
         return joined
 
-    def adopt_run(self, run: DeclaredRun) -> None:
-        """Adopt the run that the leader has declared. Called by the follower processes of a host."""
-        self._begin_run(run, [])
-
-    def _begin_run(self, run: DeclaredRun, clients: Sequence[PserverClient]) -> None:
+    def begin_run(self, run: DeclaredRun, clients: Sequence[PserverClient] = ()) -> None:
+        """Adopt the declared run. The follower processes of a host have no clients of pservers."""
         self._run = run
         self._pservers = PserverGroup(clients, run, self.coordinator, self.results, self.metrics)
 
@@ -170,27 +170,26 @@ class RunClient:
             **self.settings.model_dump(include=_OF_THE_MODEL),
         )
         ready = await self.coordinator.guard(self.coordinator.declare(message))
-        plan = SlicePlan.from_json(ready.plan)
-        clients = [self._make_client(info, ready, plan.digest) for info in ready.pservers]
-        run = DeclaredRun(plan, ready.start, ready.nonfinite, ready.max_grad_norm, ready.rendezvous)
-        self._begin_run(run, clients)
+        clients = [self._make_client(info, ready) for info in ready.pservers]
+        run = DeclaredRun(ready.plan, ready.start, ready.nonfinite, ready.max_grad_norm, ready.rendezvous)
+        self.begin_run(run, clients)
         self.uploader = ready.uploader
-        self.coordinator.links = {client.index: client.link for client in clients}
-        self.metrics.local_pservers.set_function(lambda: sum(client.link.is_local for client in clients))
+        self.coordinator.pservers = [client.connection for client in clients]
+        self.metrics.local_pservers.set_function(lambda: sum(client.connection.is_local for client in clients))
         if ready.start > 1:
             self.log.info(
                 f"continuing run {ready.run} at round {ready.start - 1}: a script that counts its steps begins there"
             )
         with contextlib.suppress(RolledBack):  # the next request meets it again
             await self.pservers.ask_all(lambda client: client.warm_up())
-        return plan
+        return ready.plan
 
-    def _make_client(self, info: PserverInfo, ready: PlanReady, plan_digest: str) -> PserverClient:
+    def _make_client(self, info: PserverInfo, ready: PlanReady) -> PserverClient:
         fence = Fence(
             protocol=PROTOCOL_VERSION,
             run=ready.run,
             attempt=ready.attempt,
-            plan=plan_digest,
+            plan=ready.digest,
             pserver=info.index,
             pserver_incarnation=info.incarnation,
             rank=self.joined.rank,
@@ -228,10 +227,6 @@ class RunClient:
         self.coordinator.adopt_round(attempt.base_round)
         return attempt.base_round
 
-    def call_at_leave(self, close: Callable[[], None]) -> None:
-        """Call `close` once this trainer has left the run."""
-        self._at_leave.append(close)
-
     async def finish(self) -> None:
         """Wait until every step that has begun is pulled, or has failed."""
         if self.unfinished:
@@ -240,7 +235,7 @@ class RunClient:
     async def leave(self, outcome: str = "done", reason: str = "", code: str | None = None) -> None:
         """Leave the run, `done` or `failed` (also if that is in the middle of a round), and close all connections."""
         await self.coordinator.leave(outcome, reason, code)
-        for close in self._at_leave:
+        for close in self.at_leave:
             close()
         await self._control.aclose()
         for exchange in self._exchanges.values():

@@ -7,13 +7,12 @@ import os
 from collections.abc import Callable
 from dataclasses import fields
 from inspect import Parameter, signature
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
 from pydantic_settings import SettingsConfigDict
 
-from ps_config.environment import SettingsError
+from ps_config.environment import CallError, SettingsError
 from ps_config.settings import Settings, describe_problem
 from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, declare_setting
 from ps_protocol.fence import MAX_TEXT
@@ -195,53 +194,6 @@ class TrainerSettings(Settings):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class TrainerArguments(TypedDict, total=False):
-    """The settings of a trainer as keyword arguments; None leaves one to the environment. docs/settings.md has more."""
-
-    tls_cert: str | Path | None
-    tls_key: str | Path | None
-    tls_ca: str | Path | None
-    tls_client_ca: str | Path | None
-    tls_client_cert: str | Path | None
-    tls_client_key: str | Path | None
-    tokens_dir: str | Path | None
-    token_file: str | Path | None
-    rank: int | None
-    world_size: int | None
-    run_name: str | None
-    one_trainer_per_host: bool | None
-    strategy: Strategy | Literal["local"] | None
-    mode: Mode | None
-    max_delay: int | None
-    max_staleness: int | None
-    wait_for_apply: bool | None
-    read_consistency: ReadConsistency | None
-    max_queued: int | None
-    compensation: Compensation | None
-    dc_lambda: float | None
-    min_block_size: int | None
-    placement: Placement | None
-    slice_parameters: bool | None
-    nonfinite: NonfinitePolicy | None
-    push_type: PushType | None
-    pull_type: PullType | None
-    topk: float | None
-    max_grad_norm: float | None
-    local_steps: int | None
-    outer_lr: float | None
-    outer_momentum: float | None
-    outer_nesterov: bool | None
-    bucket_bytes: int | None
-    overlap: bool | None
-    overlap_pulls: bool | None
-    accumulate_steps: int | None
-    local_transport: bool | None
-    retry_seconds: float | None
-    keep_output: bool | None
-    metrics_host: str | None
-    metrics_port: int | None
-
-
 def show_arguments(function: F) -> F:
     """Make `help()`, `inspect.signature` and IPython show the settings in place of `**arguments`.
 
@@ -254,10 +206,11 @@ def show_arguments(function: F) -> F:
         Parameter(
             name,
             Parameter.KEYWORD_ONLY,
-            default=TrainerSettings.model_fields[name].default,
-            annotation=annotation.__forward_arg__,
+            default=field.default,
+            annotation=field.annotation,
         )
-        for name, annotation in TrainerArguments.__annotations__.items()
+        for name, field in TrainerSettings.model_fields.items()
+        if name != "coordinator"
     ]
     function.__signature__ = shown.replace(parameters=[*others, *settings])  # type: ignore[attr-defined]
     return function
@@ -271,7 +224,7 @@ def read_settings(**arguments: object) -> TrainerSettings:
     """
     for name in arguments.keys() - TrainerSettings.model_fields.keys():
         near = difflib.get_close_matches(name, TrainerSettings.model_fields, n=1)
-        raise TypeError(f"{name} is not a setting of a trainer" + (f"; did you mean {near[0]}?" if near else ""))
+        raise CallError(f"{name} is not a setting of a trainer" + (f"; did you mean {near[0]}?" if near else ""))
     for name in [name for name, value in arguments.items() if value is None and name != "metrics_port"]:
         arguments.pop(name)  # jedi does not follow arguments that `del` names
     try:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 
-from .combined_optimizer import step_without_hooks
+from .combined_optimizer import is_of_torch, step_without_hooks
 
 
 class LocalSteps:
@@ -24,13 +24,13 @@ class LocalSteps:
         self._inner = inner
         self._parameters = parameters
         self._num_steps = num_steps
-        self._done = 0
+        self.num_pending = 0  # steps that no push carries yet
         self._anchors: dict[str, Tensor] = {}
         self._outer: dict[str, Tensor] = {}  # memory of what is pushed
 
     def begin_count(self) -> None:
         """Begin to count steps: the parameters have the values of the pservers now."""
-        self._done = 0
+        self.num_pending = 0
         for name, parameter in self._parameters.items():
             if name in self._anchors:
                 self._anchors[name].copy_(parameter.detach())
@@ -45,8 +45,8 @@ class LocalSteps:
     def step(self) -> bool:
         """Step once in this process; return True if it is time to push."""
         step_without_hooks(self._inner)
-        self._done += 1
-        return self._done >= self._num_steps
+        self.num_pending += 1
+        return self.num_pending >= self._num_steps
 
     def outer_gradients(self) -> dict[str, Tensor]:
         """Return the earlier parameters minus the current ones, by name, (numel,); valid until the next call."""
@@ -72,8 +72,11 @@ def check_outer(inner: Optimizer, outer: Optimizer) -> None:
 def step_with_gradients(wrapped: Optimizer, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
     """Step with these gradients, of the parameters' shapes, in place of the script's own, which are restored.
 
-    A parameter without a gradient is skipped.
+    A parameter without a gradient is skipped. An optimizer that is not of torch may keep `parameter.grad` as state,
+    and gets copies: the memory of these gradients is used again.
     """
+    if not is_of_torch(wrapped):
+        gradients = {name: gradient.clone() for name, gradient in gradients.items()}
     own = {name: parameter.grad for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():

@@ -1,12 +1,14 @@
 """The tensors of a model that take part in a run: parameters, averaged buffers, other stored tensors, and tied names.
 
-Float buffers, such as the statistics of batch norm, are averaged over all trainers. They are parameters of the plan
-with the update rule MEAN: each step pushes their values instead of gradients. Pulls, exports and checkpoints have the
-mean.
+Float buffers, such as the statistics of batch norm, are averaged over all trainers unless the script chooses otherwise.
+They are parameters of the plan with an update rule of their own: each step pushes their values instead of gradients.
+Pulls, exports and checkpoints have the result. Tensors that the wire has no form for stay where they are.
 """
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +21,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel, ModelMismatch
-from ps_protocol.optimizers import OptimizerSpec
+from ps_protocol.optimizers import BUFFER_RULES, LOWEST_RANK, MEAN, OptimizerSpec
 from ps_protocol.vocabulary import PARAMETER_DTYPES, ParameterSpec
 
 from ..transport.device_copies import check_devices, is_away
 from ..transport.tensors import WIRE_DTYPES, check_form, wire_dtype
 from .combined_optimizer import CombinedOptimizer
+
+CHOICES = {"average": MEAN, "lowest_rank": LOWEST_RANK, "leave": ""}  # for float buffers, with their update rules
+STATISTICS = {"running_mean", "running_var"}  # buffers of modules whose float buffers are all statistics
+SAME = 1e-3  # relative difference of values that are rounded
+MAX_NAMED = 5  # buffers in a warning
 
 
 @dataclass(frozen=True)
@@ -59,12 +66,12 @@ class TrainedModel:
         return parameters, [(name, tuple(t.shape), wire_dtype(name, t)) for name, t in self.stored.items()]
 
 
-def find_tensors(optimizer: Optimizer, model: nn.Module | None) -> TrainedModel:
-    """Return the tensors of an optimizer and its model. Raises BadModel for names or devices that cannot be used."""
+def find_tensors(optimizer: Optimizer, model: nn.Module | None, buffers: Mapping[str, str]) -> TrainedModel:
+    """Return the tensors of an optimizer and its model. Raises BadModel for what cannot be used, also of `buffers`."""
     named, num_unnamed = name_parameters(optimizer, model)
     stored = stored_tensors(model, named)
     check_devices(named)
-    averages = BufferAverages(model, named)
+    averages = BufferAverages(model, stored, buffers)
     aliases = find_aliases(model, named | stored)
     rest = {name: tensor for name, tensor in stored.items() if name not in averages.means}
     return TrainedModel(model, named, num_unnamed, averages, rest, aliases)
@@ -111,14 +118,18 @@ def name_parameters(optimizer: Optimizer, model: nn.Module | None) -> tuple[dict
 
 
 def stored_tensors(model: nn.Module | None, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the other tensors of the model: buffers of its state_dict, and parameters that no group trains."""
+    """Return the other tensors of the model: buffers of its state_dict, and parameters that no group trains.
+
+    Those that the wire has no form for, such as complex and sparse ones, are left out.
+    """
     if model is None:
         return {}
     state = model.state_dict(keep_vars=True)
-    return {
+    tensors = {
         **frozen_parameters(model, trained),
         **{_plain(name): buffer for name, buffer in model.named_buffers() if name in state},
     }
+    return {name: t for name, t in tensors.items() if t.dtype in WIRE_DTYPES and t.layout == torch.strided}
 
 
 def frozen_parameters(model: nn.Module | None, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -145,24 +156,38 @@ def _plain(name: str) -> str:
 class BufferAverages:
     """The float buffers of a model's `state_dict()`, and their newest pulled means. Without a model there are none."""
 
-    def __init__(self, model: nn.Module | None, trained: Mapping[str, Tensor]) -> None:
-        """`trained` are the optimizer's parameters by name."""
+    def __init__(self, model: nn.Module | None, stored: Mapping[str, Tensor], choices: Mapping[str, str]) -> None:
+        """`stored` has the buffers, and `choices` what happens to them, by patterns of names. Raises BadModel."""
         modules = () if model is None else model.modules()
         owners = {id(buffer): (module, key) for module in modules for key, buffer in module._buffers.items()}
-        found = {
-            name: tensor
-            for name, tensor in stored_tensors(model, trained).items()
-            if id(tensor) in owners and WIRE_DTYPES.get(tensor.dtype) in PARAMETER_DTYPES
-        }
-        self.owners = {name: owners[id(tensor)] for name, tensor in found.items()}
+        found = [n for n, t in stored.items() if id(t) in owners and WIRE_DTYPES[t.dtype] in PARAMETER_DTYPES]
+        chosen = _choose(found, choices, model)
+        taken = {rule: [name for name in found if chosen.get(name, MEAN) == rule] for rule in BUFFER_RULES}
+        self.rules = {name: rule for rule, names in taken.items() for name in names}  # by name, in the order of groups
+        self.owners = {name: owners[id(stored[name])] for name in self.rules}
         self.means: Mapping[str, Tensor] = {  # host memory that pulls are written to
-            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, tensor in found.items()
+            name: stored[name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name in self.rules
         }
+        self._pushed: Mapping[str, Tensor] = {}  # in the newest step
+        self._doubtful = [
+            name
+            for name, (module, _) in self.owners.items()
+            if name not in chosen and not STATISTICS & module._buffers.keys()
+        ]
+
+    @property
+    def groups(self) -> list[str]:
+        """The update rule of each group of buffers."""
+        return list(dict.fromkeys(self.rules.values()))
 
     def specs(self, group: int) -> list[ParameterSpec]:
-        """Return the buffers as parameters of this group."""
-        return [ParameterSpec(n, tuple(mean.shape), wire_dtype(n, mean), group) for n, mean in self.means.items()]
+        """Return the buffers as parameters of groups from this one on."""
+        groups = {rule: group + i for i, rule in enumerate(self.groups)}
+        return [
+            ParameterSpec(name, tuple(mean.shape), wire_dtype(name, mean), groups[self.rules[name]])
+            for name, mean in self.means.items()
+        ]
 
     def _buffers(self) -> list[Tensor]:
         """Return the buffers as they are now: a module may replace one by another tensor. Raises BadModel."""
@@ -181,11 +206,29 @@ class BufferAverages:
             return {}
         copies = dict(zip(self.means, _copy_flat(self._buffers(), torch.device("cpu")), strict=True))
         are_finite = bool(torch.cat(list(copies.values())).isfinite().all())
-        return {
+        self._pushed = {
             name: copy
             for name, copy in copies.items()
             if not torch.equal(copy, self.means[name].view(-1)) and (are_finite or bool(copy.isfinite().all()))
         }
+        return self._pushed
+
+    def warn_of_differences(self, log: FilteringBoundLogger) -> None:
+        """Log once that trainers have written other values than this one to buffers that are no statistics."""
+        different = sorted(name for name in self._pushed.keys() & self._doubtful if self._differs(name))
+        if different:
+            self._doubtful.clear()
+            choice = dict.fromkeys(different[:MAX_NAMED], "lowest_rank")
+            log.warning(
+                f"trainers write different values to {len(different)} of the model's buffers, and each step averages "
+                f"them. Choose RemoteOptimizer(…, buffers={choice}) or 'leave' for buffers that must not hold a mean, "
+                "else 'average'"
+            )
+
+    def _differs(self, name: str) -> bool:
+        pushed, mean = self._pushed[name].float(), self.means[name].view(-1).float()
+        rounding = max(SAME, 2 * torch.finfo(self.means[name].dtype).eps)
+        return bool(torch.dist(pushed, mean) > rounding * pushed.norm())
 
     def write_back(self) -> None:
         """Copy the means to the buffers. Autograd does not notice, so a graph of an earlier pass stays valid."""
@@ -196,6 +239,29 @@ class BufferAverages:
             copies = _copy_flat(means, buffers[0].device)
             means = [copy.view(mean.shape) for copy, mean in zip(copies, means, strict=True)]
         torch._foreach_copy_(buffers, means)
+
+
+def _choose(names: Sequence[str], choices: Mapping[str, str], model: nn.Module | None) -> dict[str, str]:
+    """Return the choice of each float buffer that a pattern matches. The first such pattern counts."""
+    if not choices:
+        return {}
+    if model is None:
+        raise BadModel("choices for buffers need model=model. Pass the model to RemoteOptimizer")
+    dtypes = {_plain(name): buffer.dtype for name, buffer in model.named_buffers()}
+    chosen: dict[str, str] = {}
+    for pattern, choice in choices.items():
+        if choice not in CHOICES:
+            raise BadModel(f"{choice!r} is no choice for buffers {pattern!r}; use average, lowest_rank or leave")
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            reason = ". Exchanged are dense float32, float16 and bfloat16 buffers of the state_dict"
+            if others := fnmatch.filter(dtypes, pattern):
+                reason = f": {others[0]!r} is {dtypes[others[0]]}{reason}"
+            elif near := difflib.get_close_matches(pattern, names, n=1):
+                reason = f". Did you mean {near[0]!r}?"
+            raise BadModel(f"{pattern!r} matches no buffer that is exchanged{reason}")
+        chosen = dict.fromkeys(matched, CHOICES[choice]) | chosen
+    return chosen
 
 
 def _copy_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

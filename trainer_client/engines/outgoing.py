@@ -20,11 +20,10 @@ from ps_protocol.vocabulary import PserverIndex, Round
 
 from ..client.buckets import Bucket, FrameParts, PushBuckets, describe_push
 from ..client.pserver_group import PserverGroup
-from ..session.io_thread import IoThread
+from ..session.io_thread import IoThread, end_tasks
 from .state_transfer import StateFrames
 
 SMALL_BYTES = 64 * 1024  # of a frame that is sent sooner than another thread is woken for it
-END_SECONDS = 5.0  # for cancelled requests, which end at once
 
 
 class Outgoing:
@@ -104,13 +103,19 @@ class Outgoing:
                 raise GradpostError(f"step {self.step} was not pushed, because the step before it failed")
         return await self._pservers.push(self.step, pserver, frame)
 
-    def take_whole(self) -> FrameParts:
-        """Return the only frame of the step if it is small, so that the pull carries it; else nothing."""
-        if self._pushes or len(self._small) != 1 or not self._pservers.takes_whole_steps:
+    def take_whole(self) -> Sequence[FrameParts]:
+        """Return a frame for each pserver, which the pulls carry, if each has a small one and no other; else none.
+
+        A frame with NaN or infinity is pushed first, since all pservers must receive the same verdict on the round.
+        """
+        shards = self._buckets.shards
+        if self._pushes or len(self._small) != len(shards) or not self._pservers.takes_whole_steps:
             return ()
-        [(_, frame)] = self._small
+        if not all(len(shard) == 1 and shard[0].is_known_finite for shard in shards):
+            return ()
+        frames = dict(self._small)
         self._small.clear()
-        return frame
+        return [frames[pserver] for pserver in range(len(shards))]
 
     async def join(self) -> bool:
         """Push the small frames, and wait for all acknowledgements; return True if all pushes were finite.
@@ -123,10 +128,7 @@ class Outgoing:
             are_finite = await asyncio.gather(*small, *map(asyncio.wrap_future, self._pushes))
             has_succeeded = True
         except BaseException:
-            for task in self._tasks:
-                task.cancel()
-            if self._tasks:  # they read the caller's gradients, which may change once this has failed
-                await asyncio.wait(self._tasks, timeout=END_SECONDS)
+            await end_tasks(self._tasks)  # they read the caller's gradients, which may change once this has failed
             raise
         finally:
             self.pushes_done.set_result(has_succeeded)

@@ -127,7 +127,7 @@ class Pipeline:
         gradients = self._copy_to_host(step, pushed.gradients)
         outgoing = self._outgoing = self._outgoing or self._begin_pushes(step)
         if self._is_async:
-            self._client.coordinator.note_may_be_counted(step)
+            self._client.coordinator.counted_round = step
         try:
             outgoing.complete(gradients, pushed.completion, state_frames)
         except BaseException:
@@ -167,7 +167,7 @@ class Pipeline:
         note_task(self._client.unfinished)
         step, pushed = outgoing.step, outgoing.take_whole()
         is_finite_everywhere = await outgoing.join()
-        self._client.coordinator.note_may_be_counted(step)  # the next request carries the batch barrier
+        self._client.coordinator.counted_round = step  # the next request carries the batch barrier
         acknowledged = perf_counter()
         if previous_pull is not None:
             await asyncio.wrap_future(previous_pull)
@@ -180,8 +180,8 @@ class Pipeline:
                 pushed=pushed,
             )
         except BadInput:
-            if pushed:  # it was refused, and its barrier with it
-                self._client.coordinator.note_complete()
+            if len(pushed) == 1:  # it was refused, and its barrier with it
+                self._client.coordinator.counted_round = 0
             raise
         metrics, ended = self._client.metrics, perf_counter()
         metrics.push_seconds.observe(acknowledged - outgoing.begun)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ps_protocol.encodings import is_finite
+from ps_protocol.encodings import TORCH_DTYPES, is_finite
 from ps_protocol.errors import BadModel, Ended, GradpostError, NonFiniteGradient, RolledBack
 from ps_protocol.norms import EPSILON
-from ps_protocol.optimizers import StepState
+from ps_protocol.optimizers import MASTER, StepState
 from ps_protocol.vocabulary import Round
 
 from ..session.session import Session
@@ -45,6 +46,7 @@ class PserverEngine:
         self._unfinished = UnfinishedStep(leads_host=self._leads_host)
         self.pending: set[str] = set()  # parameters without the newest step's values
         self._has_stored = False
+        self._pushed: StepGradients | None = None  # of the newest step, with buffers
         self._loading = Loading(self._client, self._parameters)
         self._start_after(self._client.run.start - 1)
 
@@ -91,17 +93,24 @@ class PserverEngine:
         if self._local is not None:
             self._local.begin_count()
 
-    def _go_back(self, error: RolledBack) -> None:
-        before = self.progress.begun
+    def _go_back(self, error: RolledBack) -> bool:
+        """Follow a rollback and return True. Return False if it is over the newest step alone, which begins again."""
+        step, contribution, pushed = self.progress.begun, self._unfinished.contribution, self._pushed
         self._unfinished.note_rollback()
-        self.progress.num_rollbacks += 1
         version = self._io.run(self._client.go_back())
-        self._client.log.warning(
-            f"{error.detail}: {before - version} steps of this trainer are lost and must be repeated; "
-            f"the next step is {version + 1}"
-        )
         # The rollback may come in the middle of a forward pass. The gradients of its backward pass are dropped.
         self._start_after(version, bumps_version=not self._overlap_pulls)
+        if contribution is not None and pushed is not None and self.progress.version == step - 1:
+            self._client.log.info(f"{error.detail}: step {step} of this trainer is pushed again")
+            self._push(step, contribution, pushed)
+            return False
+        self.progress.num_rollbacks += 1
+        version = self.progress.version
+        self._client.log.warning(
+            f"{error.detail}: {step - version} steps of this trainer are lost and must be repeated; "
+            f"the next step is {version + 1}"
+        )
+        return True
 
     # ------------------------------------------------------------------ the parameters
 
@@ -114,9 +123,24 @@ class PserverEngine:
         self._pipeline.forget_bases()
         if self._local is not None:
             self._local.begin_count()
-        values = {name: self._parameters[name].detach().to("cpu", torch.float32, copy=True) for name in names}
-        masters = {name: value.reshape(-1) for name, value in values.items()}
-        self._loading.load_masters(masters, self.progress.begun)
+        values = {name: self._parameters[name].detach().to("cpu", copy=True).reshape(-1) for name in names}
+        masters = {name: value.float() for name, value in values.items()}
+        self._loading.load_masters({**masters, **self._keep_masters(values)}, self.progress.begun)
+
+    def _keep_masters(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return new masters of parameters that are rounded ones: those of the run where the script changed nothing."""
+        plan, kept = self._client.run.plan, {}
+        wires = {name: TORCH_DTYPES[plan.pulled(name)] for name in values}
+        slots = {name: (MASTER,) for name, wire in wires.items() if wire != torch.float32 and self.progress.begun > 0}
+        if slots:
+            with suppress(RolledBack):  # the next step goes back, and these values are lost with it
+                held = self._io.run(
+                    pull_optimizer_state(self._client, self.progress.version, lambda name, _: slots.get(name, ()))
+                )
+                for name in slots:
+                    master, value = held[name].slots[MASTER], values[name]
+                    kept[name] = torch.where(master.to(wires[name]) == value, master, value.float())
+        return kept
 
     # ------------------------------------------------------------------ the step
 
@@ -164,10 +188,13 @@ class PserverEngine:
         clipped = self._clip(step, contribution.gradients) if self._is_async else contribution.gradients
         if self._local is not None:  # the local optimizer has changed the parameters
             self._pipeline.forget_bases()
-        self._unfinished.contribution = None if self._pipeline.max_delay > 0 or self._overlap_pulls else contribution
         completion = replace(contribution.completion, computed_on=self.progress.version if self._is_async else None)
         gradients = {**clipped, **self._averages.changed_values()}
-        pushed = contribution._replace(gradients=gradients, completion=completion)
+        self._push(step, contribution, contribution._replace(gradients=gradients, completion=completion))
+
+    def _push(self, step: Round, contribution: StepGradients, pushed: StepGradients) -> None:
+        is_only_step = self._pipeline.max_delay == 0 and not self._overlap_pulls
+        self._unfinished.contribution, self._pushed = contribution if is_only_step else None, pushed
         try:
             self._pipeline.begin_step(step, pushed, self._loading.frames_for(step))
         except BaseException as error:
@@ -199,25 +226,42 @@ class PserverEngine:
         try:
             newest = self._pipeline.wait(step)
         except BaseException as error:
-            return self._go_back_or_raise(error)
+            return self._go_back_or_raise(error) or self._finish(step)
         if newest > self.progress.version:
             self._unfinished.note_pulled()
             self.progress.version = newest
             self._loading.note_pulled(newest)
             self._write_back(newest, self.pending if self._overlap_pulls else set(self._parameters))
-            if newest == self.progress.begun and not self._overlap_pulls:
-                self._averages.write_back()  # else later forward passes have changed the buffers
+            if newest == self.progress.begun:
+                if not self._is_async and newest not in self._client.results.outcomes.skipped:
+                    self._averages.warn_of_differences(self._client.log)
+                if not self._overlap_pulls:  # else later forward passes have changed the buffers
+                    self._averages.write_back()
         return False
 
     def _go_back_or_raise(self, error: BaseException) -> bool:
-        """Follow a rollback and return True. Raises any other error, with which all steps on their way have failed."""
+        """Follow a rollback: see `_go_back`. Raises any other error, with which all steps on their way have failed."""
         if isinstance(error, RolledBack):
-            self._go_back(error)
-            return True
+            return self._go_back(error)
         self.progress.begun = self._pipeline.newest_pulled  # the steps after a failed step have failed with it
         self.pending = set()
         self._unfinished.note_failure(error)
         raise error
+
+    def warn_of_last_steps(self) -> None:
+        """Warn of steps that the run lacks, or whose parameters the script did not get. The trainer is done."""
+        log, begun, version = self._client.log, self.progress.begun, self.progress.version
+        if self._local is not None and self._local.num_pending:
+            log.warning(
+                f"the last {self._local.num_pending} local steps of this trainer are not in the run, whose parameters "
+                "differ from those of this trainer. Make the number of steps a multiple of local_steps "
+                f"({self._client.settings.local_steps})"
+            )
+        if version < begun:
+            log.warning(
+                f"this trainer holds the parameters of step {version}, but its last step was {begun}, because "
+                "max_delay delays pulls. Call optimizer.synchronize() after the last step"
+            )
 
     # ------------------------------------------------------------------ optimizer state
 

@@ -34,7 +34,7 @@ async def pull_optimizer_state(
     found: dict[str, ParameterState] = {}
     wanted: list[dict[str, memoryview]] = [{} for _ in held]
     for name, blocks in client.run.plan.blocks_of.items():
-        if name in client.run.plan.means:
+        if name in client.run.plan.buffer_rules:
             continue  # a buffer has no slots
         # In asynchronous modes blocks may differ for a moment; a checkpoint that is sliced again uses the first, too.
         state = held[blocks[0].pserver].states.get(blocks[0].name, FRESH) if blocks else FRESH

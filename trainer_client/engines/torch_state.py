@@ -26,7 +26,7 @@ from ps_protocol.optimizers import (
     slots_under,
 )
 
-from .combined_optimizer import CombinedOptimizer
+from .combined_optimizer import members_of
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -61,10 +61,12 @@ def needed_slots(
 
 def full_groups(optimizer: Optimizer) -> Groups:
     """Return the groups; torch's Adagrad fills its sums with its own argument, whatever a group says."""
-    if isinstance(optimizer, CombinedOptimizer):
-        return [group for member in optimizer.members.values() for group in full_groups(member)]
-    groups, start = optimizer.param_groups, optimizer.defaults.get("initial_accumulator_value")
-    return groups if start is None else [{**group, "initial_accumulator_value": start} for group in groups]
+    own = "initial_accumulator_value"
+    return [
+        {**group, own: member.defaults[own]} if own in member.defaults else group
+        for member in members_of(optimizer).values()
+        for group in member.param_groups
+    ]
 
 
 def own_state(spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str]) -> ParameterStates:

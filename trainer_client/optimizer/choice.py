@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
+from ps_protocol.optimizers import LOWEST_RANK
 
 from ..engines.collective.host import HostFollower, HostLeader
 from ..engines.collective.ring import RingEngine
@@ -63,6 +64,10 @@ def check_combination(session: Session, optimizer: Optimizer, model: TrainedMode
             "overlap_pulls cannot be used with max_delay, whose pulls run beside the computation anyway",
         ),
         (
+            rules.is_async and LOWEST_RANK in model.averages.groups,
+            "lowest_rank of buffers needs rounds, which asynchronous modes do not have. Use leave or average",
+        ),
+        (
             isinstance(optimizer, CombinedOptimizer)
             and (rules.is_async or rules.max_delay > 0 or local or settings.overlap),
             "several optimizers need mode sync or strategy ring, without max_delay, local_steps and overlap, which "
@@ -111,19 +116,20 @@ def _start_trainer(session: Session, work: DividedWork, device: torch.device) ->
     """Declare the model, and return the engine of this trainer in its run."""
     client, model = session.client, work.model
     parameters, stored = model.describe(work.optimizer)
-    spec = work.spec.with_means() if model.averages.means else work.spec
+    spec = work.spec.with_buffers(model.averages.groups)
     group = Group(session, device) if client.joined.consistency.is_ring else None
     rendezvous = None if group is None else group.offer()
     session.io.run(client.declare(parameters, spec, stored, model.aliases, rendezvous))
     if group is not None:
         group.open(client.run.rendezvous)
         ring = RingEngine(session, model, work.optimizer, group)
-        session.call_at_close(ring.join_others)
+        session.finish = ring.join_others
         return StartedEngine(ring, None)
     if work.is_stepped_here:
         return StartedEngine(LocalEngine(session, model, work.optimizer, work.local), None)
     log_names(client.log, model)
     engine = PserverEngine(session, model, work.local)
+    session.finish = engine.warn_of_last_steps
     if work.initial_state:
         engine.load_optimizer_state(work.initial_state)
     return StartedEngine(engine, engine)
@@ -140,6 +146,6 @@ def make_state(
     """Return the `state` that a RemoteOptimizer shows."""
     if work.initial_state:
         work.optimizer.state.clear()  # the run has the state now
-    if work.is_wrapped_stepping:
+    if work.is_stepped_here or work.local is not None:
         return StateInTrainer(remote, wrapped)
-    return StateOnPservers(remote, work.spec, work.model.names, started.pserver, session, guard)
+    return StateOnPservers(remote, wrapped, work.spec, work.model.names, started.pserver, session, guard)

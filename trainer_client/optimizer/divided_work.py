@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.requests import Completion
 
-from ..engines.combined_optimizer import CombinedOptimizer
+from ..engines.combined_optimizer import members_of
 from ..engines.engine import StepGradients
 from ..engines.local_steps import LocalSteps, check_outer
 from ..engines.model_tensors import TrainedModel
@@ -30,19 +30,9 @@ class DividedWork:
     local: LocalSteps | None  # before each of its steps
     is_stepped_here: bool  # `optimizer` steps in the trainer, in a ring or without a cluster
     is_async: bool
-    mean_rate: float | None  # the learning rate of the means of buffers; None if there are none
+    buffer_rate: float  # the learning rate of buffers
     initial_state: ParameterStates  # the state of `optimizer` from its own steps or a checkpoint
     flattening: Flattening = field(default_factory=Flattening)
-
-    @property
-    def is_wrapped_stepping(self) -> bool:
-        """True if the wrapped optimizer steps in the trainer."""
-        return self.is_stepped_here or self.local is not None
-
-    @property
-    def shares_rounds(self) -> bool:
-        """True if every step is a round of all trainers, which have its outcome in common."""
-        return not self.is_async and self.local is None
 
     @property
     def num_optimizers(self) -> int:
@@ -58,8 +48,8 @@ class DividedWork:
         else:
             return None
         found = [] if self.is_stepped_here else read_hyper_parameters(self.spec, self.optimizer)
-        means: list[HyperParameters] = [] if self.mean_rate is None else [{"lr": self.mean_rate}]
-        return StepGradients(gradients, Completion(0, [*found, *means, *scaler]), is_finite)
+        buffers: list[HyperParameters] = [{"lr": self.buffer_rate} for _ in self.model.averages.groups]
+        return StepGradients(gradients, Completion(0, [*found, *buffers, *scaler]), is_finite)
 
 
 def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None, model: TrainedModel) -> DividedWork:
@@ -70,22 +60,21 @@ def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None,
         stepped = _make_outer(session, model) if outer is None else outer
         check_outer(optimizer, stepped)
         local = LocalSteps(optimizer, model.parameters, settings.local_steps)
-    # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
-    mean_rate = 1 / session.world_size if rules.is_async else 1.0
     return DividedWork(
         model,
         stepped,
-        spec=describe_local_optimizer(stepped) if rules.is_ring else describe_optimizer(stepped),
+        spec=(describe_local_optimizer if is_stepped_here else describe_optimizer)(stepped),
         local=local,
         is_stepped_here=is_stepped_here,
         is_async=rules.is_async,
-        mean_rate=mean_rate if model.averages.means else None,
+        # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
+        buffer_rate=1 / session.world_size if rules.is_async else 1.0,
         initial_state={} if is_stepped_here else _read_own_state(stepped, model),
     )
 
 
 def _read_own_state(optimizer: Optimizer, model: TrainedModel) -> ParameterStates:
-    members = optimizer.members.values() if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+    members = members_of(optimizer).values()
     found = [own_state(describe_optimizer(member), member, model.names) for member in members]
     return {name: state for states in found for name, state in states.items()}
 

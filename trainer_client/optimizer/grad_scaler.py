@@ -69,11 +69,16 @@ class GradScaler(torch.amp.GradScaler):
         settings: as in torch: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
 
     Raises:
-        BadModel: where rounds are shared, and `nonfinite` is not `skip_round`.
+        BadModel: if `optimizer` is none, or where rounds are shared and `nonfinite` is not `skip_round`.
 
     """
 
     def __init__(self, optimizer: RemoteOptimizer, device: str = "cuda", **settings: Any) -> None:
+        if not hasattr(optimizer, "session"):
+            raise BadModel(
+                f"the first argument of gradpost.GradScaler is the RemoteOptimizer, not a {type(optimizer).__name__}. "
+                "Call GradScaler(optimizer, device)"
+            )
         super().__init__(device, **settings)
         self._remote = optimizer
         self._client = optimizer.session.client
@@ -167,6 +172,7 @@ class GradScaler(torch.amp.GradScaler):
             super().update(self._state.scale)  # ends torch's iteration; what follows is found when it is needed
             self._is_due = True
         else:
+            self._catch_up()  # with the outcome that an update() before this one counts
             super().update(new_scale)
             self._state = ScalerState(self._outcome_round, super().get_scale(), self._state.growth_tracker)
             self._is_due = False

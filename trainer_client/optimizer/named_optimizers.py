@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -38,7 +38,7 @@ class NamedOptimizer(WrappingOptimizer):
         own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         everything = [parameter for group in remote.param_groups for parameter in group["params"]]
         self._others = [parameter for parameter in everything if id(parameter) not in own]
-        self._share(remote._member_state(self, wrapped, name), lambda: remote.session.is_open)
+        self._share(remote._state.of_member(self, wrapped, name), lambda: remote.session.is_open)
 
     @property
     def session(self) -> Session:
@@ -58,6 +58,7 @@ class NamedOptimizer(WrappingOptimizer):
         vars(self._wrapped)["_opt_called"] = True  # else its learning-rate schedulers would warn
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        self._follow_groups()
         self._state.check_reset()
         with self._set_others_aside():
             step_without_hooks(self.remote)
@@ -89,7 +90,11 @@ def _refuse_scaler() -> NoReturn:
 
 @hide_frames
 def wrap_optimizers(
-    *, model: nn.Module | None = None, session: Session | None = None, **optimizers: Optimizer
+    *,
+    model: nn.Module | None = None,
+    buffers: Mapping[str, str] | None = None,
+    session: Session | None = None,
+    **optimizers: Optimizer,
 ) -> tuple[NamedOptimizer, ...]:
     """Join the run with several optimizers, and return what the script uses in their place, in the same order.
 
@@ -101,7 +106,7 @@ def wrap_optimizers(
     Args:
         model: as of `RemoteOptimizer`: with it buffers take part, such as `nn.ModuleDict({"D": net_d, "G": net_g})`.
             Without it the names of parameters begin with that of their optimizer: `D.0.weight`.
-        session: as of `RemoteOptimizer`. Settings are those of `connect` or of the environment.
+        buffers, session: as of `RemoteOptimizer`. Settings are those of `connect` or of the environment.
         optimizers: by the names that checkpoints, the inspection and `gradpost rate --optimizer` have.
 
     Raises BadModel also if two optimizers have the same parameter, and in asynchronous modes, with `max_delay`, local
@@ -111,5 +116,5 @@ def wrap_optimizers(
         raise BadModel(
             "wrap_optimizers needs optimizers by name, such as wrap_optimizers(D=optimizer_d, G=optimizer_g)"
         )
-    remote = RemoteOptimizer(CombinedOptimizer(optimizers), model=model, session=session)
+    remote = RemoteOptimizer(CombinedOptimizer(optimizers), model=model, buffers=buffers, session=session)
     return tuple(NamedOptimizer(name, optimizer, remote) for name, optimizer in optimizers.items())

@@ -47,7 +47,7 @@ class Overlap:
         self._engine = engine
         self._accumulate_steps = session.client.settings.accumulate_steps
         self._flattening = flattening
-        self._unscale: Callable[[Tensor], None] | None = None
+        self.unscale: Callable[[Tensor], None] | None = None
         self._watched: set[str] = set()
         self._num_passes: Counter[str] = Counter()  # backward passes of this step by parameter
         self._added: dict[str, tuple[Tensor, int]] = {}  # gradients, and their versions when they were added
@@ -62,10 +62,6 @@ class Overlap:
                 hook = partial(self._accumulated, name)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._watched.add(name)
-
-    def attach_scaler(self, unscale: Callable[[Tensor], None]) -> None:
-        """Call `unscale` with every gradient before it is added."""
-        self._unscale = unscale
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -88,9 +84,9 @@ class Overlap:
         with self._lock:
             if name in self._added:
                 raise BadInput(
-                    f"another backward pass reached {name!r}, whose gradient was sent before. With several "
-                    "passes in a step, give their number as accumulate_steps, or run all but the last in "
-                    "`with optimizer.accumulate():`",
+                    f"another backward pass reached {name!r}, whose gradient was sent before. Give the number of "
+                    "passes as accumulate_steps, or run all but the last in `with optimizer.accumulate():`; for "
+                    "checkpointed activations set use_reentrant=False, or overlap=False",
                     code="gradient_changed",
                 )
             self._num_passes[name] += 1
@@ -101,8 +97,8 @@ class Overlap:
     def _add(self, name: str, gradient: Tensor) -> None:
         if self._waits is not None:
             self._waits.wait()  # a push implies that the round before was pulled
-        if self._unscale is not None:
-            self._unscale(gradient)
+        if self.unscale is not None:
+            self.unscale(gradient)
         if self._waits is None or not self._waits.is_rolled_back:
             self._engine.add_gradient(name, self._flattening.flat(name, gradient))
 
@@ -175,7 +171,7 @@ def attach_overlap(
     if settings.overlap_pulls and started.pserver is not None:
         assert watch is not None  # else the combination is refused
         waits = ForwardWaits(session, model, started.pserver, watch, finish)
-        session.call_at_close(finish)
+        session.finish = finish
     if not settings.overlap:
         return None
     return Overlap(session, model.parameters, started.engine, work.flattening, waits)
@@ -208,10 +204,10 @@ class ForwardWaits:
         names = {id(parameter): name for name, parameter in model.pulled.items()}
         for module, used in _computing_modules(model.module):
             own = [names[id(parameter)] for parameter in used if id(parameter) in names]
-            hook = partial(self._before, own)
-            hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-            module.register_forward_pre_hook(hook, prepend=True)
-        model.module.register_state_dict_pre_hook(lambda *_: finish())  # type: ignore[no-untyped-call]
+            hook = torch.compiler.disable(partial(self._before, own))  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(ModuleHook(hook, finish), prepend=True)
+        save = ModuleHook(lambda *_: finish(), finish)
+        model.module.register_state_dict_pre_hook(save)  # type: ignore[no-untyped-call]
 
     def _before(self, names: Collection[str], module: nn.Module, arguments: Any) -> None:
         if getattr(module, "_is_replica", False):
@@ -251,6 +247,24 @@ class ForwardWaits:
     def begin_step(self) -> None:
         """Begin the next step, without waits."""
         self._waited_for.clear()
+
+
+class ModuleHook:
+    """A hook of a module. A copy or pickle of the module begins after the newest pull, and has an idle hook."""
+
+    def __init__(
+        self, call: Callable[..., object] = lambda *_: None, finish: Callable[[], object] = lambda: None
+    ) -> None:
+        self._call, self._finish = call, finish
+
+    def __call__(self, *arguments: Any) -> None:
+        """Call the function of the hook."""
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        """Return an idle hook, after the newest parameters have been written."""
+        self._finish()
+        return ModuleHook, ()
 
 
 def _computing_modules(module: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:

@@ -8,7 +8,7 @@ https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-ch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import TypeAlias
@@ -140,34 +140,40 @@ class _Samples:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
         self._orders = {name: _memory_order(parameter) for name, parameter in parameters.items()}
+        self._flat = self._view()
         self._views: dict[int, list[Tensor]] = {}  # by turn
         self._kept = torch.empty(0)
 
     def copy_values(self, turn: int) -> None:
         if turn not in self._views:
-            self._views[turn] = self._view(turn)
+            self._views[turn] = _select(self._flat, turn)
         self._kept = torch.cat(self._views[turn])
 
     def are_same(self, turn: int, *, has_moved: bool) -> bool:
         """Return whether the elements are as they were kept, wherever the parameters are by now."""
-        views = self._view(turn) if has_moved else self._views[turn]
+        views = _select(self._view(), turn) if has_moved else self._views[turn]
         now = torch.cat([view.to(self._kept.device) for view in views] if has_moved else views)
         return now.dtype != self._kept.dtype or torch.equal(now, self._kept)  # another dtype is refused elsewhere
 
     def find_changed(self, turn: int) -> list[str]:
-        views = self._view(turn)
+        views = _select(self._view(), turn)
         kept = torch.split(self._kept, [len(view) for view in views])
         pairs = zip(self._parameters, views, kept, strict=True)
         return [name for name, view, before in pairs if not torch.equal(view.to(before.device), before)]
 
-    def _view(self, turn: int) -> list[Tensor]:
-        """Return a 1-dimensional view of the elements of each parameter, or copies if it has moved."""
-        found = []
-        for name, parameter in self._parameters.items():
-            flat = view_in_memory(parameter, self._orders[name])
-            stride = max(1, flat.numel() // SAMPLED)
-            found.append(flat.view(BITS[flat.element_size()])[turn * stride // NUM_TURNS :: stride][:SAMPLED])
-        return found
+    def _view(self) -> list[Tensor]:
+        """Return a 1-dimensional view of the bits of each parameter, or copies if it has moved."""
+        flat = [view_in_memory(parameter, self._orders[name]) for name, parameter in self._parameters.items()]
+        return [each.view(BITS[each.element_size()]) for each in flat]
+
+
+def _select(flat: Sequence[Tensor], turn: int) -> list[Tensor]:
+    """Return views of the elements of each tensor that are compared in a turn: all of them, if they are few."""
+    sizes = [(each, each.numel(), each.numel() // SAMPLED) for each in flat]
+    return [
+        each if num_elements <= SAMPLED else each[turn * stride // NUM_TURNS :: stride][:SAMPLED]
+        for each, num_elements, stride in sizes
+    ]
 
 
 def _group_samples(parameters: Mapping[str, Tensor]) -> list[_Samples]:

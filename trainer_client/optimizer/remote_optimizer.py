@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -14,7 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Round
 
-from ..client.settings import TrainerArguments, show_arguments
+from ..client.arguments import TrainerArguments
+from ..client.settings import show_arguments
 from ..engines.model_tensors import find_tensors
 from ..session.frames import hide_frames
 from ..session.session import Session, use_session
@@ -26,6 +28,18 @@ from .script_guard import ScriptGuard
 from .step_measures import StepMeasures
 from .step_scaling import StepScaling
 from .wrapped_optimizer import WrappingOptimizer, describe_hyper_parameters
+
+
+@contextmanager
+def _pause_collection() -> Iterator[None]:
+    """Pause garbage collection, which takes 40 % of a start with 20,000 parameters and finds nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class RemoteOptimizer(WrappingOptimizer):
@@ -44,6 +58,8 @@ class RemoteOptimizer(WrappingOptimizer):
             checkpoint, moves to the run with the first step of the trainer that brings the initial values.
         model: gives the parameters their names, and shares its buffers and frozen parameters. Its float buffers, such
             as the statistics of batch norm, are averaged over all trainers in every step.
+        buffers: another choice for float buffers, by names or patterns of `fnmatch`: `average`, `lowest_rank` (all
+            trainers take those of the lowest rank) or `leave` (each keeps its own), as in `{"queue*": "leave"}`.
         session: the result of `connect()`; by default the open session, or a new one made with `arguments`.
         outer: with local steps, the optimizer that steps on the pservers, over the same parameters; by default SGD with
             `outer_lr` (1, or 1 / world size in asynchronous modes), `outer_momentum` (0) and `outer_nesterov`.
@@ -57,11 +73,13 @@ class RemoteOptimizer(WrappingOptimizer):
 
     @show_arguments
     @hide_frames
+    @_pause_collection()
     def __init__(
         self,
         optimizer: Optimizer,
         *,
         model: nn.Module | None = None,
+        buffers: Mapping[str, str] | None = None,
         session: Session | None = None,
         outer: Optimizer | None = None,
         coordinator: str | None = None,
@@ -69,7 +87,7 @@ class RemoteOptimizer(WrappingOptimizer):
     ) -> None:
         # 1. Join the run, unless a session has. Blocks for the coordinator.
         super().__init__(optimizer)
-        tensors = find_tensors(optimizer, model)
+        tensors = find_tensors(optimizer, model, buffers or {})
         self._session = use_session(session, coordinator, **arguments)
         client = self._session.client
         # 2. Decide what steps where. Nothing is sent, and an error leaves the script's optimizer as it was.
@@ -86,7 +104,13 @@ class RemoteOptimizer(WrappingOptimizer):
         self._overlap = attach_overlap(self._session, self._work, started, self._guard.watch, self.synchronize)
         progress = self._engine.progress
         self.scaling = StepScaling(self._session, self, self._work, progress, self._overlap)
-        self._measures = StepMeasures(optimizer, tensors.parameters, self._session.report_measures)
+        self._measures = StepMeasures(
+            optimizer,
+            tensors.parameters,
+            client.coordinator.report_measures,
+            client.log,
+            expects_whole=self.scaling.is_shared and self._session.world_size > 1,
+        )
         self._batches = ResumableBatches(
             lambda: Position(progress.num_rollbacks, progress.begun // self._work.num_optimizers),
             client.settings.local_steps,
@@ -107,7 +131,7 @@ class RemoteOptimizer(WrappingOptimizer):
         resumed run: a script whose data and random state are functions of (seed, rank, round) continues there. A
         rollback lowers it in `step()`, with a warning.
         """
-        self._guard.note_position_read()
+        self._guard.has_read_position = True
         progress = self._engine.progress
         if self._session.client.settings.overlap_pulls:
             return progress.begun
@@ -133,7 +157,7 @@ class RemoteOptimizer(WrappingOptimizer):
         that has loaded a checkpoint of its own, with its schedule, gives the `first_epoch` after it. The other
         arguments are those of `batches`.
         """
-        self._guard.note_position_read()
+        self._guard.has_read_position = True
         return self._batches.iterate_epochs(loader, epochs, batches_per_step, schedule, first_epoch)
 
     def batches(
@@ -159,7 +183,7 @@ class RemoteOptimizer(WrappingOptimizer):
         that the script steps once after each `step()` is stepped to the first batch. `first_epoch` is for a script that
         has loaded a checkpoint of its own, as in `epochs`. A call for each epoch is possible; `epochs` is better.
         """
-        self._guard.note_position_read()
+        self._guard.has_read_position = True
         return self._batches.iterate(loader, epochs, batches_per_step, schedule, first_epoch)
 
     @property
@@ -207,6 +231,7 @@ class RemoteOptimizer(WrappingOptimizer):
             loss = None if closure is None else closure()
         if self._overlap is not None and self._overlap.finish_pull():
             return loss  # the run went back: the gradients are of a step that is lost
+        self._follow_groups()
         self._state.check_reset()
         self._guard.check(self._wrapped, follows_schedule=self._batches.schedule is not None)
         try:

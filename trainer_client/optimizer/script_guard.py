@@ -20,6 +20,8 @@ from ..session.session import Session
 from ..transport.tensors import check_form
 from .parameter_watch import Digests, ModelPlaces, ParameterWatch, digest_values, find_rewritten
 
+FIRST_STEPS = 3  # without any gradient there is a warning
+
 _Form: TypeAlias = tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device, int]
 
 
@@ -32,7 +34,8 @@ class ScriptGuard:
         has_samples = not settings.overlap_pulls
         self.watch = None if settings.local_steps else ParameterWatch(model.parameters, has_samples=has_samples)
         self._engine = engine
-        self._has_read_position = False
+        self.has_read_position = False
+        self._num_without = 0  # first steps without a gradient; FIRST_STEPS after the first step with one
         self._optimizer = optimizer
         self._model = model.module
         self._parameters = model.parameters
@@ -44,10 +47,6 @@ class ScriptGuard:
         self._places = None if model.module is None else ModelPlaces(model.module, model.parameters, owners)
         self._values_at_start: Digests | None = digest_values(self._parameters)  # None after the first step
         self._frozen_at_start = digest_values(frozen_parameters(model.module, self._parameters))
-
-    def note_position_read(self) -> None:
-        """Note that the script has read the run's round, so that no warning says it repeats batches."""
-        self._has_read_position = True
 
     @contextmanager
     def noting_rollback(self) -> Iterator[None]:
@@ -71,6 +70,7 @@ class ScriptGuard:
             )
         if self._places is not None:
             self._places.check()
+        self._warn_of_absent_gradients()
         self._follow_memory()
         if self._values_at_start is None:
             if self.watch is not None:
@@ -132,7 +132,7 @@ class ScriptGuard:
 
     def _warn_of_position(self, round_: Round, wrapped: Optimizer, *, follows_schedule: bool) -> None:
         """Warn if the script does not continue at the run's round."""
-        if not self._has_read_position:
+        if not self.has_read_position:
             self._log.warning(
                 f"the run is at round {round_}, but the script has not read optimizer.round, so it may repeat batches. "
                 "Take batches from optimizer.epochs(loader, …) or optimizer.batches(loader, …), or begin the loop and "
@@ -146,6 +146,18 @@ class ScriptGuard:
                 f"the run is at round {round_}, and the learning rates are those with which this script's "
                 "schedule begins: give it to optimizer.batches(loader, schedule=…), or step it once for each round "
                 "of optimizer.round before the loop"
+            )
+
+    def _warn_of_absent_gradients(self) -> None:
+        if self._num_without == FIRST_STEPS:
+            return
+        self._num_without += 1
+        if any(parameter.grad is not None for parameter in self._parameters.values()):
+            self._num_without = FIRST_STEPS
+        elif self._num_without == FIRST_STEPS:
+            self._log.warning(
+                f"no parameter had a gradient in the first {FIRST_STEPS} steps. Call loss.backward() before step(), "
+                "and give the optimizer the parameters of the model that computes the loss"
             )
 
     def _warn_of_frozen(self) -> None:

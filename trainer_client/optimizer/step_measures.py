@@ -1,28 +1,32 @@
 """`StepMeasures`: gradient norm, update ratio, learning rate and waiting share of a trainer, as curves.
 
-At most one step a second is measured, which reads its gradients once, and a sample of the parameters twice.
+At most one step a second is measured, and at most a percent of the time is spent on it. Such a step reads its gradients
+once, and a sample of the parameters twice.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 import torch
+from structlog.typing import FilteringBoundLogger
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.fields import MAX_OWN_RESULTS, OWN_RESULTS
 
-from ..engines.combined_optimizer import CombinedOptimizer
-from ..transport.device_copies import is_away
+from ..engines.combined_optimizer import members_of
 from .parameter_watch import view_in_memory
 
 PERIOD_SECONDS = 1.0
+PAUSE = 200  # times the duration of a measure, which grows with the number of parameters
+ROUNDING = 2e-5  # relative; `clip_grad_norm_` adds 1e-6 to the norm that it divides by
+NUM_CLIPPED = 3  # measures with the same round norm
 SAMPLED = 4096  # elements of a parameter
 
 
@@ -31,58 +35,91 @@ class _Measured:
     """One of the script's optimizers."""
 
     suffix: str  # of the names of its curves
-    group: dict[str, Any]  # its first one
+    optimizer: Optimizer
     parameters: list[Tensor]
     due: float = 0.0
+    norms: set[tuple[float, str]] = field(default_factory=set)  # in a row: a round norm, and that of one gradient
 
 
 class StepMeasures:
     """The measures of a trainer's steps; `report` is called with them by name, on the script's thread."""
 
     def __init__(
-        self, optimizer: Optimizer, parameters: Mapping[str, Tensor], report: Callable[[dict[str, float]], object]
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, Tensor],
+        report: Callable[[dict[str, float]], object],
+        log: FilteringBoundLogger,
+        *,
+        expects_whole: bool = False,
     ) -> None:
+        """`expects_whole`: the gradient of a trainer is a part of a mean, so the script should not clip it."""
+        self._expects_whole = expects_whole
+        self._log = log
         self._report = report
-        members = {"": optimizer}
-        if isinstance(optimizer, CombinedOptimizer):
-            members = {f"/{name}": member for name, member in optimizer.members.items()}
+        members = {f"/{name}" if name else "": member for name, member in members_of(optimizer).items()}
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._measured: dict[str, _Measured] = {}  # by the name of a parameter
         for suffix, member in list(members.items())[: MAX_OWN_RESULTS // 4]:
             own = [parameter for group in member.param_groups for parameter in group["params"]]
-            measured = _Measured(suffix, member.param_groups[0], own)
+            measured = _Measured(suffix, member, own)
             self._measured |= {names[id(parameter)]: measured for parameter in own if id(parameter) in names}
         self._sampled: tuple[_Measured, Tensor] | None = None  # before the step that was measured
         self._waited, self._since = 0.0, perf_counter()
 
     @contextmanager
     def step(self, gradients: Mapping[str, Tensor]) -> Iterator[None]:
-        """Measure the step that the block takes with these gradients."""
-        if self._sampled is not None:
-            measured, before = self._sampled
-            self._sampled = None
-            change, norm = torch.dist(_sample(measured.parameters), before), before.norm()
-            self._tell(measured, update_ratio=float(change / norm) if norm else math.nan)
+        """Measure the step that the block takes with these gradients. A measure that fails is left out."""
         began = perf_counter()
-        measured_now = self._measured.get(next(iter(gradients), ""))
-        if measured_now is not None and began >= measured_now.due:
-            measured_now.due = began + PERIOD_SECONDS
-            self._measure(measured_now, gradients, began)
+        try:
+            self._finish_sample()
+            measured = self._measured.get(next(iter(gradients), ""))
+            if measured is not None and began >= measured.due:
+                measured.due = began + PERIOD_SECONDS
+                self._measure(measured, gradients, began)
+                measured.due += PAUSE * (perf_counter() - began)
+        except Exception as error:
+            self._log.debug(f"a step was not measured: {error!r}")
+        began = perf_counter()
         try:
             yield
         finally:
             self._waited += perf_counter() - began
 
+    def _finish_sample(self) -> None:
+        if self._sampled is None:
+            return
+        (measured, before), self._sampled = self._sampled, None
+        change, norm = torch.dist(_sample(measured.parameters), before), before.norm()
+        self._tell(measured, update_ratio=float(change / norm) if norm else math.nan)
+
     def _measure(self, measured: _Measured, gradients: Mapping[str, Tensor], now: float) -> None:
-        self._tell(
-            measured,
-            gradient_norm=float(torch.nn.utils.get_total_norm(list(gradients.values()))),
-            learning_rate=float(measured.group["lr"]),
-        )
+        norm = float(torch.nn.utils.get_total_norm(list(gradients.values())))
+        self._tell(measured, gradient_norm=norm)
+        if self._expects_whole:
+            self._warn_of_clipping(measured, norm, float(next(iter(gradients.values())).norm()))
+        rate = measured.optimizer.param_groups[0].get("lr")
+        if isinstance(rate, float | int | Tensor):  # some optimizers have none, or compute it
+            self._tell(measured, learning_rate=float(rate))
         if self._waited:
             self._report({f"{OWN_RESULTS}waiting_share": self._waited / (now - self._since)})
         self._waited, self._since = 0.0, now
         self._sampled = measured, _sample(measured.parameters)
+
+    def _warn_of_clipping(self, measured: _Measured, norm: float, part: float) -> None:
+        """Log once that different gradients have the same round norm, which is what `clip_grad_norm_` leaves."""
+        limit = float(f"{norm:.3g}")  # with four digits, norms that vary by a percent are a false alarm in days
+        is_round = norm < math.inf and math.isclose(norm, limit, rel_tol=ROUNDING)
+        if not is_round or any(known != limit for known, _ in measured.norms):
+            measured.norms.clear()
+        if is_round:
+            measured.norms.add((limit, f"{part:.3g}"))
+        if len(measured.norms) == NUM_CLIPPED:
+            self._expects_whole = False
+            self._log.warning(
+                f"the gradients of this trainer have the norm {limit:g}, as after clip_grad_norm_, and the mean of all "
+                f"trainers is not what one process clips. Use RemoteOptimizer(…, max_grad_norm={limit:g}) instead"
+            )
 
     def _tell(self, measured: _Measured, **values: float) -> None:
         self._report({f"{OWN_RESULTS}{name}{measured.suffix}": value for name, value in values.items()})
@@ -93,11 +130,12 @@ def _sample(parameters: list[Tensor]) -> Tensor:
 
     The square of the norm of the result is an estimate of that of all elements.
     """
-    found = []
+    found = defaultdict[torch.device, list[Tensor]](list)
     for parameter in parameters:
         sample = flat = view_in_memory(parameter)
         if flat.numel() > SAMPLED:
             sample = flat[:: -(-flat.numel() // SAMPLED)].to(torch.float64)
             sample = sample * math.sqrt(flat.numel() / sample.numel())  # the sample may be a view of the parameter
-        found.append(sample.cpu() if is_away(sample) else sample)
-    return torch.cat(found).to(torch.float64)
+        found[sample.device].append(sample)
+    # A device is waited for once, not for each of its parameters.
+    return torch.cat([torch.cat(samples).cpu().to(torch.float64) for samples in found.values()])

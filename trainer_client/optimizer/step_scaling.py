@@ -29,7 +29,7 @@ class StepScaling:
     ) -> None:
         self.progress = progress
         self.overlap = overlap
-        self.is_shared = work.shares_rounds
+        self.is_shared = not work.is_async and work.local is None
         self._parameters = work.model.parameters
         self._session = session
         self._optimizer = optimizer  # torch's GradScaler gives it `found_inf` and `grad_scale`
@@ -45,7 +45,7 @@ class StepScaling:
             raise BadModel("a RemoteOptimizer must not have a second GradScaler")
         self._describe = describe
         if self.overlap is not None:
-            self.overlap.attach_scaler(unscale)
+            self.overlap.unscale = unscale
 
     def describe(self) -> list[HyperParameters]:
         """Return the state that is pushed with the hyperparameters, if there is one."""

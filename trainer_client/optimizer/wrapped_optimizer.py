@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ps_config.environment import CallError
 from ps_protocol.errors import BadInput, BadModel
 from ps_protocol.optimizers import RING_ADVICE, RULES, HyperParameters, OptimizerSpec, check_optimizer
 
-from ..engines.combined_optimizer import CombinedOptimizer
+from ..engines.combined_optimizer import CombinedOptimizer, is_of_torch
 from ..engines.torch_state import full_groups
+from ..session.frames import hide_frames
 from .wrapped_state import StateInTrainer, WrappedState
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -31,12 +33,13 @@ class WrappingOptimizer(Optimizer):
         if isinstance(wrapped, WrappingOptimizer):
             raise BadModel("the optimizer is already a RemoteOptimizer")
         if not isinstance(wrapped, Optimizer):
-            raise TypeError(
+            raise CallError(
                 f"RemoteOptimizer wraps an optimizer of torch.optim, not a {type(wrapped).__name__}; write "
                 "RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=…))"
             )
         super().__init__([{"params": group["params"]} for group in wrapped.param_groups], wrapped.defaults)
-        self.param_groups = wrapped.param_groups  # the very same list: schedulers may hold either
+        # The same list: schedulers may hold either optimizer.
+        self.param_groups = self._shared_groups = wrapped.param_groups
         self._wrapped = wrapped
         self._state: WrappedState
 
@@ -53,7 +56,17 @@ class WrappingOptimizer(Optimizer):
             setattr(self, name, getattr(self._wrapped, name))
         refuse_changes(self._wrapped, is_in_run)
 
+    def _follow_groups(self) -> None:
+        """Share the list of groups that the script has assigned to either optimizer."""
+        for optimizer in (self, self._wrapped):
+            if optimizer.param_groups is not self._shared_groups:
+                self._shared_groups = self.param_groups = self._wrapped.param_groups = optimizer.param_groups
+                break
+        if isinstance(self._wrapped, CombinedOptimizer):
+            self._wrapped.follow_groups()
+
     @torch.no_grad()
+    @hide_frames
     def state_dict(self) -> dict[str, Any]:
         """Return the `state_dict` of the wrapped optimizer in a single process, with state fetched from the pservers.
 
@@ -62,8 +75,10 @@ class WrappingOptimizer(Optimizer):
         `max_delay` all of them must call `synchronize` before.
         """
         with self._state.shown():
+            self._follow_groups()
             return super().state_dict()
 
+    @hide_frames
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the hyperparameters now, and the state with the next step: that of the lowest rank. Does not block.
 
@@ -72,35 +87,31 @@ class WrappingOptimizer(Optimizer):
         ring, the state is the wrapped optimizer's own, and all trainers must load the same. Raises BadInput for a
         `state_dict` that does not fit; then nothing has changed.
         """
-        handle = self.register_load_state_dict_pre_hook(self._load)  # the last hook that changes the argument
+        handle = self.register_load_state_dict_pre_hook(  # the last hook that changes the argument
+            lambda _, loaded: self._state.load(loaded)
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
 
-    def _member_state(self, member: Optimizer, wrapped: Optimizer, name: str) -> WrappedState:
-        """Return the state that `member` shows, which wraps one of several optimizers."""
-        return self._state.of_member(member, wrapped, name)
-
-    def _load(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return self._state.load(state_dict)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Adopt the state that torch has loaded. Schedulers keep their list of groups."""
-        shared = self.param_groups
         super().__setstate__(state)
-        shared[:] = self._state.adopt_loaded()
-        self.param_groups = self._wrapped.param_groups = shared
+        self._shared_groups[:] = self._state.adopt_loaded()
+        self.param_groups = self._wrapped.param_groups = self._shared_groups
 
+    @hide_frames
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; only the constructor may, because the plan is made once."""
         if hasattr(self, "_wrapped"):
             refuse_group()
         super().add_param_group(param_group)
 
+    @hide_frames
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be copied or pickled: the optimizer is a place in a run."""
-        raise TypeError(
+        raise CallError(
             "a RemoteOptimizer cannot be copied or pickled, since it holds a trainer's connections; copy or save its "
             "state_dict() instead"
         )
@@ -110,6 +121,7 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
     """Make methods of a wrapped optimizer that the run would not notice raise BadModel: `step` while `is_in_run`."""
     step = wrapped.step
 
+    @hide_frames
     @wraps(step)  # keeps the mark of a scheduler that was made before, which warns if it is missing
     def refuse_step(_: Optimizer, *arguments: Any, **options: Any) -> Any:
         if is_in_run():
@@ -119,6 +131,7 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
             )
         return step(*arguments, **options)
 
+    @hide_frames
     def refuse_load(*_: object, **__: object) -> NoReturn:
         raise BadModel(
             "the run would not notice what the wrapped optimizer loads: call load_state_dict() of the RemoteOptimizer"
@@ -128,6 +141,7 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
     vars(wrapped).update(changing, add_param_group=refuse_group)
 
 
+@hide_frames
 def refuse_group(*_: object, **__: object) -> NoReturn:
     """Raise BadModel for another parameter group."""
     raise BadModel("a parameter group cannot be added: the slice plan is made once, when the run starts")
@@ -142,7 +156,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     if isinstance(optimizer, CombinedOptimizer):
         return OptimizerSpec.combine({name: describe_optimizer(one) for name, one in optimizer.members.items()})
     cls = type(optimizer)
-    if cls is not getattr(torch.optim, cls.__name__, None):
+    if not is_of_torch(optimizer):
         raise BadInput(
             f"{cls.__module__}.{cls.__qualname__} cannot run on a pserver: it is not a class of torch.optim"
             f"{RING_ADVICE}",
@@ -176,7 +190,7 @@ def read_hyper_parameters(spec: OptimizerSpec, optimizer: torch.optim.Optimizer)
 
     Raises BadModel if a group's flag is not what it was when the run began.
     """
-    for index, (group, flags) in enumerate(zip(optimizer.param_groups, spec.group_flags, strict=True)):
+    for index, (group, flags) in enumerate(zip(full_groups(optimizer), spec.group_flags, strict=True)):
         for flag, value in flags.items():
             if bool(group[flag]) != value:
                 raise BadModel(

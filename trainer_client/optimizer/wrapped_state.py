@@ -103,6 +103,7 @@ class StateInTrainer:
 
     def shown(self) -> AbstractContextManager[None]:
         """Implement `WrappedState.shown`."""
+        self.check_reset()
         return nullcontext()
 
     def of_member(self, member: Optimizer, wrapped: Optimizer, name: str) -> StateInTrainer:
@@ -123,6 +124,7 @@ class StateOnPservers:
     def __init__(
         self,
         remote: Optimizer,
+        wrapped: Optimizer,
         spec: OptimizerSpec,
         names: Mapping[int, str],
         engine: PserverEngine | None,
@@ -133,7 +135,7 @@ class StateOnPservers:
 
         Without `engine` process 0 of this host has the state to show.
         """
-        self._remote = remote
+        self._remote, self._wrapped = remote, wrapped
         self._spec = spec
         self._names = names
         self._engine = engine
@@ -142,7 +144,7 @@ class StateOnPservers:
         self._show()
 
     def _show(self) -> None:
-        self._state = self._remote.state = EmptyState(dict)
+        self._state = self._remote.state = self._wrapped.state = EmptyState(dict)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -171,10 +173,11 @@ class StateOnPservers:
             dict.clear(self._state)  # unlike a reset by the script, this is not noted
 
     def of_member(self, member: Optimizer, wrapped: Optimizer, name: str) -> StateOnPservers:
-        """Implement `WrappedState.of_member`. The run has the state of `wrapped`, which is cleared."""
-        wrapped.state.clear()
+        """Implement `WrappedState.of_member`. The run has the state of `wrapped`."""
         names = {id(p): self._names[id(p)] for group in member.param_groups for p in group["params"]}
-        return StateOnPservers(member, self._spec.member(name), names, self._engine, self._session, self._guard)
+        return StateOnPservers(
+            member, wrapped, self._spec.member(name), names, self._engine, self._session, self._guard
+        )
 
     def load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Implement `WrappedState.load`. The state is pushed with the next step."""
@@ -191,10 +194,10 @@ class StateOnPservers:
 
     def check_reset(self) -> None:
         """Implement `WrappedState.check_reset`. The next step begins without state."""
-        is_replaced = self._remote.state is not self._state
-        if any(self._state.values()) or (is_replaced and self._remote.state):
+        replaced = [one for one in (self._remote, self._wrapped) if one.state is not self._state]
+        if any(self._state.values()) or any(one.state for one in replaced):
             refuse_entries()
-        if is_replaced or self._state.was_cleared:
+        if replaced or self._state.was_cleared:
             self._show()
             if self._engine is not None:
                 self._engine.load_optimizer_state(self._without_state())

@@ -83,7 +83,7 @@ class Collectives:
     def close(self) -> None:
         """Drop the group. An unfinished collective keeps it alive, because its destructor would wait."""
         if not all(work.is_completed() for work in self._begun):
-            _keep_for_ever((self._group, *self._begun, *self._tensors))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._group, *self._begun, *self._tensors)))
         self._forget()
         self._group = None
 
@@ -128,12 +128,3 @@ async def run_aside(work: Callable[[], Any]) -> Any:
 
     threading.Thread(target=run, name="gradpost group", daemon=True).start()
     return await asyncio.wrap_future(future)
-
-
-def _keep_for_ever(thing: object) -> None:
-    """Keep an object alive beyond the end of the process, because the destructor of a group waits for its collectives.
-
-    The tensors of a collective must outlive it, too: gloo's thread would release them after Python has ended. A thread
-    could hold them, but from Python 3.12 on none can start in a process that is ending.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

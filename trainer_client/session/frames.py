@@ -12,12 +12,13 @@ from functools import wraps
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from ps_config.environment import SettingsError
+from ps_config.environment import CallError, SettingsError
 from ps_protocol.errors import GradpostError, RunStopped, TrainerLost
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_OURS = (GradpostError, SettingsError, CallError)
 _HIDDEN = {"gradpost", "ps_config", "ps_protocol", "trainer_client", "torch"}  # torch wraps `step` of every optimizer
 
 
@@ -31,19 +32,27 @@ def hide_frames(method: Callable[P, T]) -> Callable[P, T]:
     def call(*arguments: P.args, **options: P.kwargs) -> T:
         try:
             return method(*arguments, **options)
-        except (GradpostError, SettingsError) as error:
-            if _shows_all_frames():
-                raise
+        except _OURS as error:
             if not isinstance(sys.excepthook, _ErrorHook):
                 sys.excepthook = _ErrorHook(sys.excepthook)
-            raise error.with_traceback(None) from None
+            drop_all_frames(error)
+            raise
 
     return call
 
 
+def drop_all_frames(error: BaseException) -> None:
+    """Drop the frames of an error and of its cause, because forty lines of coroutines would hide its message."""
+    if not _shows_all_frames():
+        error.__suppress_context__ = True
+        error.__traceback__ = None
+        if (cause := error.__cause__) is not None:
+            cause.__traceback__ = cause.__cause__ = cause.__context__ = None
+
+
 def drop_frames(error: BaseException | None) -> None:
     """Drop the frames of Gradpost and torch from the end of the traceback, if this is an error of Gradpost."""
-    if not isinstance(error, GradpostError | SettingsError) or _shows_all_frames():
+    if not isinstance(error, _OURS) or _shows_all_frames():
         return
     last, entry = None, error.__traceback__
     while entry is not None:
@@ -66,6 +75,8 @@ class _ErrorHook:
         if sys.excepthook is self:
             sys.excepthook = self._before
         drop_frames(error)
+        if isinstance(error, GradpostError) and not _shows_all_frames():
+            error.__cause__ = None  # the message has its text
         if isinstance(error, RunStopped | TrainerLost) and self._before is sys.__excepthook__:
             print(f"gradpost: {error}", file=sys.stderr)  # the line of the script that waited is not the cause
         else:

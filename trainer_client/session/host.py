@@ -246,7 +246,7 @@ class Host:
             return make_group(store, place.process, place.num_processes, device, LOOPBACK)
 
         self.collectives = Collectives(self._run(self._with_news(run_aside(make))))
-        self._client.call_at_leave(self.collectives.close)
+        self._client.at_leave.append(self.collectives.close)
 
     def finish(self) -> None:
         """Wait for all collectives that all processes have begun. Raises the errors of `receive`."""

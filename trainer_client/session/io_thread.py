@@ -7,12 +7,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ps_protocol.errors import GradpostError
+
+from .frames import drop_all_frames
 
 T = TypeVar("T")
 
@@ -32,15 +34,20 @@ class IoLoop(asyncio.SelectorEventLoop):
             return list(socket.getaddrinfo(host, port, **options))
 
 
-async def _end_tasks() -> None:
-    """Cancel all tasks until none is left: a task may begin meanwhile, or lose a cancellation that meets its result.
+async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel these tasks until all have ended. A task may lose a cancellation that meets its result.
 
-    The latter is `asyncio.wait_for` before Python 3.12.
+    `asyncio.wait_for` does so before Python 3.12.
     """
-    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-        for task in tasks:
+    while running := [task for task in tasks if not task.done()]:
+        for task in running:
             task.cancel()
-        await asyncio.wait(tasks, timeout=1)
+        await asyncio.wait(running, timeout=1)
+
+
+async def _end_all_tasks() -> None:
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # a task may begin meanwhile
+        await end_tasks(tasks)
 
 
 class IoThread:
@@ -68,7 +75,7 @@ class IoThread:
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-        self.loop.run_until_complete(_end_tasks())
+        self.loop.run_until_complete(_end_all_tasks())
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 
@@ -83,18 +90,25 @@ class IoThread:
         """Run a coroutine on the loop, and wait for its result; an interrupt of the caller cancels it."""
         return self.wait(self.start(coroutine))
 
-    def wait(self, future: Future[T]) -> T:
-        """Wait for a started coroutine; an interrupt of the caller cancels it.
+    def wait(self, future: Future[T], timeout: float = -1) -> T:
+        """Wait for a started coroutine; an interrupt of the caller or TimeoutError cancels it.
 
-        A GradpostError is raised without its traceback through the client, because forty lines of coroutines would hide
-        its message.
+        The caller waits for a lock of its own. An interrupt within `Future.result` may leave the future's lock held or
+        not held, so that the loop waits for it forever, or RuntimeError takes the place of KeyboardInterrupt.
         """
+        ended = threading.Lock()
+        ended.acquire()
+        try:
+            self.loop.call_soon_threadsafe(future.add_done_callback, lambda _: ended.release())
+            if not ended.acquire(timeout=timeout):
+                raise TimeoutError
+        except BaseException:
+            self.loop.call_soon_threadsafe(future.cancel)
+            raise
         try:
             return future.result()
         except GradpostError as error:
-            raise error.with_traceback(None) from None
-        except BaseException:
-            future.cancel()
+            drop_all_frames(error)
             raise
 
     def close(self) -> None:

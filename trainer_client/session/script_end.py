@@ -69,7 +69,7 @@ def outcome_of(error: BaseException | None) -> tuple[str, str, str | None]:
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return "done", "", None
     code = error.code if isinstance(error, GradpostError) else None
-    reason = f"{type(error).__name__}: {error}".rstrip(": ")
+    reason = f"{type(error).__qualname__}: {error}".rstrip(": ")
     if isinstance(error, BdbQuit):
         reason += ": breakpoint() found no terminal; gradpost up gives its own to a single trainer (--trainers 1)"
     return "failed", reason, code

@@ -7,14 +7,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, Unpack
 
+from ps_config.environment import CallError
 from ps_protocol.errors import GradpostError
 from ps_protocol.fields import MAX_RESULTS, OWN_RESULTS, check_result_name
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
+from ..client.arguments import TrainerArguments
 from ..client.output import KeptStream, keep_streams
 from ..client.run_client import RunClient
-from ..client.settings import TrainerArguments, read_settings, show_arguments
+from ..client.settings import read_settings, show_arguments
 from .frames import drop_frames, hide_frames
 from .host import Host
 from .io_thread import IoThread
@@ -50,7 +52,7 @@ class Session:
             raise
         self._is_open = True
         self._reported: set[str] = set()  # names
-        self._finish: Callable[[], object] = lambda: None
+        self.finish: Callable[[], object] = lambda: None
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
@@ -103,17 +105,10 @@ class Session:
                 "`with` block or the script ends"
             )
 
-    def call_at_close(self, finish: Callable[[], object]) -> None:
-        """Call `finish` when the script is done, before this trainer leaves; after a GradpostError it leaves as failed.
-
-        `finish` waits for the last step's parameters, or joins a ring, in which other trainers may have more batches.
-        """
-        self._finish = finish
-
     def report(self, **results: float) -> None:
         """Report numbers of the run, such as `loss` or `accuracy`; `gradpost up` and `status` show the latest.
 
-        Costs nothing: they travel with the next heartbeat, and stand on the trainer's `/metrics`. The summary contains
+        Does not block: they travel with the next heartbeat, and stand on the trainer's `/metrics`. The summary contains
         the numbers of the lowest rank, and of a host's processes those of the first. Its line omits `loss`, which is
         progress and not a result. Raises ValueError for more than 256 names, or one that is longer than 200 characters,
         cannot be printed or begins with `gradpost/`.
@@ -130,11 +125,7 @@ class Session:
         self._reported = names
         for name, value in update.items():
             self.client.metrics.reported.labels(name).set(value)
-        self.io.loop.call_soon_threadsafe(self.client.coordinator.report_results, update)
-
-    def report_measures(self, measures: dict[str, float]) -> None:
-        """Report numbers that Gradpost measures, as curves. Their names begin with `OWN_RESULTS`."""
-        self.io.loop.call_soon_threadsafe(self.client.coordinator.report_measures, measures)
+        self.client.coordinator.report_results(update)
 
     def summary(self) -> RunSummary:
         """Return the run in a few numbers, as the servers saw it. Blocks for an answer of the coordinator."""
@@ -184,7 +175,7 @@ class Session:
     def _finish_steps(self) -> tuple[str, str, str | None]:
         """Finish what the engine has left to do; return the outcome, its reason and its code."""
         try:
-            self._finish()
+            self.finish()
         except GradpostError as error:
             return outcome_of(error)
         except BaseException as error:  # an interrupt: the others cannot go on without this one, and hear of it now
@@ -194,7 +185,7 @@ class Session:
 
     def _leave(self, outcome: str, reason: str, code: str | None) -> None:
         patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
-        self.io.start(self.client.leave(outcome, reason, code)).result(timeout=patience + CLOSE_SECONDS)
+        self.io.wait(self.io.start(self.client.leave(outcome, reason, code)), timeout=patience + CLOSE_SECONDS)
 
     def __enter__(self) -> Session:
         return self
@@ -257,7 +248,7 @@ def use_session(session: Session | None, coordinator: str | None, **arguments: U
     if session is None:
         return connect(coordinator, **arguments)
     if coordinator is not None:
-        raise TypeError("coordinator can be set only before the trainer joins. Pass it to connect()")
+        raise CallError("coordinator can be set only before the trainer joins. Pass it to connect()")
     session.client.configure(**arguments)
     return session
 

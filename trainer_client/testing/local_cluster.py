@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import sys
 import sysconfig
@@ -18,8 +17,9 @@ from types import TracebackType
 from typing import Any
 
 from ps_config.certificates import client_files
-from ps_config.environment import PREFIX, find_path
-from ps_protocol.messages import ClusterStatus, PserverState, RunSummary
+from ps_config.environment import PREFIX, find_path, find_setting
+from ps_config.hosts import authority, reachable_host, take_port
+from ps_protocol.messages import ClusterStatus, RunSummary
 from ps_protocol.vocabulary import Rank
 
 from ..client.inspection import ClusterView
@@ -30,6 +30,7 @@ START_SECONDS = 60.0  # importing takes a second or two, and much longer on a bu
 # Settings of the services that their trainers need as well.
 _SHARED = ("GRADPOST_TLS_CA", "GRADPOST_TLS_CLIENT_CERT", "GRADPOST_TLS_CLIENT_KEY", "GRADPOST_TOKENS_DIR")
 MAX_KEPT_LINES = 10_000
+BACKLOG = 1024
 _SERVING = re.compile(r'(?=.*"event": "serving").*"address": "([^"]+)"')  # the log of a service
 
 
@@ -63,7 +64,7 @@ class LocalCluster:
         self.output: deque[str] = deque(maxlen=MAX_KEPT_LINES)
         self.pservers: list[Child] = []
         self.standbys: list[Child] = []
-        self._follows: dict[Child, int] = {}  # the pserver that each standby was started for
+        self.follows: dict[Child, int] = {}  # the pserver that each standby was started for
         self._addresses: dict[Child, list[str]] = {}  # at which a service has logged that it serves
         self.trainers: list[Child] = []
         self._coordinator: Child | None = None
@@ -96,53 +97,68 @@ class LocalCluster:
 
     # ------------------------------------------------------------------ services
 
-    def start(self, *, give_up: Callable[[], bool] = lambda: False) -> LocalCluster:
+    def start(self) -> LocalCluster:
         """Start the services, and return once the coordinator serves. The pservers register when they are ready.
 
-        Raises RuntimeError with the coordinator's output if it does not start, or if `give_up` returns True meanwhile.
+        Raises ListenError, and RuntimeError with the coordinator's output if it does not start.
+        """
+        self.launch()
+        self.wait_for_coordinator()
+        return self
+
+    def launch(self) -> None:
+        """Start the services without waiting. Connections to the coordinator are accepted at once, and answered later.
+
+        Raises ListenError.
         """
         self._guardian = Guardian()
-        self._start_coordinator(self._settings.get("GRADPOST_PORT", "0"), give_up)
+        self._spawn_coordinator(int(self._settings.get("GRADPOST_PORT", "0")))
         for index in range(self.num_pservers):
             self.start_pserver(index)
-        return self
+
+    def wait_for_coordinator(self, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the coordinator serves.
+
+        Ends the cluster and raises RuntimeError with the coordinator's output if it does not start, or if `give_up`
+        returns True meanwhile.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        while not self.find_address(self.coordinator):
+            if not self.coordinator.is_running or give_up() or time.monotonic() > deadline:
+                self.stop()
+                raise RuntimeError("the coordinator did not start:\n" + "\n".join(self.output))
+            time.sleep(0.02)
 
     def restart_coordinator(self, **env: Any) -> Child:
         """Start the coordinator again, once it has ended, with its state and its address."""
         self.coordinator.wait()
         # Only the first process resumes an earlier run; the next one continues with the processes of this run.
-        self._start_coordinator(self.address.rpartition(":")[2], lambda: False, **{"GRADPOST_RESUME": "false", **env})
+        self._spawn_coordinator(int(self.address.rpartition(":")[2]), **{"GRADPOST_RESUME": "false", **env})
+        self.wait_for_coordinator()
         return self.coordinator
 
     def restart(self, service: Child) -> Child:
-        """Start a service again that has ended. Raises RuntimeError if it is the coordinator and does not start."""
+        """Start a service again that has ended. Raises as `start` if it is the coordinator and does not start."""
         if service is self._coordinator:
             return self.restart_coordinator()
         return self.start_pserver(self.pservers.index(service))
 
-    def _start_coordinator(self, port: str, give_up: Callable[[], bool], **env: Any) -> None:
-        read_fd, write_fd = os.pipe()
-        try:
+    def _spawn_coordinator(self, port: int, **env: Any) -> None:
+        environ = {**self._environ, **self._settings}
+        host = self._settings.get("GRADPOST_HOST", "127.0.0.1")
+        with take_port(host, port) as bound:
+            bound.listen(BACKLOG)
+            scheme = "https" if find_setting("tls_cert", environ) else "http"
+            self.address = f"{scheme}://{authority(reachable_host(host), bound.getsockname()[1])}"
             self._coordinator = self._spawn_service(
                 "coordinator",
                 "services.coordinator",
-                pass_fds=(write_fd,),
-                GRADPOST_PORT=port,
-                GRADPOST_READY_FD=str(write_fd),
+                pass_fds=(bound.fileno(),),
+                GRADPOST_LISTEN_FD=str(bound.fileno()),
                 GRADPOST_NUM_TRAINERS=str(self.num_trainers),
                 **({"GRADPOST_NUM_PSERVERS": str(self.num_pservers)} if self.num_pservers else {}),
                 **env,
             )
-            os.close(write_fd)
-            write_fd = -1
-            self.address = _read_address(read_fd, give_up)
-            if not self.address:
-                self.stop()
-                raise RuntimeError("the coordinator did not start:\n" + "\n".join(self.output))
-        finally:
-            os.close(read_fd)
-            if write_fd != -1:
-                os.close(write_fd)
 
     def start_pserver(self, index: int, **env: Any) -> Child:
         """Start the pserver with this index, again if it has ended, with variables of its own."""
@@ -159,12 +175,8 @@ class LocalCluster:
         own = {"GRADPOST_PORT": "0", "GRADPOST_FOLLOW": str(index), **env}
         child = self._spawn_service(f"standby of pserver {index}", "services.pserver", **own)
         self.standbys.append(child)
-        self._follows[child] = index
+        self.follows[child] = index
         return child
-
-    def followed_by(self, standby: Child) -> int:
-        """Return the index of the pserver that a standby follows."""
-        return self._follows[standby]
 
     def exchange(self, index: int, standby: Child) -> None:
         """Rename a standby that has become a pserver. The process before it, if it still runs, follows it now."""
@@ -174,10 +186,10 @@ class LocalCluster:
         if former.is_running:
             former.name = f"standby of pserver {index}"
             self.standbys.append(former)
-            self._follows[former] = index
+            self.follows[former] = index
 
     def find_address(self, service: Child) -> str:
-        """Return the newest address of a pserver or standby; empty until it serves."""
+        """Return the newest address of a service; empty until it serves."""
         return next(reversed(self._addresses[service]), "")
 
     def report_end(self, index: int, service: Child) -> None:
@@ -190,7 +202,8 @@ class LocalCluster:
                 view.report_end(index, address)
 
     def _spawn_service(self, name: str, module: str, *, pass_fds: Sequence[int] = (), **env: Any) -> Child:
-        env = {**self.environment(), "GRADPOST_HOST": "127.0.0.1", **self._settings, **env}
+        logs = {"GRADPOST_LOG_FORMAT": "json", "GRADPOST_LOG_LEVEL": "info"}  # `handle_line` reads them
+        env = {**self.environment(), **logs, "GRADPOST_HOST": "127.0.0.1", **self._settings, **env}
         if "GRADPOST_TOKENS_DIR" in env and "GRADPOST_TOKEN_FILE" not in self._settings:
             env.pop("GRADPOST_TOKEN_FILE", None)  # the token of trainers is not sufficient for a service
         addresses: list[str] = []
@@ -302,20 +315,6 @@ class LocalCluster:
     def summary(self) -> RunSummary:
         """Return the summary of the run."""
         return self.view.summary()
-
-    def pserver_state(self, index: int, *, digest: bool = False) -> PserverState:
-        """Return the state of pserver `index`."""
-        return self.view.pserver_state(index, digest=digest)
-
-
-def _read_address(fd: int, give_up: Callable[[], bool]) -> str:
-    """Return the address that the coordinator announces; an empty string if it ends before that, or takes too long."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and not give_up():
-        ready, _, _ = select.select([fd], [], [], 0.05)
-        if ready:
-            return os.read(fd, 1000).decode().strip()
-    return ""
 
 
 _ROOT = str(Path(__file__).parents[2])  # the folder that holds our packages

@@ -43,7 +43,7 @@ class Child:
         self.name = name
         self._on_line = on_line
         self._guardian = guardian
-        self._exit_code: int | None = None
+        self.exit_code: int | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()  # held while signalling and while reaping
         self._process = start_process(
@@ -62,7 +62,7 @@ class Child:
         threading.Thread(target=self._await_end, name=f"end of {name}", daemon=True).start()
 
     def __repr__(self) -> str:
-        state = "running" if self._exit_code is None else f"exit code {self._exit_code}"
+        state = "running" if self.exit_code is None else f"exit code {self.exit_code}"
         return f"<Child {self.name} [pid {self.pid} | {state}]>"
 
     @property
@@ -75,11 +75,6 @@ class Child:
         """True until the process has ended."""
         return not self._ended.is_set()
 
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code: None while the process runs, negative for a signal."""
-        return self._exit_code
-
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end of the process and of its output, and return the exit code, which is negative for a signal.
 
@@ -88,13 +83,13 @@ class Child:
         if not self._ended.wait(timeout):
             assert timeout is not None
             raise subprocess.TimeoutExpired(self._process.args, timeout)
-        assert self._exit_code is not None
-        return self._exit_code
+        assert self.exit_code is not None
+        return self.exit_code
 
     def signal(self, number: Signals) -> None:
         """Send a signal to the whole group, unless the process has ended."""
         with self._lock:
-            if self._exit_code is None:
+            if self.exit_code is None:
                 self._signal_group(number)
 
     def stop(self, grace_seconds: float = 10.0) -> int:
@@ -122,7 +117,7 @@ class Child:
         self._pump.join(LINGER_SECONDS)
         with self._lock:
             self._signal_group(SIGKILL)
-            self._exit_code = self._process.wait()
+            self.exit_code = self._process.wait()
         self._pump.join(LINGER_SECONDS)  # a process that left the group may keep the pipe open
         if self._guardian is not None:
             self._guardian.forget(self.pid)

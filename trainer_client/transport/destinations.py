@@ -108,7 +108,7 @@ def make_shard_destinations(
                 dtype = plan.pulled(block.parameter)
                 begin, end = block.begin * DTYPE_BYTES[dtype], block.end * DTYPE_BYTES[dtype]
                 blocks[block.name] = memory[block.parameter][begin:end]
-                if dtype == "F32" and block.parameter not in plan.means:
+                if dtype == "F32" and block.parameter not in plan.buffer_rules:
                     rounded[block.name] = blocks[block.name]
         deltas = Deltas(rounded) if keeps_values and plan.wire.pulls_deltas else None
         result.append(ShardDestination(blocks, deltas))

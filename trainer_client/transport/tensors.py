@@ -19,7 +19,10 @@ def wire_dtype(name: str, tensor: Tensor) -> str:
     try:
         return WIRE_DTYPES[tensor.dtype]
     except KeyError:
-        raise BadModel(f"{name!r} is {tensor.dtype}, which the protocol does not support") from None
+        advice = "model.float()"
+        if tensor.is_complex():
+            advice = "torch.view_as_real(…) as the parameter, and torch.view_as_complex in the forward pass"
+        raise BadModel(f"{name!r} is {tensor.dtype}, which the protocol does not support. Use {advice}") from None
 
 
 def writable_bytes(tensor: Tensor) -> memoryview:

@@ -38,7 +38,7 @@ def add_dashboard_routes(app: FastAPI, kept_runs: str = "") -> None:
     @app.get(DASHBOARD, include_in_schema=False)
     async def dashboard(request: Request) -> Response:
         """Return the page."""
-        wants_token = getattr(app.state, "wants_token", False)
+        wants_token = app.state.guard.tokens is not None
         return _send(await asyncio.to_thread(read_page, wants_token=wants_token, kept_runs=kept_runs), request)
 
     @app.get(DASHBOARD_FILE, include_in_schema=False)

@@ -16,9 +16,8 @@ import httpx
 from ps_config.control_client import may_be_problem, raise_for_problem
 from ps_protocol.errors import NotReady, StaleRound, TryAgain
 from ps_protocol.frames import LENGTH_BYTES, TRUSTED_LIMITS, Frame, parse_header, parse_length
-from ps_protocol.messages import PserverState
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import STATE
+from ps_protocol.routes import SHARD
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.large_replies import PART_BYTES
 
@@ -64,14 +63,6 @@ async def get_from(coordinator: Coordinator, member: PserverMember, route: str, 
     return response.content
 
 
-async def read_versions(coordinator: Coordinator, pservers: Sequence[PserverIndex]) -> set[Round]:
-    """Return the rounds of these pservers."""
-    answers = await asyncio.gather(
-        *(get_from(coordinator, find_member(coordinator, index), STATE, {}) for index in pservers)
-    )
-    return {PserverState.from_answer(answer).round for answer in answers}
-
-
 STILL_SECONDS = 7.0  # a server closes a stalled connection after `body_timeout_seconds`, which is longer
 PARTS_AT_ONCE = 2  # more than the kernels' buffers between two processes hold
 GONE = "a pserver went away while its shard was being read"
@@ -88,7 +79,6 @@ class IncomingFrame:
         self.run = self.metadata["run"]
         self.attempt = int(self.metadata["attempt"])
         self.version: Round = int(self.metadata["round"])
-        self.names = frozenset(entry.name for entry in frame.tensors)
         self._parts = parts
         self._rest = bytearray(rest)
         self._receive_lock = asyncio.Lock()
@@ -130,7 +120,7 @@ class IncomingFrame:
 
 @asynccontextmanager
 async def open_frames(
-    coordinator: Coordinator, route: str, names: Mapping[PserverIndex, Sequence[str]]
+    coordinator: Coordinator, names: Mapping[PserverIndex, Sequence[str]]
 ) -> AsyncIterator[dict[PserverIndex, IncomingFrame]]:
     """Open the frames of these pservers with these blocks (none: all of them).
 
@@ -143,9 +133,7 @@ async def open_frames(
     for _ in range(TRIES):
         async with AsyncExitStack() as stack:
             opening = [
-                _open_frame(
-                    coordinator, stack, find_member(coordinator, index), route, {**named, "name": list(of_pserver)}
-                )
+                _open_frame(coordinator, stack, find_member(coordinator, index), {**named, "name": list(of_pserver)})
                 for index, of_pserver in names.items()
             ]
             answers = await asyncio.gather(*opening, return_exceptions=True)
@@ -178,13 +166,13 @@ async def _draining(frames: Sequence[IncomingFrame]) -> AsyncIterator[None]:
 
 
 async def _open_frame(
-    coordinator: Coordinator, stack: AsyncExitStack, member: PserverMember, route: str, parameters: dict[str, Any]
+    coordinator: Coordinator, stack: AsyncExitStack, member: PserverMember, parameters: dict[str, Any]
 ) -> IncomingFrame:
     """Request a frame and read its header. The data arrives until the stack is closed."""
     try:
         response = await stack.enter_async_context(
             coordinator.http.stream(
-                "GET", member.info.address + route, params=parameters, timeout=READ_SECONDS + WAIT_SECONDS
+                "GET", member.info.address + SHARD, params=parameters, timeout=READ_SECONDS + WAIT_SECONDS
             )
         )
         if may_be_problem(response):

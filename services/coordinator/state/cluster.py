@@ -60,7 +60,6 @@ class Cluster:
             settings.wanted_pservers, settings.lease_seconds, num_standbys=settings.standbys
         )
         self.run = Run.begin(name_run(), settings, {})
-        self.is_writing_manifest = False
         self.beginning: Manifest | None = None  # the checkpoint that the next run begins with
         self.persisted: Mapping[PserverIndex, Replicas] = {}  # the replicas on the disk, or earlier ones
         self.resumption: Resumption | None = None  # until processes of the run before have reported or expired
@@ -102,7 +101,7 @@ class Cluster:
         """Restore the cluster from its record. All leases begin now, and the last change is made again."""
         self.restore_incarnations(record)
         for pserver in record.pservers:
-            self.registry = self.registry.restore(pserver, now, record.replicas.get(pserver.info.index))
+            self.registry = self.registry.restore(pserver, now, record.replicas[pserver.info.index])
         self.run = self.run.note_holders(record.run_incarnations)
         if record.run is not None:
             self.run = self.run.restore(record.run, now)
@@ -194,7 +193,7 @@ class Cluster:
         if stop:
             self.registry = self.registry.ask_to_stop(index)
         return PserverHeartbeatReply(
-            complete=run.complete_checkpoints if run.knows_checkpoints and not self.is_writing_manifest else None,
+            complete=run.complete_checkpoints,
             notice=describe_notice(self.run, self.registry, now),
             stop=stop,
             exit_code=self.exit_code,
@@ -205,8 +204,6 @@ class Cluster:
 
         A set that is not persisted could lack a standby that a restarted coordinator may promote.
         """
-        if not self._settings.is_replicated:
-            return RequiredStandbys()
         replicas = self.persisted.get(index)
         return None if replicas is None or replicas.incarnation != incarnation else replicas.required
 
@@ -382,7 +379,8 @@ class Cluster:
         return PlanReady(
             run=record.name,
             attempt=record.attempt,
-            plan=record.plan.as_json,
+            plan=record.plan,
+            digest=record.plan.digest,
             pservers=pservers,
             uploader=record.uploader,
             start=record.membership.starts.get(rank, (record.base_round or 0) + 1),

@@ -4,7 +4,8 @@
 
 For a trainer that left, each open round either contains its contribution or not. It is **in** if every pserver has
 applied the round with it or holds all of it, and at least one has counted its barrier. It is **out** if no pserver has
-applied the round with it. Otherwise, as when a pserver that had it died too, the run rolls back to the round before.
+applied the round with it. Otherwise, as when the trainer died between two pservers, the run rolls back to the round
+before. Without a log no pserver can go back one round: the trainer is in that round on some pservers only.
 In asynchronous modes a contribution counts alone (`decide_steps`): only the first steps of new trainers are decided.
 """
 
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 from ps_protocol.errors import Ended
+from ps_protocol.fields import MAX_ORDINAL
 from ps_protocol.membership import Controls, FrozenRounds, Membership
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
@@ -48,7 +51,7 @@ class Refusal:
 def decide_change(run: Run, targets: Mapping[Rank, Incarnation], answers: Answers) -> Decision | Rollback:
     """Return the next decision for a run, given the answers of all frozen pservers, or a rollback."""
     rounds = [answer for _, answer in answers.values() if answer is not None]
-    lowest = min((answer.applied for answer in rounds), default=0)
+    lowest = min((answer.applied for answer in rounds), default=MAX_ORDINAL)  # without any, the newest checkpoint
     if run.requests.rollback_to is not None:
         newest = min(lowest, run.requests.rollback_to)
         return Rollback(newest, "an administrator requested it", is_asked=newest == run.requests.rollback_to)
@@ -56,8 +59,9 @@ def decide_change(run: Run, targets: Mapping[Rank, Incarnation], answers: Answer
         if reason := _find_loss(run, targets, index, incarnation, answer):
             return Rollback(lowest, f"pserver {index} {reason}")
     rules = run.settings.consistency
-    decide_mode = decide_steps if rules.is_async else decide_rounds
     take_over = {trainer.rank for trainer in run.record.trainers.values() if trainer.is_awaited}
+    has_log = run.settings.log_durability != "none"
+    decide_mode = decide_steps if rules.is_async else partial(decide_rounds, has_log=has_log)
     outcome = decide_mode(run.record.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
     if isinstance(outcome, Rollback):
         return outcome
@@ -148,6 +152,7 @@ def decide_rounds(
     *,
     max_delay: int = 0,
     take_over: Collection[Rank] = (),
+    has_log: bool = True,
 ) -> Membership | Rollback:
     """Return the membership with new `members` in the synchronous mode, or a rollback.
 
@@ -162,6 +167,8 @@ def decide_rounds(
     >>> lost = FrozenRounds(applied=6)
     >>> decide_rounds(two, {0: 1}, [lost, FrozenRounds(applied=7, participants={7: (0, 1)})])
     Rollback(newest=6, is_asked=False)
+    >>> decide_rounds(two, {0: 1}, [lost, FrozenRounds(applied=7, participants={7: (0, 1)})], has_log=False).sets
+    {7: (0,), 8: (0,)}
     """
     newest_applied = max(answer.applied for answer in answers)
     first, last = min(answer.applied for answer in answers) + 1, newest_applied + 1 + max_delay
@@ -178,7 +185,7 @@ def decide_rounds(
                 continue
             if _is_in(rank, round_, answers):
                 sets[round_].add(rank)
-            elif rank in staying or any(_has_applied_with(rank, round_, answer) for answer in answers):
+            elif rank in staying or (has_log and any(_has_applied_with(rank, round_, answer) for answer in answers)):
                 return Rollback(round_ - 1, f"the contribution of trainer {rank} to round {round_} is lost")
     if not members:  # without trainers no round may be applied without a contribution
         newest = max([last - 1 - max_delay, *(round_ for round_, ranks in sets.items() if ranks)])

@@ -95,7 +95,8 @@ def check_expectations(run: Run, request: JoinTrainer) -> None:
     fewest, most = run.sizes
     if request.world_size is not None and not fewest <= request.world_size <= most:
         raise Conflict(
-            "the WORLD_SIZE of the trainer does not match num_trainers and max_trainers of the coordinator",
+            "the WORLD_SIZE of the trainer does not match num_trainers and max_trainers of the coordinator; under "
+            "torchrun a host is one trainer, so start with: gradpost up --trainers 1 -- torchrun --standalone …",
             code="world_mismatch",
             expected=f"WORLD_SIZE {fewest}" if fewest == most else f"WORLD_SIZE {fewest} to {most}",
             actual=f"WORLD_SIZE {request.world_size}",
@@ -196,7 +197,7 @@ def start_run(run: Run, pservers: Mapping[PserverIndex, Incarnation], beginning:
     if beginning is None:
         return run
     try:
-        check_same_tensors(plan, beginning.slice_plan(), f"the checkpoint of run {beginning.run}")
+        check_same_tensors(plan, beginning.plan, f"the checkpoint of run {beginning.run}")
     except ModelMismatch as error:
         return run.fail(_name_resumption(run, error) or error, now)
     starts: dict[Rank, Round] = {}

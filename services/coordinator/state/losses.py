@@ -31,7 +31,7 @@ from ps_protocol.messages import Leave, TrainerHeartbeat
 from ps_protocol.vocabulary import Rank, Round
 
 from .joining import agree_on_model, end_last_call
-from .record import EVICTED, TrainerState
+from .record import TrainerState
 from .run import Run, name_ranks
 
 
@@ -41,7 +41,7 @@ def note_heartbeat(run: Run, rank: Rank, message: TrainerHeartbeat, now: float) 
     Raises ModelMismatch if the other trainers have declared another model meanwhile.
     """
     trainer, record = run.member(rank, message.run, message.incarnation), run.record
-    run = run.with_report(rank, seen_at=now, heartbeat=message)
+    run = run.with_report(rank, seen_at=now, heartbeat=message.model_copy(update={"output": None, "means": None}))
     first = record.membership.starts.get(rank, (record.base_round or 0) + 1)
     # An earlier round is not a round that this incarnation has received.
     if message.attempt == record.attempt and message.round >= first:
@@ -110,7 +110,8 @@ def leave_run(run: Run, rank: Rank, message: Leave, now: float) -> Run:
     if record.state == "gathering" and record.plan is None:
         others = {other: t for other, t in record.trainers.items() if other != rank}
         return replace(run.with_change(trainers=others), reports={other: run.reports[other] for other in others})
-    done = record.with_trainers([rank], state="done", is_awaited=False, round=message.round)
+    is_exact = message.attempt is not None
+    done = record.with_trainers([rank], state="done", is_awaited=False, round=message.round, is_round_exact=is_exact)
     run = replace(run, record=done.with_change())
     if message.attempt is not None and message.attempt < record.attempt:
         run = run.fail_for_lost_rounds(record.base_round or 0, message.round, now)
@@ -129,7 +130,7 @@ def evict_trainer(run: Run, rank: Rank, now: float) -> Run:
             f"run {record.name} would have too few trainers without trainer {rank}; stop the run with: gradpost stop",
             code="cannot_evict", expected=f">= {needed}", actual=others,
         )  # fmt: skip
-    why = f"trainer {rank} {EVICTED}"
+    why = f"trainer {rank} was evicted by an administrator"
     return _remove_member(run, rank, why, now, state="lost", is_awaited=False, was_evicted=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -63,7 +63,6 @@ def check_same_model(rank: Rank, mine: DeclareModel, whose: str, theirs: Declare
                 expected=getattr(theirs, name),
                 actual=getattr(mine, name),
             )
-    _check_buffers((spec[0] for spec in mine.parameters), (spec[0] for spec in theirs.buffers), whose)
     for name, a, b in (("parameters", mine.parameters, theirs.parameters), ("buffers", mine.buffers, theirs.buffers)):
         if len(a) != len(b):
             raise ModelMismatch(
@@ -90,7 +89,6 @@ def _describe(tensor: Sequence[Any]) -> str:
 
 def check_same_tensors(plan: SlicePlan, other: SlicePlan, whose: str) -> None:
     """Raise ModelMismatch with the first difference between two plans' tensors and optimizers; cuts may differ."""
-    _check_buffers((spec.name for spec in plan.parameters), (spec.name for spec in other.buffers), whose)
     for what, mine, theirs in (
         ("parameters", plan.parameters, other.parameters),
         ("buffers", _shapes(plan), _shapes(other)),
@@ -101,15 +99,6 @@ def check_same_tensors(plan: SlicePlan, other: SlicePlan, whose: str) -> None:
             raise ModelMismatch(
                 f"the trainers and {whose} declare different {what}", expected=str(pairs[0][1]), actual=str(pairs[0][0])
             )
-
-
-def _check_buffers(averaged: Iterable[str], stored: Iterable[str], whose: str) -> None:
-    """Raise ModelMismatch if an earlier version stored buffers unchanged that trainers average now."""
-    if both := sorted(frozenset(averaged) & frozenset(stored)):
-        raise ModelMismatch(
-            f"{whose} stores the buffer {both[0]!r} unchanged, as earlier versions did, and trainers "
-            "average it: export its model with gradpost checkpoint export, and load the file in a new run"
-        )
 
 
 def _shapes(plan: SlicePlan) -> tuple[tuple[str, tuple[int, ...], str], ...]:

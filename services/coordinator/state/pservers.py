@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Conflict, StalePserver, TryAgain
 from ps_protocol.membership import PserverRegistered, RegisterPserver
-from ps_protocol.messages import PserverHeartbeat, PserverInfo, ShardFile
+from ps_protocol.messages import PserverHeartbeat, PserverInfo
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 
 from .record import PserverRecord
@@ -48,24 +48,20 @@ class PserverMember:
         return self.heartbeat.run, self.heartbeat.attempt
 
     @property
-    def has_reported(self) -> bool:
-        """True if the pserver has sent a heartbeat since its lease began."""
-        return self.seen_at > self.present_since
-
-    @property
     def is_unaware(self) -> bool:
         """True for a standby that was registered as the pserver, and may not know of it yet."""
-        return self.record.promoted_at == self.info.incarnation and not self.has_reported
-
-    @property
-    def shards(self) -> dict[Round, ShardFile]:
-        """The shards of checkpoints that the pserver has written, by their rounds."""
-        return {file.round: file for file in self.heartbeat.checkpoints}
+        return self.record.promoted_at == self.info.incarnation and self.seen_at <= self.present_since
 
     @property
     def coming_checkpoints(self) -> frozenset[Round]:
-        """The rounds of checkpoints that were requested and are not written yet."""
+        """The rounds of checkpoints that were requested and are not published yet."""
         return frozenset(self.heartbeat.coming_checkpoints)
+
+    @property
+    def known_checkpoints(self) -> frozenset[Round]:
+        """The rounds of checkpoints that are coming, and of the newest one that is published."""
+        published = self.heartbeat.published
+        return self.coming_checkpoints if published is None else self.coming_checkpoints | {published.round}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +97,11 @@ class PserverRegistry:
         """Return whether every pserver serves this run and attempt."""
         return self.is_complete and all(member.attempt_id == attempt_id for member in self.members.values())
 
-    def restore(self, record: PserverRecord, now: float, replicas: Replicas | None = None) -> PserverRegistry:
+    def restore(self, record: PserverRecord, now: float, replicas: Replicas) -> PserverRegistry:
         """Restore a recorded pserver, whose lease begins now."""
         index = record.info.index
         if index >= self.num_pservers:
             return self
-        replicas = replicas or Replicas(record.instance, record.info.incarnation)  # earlier versions record none
         return self._with_member(PserverMember.begin(record, now, is_restored=True))._with_replicas(index, replicas)
 
     def register(
@@ -166,7 +161,8 @@ class PserverRegistry:
         for index, member in self.members.items():
             if member.record.instance == request.instance:
                 return index
-        taken = {index for index, member in self.members.items() if not self._succeeds(request, member)}
+        own = request.index, request.previous  # what a restarted process succeeds
+        taken = {index for index, member in self.members.items() if (index, member.info.incarnation) != own}
         free = [index for index in range(self.num_pservers) if index not in taken]
         if request.index is None:
             if not free:
@@ -199,9 +195,6 @@ class PserverRegistry:
                 current=holder,
             )
         return request.index
-
-    def _succeeds(self, request: RegisterPserver, member: PserverMember) -> bool:
-        return request.index == member.info.index and request.previous == member.info.incarnation
 
     def heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverRegistry:
         """Renew a lease and store the progress. Raises StalePserver if the sender must register again."""

@@ -9,19 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator
 
 from ps_protocol.errors import GradpostError, error_from_problem
-from ps_protocol.fields import Message
-from ps_protocol.membership import Controls, Membership
+from ps_protocol.fields import ByOrdinal, Message
+from ps_protocol.membership import Controls, Membership, Plan
 from ps_protocol.messages import DeclareModel, PserverInfo, RunState
-from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
-from services.runtime.checkpoints import Manifest, is_undone, nest_membership
+from services.runtime.checkpoints import Manifest, is_undone
 
 from .replicas import Replicas
-
-EVICTED = "was evicted by an administrator"  # the end of `why`; files of November 2026 have no `was_evicted`
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -33,13 +30,7 @@ def _replace(value: MessageT, fields: Mapping[str, Any]) -> MessageT:
     return type(value)(**{**dict(value), **fields})
 
 
-class _Record(Message):
-    """A message whose fields have other names in the file, by their aliases."""
-
-    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
-
-
-class TrainerRecord(_Record):
+class TrainerRecord(Message):
     """The newest incarnation of one rank. See losses.py for its states."""
 
     rank: Rank
@@ -47,7 +38,7 @@ class TrainerRecord(_Record):
     instance: str
     metrics_address: str | None
     state: TrainerState = "joined"
-    has_declared: bool = Field(default=False, alias="declared")  # a model, even if it was lost since
+    has_declared: bool = False  # a model, even if it was lost since
     declaration: DeclareModel | None = None  # the declared model of a trainer that was lost before training began
     why: str = ""  # the reason for which it was lost or failed
     was_evicted: bool = False  # lost because an administrator evicted it
@@ -55,47 +46,22 @@ class TrainerRecord(_Record):
     is_awaited: bool = False
     is_resumed: bool = False  # awaited since the run was resumed, so that all begin together
     round: Round = 0  # the newest completed round of a trainer that is done
+    is_round_exact: bool = True  # False if its process ended without leaving: the round is that of a heartbeat
 
     @property
     def is_present(self) -> bool:
         """True if the trainer holds its rank."""
         return self.state in ("joined", "declared")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_earlier(cls, trainer: Any) -> Any:
-        match trainer:
-            case {"state": "lost", "why": str(why)} if why.endswith(EVICTED):
-                return {"was_evicted": True, **trainer}
-        return trainer
 
-
-def _read_trainers(trainers: Any) -> Any:
-    """Return trainers by rank, in order of their ranks; the file lists them."""
-    if not isinstance(trainers, Mapping):
-        listed = TypeAdapter(tuple[TrainerRecord, ...]).validate_python(trainers)
-        trainers = {trainer.rank: trainer for trainer in listed}
-    return dict(sorted(trainers.items()))
-
-
-Trainers = Annotated[
-    dict[Rank, TrainerRecord],
-    BeforeValidator(_read_trainers),
-    PlainSerializer(lambda trainers: list(trainers.values())),
-]
 Failure = Annotated[
     GradpostError,
     PlainValidator(lambda given: given if isinstance(given, GradpostError) else error_from_problem(given)),
     PlainSerializer(lambda failure: failure.to_problem()),
 ]
-Plan = Annotated[
-    SlicePlan,
-    PlainValidator(lambda given: given if isinstance(given, SlicePlan) else SlicePlan.from_json(given)),
-    PlainSerializer(lambda plan: plan.as_json),
-]
 
 
-class RunRecord(_Record):
+class RunRecord(Message):
     """The durable state of a run. Transitions return another record: `with_change` if pservers must receive it.
 
     A higher `change_number` makes the reconciler freeze all pservers, and install the newest membership on them.
@@ -111,24 +77,16 @@ class RunRecord(_Record):
     attempt: int = 0  # raised by each rollback
     membership: Membership = Membership({})  # the newest decision
     # The round that this attempt began with; None: initial values.
-    base_round: Round | None = Field(default=None, alias="resume")
+    base_round: Round | None = None
     began: dict[int, Round | None] = Field(default={})  # the round that each attempt since the first began with
     source: str | None = None  # the run whose checkpoint this one began with
-    has_begun: bool = True  # every pserver has installed the run once
-    has_trained: bool = True  # a trainer has completed a round, so that initial values cannot replace it
-    change_number: int = Field(default=0, alias="number")  # of the newest change that every pserver must receive
-    trainers: Trainers = Field(default={})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_earlier(cls, run: Any) -> Any:
-        match run:
-            case {"declaration": {"average_buffers": 0, **declaration}}:
-                run = {**run, "declaration": declaration}
-        match run:
-            case {"attempt": int(attempt), "resume": resume} if attempt and not run.get("began"):
-                run = {**run, "began": {attempt: resume}}
-        return nest_membership(run)
+    checkpoints: tuple[Round, ...] = ()  # the rounds of the complete ones, newest first
+    has_begun: bool = False  # every pserver has installed the run once
+    has_trained: bool = False  # a trainer has completed a round, so that initial values cannot replace it
+    change_number: int = 0  # of the newest change that every pserver must receive
+    trainers: Annotated[ByOrdinal[TrainerRecord], AfterValidator(lambda found: dict(sorted(found.items())))] = Field(
+        default={}
+    )
 
     @property
     def attempt_id(self) -> tuple[str, int]:
@@ -180,10 +138,6 @@ class RunRecord(_Record):
         """True if the run is over and all trainers have left."""
         return self.is_over and not self.members
 
-    def find_declaration(self, trainer: TrainerRecord) -> DeclareModel | None:
-        """Return the model that a trainer declared before training began, which others may have replaced since."""
-        return self.declaration if self.plan is None and trainer.state == "declared" else trainer.declaration
-
     def has_undone(self, manifest: Manifest) -> bool:
         """Return whether the run was rolled back behind this checkpoint, which may not be deleted yet."""
         return manifest.run == self.name and is_undone(manifest.round, manifest.attempt, self.began)
@@ -205,7 +159,10 @@ class RunRecord(_Record):
         """Return the run with a decision in effect."""
         fields = {name: getattr(decision, name) for name in ("attempt", "base_round", "uploader", "membership")}
         if decision.attempt != self.attempt:
-            fields |= {"source": None, "began": {**self.began, decision.attempt: decision.base_round}}
+            base = -1 if decision.base_round is None else decision.base_round
+            kept = tuple(round_ for round_ in self.checkpoints if round_ <= base)
+            began = {**self.began, decision.attempt: decision.base_round}
+            fields |= {"source": None, "began": began, "checkpoints": kept}
         return self.with_fields(**fields)
 
 
@@ -278,6 +235,6 @@ class ClusterRecord(Message):
     pserver_incarnations: dict[PserverIndex, Incarnation]
     run_incarnations: dict[PserverIndex, Incarnation]
     pservers: tuple[PserverRecord, ...]
-    replicas: dict[PserverIndex, Replicas] = Field(default={})
+    replicas: dict[PserverIndex, Replicas]
     beginning: Beginning | None = None
     run: RunRecord | None

@@ -27,18 +27,6 @@ Replica: TypeAlias = str  # the instance of one process
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """The answer of a replica that refuses the stream of the incarnation in force; of the leader itself as well.
-
-    `has_acknowledged`: it holds the newest update that any trainer has received. False while this update is not known:
-    until every trainer has reported its newest one after the leader has ended, or after its lease.
-    """
-
-    num_updates: int
-    has_acknowledged: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Replicas:
     """The leader of a shard and its standbys. `number` increases with each event, as does the leader's copy."""
 
@@ -130,19 +118,18 @@ class Replicas:
         return Replicas(replica, incarnation, self.number + 1, self.in_sync - {replica})
 
 
-def choose_leader(replicas: Replicas, candidates: Mapping[Replica, Candidate]) -> Replica | None:
+def choose_leader(replicas: Replicas, num_updates: Mapping[Replica, int]) -> Replica | None:
     """Return a replica that holds every acknowledged update, or None: the fail-over must wait.
 
+    `num_updates` has the replicas that refuse the stream of the incarnation in force; the leader as well if it answers.
+
     >>> replicas = Replicas("a", in_sync=frozenset({"b"}))
-    >>> choose_leader(replicas, {"b": Candidate(7), "c": Candidate(8)})
+    >>> choose_leader(replicas, {"b": 7, "c": 8})
     'b'
-    >>> choose_leader(replicas, {"c": Candidate(8), "d": Candidate(7, has_acknowledged=True)})
-    'd'
-    >>> choose_leader(replicas, {"c": Candidate(8)}) is None
+    >>> choose_leader(replicas, {"c": 8}) is None
     True
     """
-    if replicas.leader in candidates:  # it has not ended
+    if replicas.leader in num_updates:  # it has not ended
         return replicas.leader
-    members = candidates.keys() & replicas.in_sync
-    holding = members or [replica for replica, candidate in candidates.items() if candidate.has_acknowledged]
-    return max(holding, key=lambda replica: (candidates[replica].num_updates, replica), default=None)
+    members = num_updates.keys() & replicas.in_sync
+    return max(members, key=lambda replica: (num_updates[replica], replica), default=None)

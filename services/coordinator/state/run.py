@@ -26,6 +26,8 @@ from ps_protocol.vocabulary import Incarnation, NonfinitePolicy, PserverIndex, R
 from ..settings import CoordinatorSettings
 from .record import Decision, RunRecord, TrainerRecord
 
+MAX_NAMED = 3  # trainers in one line
+
 
 def name_ranks(ranks: Iterable[Rank]) -> str:
     """Return the trainers of these ranks in words.
@@ -34,6 +36,11 @@ def name_ranks(ranks: Iterable[Rank]) -> str:
     'trainer 0, trainer 2'
     """
     return ", ".join(f"trainer {rank}" for rank in ranks)
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +110,6 @@ class Run:
     lost_rounds: Mapping[PserverIndex, LostRounds] = field(default_factory=dict)  # reports of this attempt
     newest_applied: Round = 0  # the newest round that a pserver has reported in this attempt
     newest_received: Round = 0  # the newest round that a trainer has reported as received in this attempt
-    complete_checkpoints: tuple[Round, ...] = ()  # newest first
-    listed_attempt: int | None = None  # the attempt whose checkpoints were listed
     is_result_saved: bool = False  # the summary and the last checkpoint are made, so that pservers may exit
     installed: Installed = Installed()
     unserved_at: float = -math.inf  # when a pserver last did not serve the run, by the monotonic clock
@@ -117,7 +122,7 @@ class Run:
     def begin(cls, name: str, settings: CoordinatorSettings, incarnations: Mapping[Rank, Incarnation]) -> Run:
         """Return a run without trainers."""
         num_trainers = settings.num_trainers if settings.max_trainers is None else None
-        record = RunRecord(name=name, num_trainers=num_trainers, has_begun=False, has_trained=False)
+        record = RunRecord(name=name, num_trainers=num_trainers)
         return cls(settings, record, incarnations)
 
     def restore(self, record: RunRecord, now: float) -> Run:
@@ -132,7 +137,15 @@ class Run:
             record=record.with_fields(num_trainers=num_trainers, change_number=number).with_change(),
             reports={
                 rank: TrainerReport.begin(
-                    trainer, record.name, now, trainer.round, gone_at=now, declaration=record.find_declaration(trainer)
+                    trainer,
+                    record.name,
+                    now,
+                    trainer.round,
+                    gone_at=now,
+                    # Before training others may have replaced the run's declaration since.
+                    declaration=record.declaration
+                    if record.plan is None and trainer.state == "declared"
+                    else trainer.declaration,
                 )
                 for rank, trainer in record.trainers.items()
             },
@@ -191,11 +204,6 @@ class Run:
     def is_changing(self) -> bool:
         """True if a pserver may not have installed the newest decision, which may be a rollback."""
         return self.record.state == "training" and self.installed.number < self.record.change_number
-
-    @property
-    def knows_checkpoints(self) -> bool:
-        """True if the checkpoints of this attempt have been listed; until then `complete_checkpoints` is unknown."""
-        return self.listed_attempt == self.record.attempt
 
     @property
     def missing_ranks(self) -> list[Rank]:
@@ -274,8 +282,7 @@ class Run:
         if decision.attempt != self.record.attempt:
             requests = replace(requests, rollback_to=None)
             base = decision.base_round or 0
-            rounds = tuple(round_ for round_ in self.complete_checkpoints if round_ <= base)
-            run = replace(run, newest_applied=0, newest_received=0, lost_rounds={}, complete_checkpoints=rounds)
+            run = replace(run, newest_applied=0, newest_received=0, lost_rounds={})
             run = replace(run, first_round=None if run.first_round is None else min(run.first_round, base))
         record = self.record.adopt(decision)
         return replace(run, record=record, reason=decision.reason, requests=requests, pending=None)
@@ -316,20 +323,20 @@ class Run:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def list_checkpoints(self, attempt: int, rounds: Sequence[Round]) -> Run:
-        """Note the complete checkpoints, newest first, unless the run was rolled back since `attempt`."""
-        if attempt != self.record.attempt:
-            return self
-        return replace(self, complete_checkpoints=tuple(rounds), listed_attempt=attempt)
+    @property
+    def complete_checkpoints(self) -> tuple[Round, ...]:
+        """The rounds of the complete checkpoints, newest first."""
+        return self.record.checkpoints
 
     def add_checkpoint(self, attempt: int, round_: Round) -> Run:
         """Note a complete checkpoint, unless the run was rolled back since `attempt`, which may have undone it."""
-        is_current = attempt == self.record.attempt
-        return replace(self, complete_checkpoints=(round_, *self.complete_checkpoints)) if is_current else self
+        is_current = self.record.attempt == attempt
+        rounds = (round_, *self.complete_checkpoints)
+        return replace(self, record=self.record.with_fields(checkpoints=rounds)) if is_current else self
 
-    def drop_checkpoint(self, round_: Round) -> Run:
-        """Forget a checkpoint that will be deleted."""
-        return replace(self, complete_checkpoints=tuple(r for r in self.complete_checkpoints if r != round_))
+    def drop_checkpoints(self, num_kept: int) -> Run:
+        """Forget all but the newest checkpoints; the others are deleted."""
+        return replace(self, record=self.record.with_fields(checkpoints=self.complete_checkpoints[:num_kept]))
 
     # ------------------------------------------------------------------ losses and the end
 
@@ -353,6 +360,31 @@ class Run:
         if self.settings.consistency.is_async or self.settings.loss_policy == "continue":
             return []
         return sorted(t.rank for t in self.record.trainers.values() if t.state == "done" and t.round > round_)
+
+    def describe_left_early(self, rounds: Round) -> str:
+        """Return which trainers left before the last of `rounds`; an empty text if all hold the last parameters.
+
+        It is empty in asynchronous modes, where no two trainers hold the same parameters. Of a process that exited
+        without leaving the run only the round of a heartbeat is known.
+        """
+        early = [t for t in self.record.trainers.values() if t.state == "done" and t.round < rounds]
+        if not early or self.settings.consistency.is_async:
+            return ""
+        exact = [f"trainer {t.rank} (round {t.round})" for t in early if t.is_round_exact]
+        exited = [f"trainer {t.rank}" for t in early if not t.is_round_exact]
+        texts = []
+        if exact:
+            texts.append(
+                f"{_shorten(exact)} left before round {rounds}, with older parameters than the others. Let all "
+                "trainers take equally many steps, and iterate over optimizer.epochs(…), which continues where the "
+                "run is"
+            )
+        if exited:
+            texts.append(
+                f"{_shorten(exited)} exited without leaving the run, perhaps before round {rounds}. Let scripts end "
+                "without os._exit"
+            )
+        return ". ".join(texts)
 
     def find_rollback_obstacle(self, round_: Round) -> str:
         """Return why the run cannot be rolled back to a round; an empty text if it can."""
@@ -380,7 +412,3 @@ class Run:
 
     def _end(self, state: RunState, failure: GradpostError, now: float) -> Run:
         return self if self.record.is_over else replace(self.with_change(state=state, failure=failure), ended_at=now)
-
-    def note_saved_result(self) -> Run:
-        """Note that the summary and the result of the run have been made."""
-        return replace(self, is_result_saved=True)

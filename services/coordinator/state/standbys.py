@@ -16,7 +16,6 @@ from ps_protocol.vocabulary import PserverIndex
 from .cluster import Cluster
 from .joining import check_protocol
 from .replicas import Replica, Replicas
-from .status import copy_fields
 
 MAX_STANDBYS = 1000
 
@@ -85,9 +84,8 @@ class StandbyRegistry:
         """Return the standbys for readers, in order of the pservers that they follow."""
         ordered = sorted(self.members.values(), key=lambda standby: (standby.report.follows, standby.report.address))
         return tuple(
-            copy_fields(
-                StandbyStatus,
-                standby.report,
+            StandbyStatus(
+                **dict(standby.report),
                 heartbeat_age_seconds=now - standby.seen_at,
                 role=_find_role(standby.report, replicas),
             )

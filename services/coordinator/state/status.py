@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
 from ps_config.versions import installed_versions
-from ps_protocol.fields import Message
-from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
+from ps_protocol.messages import ClusterStatus, Override, PserverStatus, TrainerStatus
 from ps_protocol.process_reports import ProcessFigures, Software
 from ps_protocol.standbys import StandbyStatus
 from ps_protocol.vocabulary import PserverIndex, Round
 
 from .pservers import PserverRegistry
-from .record import TrainerRecord
-from .run import Run, TrainerReport
+from .run import Run
 
 STARTING_SECONDS = 15.0  # in which a process that starts is no loss yet
-
-MessageT = TypeVar("MessageT", bound=Message)
-
-
-def copy_fields(kind: type[MessageT], source: object, **changed: Any) -> MessageT:
-    """Return a message with the attributes of the same names, except for those in `changed`."""
-    same = {name: getattr(source, name) for name in kind.model_fields if name not in changed}
-    return kind(**same, **changed)
 
 
 def list_waits(run: Run, registry: PserverRegistry) -> list[str]:
@@ -100,13 +88,17 @@ def describe_status(
     run: Run,
     registry: PserverRegistry,
     now: float,
+    wall: float,
     process: ProcessFigures | None = None,
     standbys: tuple[StandbyStatus, ...] = (),
+    overrides: tuple[Override, ...] = (),
 ) -> ClusterStatus:
-    """Return the state of the cluster. `process` is the coordinator's own, if it was measured."""
+    """Return the state of the cluster. `wall` is the time since 1970 at `now`; `process` is the coordinator's own."""
     record, plan, prospects = run.record, run.record.plan, list_prospects(run, registry, now)
     return ClusterStatus(
+        at=wall,
         run=record.name,
+        attempt=record.attempt,
         state=record.state,
         mode=run.settings.mode,
         num_pservers=registry.num_pservers,
@@ -124,32 +116,27 @@ def describe_status(
         parameter_bytes=plan.num_bytes if plan else 0,
         round=min(list_rounds(run, registry), default=0),
         pservers=tuple(
-            copy_fields(
-                PserverStatus,
-                member.heartbeat,
+            PserverStatus(
                 index=member.info.index,
                 address=member.info.address,
                 http2=member.info.http2,
-                incarnation=member.info.incarnation,
                 heartbeat_age_seconds=now - member.seen_at,
+                heartbeat=member.heartbeat,
             )
             for member in registry.sorted_members
         ),
-        trainers=tuple(_describe_trainer(trainer, run.reports[rank], now) for rank, trainer in record.trainers.items()),
+        trainers=tuple(
+            TrainerStatus(
+                rank=rank,
+                state=trainer.state,
+                metrics_address=trainer.metrics_address,
+                heartbeat_age_seconds=now - run.reports[rank].seen_at,
+                heartbeat=run.reports[rank].heartbeat,
+            )
+            for rank, trainer in record.trainers.items()
+        ),
         standbys=standbys,
+        overrides=overrides,
         software=Software(**installed_versions()),
         process=process,
-    )
-
-
-def _describe_trainer(trainer: TrainerRecord, report: TrainerReport, now: float) -> TrainerStatus:
-    return copy_fields(
-        TrainerStatus,
-        report.heartbeat,
-        rank=trainer.rank,
-        state=trainer.state,
-        incarnation=trainer.incarnation,
-        metrics_address=trainer.metrics_address,
-        heartbeat_age_seconds=now - report.seen_at,
-        unreachable={index: seconds for index, (_, seconds) in report.heartbeat.unreachable.items()},
     )

@@ -2,7 +2,7 @@
 
 {state_dir}/pserver-0/lock             locked while the process lives
                       identity.json    incarnation, and the run that it serves
-                      log/             of that run
+                      log/             of that run, and its snapshots
             pserver-0-1/…              the same of a standby, with incarnation 0 until it is promoted
 
 At the start, before it registers:  open()                locks the folder and restores the run in it
@@ -21,29 +21,28 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from pydantic import field_validator
-
-from ps_protocol.errors import GradpostError, StorageFailed
+from ps_protocol.errors import GradpostError, StorageFailed, UnsupportedFormat
 from ps_protocol.fields import Message
 from ps_protocol.membership import FrozenRounds, HeldRun, InstallRun
-from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
-from services.runtime.checkpoints import (
-    complete_checkpoints,
-    leave_out_removed,
-    nest_membership,
-    read_manifest,
-    read_shard_file,
-)
+from services.runtime.checkpoints import COORDINATOR_FOLDER, read_manifest, read_shard_file
 from services.runtime.logs import get_logger
-from services.runtime.storage import DamagedFile, lock_folder, open_checkpoint_storage, seal, unseal, write_file
+from services.runtime.storage import (
+    CheckpointStorage,
+    DamagedFile,
+    LocalStorage,
+    lock_folder,
+    open_checkpoint_storage,
+    seal,
+    unseal,
+    write_file,
+)
 
 from ..shard.history import History
 from ..shard.shard import Shard
 from ..shard.shard_state import ShardState, reslice
-from .storage import Ranges, Restored, RunStorage
+from .storage import Ranges, Restored, RunStorage, read_shard
 
 log = get_logger()
 
@@ -60,17 +59,6 @@ class Identity(Message):
 
     incarnation: Incarnation = 0
     run: InstallRun | None = None
-
-    @field_validator("run", mode="before")
-    @classmethod
-    def _accept_earlier(cls, run: Any) -> Any:
-        run = nest_membership(run)
-        match run:
-            case {"consistency": {"step_count": "trainer"}}:
-                raise ValueError("step_count must not be trainer: the log does not name the trainers of the steps")
-            case {"consistency": consistency}:
-                return {**run, "consistency": leave_out_removed(consistency)}
-        return run
 
 
 def folder_path(state_dir: Path, index: PserverIndex, copy: int) -> Path:
@@ -89,7 +77,7 @@ def list_folders(state_dir: Path) -> list[tuple[PserverIndex, int]]:
 
 
 def read_identity(path: Path) -> Identity:
-    """Return the identity in a folder, which another process may have locked. Raises DamagedFile."""
+    """Return the identity in a folder, which another process may have locked. Raises DamagedFile, UnsupportedFormat."""
     path = path / IDENTITY
     try:
         return unseal(path.read_bytes(), Identity, str(path))
@@ -122,7 +110,7 @@ class StateFolder:
         self._lock = lock
         try:
             self.identity = read_identity(self.path)
-        except OSError:
+        except BaseException:
             self.close()
             raise
 
@@ -139,8 +127,9 @@ class StateFolder:
         """Persist the identity of this process. Raises FolderTaken if a later incarnation has taken the folder."""
         if read_identity(self.path).incarnation > incarnation:
             raise FolderTaken(f"{self.path} belongs to a later incarnation of pserver {self.index}")
-        self.identity = Identity(incarnation=incarnation, run=run)
-        write_file(self.path / IDENTITY, [seal(self.identity)])
+        identity = Identity(incarnation=incarnation, run=run)
+        write_file(self.path / IDENTITY, [seal(identity)])
+        self.identity = identity
 
     def clear(self) -> None:
         """Delete the run of another process, and then its log, before a standby uses the folder. Raises OSError."""
@@ -192,7 +181,7 @@ def open_standby_folder(state_dir: Path, index: PserverIndex, incarnation: Incar
     oldest: list[tuple[Incarnation, int]] = []
     copies = [copy for found, copy in list_folders(state_dir) if found == index]
     for copy in copies:
-        with suppress(DamagedFile):
+        with suppress(DamagedFile, UnsupportedFormat):
             oldest.append((read_identity(folder_path(state_dir, index, copy)).incarnation, copy))
     for found, copy in sorted(oldest):
         if found < incarnation and (found or copy):
@@ -205,7 +194,7 @@ def open_standby_folder(state_dir: Path, index: PserverIndex, incarnation: Incar
             return StateFolder(state_dir, index, copy)
 
 
-def describe_held(storage: RunStorage, install: InstallRun, restored: Restored, ranges: Ranges) -> HeldRun:
+def describe_held(storage: RunStorage, install: InstallRun, restored: Restored) -> HeldRun:
     """Return the description of a restored run for the coordinator."""
     history = restored.history
     rounds = FrozenRounds(
@@ -215,9 +204,7 @@ def describe_held(storage: RunStorage, install: InstallRun, restored: Restored, 
         verdicts=history.nonfinite,
         opens={rank: step + 1 for rank, (_, step) in history.steps.items()},
     )
-    return HeldRun(
-        run=install.run, attempt=install.attempt, plan=storage.plan.digest, rounds=rounds, restorable=tuple(ranges)
-    )
+    return HeldRun(run=install.run, attempt=install.attempt, plan=storage.plan.digest, rounds=rounds)
 
 
 class Disk:
@@ -227,9 +214,15 @@ class Disk:
         self.folder: StateFolder | None = None
         self.held: HeldRun | None = None
         self._state_dir = state_dir
-        self._place = open_checkpoint_storage(checkpoints or str(state_dir / "checkpoints"))
+        self._place = None if checkpoints is None else open_checkpoint_storage(checkpoints)
         self._storage: RunStorage | None = None
         self._restored: Restored | None = None
+
+    def find_place(self) -> CheckpointStorage | None:
+        """Return the shared storage of checkpoints: by default in the state folder, if the coordinator has the same."""
+        if self._place is None and (self._state_dir / COORDINATOR_FOLDER).is_dir():
+            return LocalStorage(self._state_dir / "checkpoints")
+        return self._place
 
     def measure_usage(self) -> tuple[int, int]:
         """Return the size and the free bytes of the file system; zeros if it cannot be measured."""
@@ -262,36 +255,45 @@ class Disk:
         install = None if self.folder is None else self.folder.identity.run
         if self.folder is None or install is None:
             return
-        storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
-        storage.find_checkpoints()
+        storage = RunStorage(install, self.folder.index, self.folder.log_path)
         self._restored = None  # frees its shard before the next one is allocated
         self._restored = storage.restore()
         if self._restored is None:
-            log.warning("no checkpoint of the run can be restored", run=install.run)
+            log.warning("no snapshot of the run can be restored", run=install.run)
             return
         self._storage = storage
-        self.held = describe_held(storage, install, self._restored, storage.find_restorable())
+        self.held = describe_held(storage, install, self._restored)
 
-    def find_restorable(self, newest: Round | None) -> list[tuple[Round, Round]]:
-        """Return the ranges of rounds to which the held run can go back: see `RunStorage.find_restorable`."""
-        if self._storage is None:
-            return []
-        if self._storage.newest_update is not None:  # of a replica, which has not needed the place until now
-            self._storage.find_checkpoints()
-        return self._storage.find_restorable(newest)
+    def holds(self, run: str) -> bool:
+        """Return whether this run was restored from the folder, and is not served yet."""
+        return self.held is not None and self.held.run == run
 
-    def find_checkpoints(self, run: str, index: PserverIndex) -> list[tuple[Round, Round]]:
-        """Return the rounds of a run that is not held to which this pserver can go back: complete checkpoints."""
-        found = []
-        for manifest in complete_checkpoints(self._place, run):
-            try:
-                for file in manifest.shards:
-                    if file.pserver == index:
-                        read_shard_file(self._place, run, file)
-                        found.append((manifest.round, manifest.round))
-            except DamagedFile as error:
-                log.warning("a checkpoint is damaged", round=manifest.round, error=str(error))
-        return found
+    def find_restorable(
+        self, served: RunStorage | None, run: str, newest: Round | None, *, is_complete: bool
+    ) -> Ranges:
+        """Return the ranges of rounds of a run to which this pserver can go back: see `RunStorage.find_restorable`.
+
+        `served` is the storage of the run, if it is served. If the folder does not lead to round `newest`, whose
+        checkpoint `is_complete`, the shard in the shared storage is read.
+        """
+        storage = self._storage if served is None and self.holds(run) else served
+        ranges = [] if storage is None else storage.find_restorable(newest)
+        if newest is None or not is_complete or any(first <= newest <= last for first, last in ranges):
+            return ranges
+        return ranges if self._read_shared(run, newest) is None else [*ranges, (newest, newest)]
+
+    def _read_shared(self, run: str, round_: Round) -> memoryview | None:
+        """Return the shard in a complete checkpoint in the shared storage; None if it is missing or damaged."""
+        place = self.find_place()
+        try:
+            manifest = None if place is None else read_manifest(place, run, round_)
+            if place is None or manifest is None:
+                return None
+            [file] = (file for file in manifest.shards if file.pserver == self.index)
+            return read_shard_file(place, run, file)
+        except DamagedFile as error:
+            log.warning("a checkpoint is damaged", round=round_, error=str(error))
+            return None
 
     def write_incarnation(self, index: PserverIndex, incarnation: Incarnation) -> None:
         """Persist the identity of this process, in the folder of this index."""
@@ -310,7 +312,7 @@ class Disk:
 
         The folder without a number is left to the process with this index.
         """
-        with suppress(FolderTaken, OSError):
+        with suppress(FolderTaken, UnsupportedFormat, OSError):
             for found, copy in rank_copies(self._state_dir, index):
                 if found == incarnation and copy:
                     StateFolder(self._state_dir, index, copy).close()
@@ -339,7 +341,7 @@ class Disk:
         if self.folder is None:
             self.folder = open_standby_folder(self._state_dir, index, install.incarnation)
         self.folder.clear()
-        storage = RunStorage(install, index, self.folder.log_path, self._place)
+        storage = RunStorage(install, index, self.folder.log_path)
         try:
             storage.begin_with_copy(restored, data)
             self.folder.write_identity(0, install)
@@ -355,7 +357,7 @@ class Disk:
         if restored.shard.published is not None:
             restored.shard.published.discard_deltas()
         self._restored = restored
-        self.held = describe_held(self._storage, install, restored, self._storage.promise_restorable())
+        self.held = describe_held(self._storage, install, restored)
 
     def _drop_held(self) -> None:
         self.held = self._storage = self._restored = None
@@ -366,79 +368,70 @@ class Disk:
         After an OSError the run is still held, so that opening it can be tried again.
         """
         assert self.folder is not None
-        if (replica := self._find_replica(install)) is not None:
-            replica[0].continue_run(install)
-            self.folder.write_identity(self.folder.identity.incarnation, install)
-            self._drop_held()
-            return replica
-        if self._storage is not None:
-            self._storage.close()
-        if self.held is None or self.held.run != install.run:
-            self._drop_held()
-        known = self.folder.identity.run
-        imported = None
-        if install.source is not None:
-            self._restored = None  # frees its shard before the next one is allocated
-            imported = self._restore_from(install, install.source)  # an error changes nothing
-        if install.restore is None or install.source is not None or known is None or known.run != install.run:
-            self.folder.delete_log()  # of another run
-        storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
+        storage, restored = self._storage, self._restored
+        is_held = self.holds(install.run) and install.source is None
+        if storage is None or restored is None or not is_held or restored.round != install.restore:
+            del restored  # frees its shard before the next one is allocated
+            storage, restored = self._open_other(self.folder, install, is_held=is_held)
         try:
-            restored = self._resume_storage(storage, install, imported)
+            if restored is not None:
+                storage.resume(restored, install)
             self.folder.write_identity(self.folder.identity.incarnation, install)
         except BaseException:
-            storage.close()  # it may be opened again many times
+            if storage is not self._storage:
+                storage.close()  # it may be opened again many times
             raise
         self._drop_held()
         return storage, restored
 
-    def _find_replica(self, install: InstallRun) -> tuple[RunStorage, Restored] | None:
-        """Return the adopted replica with its open log, if the installation continues it without going back."""
-        storage, restored, held = self._storage, self._restored, self.held
-        if storage is None or restored is None or held is None or not storage.is_at(restored):
-            return None
-        is_continued = held.run == install.run and install.source is None and install.restore == restored.round
-        return (storage, restored) if is_continued else None
+    def _open_other(
+        self, folder: StateFolder, install: InstallRun, *, is_held: bool
+    ) -> tuple[RunStorage, Restored | None]:
+        """Return a new storage, and the shard with which the run begins or to which it goes back."""
+        self._restored = None
+        if self._storage is not None:
+            self._storage.close()
+        if not is_held:
+            self._drop_held()
+        known, imported = folder.identity.run, None
+        if install.source is not None:
+            imported = self._restore_from(install, install.source)  # an error changes nothing
+        if install.restore is None or install.source is not None or known is None or known.run != install.run:
+            folder.delete_log()  # of another run, or of an abandoned attempt with other initial values
+        storage = RunStorage(install, folder.index, folder.log_path)
+        if install.restore is None or imported is not None:
+            return storage, imported
+        restored = storage.restore(install.restore) or self._restore_shared(storage, install, install.restore)
+        restored.is_short = True  # there were later rounds
+        return storage, restored
 
-    def _resume_storage(self, storage: RunStorage, install: InstallRun, imported: Restored | None) -> Restored | None:
-        """Bring the storage to the round that the run begins with. Returns the restored shard, if there is one."""
-        before, restored = self._storage, self._restored
-        if install.restore is None:
-            storage.delete_checkpoints()  # of an abandoned attempt, with other initial values
-            return None
-        if imported is not None:
-            restored = imported
-        elif before is not None and restored is not None and restored.round == install.restore:
-            storage.checkpoints, storage.undone = dict(before.checkpoints), list(before.undone)
-        else:
-            restored = self._restored = None  # frees its shard before the next one is allocated
-            storage.find_checkpoints()
-            restored = storage.restore(install.restore)
-            if restored is None:
-                raise StorageFailed(f"pserver {self.index} cannot restore round {install.restore} of run {install.run}")
-            restored.is_short = True  # there were later rounds
-        storage.resume(restored, install)
-        if imported is not None:
-            storage.snapshot(restored.shard, restored.history)()
-        return restored
+    def _restore_shared(self, storage: RunStorage, install: InstallRun, round_: Round) -> Restored:
+        """Return the shard in a complete checkpoint, and write it to the folder, which does not lead to this round."""
+        assert self.folder is not None
+        data = self._read_shared(install.run, round_)
+        if data is None:
+            raise StorageFailed(f"pserver {self.index} cannot restore round {round_} of run {install.run}")
+        storage.snapshots.write(round_, [data])
+        return read_shard(storage.plan, self.folder.index, data)
 
     def _restore_from(self, install: InstallRun, source: str) -> Restored:
         """Return this pserver's part of another run's checkpoint, whose plan may differ."""
         assert self.folder is not None
         assert install.restore is not None
-        manifest = read_manifest(self._place, source, install.restore)
-        if manifest is None:
-            raise StorageFailed(f"there is no checkpoint of round {install.restore} of run {source}")
-        plan = SlicePlan.from_json(install.plan)
+        place = self.find_place()
+        manifest = None if place is None else read_manifest(place, source, install.restore)
+        if place is None or manifest is None:
+            where = "without a shared storage; set GRADPOST_CHECKPOINTS" if place is None else f"in {place.url}"
+            raise StorageFailed(f"there is no checkpoint of round {install.restore} of run {source} {where}")
         history = History()
 
         def read_shards() -> Iterator[tuple[PserverIndex, ShardState]]:
             for file in manifest.shards:
-                shard_state, metadata = ShardState.decode(read_shard_file(self._place, source, file))
+                shard_state, metadata = ShardState.decode(read_shard_file(place, source, file))
                 history.adopt_outcomes(History.from_json(metadata["history"]))
                 yield file.pserver, shard_state
 
-        state = reslice(read_shards(), manifest.slice_plan(), plan, self.folder.index)
-        shard = Shard(plan, self.folder.index)
+        state = reslice(read_shards(), manifest.plan, install.plan, self.folder.index)
+        shard = Shard(install.plan, self.folder.index)
         shard.load_state(state)
         return Restored(shard, history)

@@ -2,12 +2,12 @@
 
     8 bytes    mark of the file
     8 bytes    length of the frame, little endian
-    16 bytes   XXH3-128 of the mark and the record's chain; in format 1 of the mark and the frame
+    16 bytes   XXH3-128 of the mark and the record's chain
     frame      a safetensors stream, like every body on the wire
 
 The **chain** of a record is the XXH3-128 of its frame. The metadata of the frame contains the chain of the record
 before as `previous`, so that a chain covers all records up to its own, and neither files nor marks. Before the first
-record it is the digest of the shard. Records of format 1 have no chain.
+record it is the digest of the shard.
 
 A process that dies while it writes leaves a **torn** tail: an incomplete last record. It was never acknowledged, so it
 is cut off. An incomplete record before others, or one that does not continue the chain, is **damage**: the later ones
@@ -36,13 +36,13 @@ _WINDOW_BYTES = 1 << 20  # that are searched for a mark at once
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One complete record: its position in the file, its parsed frame, and its chain, which is None in format 1."""
+    """One complete record: its position in the file, its parsed frame, and its chain."""
 
     begin: int
     end: int
     frame: Frame
     body: memoryview
-    chain: str | None
+    chain: str
 
     @property
     def data(self) -> memoryview:
@@ -50,8 +50,8 @@ class Record:
         return self.body[self.frame.data_begin :]
 
     def follows(self, chain: str | None) -> bool:
-        """Return whether the record before has this chain, as far as both are known."""
-        return chain is None or self.chain is None or self.frame.metadata.get(PREVIOUS_KEY) == chain
+        """Return whether the record before has this chain, if it is known."""
+        return chain is None or self.frame.metadata.get(PREVIOUS_KEY) == chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +78,14 @@ def _digest_prefix(mark: bytes, content: Buffer) -> bytes:
 def parse_record(prefix: bytes, body: memoryview, begin: int) -> Record | None:
     """Return the record with this prefix and frame, which begins at `begin`, or None if it is damaged."""
     mark, length, digest = PREFIX.unpack(prefix)
-    hashed = digest_chunks([body])
-    chain: str | None = hashed.hexdigest()
-    if digest != _digest_prefix(mark, hashed.digest()):
-        if digest != _digest_prefix(mark, body):
-            return None
-        chain = None
+    chain = digest_chunks([body])
+    if digest != _digest_prefix(mark, chain.digest()):
+        return None
     try:
         frame = parse_frame(body, TRUSTED_LIMITS)
     except GradpostError:
         return None
-    return Record(begin, begin + PREFIX.size + length, frame, body, chain)
+    return Record(begin, begin + PREFIX.size + length, frame, body, chain.hexdigest())
 
 
 def append_record(fd: int, at: int, mark: bytes, frame: Sequence[Buffer], chain: str | None = None) -> tuple[int, str]:

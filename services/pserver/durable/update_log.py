@@ -3,8 +3,7 @@
     000000000128-9f3c5e2a7b1d4c60.log    a segment: the updates after round 128, one record each, in order
     spare                                a segment that is not needed any more, and becomes the next one
 
-Every checkpoint begins a new segment. A shard is restored from a checkpoint and the later updates. In asynchronous
-modes the round of an update is its number among the contributions committed on this pserver.
+Every checkpoint begins a new segment. A shard is restored from a checkpoint and the later updates.
 
 Overwriting a file takes a fraction of the time of writing a new one: the kernel already has its pages, and the disk its
 blocks. Its old records do not count, since every record begins with its segment's **mark**, a random number in the
@@ -27,8 +26,7 @@ from pathlib import Path
 from ps_protocol.frames import encode_header
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
-from ps_protocol.requests import GRAD_SCALER_KEY
-from ps_protocol.vocabulary import Durability, Incarnation, Rank, Round
+from ps_protocol.vocabulary import Durability, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.storage import Buffer, check_format, sync_folder
@@ -60,22 +58,15 @@ def list_segments(folder: Path) -> list[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class LoggedUpdate:
-    """One update without its gradient. `present` names the blocks that it steps; None is all of them.
-
-    An asynchronous update is one trainer's contribution: `origin` is the trainer's incarnation and step.
-    """
+    """The update of a round without its gradient. `present` names the blocks that it steps; None is all of them."""
 
     round: Round
     ranks: tuple[Rank, ...]
     hyper_parameters: list[HyperParameters]
     present: tuple[str, ...] | None
     nonfinite: tuple[Rank, ...] = ()  # the ranks because of which the round stepped nothing
-    origin: tuple[Incarnation, Round] | None = None
-    counter: Rank | None = None  # the trainer whose steps the optimizer counts; None: all, also in earlier logs
     norm: ShardNorm | None = None  # before clipping
     loaded: str | None = None  # describes the loaded optimizer state, which is the end of the data
-    pulled: tuple[int, ...] | None = None  # the pulled versions of the blocks, where rates are divided by the staleness
-    dc_lambda: float | None = None  # of DC-ASGD; the pulled values of the blocks follow the gradient
 
     def to_metadata(self) -> dict[str, str]:
         """Return the metadata of a record."""
@@ -87,13 +78,11 @@ class LoggedUpdate:
         """Return the update in a record. Raises UnsupportedFormat."""
         metadata = record.frame.metadata
         check_format(metadata.get("format"), FORMAT, "the log")
-        values = {field.name: json.loads(metadata.get(field.name, "null")) for field in fields(cls)}
-        for name in ("ranks", "present", "nonfinite", "origin", "pulled"):
+        values = {field.name: json.loads(metadata[field.name]) for field in fields(cls)}
+        for name in ("ranks", "present", "nonfinite"):
             values[name] = None if values[name] is None else tuple(values[name])
         if values["norm"] is not None:
             values["norm"] = ShardNorm(*values["norm"])
-        if GRAD_SCALER_KEY in metadata:  # of an earlier version
-            values["hyper_parameters"].append(json.loads(metadata[GRAD_SCALER_KEY]))
         return cls(**values)
 
 
@@ -121,7 +110,7 @@ class UpdateLog:
         self._opened: Counter[Segment] = Counter()  # by readers
         self._opening = threading.Lock()
         self._spare = folder / "spare"
-        self._durability = durability
+        self.durability = durability
         self._newest: tuple[Segment, int] | None = None  # and its descriptor
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -149,10 +138,14 @@ class UpdateLog:
         """
         assert self._newest is not None
         segment, fd = self._newest
-        reach_failpoint("log.append.before")
-        end, chain = append_record(fd, self.num_bytes, segment.mark, frame, chain)
-        if self._durability == "fsync":
-            self._sync(fd)
+        try:
+            reach_failpoint("log.append.before")
+            end, chain = append_record(fd, self.num_bytes, segment.mark, frame, chain)
+            if self.durability == "fsync":
+                self._sync(fd)
+        except OSError as error:
+            error.filename = str(segment.path)  # which no error of a file descriptor names
+            raise
         self.tail = Tail(segment, end, round_, chain)
         if self._wakers:
             self.wake_readers()
@@ -322,14 +315,6 @@ class UpdateLog:
 
 
 def _read_segment(segment: Segment) -> Iterator[Record | Ending]:
-    """Yield the records of a segment and its ending. A record that this version cannot replay counts as damage."""
+    """Yield the records of a segment and its ending."""
     with segment.path.open("rb", buffering=0) as file:
-        for item in read_records(file.fileno(), segment.mark):
-            if isinstance(item, Record) and item.frame.metadata.get("replaced", "[]") != "[]":
-                log.warning(
-                    "the log ends where an earlier version set values of a parameter, which this one cannot replay",
-                    file=segment.path.name, at=item.begin,
-                )  # fmt: skip
-                yield Ending("damaged", item.begin)
-                return
-            yield item
+        yield from read_records(file.fileno(), segment.mark)

@@ -16,7 +16,6 @@ from services.runtime.large_replies import LargeReplies
 from services.runtime.metrics import ServiceMetrics
 
 from ..inspection import add_inspection_routes
-from ..shard.bodies import discard_body
 from .follower import Follower
 from .promotion import Promotion, add_promotion_routes
 
@@ -46,7 +45,6 @@ def make_follower_app(
     large = LargeReplies()
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        await discard_body(scope, receive)
         if follower.is_fenced or follower.is_released:
             raise TryAgain(f"this standby may become pserver {follower.index}; send the request again")
         leader = follower.leader.leader if follower.leader else None
@@ -77,16 +75,12 @@ async def describe_state(follower: Follower, *, with_digest: bool) -> PserverSta
         round_, digest = await replica.read_now(lambda _: (shard.version, shard.digest()))
     return PserverState(
         index=follower.index,
-        incarnation=None,
+        incarnation=0,
         run=replica.installed.run if replica else None,
         round=round_,
         members=tuple(sorted(replica.installed.membership.members)) if replica else (),
         num_blocks=len(replica.shard.layout.places) if replica else 0,
         shard_bytes=replica.shard.values.nbytes if replica else 0,
-        pushed_bytes=0,
-        pulled_bytes=0,
-        transports=(),
         digest=digest,
-        failure=None,
         leader=leader.leader if leader else None,
     )

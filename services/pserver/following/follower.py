@@ -19,7 +19,6 @@ from contextlib import aclosing
 from typing import NoReturn
 
 import httpx
-import torch
 
 from ps_protocol.errors import Conflict, Forbidden, GradpostError, NotReady, StalePserver, TryAgain
 from ps_protocol.membership import InstallRun, PserverRegistered
@@ -29,14 +28,14 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
-from ..durable.checkpoint_writer import CheckpointWriter
 from ..durable.record_stream import End, Idle
 from ..durable.records import Record
+from ..durable.snapshot_writer import SnapshotWriter
 from ..durable.update_log import LoggedUpdate
 from ..pserver import Pserver
 from ..waits import wait_for_any
 from .lag import Lag
-from .leader import Leader
+from .leader import Leader, check_software
 from .metrics import StandbyMetrics
 from .replica import Replica, restore_copy
 
@@ -47,7 +46,7 @@ IDLE_COMPARISON_SECONDS = 10.0  # between two comparisons while updates are rare
 IDLE_SHARE = 0.01  # of the time, at most, that such comparisons take
 HURRY_SECONDS = 1.0  # for which a received update waits for a comparison
 FENCE_SECONDS = 1.5  # for which a fence waits for confirmed updates: less than the coordinator's request
-CONFIRMATION_RETRY_SECONDS = 0.1
+CONFIRMATION_RETRY_SECONDS = LOG_RETRY_SECONDS = 0.1
 STEADY_SECONDS = 5.0  # after which a stream counts as working, so that the next failure is the first one
 
 # The leader and this process cannot work together, so that trying again would not help.
@@ -90,7 +89,7 @@ class Follower:
         self._compute = compute
         self._metrics = metrics
         self._is_named = asyncio.Event()  # another leader, or the first one
-        self._writer: CheckpointWriter | None = None  # of the newest replica
+        self._writer: SnapshotWriter | None = None  # of the newest replica
         self._fenced: Incarnation = 0  # no update of this incarnation, or an earlier one, is received or confirmed
         self._updating = asyncio.Lock()  # held while an update is logged and applied
         self._is_held = asyncio.Event()  # another update is in memory
@@ -155,7 +154,9 @@ class Follower:
         assert self.leader is not None
         if isinstance(error, GradpostError) and error.code in _BROKEN and self.leader.incarnation > self._fenced:
             self._discard_replica(error)
-        text = f"{type(error).__name__}: {error}"
+        self._log_problem(f"{type(error).__name__}: {error}")
+
+    def _log_problem(self, text: str) -> None:
         if text != self._logged:
             self._logged = text
             log.info("not following", pserver=self.index, reason=text)
@@ -210,8 +211,8 @@ class Follower:
             return False
         return True
 
-    def release_replica(self, answer: PserverRegistered) -> Replica:
-        """Return the replica for the incarnation that leads from now on, and never follow again.
+    def check_release(self, answer: PserverRegistered) -> Replica:
+        """Return the replica for the incarnation that leads from now on.
 
         Raises NotReady without a replica, and StalePserver unless it is fenced against all earlier incarnations.
         """
@@ -219,6 +220,11 @@ class Follower:
         if answer.index != self.index or not self.is_fenced or answer.incarnation <= self._fenced:
             text = f"this standby is not fenced for incarnation {answer.incarnation} of pserver {answer.index}"
             raise StalePserver(text, current=replica.installed.incarnation)
+        return replica
+
+    def release_replica(self, answer: PserverRegistered) -> Replica:
+        """Return the replica, and never follow again. Raises the errors of `check_release`."""
+        replica = self.check_release(answer)
         self._fenced, self.replica, self.is_released = answer.incarnation, None, True
         self.report_is_due.set()
         replica.end(TryAgain(f"the standby becomes pserver {self.index}; send the request again"))
@@ -366,13 +372,17 @@ class Follower:
         await self._compare_if_due(replica, leader, now, is_idle=isinstance(received, Idle))
 
     async def _apply(self, update: LoggedUpdate, record: Record, replica: Replica) -> None:
-        """Log an update and apply it."""
-        try:
-            await replica.log_update(update, record)
-            replica.has_failed_to_log = False
-        except OSError as error:
-            replica.has_failed_to_log = True
-            raise TryAgain(f"the standby cannot log an update of pserver {self.index}: {error}") from error
+        """Log an update and apply it. While the disk fails, the update stays in memory, since it may be confirmed."""
+        while True:
+            try:
+                await replica.log_update(update, record)
+                break
+            except OSError as error:
+                replica.has_failed_to_log = True
+                self._log_problem(f"the standby cannot log an update of pserver {self.index}: {error}")
+            await asyncio.sleep(LOG_RETRY_SECONDS)
+        replica.has_failed_to_log = False
+        self._is_held.set()  # it may be confirmed now
         try:
             await replica.apply(update, record)
         except Exception as error:
@@ -385,7 +395,7 @@ class Follower:
         self._num_unchecked += 1
         self._metrics.updates.inc()
         self.lag.note_applied(replica.round, record.end - record.begin)
-        await replica.write_checkpoint_if_due()
+        await replica.write_snapshot_if_due()
 
     # ------------------------------------------------------------------ comparison
 
@@ -433,12 +443,3 @@ class Follower:
         error = Conflict(text, code="diverged", current=replica.round)
         self._discard_replica(error)
         raise error
-
-
-def check_software(served: ServedRun) -> None:
-    """Raise Conflict (`replica_mismatch`) if this process might compute other bits than the leader."""
-    expected = f"torch {served.torch}, {served.cpu}"
-    actual = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
-    if actual != expected:
-        text = "this process cannot follow the pserver, because it might compute other bits; use the same torch and CPU"
-        raise Conflict(text, code="replica_mismatch", expected=expected, actual=actual)

@@ -7,11 +7,12 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import httpx
+import torch
 
 from ps_config.control_client import may_be_problem, raise_for_problem, send_message
 from ps_http2.client import BODY_READER_EXTENSION, ResponseBody
 from ps_protocol import routes
-from ps_protocol.errors import BadInput, StalePserver
+from ps_protocol.errors import BadInput, Conflict, StalePserver
 from ps_protocol.standbys import HeldUpdates, ServedRun, ShardDigests
 from ps_protocol.vocabulary import Incarnation
 
@@ -131,3 +132,12 @@ async def _raise_for_answer(response: httpx.Response) -> None:
     if may_be_problem(response):
         await response.aread()
         raise_for_problem(response)
+
+
+def check_software(served: ServedRun) -> None:
+    """Raise Conflict (`replica_mismatch`) if this process might compute other bits than the leader."""
+    expected = f"torch {served.torch}, {served.cpu}"
+    actual = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    if actual != expected:
+        text = "this process cannot follow the pserver, because it might compute other bits; use the same torch and CPU"
+        raise Conflict(text, code="replica_mismatch", expected=expected, actual=actual)

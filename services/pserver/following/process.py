@@ -59,7 +59,6 @@ async def serve_follower(
             http2=settings.http2,
             local=None if local is None else local_name(local),
             on_promoted=begin_heartbeats,
-            on_failed=lambda error: reports.fail(error, stop),
         )
         own = make_follower_app(follower, promotion, metrics)
 

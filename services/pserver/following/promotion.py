@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fastapi import FastAPI, Response
 
 from ps_protocol import routes
-from ps_protocol.errors import GradpostError, StalePserver
+from ps_protocol.errors import StalePserver
 from ps_protocol.membership import PserverRegistered, RegisterPserver
 from ps_protocol.standbys import FenceStandby
 from ps_protocol.vocabulary import PROTOCOL_VERSION
@@ -37,7 +37,6 @@ class Promotion:
         http2: bool,
         local: str | None,
         on_promoted: Callable[[PserverRegistered], None],
-        on_failed: Callable[[GradpostError], None],
     ) -> None:
         self.address = ""  # set before the first request
         self.registered: PserverRegistered | None = None  # once this process is the pserver
@@ -46,7 +45,6 @@ class Promotion:
         self._http2 = http2
         self._local = local
         self._on_promoted = on_promoted
-        self._on_failed = on_failed
         self._promoting = asyncio.Lock()
 
     async def fence(self, message: FenceStandby) -> RegisterPserver:
@@ -54,7 +52,6 @@ class Promotion:
         async with self._promoting:
             self._check_standby()
             replica = await self._follower.fence(message)
-            ranges = replica.storage.promise_restorable()
             return RegisterPserver(
                 protocol=PROTOCOL_VERSION,
                 instance=self._pserver.instance,
@@ -63,7 +60,7 @@ class Promotion:
                 local=self._local,
                 index=self._follower.index,
                 previous=replica.installed.incarnation,
-                held=describe_held(replica.storage, replica.installed, replica.restored, ranges),
+                held=describe_held(replica.storage, replica.installed, replica.restored),
             )
 
     def _check_standby(self) -> None:
@@ -72,19 +69,18 @@ class Promotion:
             raise StalePserver(text, current=self.registered.incarnation)
 
     async def promote(self, answer: PserverRegistered) -> None:
-        """Become the pserver. A repeated request changes nothing. Raises NotReady, StalePserver and StorageFailed."""
+        """Become the pserver. A repeated request changes nothing.
+
+        Raises NotReady, StalePserver, and StorageFailed, after which the request can be repeated.
+        """
         async with self._promoting:
             if self.registered == answer:
                 return
             self._check_standby()
-            assert self._pserver.disk is not None
+            self._follower.check_release(answer)
+            await self._pserver.write_identity(answer)
             replica = self._follower.release_replica(answer)
-            self._pserver.disk.adopt_replica(replica.installed, replica.restored)
-            try:
-                await self._pserver.take_over(answer)
-            except GradpostError as error:
-                self._on_failed(error)
-                raise
+            await self._pserver.take_over(answer, replica.installed, replica.restored)
             self.registered = answer
             log.info("promoted", pserver=answer.index, incarnation=answer.incarnation, round=replica.round)
             self._on_promoted(answer)

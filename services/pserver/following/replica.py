@@ -12,41 +12,36 @@ from typing import ParamSpec, TypeVar
 
 from ps_protocol.errors import BadInput, RoundPending, StaleRound, TryAgain
 from ps_protocol.membership import InstallRun
-from ps_protocol.plan import SlicePlan
-from ps_protocol.requests import APPLIED_KEY, HISTORY_KEY
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 
-from ..durable.checkpoint_writer import CheckpointWriter
 from ..durable.records import Record
 from ..durable.replay import replay_update
-from ..durable.storage import CHAIN_KEY, Restored, RunStorage
+from ..durable.snapshot_writer import SnapshotWriter
+from ..durable.storage import Restored, RunStorage, read_shard
 from ..durable.update_log import LoggedUpdate
 from ..metrics import PserverMetrics
 from ..run.schedule import Read
 from ..shard.captures import Captures
-from ..shard.history import History
-from ..shard.shard import MASTER_BYTES, Shard
+from ..shard.shard import MASTER_BYTES
 from ..shard.shard_state import ShardState
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_TENSORS_OF_RECORD = 8  # a gradient, pulled values, and loaded optimizer state, all of the size of the shard
+MAX_TENSORS_OF_RECORD = 8  # a gradient and loaded optimizer state, all of the size of the shard
 MAX_METADATA_BYTES = 1 << 14  # of a block in a record, most of it its name, several times
 
 
 def restore_copy(installed: InstallRun, index: PserverIndex, data: memoryview) -> Restored:
     """Return the shard in a copy. Its tensors may be views of `data`. Raises BadInput for the copy of another shard."""
-    state, metadata = ShardState.decode(data)
-    plan = SlicePlan.from_json(installed.plan)
+    _, metadata = ShardState.decode(data)
+    plan = installed.plan
     expected = {"run": installed.run, "attempt": str(installed.attempt), "pserver": str(index), "plan": plan.digest}
     actual = {key: metadata.get(key) for key in expected}
     if actual != expected:
         raise BadInput("the copy is of another shard", code="malformed_frame", expected=expected, actual=actual)
-    shard = Shard(plan, index)
-    shard.load_state(state)
-    return Restored(shard, History.from_json(metadata["history"]), metadata.get(CHAIN_KEY))
+    return read_shard(plan, index, data)
 
 
 class Replica:
@@ -70,7 +65,7 @@ class Replica:
         self.confirmed: Round = 0  # the newest update that the leader may count on
         self.has_failed_to_log = False  # the newest try: until one succeeds, only applied updates are confirmed
         self.storage = storage
-        self.writer = CheckpointWriter(storage, installed.checkpoint_rounds, metrics)
+        self.writer = SnapshotWriter(storage, installed.checkpoint_rounds, metrics)
         self._compute = compute
         self._captures = Captures()
         self._kept_rounds = installed.consistency.max_delay + 1
@@ -140,11 +135,11 @@ class Replica:
         self.chain = record.chain
         self._captures.capture_round(self.round)
 
-    async def write_checkpoint_if_due(self) -> None:
-        """Copy the shard for a checkpoint in the folder of the replica, if one is due, and begin to write it."""
-        if (destination := self.writer.choose_destination(self.round)) is not None:
+    async def write_snapshot_if_due(self) -> None:
+        """Copy the shard, if a snapshot is due, and begin to write the copy."""
+        if self.writer.begin_if_due(self.round):
             with suppress(TryAgain):  # the writer has logged the error
-                await self.writer.copy_and_write(self.shard, self.history, destination, self._compute)
+                await self.writer.write(self.shard, self.history, self._compute)
 
     async def find_difference(self, expected: dict[str, str]) -> str | None:
         """Return the name of the first block, or else buffer, whose digest is not the expected one; None if all are."""
@@ -179,9 +174,7 @@ class Replica:
         def read_in_time() -> T:
             if round_ not in (None, self.round):
                 raise StaleRound(f"round {round_} is over", current=self.round)
-            is_async = self.installed.consistency.is_async
-            extra = {APPLIED_KEY: str(self.round), HISTORY_KEY: self.history.to_json()} if is_async else {}
-            return read({**self._metadata(), **extra})
+            return read(self._metadata())
 
         if round_ is None or round_ <= self.round:
             return await self._compute.run(read_in_time)

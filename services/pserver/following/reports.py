@@ -9,15 +9,16 @@ import httpx
 
 from ps_config.certificates import hint_at_tls
 from ps_config.control_client import send_message
-from ps_config.process_meter import ProcessMeter
+from ps_config.process_meter import measure_process
 from ps_config.versions import installed_versions
-from ps_protocol.errors import GradpostError
+from ps_protocol.errors import Forbidden, GradpostError, Unauthenticated
 from ps_protocol.process_reports import Software
-from ps_protocol.retry import heartbeat_period
+from ps_protocol.retry import Patience, heartbeat_period
 from ps_protocol.routes import REPORT_STANDBY
 from ps_protocol.standbys import ReportStandby, StandbyAnswer
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.runtime.logs import get_logger
+from services.runtime.security import TOKEN_WAIT_SECONDS
 
 from ..settings import PserverSettings
 from ..waits import wait_for_any
@@ -30,6 +31,8 @@ RETRY_SECONDS = 0.5
 LOST_SECONDS = 0.2  # between reports while there is no leader
 GOODBYE_SECONDS = 1.0
 FAIL_OVER_SECONDS = 2.0  # after a lease, for standbys that report again
+
+FINAL_CODES = frozenset({"unsupported_protocol", "world_mismatch", "no_pservers"})  # another report would get the same
 
 
 class Reports:
@@ -47,19 +50,19 @@ class Reports:
         self._settings = settings
         self._http = http
         self._coordinator = settings.coordinator.rstrip("/")
-        self._meter = ProcessMeter()
 
     async def run(self, address: str, stop: asyncio.Event) -> None:
         """Report three times in a lease, at once when the leader is lost, and once more in the end."""
         loop, logged, answered_at, round_ = asyncio.get_running_loop(), "", asyncio.get_running_loop().time(), 0
-        period = RETRY_SECONDS
+        period, unauthenticated = RETRY_SECONDS, Patience(TOKEN_WAIT_SECONDS)  # a new token may arrive later here
         follower = self._follower
         while not stop.is_set() and not follower.is_released:
             follower.report_is_due.clear()
             try:
                 answer = await self._report(address)
             except (httpx.TransportError, ValueError, GradpostError) as error:
-                if isinstance(error, GradpostError) and not error.may_be_retried:
+                is_refused = isinstance(error, Unauthenticated | Forbidden) and unauthenticated.note_failure()
+                if isinstance(error, GradpostError) and (is_refused or error.code in FINAL_CODES):
                     self.fail(error, stop)
                     break
                 text = f"{type(error).__name__}: {error}".removesuffix(": ") + hint_at_tls(self._coordinator, error)
@@ -71,6 +74,7 @@ class Reports:
                 self._exit_if_alone(loop.time() - answered_at, stop)
             else:
                 logged, answered_at, period = "", loop.time(), heartbeat_period(answer.lease_seconds)
+                unauthenticated.reset()
                 follower.note_answer(answer)
                 if answer.stop and self._settings.exit_when_done:
                     self.exit_code = answer.exit_code
@@ -122,7 +126,7 @@ class Reports:
             lag_bytes=lag.num_bytes,
             lag_seconds=lag.seconds(asyncio.get_running_loop().time()),
             software=Software(**installed_versions()),
-            process=self._meter.measure(),
+            process=measure_process(),
         )
         url = self._coordinator + REPORT_STANDBY
         return StandbyAnswer.from_answer(await send_message(self._http, "POST", url, report, timeout=TIMEOUT_SECONDS))

@@ -30,14 +30,13 @@ from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
-from ..durable.checkpoint_writer import CheckpointWriter, Destination
+from ..durable.snapshot_writer import SnapshotWriter
 from ..durable.storage import RunStorage
 from ..metrics import PserverMetrics
 from ..shard.bodies import BufferPool
 from ..shard.history import History
 from ..shard.shard import Shard
 from ..shard.tensors import StagedBlock
-from ..waits import wait_for_any
 from .schedule import Read, Schedule, Wait, name_trainers
 from .staging import Admission, check_member
 from .standbys import LATE_SECONDS, STUCK_SECONDS, StandbyConfirmations
@@ -81,17 +80,15 @@ class RunContext:
     pool: BufferPool
     metrics: PserverMetrics
     storage: RunStorage | None
-    writer: CheckpointWriter
+    writer: SnapshotWriter
     membership: Membership
     standbys: StandbyConfirmations | None = None  # with durability `replicated`
-    is_followed: bool = False  # a standby has copied the shard, and may be promoted without confirmations
-    lease_until: float = math.inf  # a time of the loop's clock
     failure: GradpostError | None = None  # the reason that has ended the run
     is_readable: bool = False  # True once all initial values have arrived
+    stalls_at: float = math.inf  # a time of the loop's clock, while an update is logged and stepped
     notice: str = ""  # the notice of the coordinator about lost trainers
     condition: asyncio.Condition = field(default_factory=asyncio.Condition)
     wait_clock: WaitClock = field(default_factory=WaitClock)
-    _lease_change: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def has_log(self) -> bool:
@@ -109,7 +106,8 @@ class RunContext:
 
     def storage_failed(self, what: str, error: OSError) -> StorageFailed:
         """Return the error for a disk that fails where durability needs it."""
-        return StorageFailed(f"pserver {self.index} cannot {what}: {error}", pserver=self.index)
+        reason = str(error) or "the disk does not answer"
+        return StorageFailed(f"pserver {self.index} cannot {what}: {reason}", pserver=self.index)
 
     # ------------------------------------------------------------------ checks
 
@@ -194,14 +192,12 @@ class RunContext:
             if is_failure:
                 ranks = reason.facts.get("missing", reason.facts.get("ranks"))
                 facts = {} if ranks is None else {"trainer": ranks}
-                log.error(
-                    "run failed", reason=reason.detail, round=self.schedule.reported_round, code=reason.code, **facts
-                )
+                news = "run stopped" if isinstance(reason, RunStopped) else "run failed"
+                log.error(news, reason=reason.detail, round=self.schedule.reported_round, code=reason.code, **facts)
                 self.writer.heartbeat_is_due.set()  # the waiting trainers get the failure now, and may exit soon
             self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
             if self.storage is not None:
                 self.storage.log.wake_readers()
-            self._lease_change.set()
             if self.standbys is not None:
                 self.standbys.wake()
         await self.notify()
@@ -210,44 +206,28 @@ class RunContext:
 
     def is_held(self, round_: Round) -> bool:
         """Return whether a version may be read: every required standby has confirmed it, with `replicated`."""
-        return self._has_lease and (self.standbys is None or self.standbys.acknowledge(round_))
-
-    @property
-    def _has_lease(self) -> bool:
-        """False once a standby may have replaced this pserver: with a log alone, when its lease has ended.
-
-        The lease counts from when a heartbeat was sent, and for the coordinator from when it was answered.
-        """
-        may_be_replaced = self.is_followed and self.standbys is None and not self.installed.consistency.is_async
-        return not may_be_replaced or asyncio.get_running_loop().time() < self.lease_until
-
-    def renew_lease(self, until: float) -> None:
-        """Note that the coordinator has answered a heartbeat."""
-        self.lease_until = until
-        self._lease_change.set()
+        return self.standbys is None or self.standbys.acknowledge(round_)
 
     @property
     def _newest_round(self) -> Round:
         """The round of the newest update in the log, with `replicated`."""
         assert self.standbys is not None
         assert self.storage is not None
-        return max(self.standbys.first, self.storage.newest_logged)
+        newest = self.storage.newest_update
+        return self.standbys.first if newest is None else newest[0]
 
     def describe_missing_standbys(self) -> str:
         """Return what the newest update waits for, as text: empty if every required standby has confirmed it."""
-        if not self._has_lease:
-            return "the coordinator, which has not renewed its lease"
         is_missing = self.standbys is not None and self.standbys.find_missing(self._newest_round)
         return f"a standby in sync with pserver {self.index}" if is_missing else ""
 
     async def wait_until_held(self, round_: Round | None = None, wait_seconds: float = math.inf) -> None:
         """Wait until every required standby holds a round, by default the newest logged one.
 
-        Without durability `replicated`, wait for the lease of this pserver. Raises RoundPending after `wait_seconds`,
-        and the failure of the run, which ends with `standby_lost` once requests have waited for the round time-out.
+        Raises RoundPending after `wait_seconds`, and the failure of the run, which ends with `standby_lost` once
+        requests have waited for the round time-out.
         """
         if self.standbys is None:
-            await self._wait_for_lease(wait_seconds)
             return
         if round_ is None:
             round_ = self._newest_round
@@ -268,17 +248,6 @@ class RunContext:
             next_check = min(seconds for seconds in (LATE_SECONDS, STUCK_SECONDS, limit) if seconds > stalled)
             await self.standbys.wait_for_change(min(next_check - stalled, wait_seconds - waited))
 
-    async def _wait_for_lease(self, wait_seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_seconds
-        while not self._has_lease:
-            self.check_failure()
-            if loop.time() >= deadline:
-                text = f"pserver {self.index} waits for {self.describe_missing_standbys()}"
-                raise RoundPending(text, missing=[], round=self.schedule.reported_round)
-            self._lease_change.clear()
-            await wait_for_any(deadline - loop.time(), self._lease_change)
-
     # ------------------------------------------------------------------ work on the shard
 
     async def run_update(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -291,10 +260,10 @@ class RunContext:
         """Return what `read` returns between two updates, on the compute thread; `extra` joins its metadata."""
         return await self.compute.run(lambda: read({**self.metadata(self.shard.version), **(extra or {})}))
 
-    async def write_checkpoint(self, destination: Destination, history: History | None = None) -> None:
+    async def write_snapshot(self, history: History | None = None) -> None:
         """Copy the shard as it is, and begin to write the copy. Raises TryAgain.
 
-        The history is by default that of the schedule. To the place an update is written once it is held.
+        The history is by default that of the schedule. An update is published once it is held.
         """
         history = self.schedule.copy_history() if history is None else history
-        await self.writer.copy_and_write(self.shard, history, destination, self.compute, self.wait_until_held)
+        await self.writer.write(self.shard, history, self.compute, self.wait_until_held)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
-from ps_protocol.errors import Conflict
+from ps_protocol.errors import Conflict, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.requests import PushAnswer
 
-from ..durable.storage import RunStorage
 from ..shard.bodies import Body
 from .context import RunContext
 from .read_pushes import read_buffers, read_initial_blocks
@@ -68,23 +66,26 @@ class InitialValues:
         await self._context.notify()  # even without a version, since the time-out of its readers begins again
 
     async def _publish(self) -> None:
-        context, storage = self._context, self._context.storage
+        context, installed = self._context, self._context.installed
         context.check_failure()
-        if storage is not None and context.shard.version == 0 and 0 not in storage.checkpoints:
-            await self._persist(storage)
+        if context.storage is not None and (installed.restore is None or installed.source is not None):
+            await self._persist()
         context.check_failure()
         await self._executor.open_reads()
         context.is_readable = True
         context.wait_clock.stop()
 
-    async def _persist(self, storage: RunStorage) -> None:
-        """Write the initial values as checkpoint 0, before a trainer can read them."""
+    async def _persist(self) -> None:
+        """Write the first version as a snapshot, before a trainer can read it."""
         context = self._context
+        context.writer.begin_named(context.shard.version)
         try:
-            snapshot = partial(storage.snapshot, context.shard, context.schedule.copy_history(), copies=False)
-            await context.writer.write_and_wait(0, await context.compute.run(snapshot))
-        except OSError as error:
-            await self._executor.end(context.storage_failed("write checkpoint 0", error), is_failure=True)
+            write = await context.writer.write(context.shard, context.schedule.copy_history(), context.compute)
+            error = await asyncio.shield(write)
+        except TryAgain as problem:
+            error = OSError(problem.detail)
+        if error is not None:
+            await self._executor.end(context.storage_failed("write its first snapshot", error), is_failure=True)
 
     async def wait_until_published(self) -> None:
         """Wait for checkpoint 0, if it is being written."""

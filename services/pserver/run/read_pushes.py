@@ -8,7 +8,7 @@ from ps_protocol.errors import BadInput
 from ps_protocol.frames import TensorEntry
 from ps_protocol.optimizers import MASTER, SLOTS, OptimizerSpec, StepState, read_states, slot_key, split_key
 from ps_protocol.plan import SlicePlan
-from ps_protocol.requests import COMPUTED_ON_KEY, STATES_KEY, Completion
+from ps_protocol.requests import STATES_KEY, Completion
 from ps_protocol.vocabulary import BufferSpec, PserverIndex
 from ps_protocol.wire_types import WireTensor
 
@@ -19,18 +19,14 @@ from ..shard.tensors import StagedBlock, view_tensors
 from .staging import Push
 
 
-def read_push(body: Body, layout: ShardLayout, plan: SlicePlan, *, is_async: bool) -> Push[StagedBlock]:
+def read_push(body: Body, layout: ShardLayout, plan: SlicePlan) -> Push[StagedBlock]:
     """Return a pushed body without a copy, checked against the plan. Raises BadInput."""
     metadata = body.frame.metadata
     assert plan.optimizer is not None  # the plan of a run always has an optimizer
     if STATES_KEY in metadata:
-        body.mark_single_use()
+        body.is_recurring = False
         return Push({}, slots=_read_slots(body, layout, plan.optimizer))
-    completion = Completion.from_metadata(metadata, plan.optimizer)
-    if is_async and completion is not None and completion.computed_on is None:
-        text = f"the last push of a step must contain {COMPUTED_ON_KEY}"
-        raise BadInput(text, code="malformed_frame", expected="the step of a get")
-    return Push(read_blocks(body, layout), completion)
+    return Push(read_blocks(body, layout), Completion.from_metadata(metadata, plan.optimizer))
 
 
 def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:

@@ -14,24 +14,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 
-from ps_protocol.errors import Conflict, FutureRound, GradpostError, NonFiniteGradient, NotReady, StaleRound, TryAgain
+from ps_protocol.errors import (
+    Conflict,
+    Ended,
+    FutureRound,
+    GradpostError,
+    NonFiniteGradient,
+    NotReady,
+    RoundPending,
+    StaleRound,
+    TryAgain,
+)
 from ps_protocol.fence import Fence
 from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
-from ps_protocol.messages import PserverLoad
-from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import PushAnswer
 from ps_protocol.standbys import HeldUpdates
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
-from ..durable.checkpoint_writer import CheckpointWriter
+from ..durable.snapshot_writer import Publisher, SnapshotWriter
 from ..durable.storage import Restored, RunStorage
-from ..metrics import LoadMeter, PserverMetrics
+from ..metrics import PserverMetrics
 from ..shard.bodies import Body, BufferPool
 from ..shard.shard import Shard
 from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, find_nonfinite
@@ -50,6 +58,8 @@ log = get_logger()
 
 T = TypeVar("T")
 
+FREEZE_SECONDS = 2.0  # less than the time-out of the coordinator's request
+
 
 class Run:
     """One run on one pserver, in its mode. Lives on the event loop."""
@@ -64,26 +74,26 @@ class Run:
         metrics: PserverMetrics,
         storage: RunStorage | None = None,
         restored: Restored | None = None,
+        publisher: Publisher | None = None,
     ) -> None:
         """Resume with `restored`, if there is one, else wait for initial values."""
         self.installed = installed
         self.index = index
         self.storage = storage
-        self.plan = plan = SlicePlan.from_json(installed.plan)
+        self.plan = plan = installed.plan
         self.schedule = _make_schedule(installed, restored)
         self.shard = shard = restored.shard if restored else Shard(plan, index)
-        self.writer = writer = CheckpointWriter(storage, installed.checkpoint_rounds, metrics)
+        self.writer = writer = SnapshotWriter(storage, installed.checkpoint_rounds, metrics, publisher)
         self.context = RunContext(
             installed=installed, index=index, plan=plan, schedule=self.schedule, shard=shard, compute=compute,
             pool=pool, metrics=metrics, storage=storage, writer=writer, membership=installed.membership,
         )  # fmt: skip
         if installed.durability == "replicated":
-            first, rules = restored.round if restored else 0, installed.consistency
             self.context.standbys = StandbyConfirmations(
                 installed.required,
-                first,
+                restored.round if restored else 0,
                 report=lambda: writer.heartbeat_is_due.set(),
-                num_restorable=0 if rules.is_async else 1 + rules.max_delay,
+                num_restorable=1 + installed.consistency.max_delay,
             )
         self.executor: Executor = (
             RoundsExecutor(self.context, self.schedule)
@@ -96,7 +106,6 @@ class Run:
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests
-        self.meter = LoadMeter(metrics)
         self._compute = compute
         self._metrics = metrics
         self.executor.install_members(installed.membership)  # the last statement, since it may begin an apply
@@ -158,7 +167,7 @@ class Run:
 
         In asynchronous modes the push that completes a step is answered once the whole step is queued.
         """
-        push = read_push(body, self.shard.layout, self.plan, is_async=self.installed.consistency.is_async)
+        push = read_push(body, self.shard.layout, self.plan)
         is_finite = await self._check_finite(fence, push.blocks, body)
         if self.context.admit_push(fence) == "already_applied":
             await self.wait_until_held()
@@ -224,12 +233,21 @@ class Run:
     # ------------------------------------------------------------------ members and the end
 
     async def freeze(self) -> FrozenRounds:
-        """Wait for a running update, and from then on count no barrier until members are installed."""
-        self.context.check_failure()
-        await self.executor.hold_updates()
-        frozen = self.schedule.freeze().model_copy(update={"is_readable": self.context.is_readable})
-        await self.context.wait_until_held()
-        return frozen
+        """Wait for a running update, and from then on count no barrier until members are installed.
+
+        Raises RoundPending after `FREEZE_SECONDS` while standbys are missing. That wait has its own limit.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(FREEZE_SECONDS):
+                    self.context.check_failure()
+                    await self.executor.hold_updates()
+                    frozen = self.schedule.freeze().model_copy(update={"is_readable": self.context.is_readable})
+                    await self.context.wait_until_held()
+                    return frozen
+            except TimeoutError:
+                if missing := self.context.describe_missing_standbys():
+                    raise RoundPending(f"a change of members waits for {missing}", missing=[]) from None
 
     def confirm_held(self, message: HeldUpdates) -> None:
         """Count the confirmation of a standby. Raises Conflict, FutureRound, TryAgain, or the failure of the run."""
@@ -250,8 +268,10 @@ class Run:
 
     async def stop(self) -> None:
         """End every wait, and persist the content of the shard, before the process ends."""
-        if self.storage is not None and self.storage.is_over:
-            await self.writer.prune_folder()  # no heartbeat reply may have reported the last complete checkpoint
+        await self.writer.wait_for_writes()
+        if self.storage is not None and self.writer.is_saved:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self.storage.finish)
         has_log = self.storage is not None and self.storage.has_log
         if self.context.failure is not None and (
             has_log or not isinstance(self.context.failure, ENDS_WITH_INTACT_SHARDS)
@@ -260,23 +280,24 @@ class Run:
         text = f"pserver {self.index} is stopping; a standby may replace it, or it is restarted"
         await self.executor.end_when_applied(TryAgain(text, code="stopping"))
         await self.executor.wait_for_apply()
-        await self.writer.wait_for_writes("folder")
+        await self.writer.wait_for_writes()
         is_persisted = self.storage is None or self.shard.version in self.storage.rounds
         if not is_persisted and self.context.is_readable and self.executor.is_idle:
             with contextlib.suppress(TryAgain):  # the writer has logged the error
-                await self.context.write_checkpoint("folder")
+                await self.context.write_snapshot()
         await self.writer.wait_for_writes()
 
-    async def wait_for_writes(self) -> None:
-        """Wait for the running apply, and for the checkpoints that are being written."""
+    async def wait_until_published(self) -> None:
+        """Wait for the running apply, and for the snapshots that are being written and published."""
         await self.executor.wait_for_apply()
-        await self.writer.wait_for_writes()
+        await self.writer.wait_until_published()
 
     async def close(self, reason: GradpostError) -> None:
-        """End the run with `reason`, and wait until no work of it remains on a thread or a disk."""
+        """End the run with `reason`, and wait until no work of it remains on a thread or in the folder."""
         await self.executor.end(reason)
-        await self.wait_for_writes()
+        await self.executor.wait_for_apply()
         await self.initial_values.wait_until_published()
+        await self.writer.close()
         if self.storage is not None:
             self.storage.close()
 
@@ -291,39 +312,50 @@ class Run:
         return self.storage
 
     async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
-        """Write a checkpoint after this round, or number of contributions: immediately if it is the newest one.
+        """Publish the shard after this round, or number of contributions: immediately if it is the newest one.
 
-        `is_over` marks the last checkpoint of the run, which waits for the checkpoints before it. Raises StaleRound if
-        the round is over, TryAgain while another checkpoint is being written.
+        `is_over` marks the last checkpoint of the run. Raises StaleRound if the round is over, TryAgain while another
+        snapshot is being published.
         """
         self.require_storage()
-        if is_over:
-            await self.wait_for_writes()
         newest = await self.executor.wait_for_newest(round_, is_over=is_over)
-        storage = self.require_storage()
+        self.require_storage()
         if round_ < newest:
             raise StaleRound(f"round {round_} is over", current=newest)
-        if round_ > newest:
-            self.writer.request_round(round_)
-        elif round_ not in storage.checkpoints and not self.writer.is_writing(round_):
-            self.writer.check_room()
-            await self.executor.begin_checkpoint(round_)
+        self.writer.is_over |= is_over
+        if self.writer.is_known(round_):
+            return
+        self.writer.request_round(round_)
+        if round_ == newest:
+            self.writer.begin_named(round_)
+            await self.executor.begin_snapshot(round_)
 
-    def describe_sizes(self) -> dict[str, int]:
-        """Return the sizes that PserverLoad and PserverState have in common."""
+    def describe(self) -> dict[str, Any]:
+        """Return the members of `PserverHeartbeat` that belong to this run."""
+        context, metrics = self.context, self._metrics
         return {
+            "run": self.installed.run,
+            "attempt": self.installed.attempt,
+            "round": self.round,
+            "missing": tuple(self.missing) if self.waiting_seconds else (),
+            "waiting_seconds": self.waiting_seconds,
+            "failure": context.failure.to_problem() if isinstance(context.failure, Ended) else None,
+            "published": self.writer.published,
+            "coming_checkpoints": self.writer.find_pending(self.round),
+            "is_stalled": asyncio.get_running_loop().time() > context.stalls_at,
+            "standbys": context.standbys.describe() if context.standbys else None,
+            **self.schedule.describe(),
             "num_blocks": len(self.plan.shards[self.index]),
             "shard_bytes": self.shard_bytes,
             "pushed_bytes": self.pushed_bytes,
             "pulled_bytes": self.pulled_bytes,
+            "num_queued": self.executor.num_queued,
+            "num_applies": metrics.apply_seconds.count,
+            "apply_seconds": metrics.apply_seconds.total,
+            "num_waits": metrics.barrier_wait.count,
+            "wait_seconds": metrics.barrier_wait.total,
+            "staleness": dict(metrics.staleness.counts),
         }
-
-    def describe_load(self) -> PserverLoad:
-        """Return the work of this run for the status."""
-        progress = self.schedule.describe()
-        progress.pop("fetch_barriers", None)
-        num_queued = self.executor.num_queued + self.meter.num_held
-        return PserverLoad(**progress, **self.describe_sizes(), num_queued=num_queued, **self.meter.read())
 
     async def digest(self) -> str:
         """Return a digest of all that a request could change: values, optimizer state, barriers, contributions."""
@@ -339,10 +371,7 @@ def _make_schedule(installed: InstallRun, restored: Restored | None) -> Rounds[S
     rules, applied = installed.consistency, restored.round if restored else 0
     history = restored.history if restored else None
     if rules.is_async:
-        # The log may have lost its end, even if it looks whole; and no trainer is at an uncommitted step.
-        return Clocks(
-            {}, rules, applied=applied, steps=history.steps if history else None, is_short=history is not None
-        )
+        return Clocks({}, rules, applied=applied, steps=history.steps if history else None)
     members, clips = installed.membership.members, installed.max_grad_norm is not None
     return Rounds(members, rules.max_delay, applied=applied, history=history, clips=clips)
 

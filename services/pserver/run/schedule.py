@@ -2,7 +2,7 @@
 
                     decides, pure            carries out, on the event loop           with
 synchronous mode    Rounds, rounds.py        RoundsExecutor, rounds_executor.py       round_work.py
-asynchronous modes  Clocks, clocks.py        QueueExecutor, queue_executor.py         queues, readers, staleness
+asynchronous modes  Clocks, clocks.py        QueueExecutor, queue_executor.py         queues, update jobs, pulls
 
 The folders `synchronous` and `asynchronous` contain these files.
 """
@@ -69,7 +69,7 @@ class Schedule(Protocol[Payload]):
         """Return the history for a checkpoint of the current state."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the progress of each trainer, as members of PserverState."""
+        """Return the progress of each trainer, as members of `PserverHeartbeat`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,6 @@ class Executor(Protocol):
     async def hold_updates(self) -> None:
         """Wait for the running update. None begins before the caller awaits something, or members are installed."""
 
-    async def wait_until_changeable(self) -> None:
-        """Wait until members may be changed."""
-
     def install_members(self, membership: Membership) -> None:
         """Install a set of members and carry out what follows."""
 
@@ -134,8 +131,8 @@ class Executor(Protocol):
         In asynchronous modes it is the number of committed contributions; for a run that `is_over`, at least `round_`.
         """
 
-    async def begin_checkpoint(self, round_: Round) -> None:
-        """Begin a checkpoint of the shard, which is at this round, to the place. Raises TryAgain."""
+    async def begin_snapshot(self, round_: Round) -> None:
+        """Begin a snapshot of the shard, which is at this round. Raises TryAgain."""
 
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
         """Read the whole shard right after a round, waiting up to `wait_seconds` for it; None is any whole round.

@@ -19,12 +19,18 @@ from ps_protocol.fields import Instance
 from ps_protocol.membership import RequiredStandbys
 from ps_protocol.standbys import SeenStandbys
 from ps_protocol.vocabulary import Round
+from services.runtime.logs import get_logger
 
 LATE_SECONDS = 2.0  # for which an update may wait for a standby that counts as connected
 STUCK_SECONDS = 5.0  # after which it waits for lost standbys that are not removed: see `replica_loss`
 PROMPT_SECONDS = 0.5  # between an update and its confirmation by a standby that may become a required one
 CATCH_UP_SECONDS = 0.25  # for which an update waits for a standby that catches up
 JOINING_SECONDS = 60.0  # after the first stream of a standby, in which updates wait for it to catch up
+BACKOFF_SECONDS = 4.0  # before a standby that is late for the second time may become a required one, then doubled
+MAX_BACKOFF_SECONDS = 300.0
+STEADY_SECONDS = 600.0  # after which a late standby is late for the first time again
+
+log = get_logger()
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +63,7 @@ class StandbyConfirmations:
         self._num_restorable = num_restorable
         self._streams: dict[Instance, StandbyStream] = {}
         self._joins_until: dict[Instance, float] = {}
+        self._backoffs: dict[Instance, tuple[float, float]] = {}  # of standbys that were late: seconds, and until when
         self._awaited = set(required.instances)  # they count as connected until they are late: the run has just begun
         self._change: asyncio.Future[None] | None = None  # for the waiting tasks
         self._stalled: tuple[Round, float] | None = None  # an update that requests wait for, and since when
@@ -99,8 +106,9 @@ class StandbyConfirmations:
             raise TryAgain(f"standby {instance} has no open stream of updates; open one and confirm again")
         stream.held = max(stream.held, round_)
         stream.begin = round_ if stream.begin is None else stream.begin
-        may_join = instance in self.required.instances or stream.held >= stream.begin + self._num_restorable
-        now = asyncio.get_running_loop().time()
+        now, (_, until) = asyncio.get_running_loop().time(), self._backoffs.get(instance, (0.0, 0.0))
+        has_received = stream.held >= stream.begin + self._num_restorable
+        may_join = instance in self.required.instances or (has_received and now >= until)
         if stream.held >= stream.target:
             is_in_time = stream.held >= self._newest or now - stream.target_since <= PROMPT_SECONDS
             stream.is_prompt |= is_in_time and may_join
@@ -117,9 +125,20 @@ class StandbyConfirmations:
             if (stream := self._streams.get(instance)) is not None and stream.is_prompt:
                 stream.is_prompt = False
                 stream.target, stream.target_since = self._newest, asyncio.get_running_loop().time()
+                self._back_off(instance, stream.target_since)
         for stream in self._streams.values():
             stream.is_prompt |= is_stuck and stream.held >= round_
         self._note_change(wakes=False)
+
+    def _back_off(self, instance: Instance, now: float) -> None:
+        """Let a standby that is late again wait before it may become a required one again."""
+        seconds, until = self._backoffs.get(instance, (0.0, 0.0))
+        is_again = instance in self._backoffs and now < until + STEADY_SECONDS
+        seconds = min(max(2 * seconds, BACKOFF_SECONDS), MAX_BACKOFF_SECONDS) if is_again else 0.0
+        self._backoffs[instance] = seconds, now + seconds
+        if is_again:
+            text = "a standby confirms updates late again and again; look at its disk, network and CPU"
+            log.warning(text, standby=instance, not_in_sync_seconds=seconds)
 
     # ------------------------------------------------------------------ waiting
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ps_protocol.encodings import Part
+from ps_protocol.optimizers import LOWEST_RANK
 
 from .layout import ShardLayout
 from .tensors import view_bytes
@@ -33,8 +34,9 @@ class Aggregator:
         A contribution maps block names to parts of shape (num_elements,), which are only read and may lie at any
         address. They are summed in float32 in the given order, the first one copied (so that -0.0 survives), and
         multiplied once by 1/n, n being the number of contributions. A contribution without a block counts as zeros, as
-        in DDP, or as the current values of a buffer. A block that no contribution has is not present; the gradient
-        there is left over from an earlier round. The gradient is valid until the next call.
+        in DDP, or as the current values of a buffer. A buffer of LOWEST_RANK is that of the first contribution. A block
+        that no contribution has is not present; the gradient there is left over from an earlier round. The gradient is
+        valid until the next call.
         """
         scale = 1 / max(len(contributions), 1)
         present = []
@@ -44,10 +46,13 @@ class Aggregator:
             parts = [blocks[place.name] for blocks in contributions if place.name in blocks]
             if not parts:
                 continue
-            if place.is_mean:
+            if place.buffer_rule:
                 values = self._values[place.begin : place.end]
                 parts = [blocks.get(place.name, values) for blocks in contributions]
             present.append(place.name)
+            if place.buffer_rule == LOWEST_RANK:  # not scaled
+                self._views[place.name].copy_(parts[0][:])
+                continue
             if end != place.step_begin or place.end - begin > PIECE:
                 _sum_small(small)
                 self._scale(begin, end, scale)
@@ -75,7 +80,7 @@ class Aggregator:
         """
         sums = []
         for name in present:
-            if self._layout.place[name].is_mean:
+            if self._layout.place[name].buffer_rule:
                 continue
             view = self._views[name]
             for at in range(0, len(view), PIECE):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
-from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from ps_http2.asgi import receive_into
@@ -69,20 +68,16 @@ class PooledBuffer:
     """Memory of a pool. Views of it are valid while this object is referenced. Created on the event loop."""
 
     def __init__(self, pool: BufferPool, num_bytes: int) -> None:
-        self._is_recurring = True  # a body of this size comes in every round
+        self.is_recurring = True  # a body of this size comes in every round
         self._pool = pool
         self._memory = pool.acquire(num_bytes)
         self.buffer = self._memory[:num_bytes]
 
     def __del__(self) -> None:
-        if self._is_recurring:
+        if self.is_recurring:
             self._pool.release(self._memory)
         else:
             self._pool.free(self._memory)
-
-    def mark_single_use(self) -> None:
-        """Free the buffer after this body, since none of its size comes in the next rounds."""
-        self._is_recurring = False
 
 
 class Body(PooledBuffer):
@@ -130,9 +125,3 @@ async def receive_body(scope: Scope, receive: Receive, num_bytes: int, limits: F
         raise BadInput("the body ended early", code="malformed_frame", expected=f"{num_bytes} bytes", actual=filled)
     body.frame = parse_frame(body.buffer, limits)
     return body
-
-
-async def discard_body(scope: Scope, receive: Receive) -> None:
-    """Read the rest of a body, so that the client can read the answer. Raises ClientDisconnect."""
-    async for _ in Request(scope, receive).stream():
-        pass

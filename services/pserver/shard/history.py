@@ -79,15 +79,12 @@ class History:
         >>> History.from_json(History({7: (0, 1)}, {7: (1,)}).to_json())
         History(participants={7: (0, 1)}, nonfinite={7: (1,)}, steps={}, norms={}, scaler=None)
         """
-        every = json.loads(text)
-        *rest, norms, scalers = every + [[]] * (5 - len(every))  # earlier versions lack norms, or GradScalers
+        *rest, norms, scalers = json.loads(text)
         participants, nonfinite, steps = ({key: tuple(values) for key, values in items} for items in rest)
         return cls(
             participants,
             nonfinite,
             steps,
             {round_: ShardNorm(*norm) for round_, norm in norms},
-            dict(zip(SCALER_NUMBERS, scalers[-1][1], strict=True))
-            if scalers
-            else None,  # earlier versions have several
+            dict(zip(SCALER_NUMBERS, scalers[0][1], strict=True)) if scalers else None,
         )

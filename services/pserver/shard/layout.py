@@ -22,8 +22,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ps_protocol.errors import BadInput
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import WINDOW, Block, PserverIndex
@@ -41,7 +39,7 @@ class BlockPlace:
     name: str
     block: Block
     group: int
-    is_mean: bool  # the update rule is MEAN: pushes contain values instead of gradients
+    buffer_rule: str | None  # of a float buffer, whose pushes contain values instead of gradients
     dtype: str  # the parameter's, by safetensors' name; the flat tensor is float32
     pushed: tuple[WireTensor, ...]  # the tensors of its gradient on the wire
     pulled: str  # the dtype that trainers pull
@@ -50,11 +48,6 @@ class BlockPlace:
     step_begin: int
     step_end: int
     padded_end: int
-
-    @property
-    def has_master(self) -> bool:
-        """True if the flat tensor is more precise than the parameter's dtype."""
-        return self.dtype != "F32"
 
 
 class ShardLayout:
@@ -75,7 +68,7 @@ class ShardLayout:
                     name=block.name,
                     block=block,
                     group=parameter.group,
-                    is_mean=parameter.name in plan.means,
+                    buffer_rule=plan.buffer_rules.get(parameter.name),
                     dtype=parameter.dtype,
                     pushed=tuple(plan.pushed(block)),
                     pulled=plan.pulled(block.parameter),
@@ -88,16 +81,12 @@ class ShardLayout:
             )
             offset = padded_end
         self.num_elements = offset  # padding included
-        # The gradient ends here. The group of the means is the last one.
-        self.num_stepped = min((place.step_begin for place in places if place.is_mean), default=offset)
+        # The gradient ends here. The groups of buffers are the last ones.
+        self.num_stepped = min((place.step_begin for place in places if place.buffer_rule), default=offset)
         self.places = tuple(places)  # in the order of the flat tensor
         self.place_of_pushed = {name: place for place in places for name, _, _ in place.pushed}  # by tensor on the wire
         by_name = {place.name: place for place in places}
         self.place = {block.name: by_name[block.name] for block in blocks}  # by block name, in plan order
-
-    def view_blocks(self, flat: Tensor, names: Iterable[str]) -> list[Tensor]:
-        """Return the views of these blocks in a flat tensor of this layout."""
-        return [flat[self.place[name].begin : self.place[name].end] for name in names]
 
     def check_names(self, names: Iterable[str]) -> None:
         """Raise BadInput unless this shard has all of these blocks."""

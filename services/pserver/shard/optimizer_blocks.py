@@ -139,8 +139,6 @@ class OptimizerBlocks:
     def load(self, state: OptimizerState) -> None:
         """Replace the state by a copy of another one."""
         self.state = state.clone()
-        # Counters of earlier versions began at 0, and their files contain no states under None.
-        self.state.counted = {(None, name): FRESH for _, name in state.counted} | state.counted
 
     def load_blocks(self, states: Mapping[str, StepState], slots: Mapping[str, Tensor]) -> None:
         """Replace the counts and slots of these blocks. `{slot}/{block}` tensors of shape (num_elements,) are copied.

@@ -31,7 +31,7 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
-from ps_protocol.optimizers import MEAN, Options, StepState
+from ps_protocol.optimizers import BUFFER_RULES, Options, StepState
 
 PIECE = 1 << 18  # elements: 1 MiB of float32
 
@@ -109,7 +109,7 @@ def _step_nadam(on: Operands, options: Options) -> StepState:
     return on.stepped()._replace(mu_product=mu_products[0].item())
 
 
-def _step_mean(on: Operands, options: Options) -> StepState:
+def _step_buffer(on: Operands, options: Options) -> StepState:
     for value, pushed in zip(on.values, on.gradients, strict=True):
         # Infinity minus infinity is not a number, and a buffer may begin with infinity.
         value.copy_(torch.where(value.isfinite(), value.lerp(pushed, options["lr"]), pushed))
@@ -126,7 +126,7 @@ def _split_betas(options: Options) -> Options:
 _ADAM = UpdateRule(_make_step(adam, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", fused=True), max_elements=None)
 
 UPDATE_RULES: Mapping[str, UpdateRule] = {
-    MEAN: UpdateRule(_step_mean, max_elements=None),
+    **dict.fromkeys(BUFFER_RULES, UpdateRule(_step_buffer, max_elements=None)),
     "SGD": UpdateRule(_step_sgd, max_elements=None),
     "Adam": _ADAM,
     "AdamW": _ADAM,  # a flag tells them apart

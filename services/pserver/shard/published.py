@@ -38,7 +38,9 @@ class Published:
         self._exact = exact
         self._layout = layout
         self._specs = {
-            p.name: quantised(p.name, p.block.num_elements) for p in layout.places if p.dtype == "F32" and not p.is_mean
+            p.name: quantised(p.name, p.block.num_elements)
+            for p in layout.places
+            if p.dtype == "F32" and not p.buffer_rule
         }
         self._deltas = {
             name: [torch.empty(count, dtype=TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]

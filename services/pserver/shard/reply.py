@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from ps_protocol.frames import encode_header
 from ps_protocol.requests import SINCE_KEY
 from ps_protocol.vocabulary import DTYPE_BYTES, Round
 from ps_protocol.wire_types import WireTensor
+from services.runtime.gate import current_request, end_request
 
-from ..waits import EndableWait, EndWait
 from .bodies import BufferPool, PooledBuffer
 from .layout import BlockPlace
 from .tensors import view_bytes
@@ -218,7 +218,7 @@ class Reply:
     parts: Parts
     blocks: VersionedBlocks | None = None
     memory: FrameCopy | None = None  # that the parts are views of
-    _readers: set[EndWait] = field(default_factory=set)
+    _readers: set[asyncio.Task[Any]] = field(default_factory=set)
     _is_free: asyncio.Event = field(default_factory=asyncio.Event)
     _is_revoked: bool = False
 
@@ -226,23 +226,22 @@ class Reply:
         """Return all parts, or fewer for a trainer that has the values of version `base`."""
         return self.parts if base is None or self.blocks is None else self.blocks.parts(base)
 
-    def reading(self) -> AbstractAsyncContextManager[None]:
-        """Allow reading the parts within the block. StaleRound is raised there if borrowed views are revoked."""
-        is_borrowed = self.memory is None and any(isinstance(part, memoryview) for part in self.parts)
-        return self._borrow() if is_borrowed else nullcontext()
-
-    @asynccontextmanager
-    async def _borrow(self) -> AsyncIterator[None]:
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Allow reading the parts within the block. The request is ended if borrowed views are revoked."""
+        if self.memory is not None or not any(isinstance(part, memoryview) for part in self.parts):
+            yield
+            return
         if self._is_revoked:
             raise self._make_error()
-        async with EndableWait(self._make_error) as end_reader:
-            self._readers.add(end_reader)
-            try:
-                yield
-            finally:
-                self._readers.discard(end_reader)
-                if not self._readers:
-                    self._is_free.set()
+        request = current_request()
+        self._readers.add(request)
+        try:
+            yield
+        finally:
+            self._readers.discard(request)
+            if not self._readers:
+                self._is_free.set()
 
     def _make_error(self) -> StaleRound:
         return StaleRound(f"round {self.round} is being overwritten")
@@ -258,6 +257,6 @@ class Reply:
                 async with asyncio.timeout_at(until):
                     await self._is_free.wait()
             except TimeoutError:
-                for end_reader in self._readers:
-                    end_reader()
+                for request in self._readers:
+                    end_request(request, self._make_error())
                 until = float("inf")

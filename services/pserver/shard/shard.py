@@ -20,7 +20,7 @@ from ps_protocol.errors import BadInput
 from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import FRESH, MASTER, HyperParameters, split_key, write_states
 from ps_protocol.plan import SlicePlan
-from ps_protocol.requests import SLOT_NAMES_KEY, STATES_KEY, STEPS_KEY
+from ps_protocol.requests import SLOT_NAMES_KEY, STATES_KEY
 from ps_protocol.vocabulary import BufferSpec, PserverIndex, Rank
 from ps_protocol.wire_types import WireTensor
 
@@ -231,25 +231,13 @@ class Shard:
     def _stored_buffers(self) -> list[BufferSpec]:
         return [spec for name, spec in self._buffer_specs.items() if name in self._buffers]
 
-    def encode_slots(self, names: Collection[str], metadata: Mapping[str, str] | None = None) -> list[bytes]:
-        """Return a frame of the slots of these blocks, float32: `{slot}/{block}`, all blocks of a slot together.
-
-        A slot that no update has needed yet is left out. The metadata's `steps` counts each block's updates.
-        """
-        slots, states = self.optimizer.state.slots, self.optimizer.state.steps
-        steps = json.dumps({name: states[name].steps for name in dict.fromkeys(names) if name in states})
-        views = {f"{slot}/{name}": self._view_slot(slots, slot, name) for slot in sorted(slots) for name in names}
-        return _encode_views(views, {**(metadata or {}), STEPS_KEY: steps})
-
     def encode_state(self, keys: Collection[str], metadata: Mapping[str, str], counter: Rank) -> list[bytes]:
         """Return a frame of these slots, called `{slot}/{block}`, for a trainer. Raises BadInput.
 
         Without keys its metadata lists the slots that exist, and the states of the blocks that have been stepped: with
         this counter's own steps, where each counter has its own.
         """
-        slots = dict(self.optimizer.state.slots)
-        if any(place.has_master for place in self.layout.places):
-            slots[MASTER] = self.values
+        slots = {**self.optimizer.state.slots, MASTER: self.values}
         if not keys:
             stepped = {name: state for name, state in self.optimizer.steps_for(counter).items() if state != FRESH}
             names = json.dumps(sorted(slots))

@@ -19,7 +19,7 @@ from services.coordinator.state.record import ClusterRecord
 from services.pserver.durable.disk import Disk, StateFolder
 from services.pserver.shard.history import History
 from services.pserver.shard.shard_state import concatenate
-from services.runtime.checkpoints import Manifest, write_manifest
+from services.runtime.checkpoints import Manifest, round_folder, write_manifest
 from services.runtime.storage import lock_folder, open_checkpoint_storage
 
 from ..coordinator.support import make_cluster
@@ -47,6 +47,7 @@ def stop_at(
 ):
     """Two pservers that end after these rounds; checkpoints 0 and 4 are complete."""
     shards: dict[int, list[ShardFile]] = {0: [], 4: []}
+    place = open_checkpoint_storage(str(folder / "checkpoints"))
     for index, last in enumerate(rounds):
         disk = Disk(folder)
         disk.open(index)
@@ -57,20 +58,20 @@ def stop_at(
             if round_:
                 step(shard, round_, storage)
             if round_ in shards:
-                file = storage.snapshot(shard, History({round_: (0,)} if round_ else {}))()
-                assert isinstance(file, ShardFile)
+                file, path = storage.snapshot(shard, History({round_: (0,)} if round_ else {}))()
+                place.copy_file(path, f"{round_folder('run1', round_)}/{file.name}")
                 shards[round_].append(file)
         if not storage.has_log:
-            storage.snapshot(shard, History(), is_own=True)()
+            storage.snapshot(shard, History())()
         storage.close()
         assert disk.folder is not None
         disk.folder.close()
     for round_, files in shards.items():
         manifest = Manifest(
-            run="run1", attempt=0, round=round_, consistency=Consistency(), plan=PLAN.to_json(), shards=tuple(files),
+            run="run1", attempt=0, round=round_, consistency=Consistency(), plan=PLAN.as_json, shards=tuple(files),
             created="2026-11-24T10:00:00+00:00",
         )  # fmt: skip
-        write_manifest(open_checkpoint_storage(str(folder / "checkpoints")), manifest)
+        write_manifest(place, manifest)
     write_record(folder, began or {})
 
 
@@ -115,7 +116,7 @@ def test_the_folder_of_a_promoted_standby_is_exported(tmp_path, capsys):
 
 
 def test_an_asynchronous_run_is_exported_with_the_newest_values_of_each_pserver(tmp_path, capsys):
-    stop_at(tmp_path, 7, 6, consistency=Consistency(mode="async"))
+    stop_at(tmp_path, 7, 6, consistency=Consistency(mode="async"), durability="none")
     export(tmp_path)
     said = capsys.readouterr().out
     assert "of round 6 of run run1" in said

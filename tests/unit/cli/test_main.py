@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from gradpost import main
 from gradpost.output import CommandError, whole_file
 from gradpost.settings import make_options
 from ps_config.environment import SettingsError
-from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, GradpostError, Unreachable
 
 from .conftest import ROOT, RunCommand, run_process
@@ -47,19 +45,20 @@ def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["frobnicate"], ["plan", "--frobnicate"], ["plan", "--pservers", "two"], ["plan"]]
+    "arguments",
+    [
+        ["frobnicate"],
+        ["plan", "--frobnicate"],
+        ["plan", "--pservers", "two"],
+        ["plan"],
+        ["up", "--pserver", "2", "--", "python", "train.py"],
+    ],
 )
 def test_a_wrong_usage_is_explained(run_command: RunCommand, arguments: list[str]) -> None:
     outcome = run_command(*arguments)
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert "Usage: gradpost" in outcome.stderr
     assert outcome.stderr.splitlines()[-1].startswith("Error: ")
-
-
-def test_a_misspelt_option_of_up_is_not_taken_for_the_script(run_command: RunCommand) -> None:
-    outcome = run_command("up", "--pserver", "2", "--", "python", "train.py")
-    assert outcome.exit_code == 2
-    assert outcome.stderr.endswith("Error: No such option: --pserver (Possible options: --pservers)\n")
 
 
 def test_the_help_of_up_has_groups_and_every_default(run_command: RunCommand) -> None:
@@ -70,10 +69,6 @@ def test_the_help_of_up_has_groups_and_every_default(run_command: RunCommand) ->
     assert places == sorted(places)
     for option in make_options("up"):
         assert "[default: " in str(option.help), option.name
-
-
-def test_up_has_a_flag_for_everything_about_the_mode() -> None:
-    assert {field.name for field in fields(Consistency)} <= {option.name for option in make_options("up")}
 
 
 def test_up_refuses_wrong_settings_before_it_starts(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +108,23 @@ def test_an_error_is_one_line_whatever_it_quotes_and_a_code(
     outcome = run_command()
     assert (outcome.exit_code, outcome.stdout) == (exit_code, "")
     assert outcome.stderr == "gradpost: error: a\\nb\\x1b[31m é\n"
+
+
+INTERRUPTED = """
+import signal, sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            signal.raise_signal(signal.SIGINT)
+from gradpost.__main__ import main
+sys.meta_path.insert(0, Interrupting())
+main()
+"""
+
+
+def test_ctrl_c_during_the_imports_is_130() -> None:
+    outcome = run_process("-c", INTERRUPTED)
+    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (130, "", "")
 
 
 def test_ctrl_c_is_130() -> None:

@@ -3,8 +3,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from services.coordinator.settings import CoordinatorSettings
 from services.runtime.settings import ServiceSettings
 
 from ..protocol.test_certificates import Authority
-from .conftest import ROOT, RunCommand
+from .conftest import RunCommand
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +73,7 @@ def test_values_of_every_kind(run_command: RunCommand, served: list[ServiceSetti
 
 
 @pytest.mark.parametrize(
-    ("role", "of_no_use"), [("coordinator", {"coordinator", "ready_fd"}), ("pserver", {"lease_seconds", "ready_fd"})]
+    ("role", "of_no_use"), [("coordinator", {"coordinator", "listen_fd"}), ("pserver", {"lease_seconds", "listen_fd"})]
 )
 def test_every_setting_of_the_role_is_a_flag(run_command: RunCommand, role: Role, of_no_use: set[str]) -> None:
     outcome = run_command("serve", role, "--help")
@@ -85,16 +83,6 @@ def test_every_setting_of_the_role_is_a_flag(run_command: RunCommand, role: Role
     assert f"Usage: gradpost serve {role} [OPTIONS]" in outcome.stdout
     assert "[default: 127.0.0.1]" in " ".join(outcome.stdout.split())
     assert "auto|console|json" in outcome.stdout
-
-
-def test_a_key_of_another_certificate_is_one_line(
-    run_command: RunCommand, served: list[ServiceSettings], tmp_path: Path
-) -> None:
-    authority = Authority(tmp_path)
-    one, other = authority.issue("one"), authority.issue("other")
-    outcome = run_command("serve", "coordinator", "--tls-cert", str(one.cert), "--tls-key", str(other.key))
-    assert (outcome.exit_code, served) == (2, [])
-    assert outcome.stderr == f"gradpost: error: the TLS key {other.key} does not belong to the certificate {one.cert}\n"
 
 
 @pytest.mark.parametrize(
@@ -112,8 +100,12 @@ def test_a_key_of_another_certificate_is_one_line(
         ("--coordinator x", {}, None),
         ("", {"LEASE_SECONDS": "soon"}, ["GRADPOST_LEASE_SECONDS: input should be a valid number, unable to parse "
                                          "string as a number, not 'soon'"]),
-        ("--tls-cert pyproject.toml", {}, ["tls_cert and tls_key go together: give both or neither"]),
+        ("--tls-cert one.pem", {}, ["tls_cert and tls_key go together: give both or neither"]),
         ("--port x", {"PROT": "1"}, ["unknown environment variable GRADPOST_PROT; did you mean GRADPOST_PORT?"]),
+        ("", {"SETTINGS_FILE": "wrong.toml"}, ["num_trainers in wrong.toml: input should be greater than or equal "
+                                               "to 1, not '0'"]),
+        ("--tls-cert one.pem --tls-key other.key", {}, ["the TLS key other.key does not belong to the certificate "
+                                                        "one.pem"]),
         ("--advertise-address c", {}, ["--advertise-address: expected a base URL such as http://10.0.0.5:7070, "
                                        "got 'c', not 'c'"]),
     ],
@@ -122,11 +114,16 @@ def test_wrong_settings_are_one_line_each(
     run_command: RunCommand,
     served: list[ServiceSettings],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     flags: str,
     environ: dict[str, str],
     messages: list[str] | None,
 ) -> None:
-    monkeypatch.chdir(Path(__file__).parents[3])
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.toml").write_text("num_trainers = 0")
+    authority = Authority(Path())
+    authority.issue("one")
+    authority.issue("other")
     for name, value in environ.items():
         monkeypatch.setenv(PREFIX + name, value)
     outcome = run_command("serve", "coordinator", *flags.split())
@@ -135,30 +132,3 @@ def test_wrong_settings_are_one_line_each(
         assert outcome.stderr.endswith("Error: No such option: --coordinator\n")
     else:
         assert outcome.stderr.splitlines() == [f"gradpost: error: {message}" for message in messages]
-
-
-def test_a_wrong_value_in_the_file_is_found_there(
-    run_command: RunCommand, served: list[ServiceSettings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "gradpost.toml"
-    file.write_text("num_trainers = 0")
-    monkeypatch.setenv("GRADPOST_SETTINGS_FILE", str(file))
-    outcome = run_command("serve", "coordinator")
-    message = f"num_trainers in {file}: input should be greater than or equal to 1, not '0'"
-    assert (outcome.exit_code, outcome.stderr) == (2, f"gradpost: error: {message}\n")
-
-
-def test_a_folder_called_services_does_not_shadow_the_package(tmp_path: Path) -> None:
-    """`python -m` searches the current folder first."""
-    (tmp_path / "services").mkdir()
-    (tmp_path / "services" / "__init__.py").write_text("raise ImportError('not yours')")
-    process = subprocess.run(
-        [sys.executable, "-m", "gradpost", "serve", "coordinator", "--port", "x"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 2
-    assert process.stderr.startswith("gradpost: error: --port: input should be a valid integer")

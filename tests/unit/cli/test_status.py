@@ -3,35 +3,51 @@ from __future__ import annotations
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from gradpost import status
 from ps_protocol.errors import TrainerLost
-from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
+from ps_protocol.messages import (
+    ClusterStatus,
+    Override,
+    PserverHeartbeat,
+    PserverStatus,
+    TrainerHeartbeat,
+    TrainerStatus,
+)
+from ps_protocol.process_reports import ScriptInfo
 from ps_protocol.routes import STATUS
 from ps_protocol.standbys import StandbyStatus
 
 from .conftest import RunCommand, serving
 
 STATE = ClusterStatus(
-    run="5f0c", state="failed", mode="sync", num_pservers=2, num_trainers=2, waiting_for=("pserver 1", "trainer 0"),
-    failure=TrainerLost("trainer 0 was lost").to_problem(), plan_digest="d", num_parameters=3, parameter_bytes=4000,
-    round=1234,
+    at=1e9, run="5f0c", attempt=0, state="failed", mode="sync", num_pservers=2, num_trainers=2,
+    waiting_for=("pserver 1", "trainer 0"), failure=TrainerLost("trainer 0 was lost").to_problem(), plan_digest="d",
+    num_parameters=3, parameter_bytes=4000, round=1234,
     pservers=(
         PserverStatus(
-            index=0, address="http://127.0.0.1:1", incarnation=1, round=1234, missing=(0, 1), waiting_seconds=3.25,
-            heartbeat_age_seconds=0.5,
+            index=0, address="http://127.0.0.1:1", heartbeat_age_seconds=0.5,
+            heartbeat=PserverHeartbeat(incarnation=1, run="5f0c", round=1234, missing=(0, 1), waiting_seconds=3.25),
         ),
     ),
     trainers=(
         TrainerStatus(
-            rank=1, incarnation=1, round=1233, state="declared", heartbeat_age_seconds=0.25, metrics_address=None,
-            results={"loss": float("nan"), "accuracy": 0.98333},
+            rank=1, state="declared", heartbeat_age_seconds=0.25, metrics_address=None,
+            heartbeat=TrainerHeartbeat(
+                run="5f0c", incarnation=1, round=1233, results={"loss": float("nan"), "accuracy": 0.98333}
+            ),
         ),
     ),
 )  # fmt: skip
 ANSWERS = {STATUS: STATE.model_dump_json()}
+
+
+def change_heartbeat(trainer: TrainerStatus, **changes: object) -> TrainerStatus:
+    return trainer.model_copy(update={"heartbeat": trainer.heartbeat.model_copy(update=changes)})
 
 
 @pytest.fixture(autouse=True)
@@ -40,57 +56,77 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_status_as_tables(run_command: RunCommand) -> None:
-    with serving(ANSWERS) as url:
+STANDBY = {
+    "protocol": 2,
+    "follows": 0,
+    "instance": "5f0c" * 8,
+    "address": "http://127.0.0.1:2",
+    "heartbeat_age_seconds": 0.5,
+}
+WITH_STANDBYS = STATE.model_copy(
+    update={
+        "standbys": (
+            StandbyStatus(
+                **STANDBY, run="5f0c", round=1232, lag_rounds=2, lag_bytes=8192, lag_seconds=0.25, role="in_sync"
+            ),
+            StandbyStatus(**STANDBY),
+        ),
+        "overrides": (
+            Override(text="parameter w is frozen", round=1200, by="token 5f0c", at=1e9), Override(text="rate"),
+        ),
+    }
+)  # fmt: skip
+IN_A_RING = STATE.model_copy(
+    update={
+        "state": "training", "failure": None, "waiting_for": (), "num_pservers": 0, "pservers": (), "num_trainers": 3,
+        "trainers": tuple(
+            change_heartbeat(STATE.trainers[0], results={}, **place).model_copy(update={"rank": rank})
+            for rank, place in enumerate([{"waiting_seconds": 3.25}, {}, {"is_done": True, "waiting_seconds": 9.0}])
+        ),
+    }
+)  # fmt: skip
+SCREENS = {
+    "pservers": (STATE, """\
+run 5f0c: failed, mode sync, round 1,234, 3 parameters, 4,000 bytes
+waiting for pserver 1, trainer 0
+failed: trainer 0 was lost (trainer_lost)
+
+pserver  address             round  waits for                     heartbeat
+0 of 2   http://127.0.0.1:1  1,234  trainer 0, trainer 1 (3.2 s)  0.5 s ago
+
+trainer  state   round  results                    heartbeat
+1 of 2   joined  1,233  accuracy 0.9833, loss nan  0.2 s ago
+
+"""),
+    "overrides": (WITH_STANDBYS, f"""\
+parameter w is frozen from round 1,200 on, set with token 5f0c at {datetime.fromtimestamp(1e9)}
+rate
+"""),
+    "standbys": (WITH_STANDBYS, """\
+standby of  address             state      round  lag                           heartbeat
+pserver 0   http://127.0.0.1:2  in sync    1,232  2 rounds, 8,192 bytes, 0.2 s  0.5 s ago
+pserver 0   http://127.0.0.1:2  following      0  no replica yet                0.5 s ago
+"""),
+    "a ring": (IN_A_RING, """\
+run 5f0c: training, mode sync in a ring, round 1,234, 3 parameters, 4,000 bytes
+
+trainer  state     round  in the ring               results  heartbeat
+0 of 3   training  1,233  waits for others (3.2 s)           0.2 s ago
+1 of 3   training  1,233  computes                           0.2 s ago
+2 of 3   training  1,233  no batches left                    0.2 s ago
+
+"""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_status_as_tables(run_command: RunCommand, name: str) -> None:
+    state, shown = SCREENS[name]
+    with serving({STATUS: state.model_dump_json()}) as url:
         outcome = run_command("status", "--coordinator", url)
     assert (outcome.exit_code, outcome.stderr) == (0, "")
-    assert outcome.stdout == (
-        "run 5f0c: failed, mode sync, round 1,234, 3 parameters, 4,000 bytes\n"
-        "waiting for pserver 1, trainer 0\n"
-        "failed: trainer 0 was lost (trainer_lost)\n"
-        "\n"
-        "pserver  address             round  waits for                     heartbeat\n"
-        "0 of 2   http://127.0.0.1:1  1,234  trainer 0, trainer 1 (3.2 s)  0.5 s ago\n"
-        "\n"
-        "trainer  state   round  results                    heartbeat\n"
-        "1 of 2   joined  1,233  accuracy 0.9833, loss nan  0.2 s ago\n"
-        "\n"
-    )
-
-
-def test_status_with_standbys(run_command: RunCommand) -> None:
-    values = {"follows": 0, "instance": "5f0c" * 8, "address": "http://127.0.0.1:2", "heartbeat_age_seconds": 0.5}
-    standbys = (
-        StandbyStatus(**values, run="5f0c", round=1232, lag_rounds=2, lag_bytes=8192, lag_seconds=0.25, role="in_sync"),
-        StandbyStatus(**values),
-    )
-    with serving({STATUS: STATE.model_copy(update={"standbys": standbys}).model_dump_json()}) as url:
-        outcome = run_command("status", "--coordinator", url)
-    assert (
-        "standby of  address             state      round  lag                           heartbeat\n"
-        "pserver 0   http://127.0.0.1:2  in sync    1,232  2 rounds, 8,192 bytes, 0.2 s  0.5 s ago\n"
-        "pserver 0   http://127.0.0.1:2  following      0  no replica yet                0.5 s ago\n"
-    ) in outcome.stdout
-
-
-def test_status_of_a_ring(run_command: RunCommand) -> None:
-    trainers = [
-        STATE.trainers[0].model_copy(update={"rank": rank, "results": {}, **place})
-        for rank, place in enumerate([{"waiting_seconds": 3.25}, {}, {"is_done": True, "waiting_seconds": 9.0}])
-    ]
-    changes = {"state": "training", "failure": None, "waiting_for": (), "num_pservers": 0, "pservers": ()}
-    ring = STATE.model_copy(update={**changes, "num_trainers": 3, "trainers": tuple(trainers)})
-    with serving({STATUS: ring.model_dump_json()}) as url:
-        outcome = run_command("status", "--coordinator", url)
-    assert outcome.stdout == (
-        "run 5f0c: training, mode sync in a ring, round 1,234, 3 parameters, 4,000 bytes\n"
-        "\n"
-        "trainer  state     round  in the ring               results  heartbeat\n"
-        "0 of 3   training  1,233  waits for others (3.2 s)           0.2 s ago\n"
-        "1 of 3   training  1,233  computes                           0.2 s ago\n"
-        "2 of 3   training  1,233  no batches left                    0.2 s ago\n"
-        "\n"
-    )
+    assert shown in outcome.stdout
+    assert not shown.startswith("run ") or shown == outcome.stdout
 
 
 def test_status_as_json(run_command: RunCommand) -> None:
@@ -98,7 +134,7 @@ def test_status_as_json(run_command: RunCommand) -> None:
         outcome = run_command("status", "--json", "--coordinator", url + "/")
     answer = json.loads(outcome.stdout)
     assert ClusterStatus.model_validate(answer).pservers == STATE.pservers
-    assert answer["trainers"][0]["results"] == {"loss": "NaN", "accuracy": 0.98333}
+    assert answer["trainers"][0]["heartbeat"]["results"] == {"loss": "NaN", "accuracy": 0.98333}
 
 
 def test_the_coordinator_is_named_by_option_variable_or_file(
@@ -117,61 +153,59 @@ def test_the_coordinator_is_named_by_option_variable_or_file(
         assert run_command("status").exit_code == 0
 
 
-def test_a_coordinator_that_does_not_answer_is_named(run_command: RunCommand) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    outcome = run_command("status", "--coordinator", f"http://127.0.0.1:{port}")
-    assert (outcome.exit_code, outcome.stdout) == (1, "")
-    assert outcome.stderr == (
-        f"gradpost: error: no coordinator: no answer from http://127.0.0.1:{port}: [Errno 111] Connection refused. "
-        "Give its address with --coordinator or GRADPOST_COORDINATOR\n"
-    )
+def test_the_default_coordinator_may_have_the_run_of_another_user(
+    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = ScriptInfo(command="train.py 3", run_name="other", optimizer="SGD")
+    state = STATE.model_copy(update={"trainers": (change_heartbeat(STATE.trainers[0], script=script),)})
+    with serving({STATUS: state.model_dump_json()}) as url:
+        monkeypatch.setattr(status, "DEFAULT_COORDINATOR", url)
+        outcome = run_command("status")
+    assert outcome.stdout.startswith("run 5f0c (other): failed, mode sync, round 1,234, 3 parameters, 4,000 bytes\n")
+    assert "\ncommand train.py 3\n" in outcome.stdout
+    text = "no `gradpost up` of this folder is running; using the coordinator at"
+    assert outcome.stderr == f"gradpost: warning: {text} {url}\n"
 
 
-def test_a_port_that_closes_the_connection_may_serve_tls(run_command: RunCommand) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: server.accept()[0].close())
-        outcome = run_command("status", "--coordinator", f"http://127.0.0.1:{server.getsockname()[1]}")
-    assert "; if it serves TLS, its address begins with https:. Give its address with --coordinator" in outcome.stderr
+NOT_OURS = "did not answer as this version of Gradpost. Check the address, any proxy and the installed version"
+OTHERS: list[tuple[dict[str, str], int, str]] = [
+    ({}, 200, "answered 404, but not as Gradpost: "),
+    ({STATUS: "<html>"}, 502, "answered 502, but not as Gradpost: <html>. Check the address and any proxy"),
+    ({STATUS: "<html>"}, 200, NOT_OURS),
+    ({STATUS: '{"run": "5f0c"}'}, 200, NOT_OURS),
+]
 
 
-@pytest.mark.parametrize(
-    ("answers", "status", "message"),
-    [
-        ({}, 200, "answered 404, but not as Gradpost: "),
-        ({STATUS: "<html>"}, 502, "answered 502, but not as Gradpost: <html>. Check the address and any proxy"),
-        (
-            {STATUS: "<html>"},
-            200,
-            "did not answer as this version of Gradpost. Check the address, any proxy and the installed version",
-        ),
-        (
-            {STATUS: '{"run": "5f0c"}'},
-            200,
-            "did not answer as this version of Gradpost. Check the address, any proxy and the installed version",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("answers", "status", "message"), OTHERS)
 def test_another_server_is_recognized(
     run_command: RunCommand, answers: dict[str, str], status: int, message: str
 ) -> None:
     with serving(answers, status) as url:
         outcome = run_command("status", "--coordinator", url)
-    assert (outcome.exit_code, outcome.stdout) == (1, "")
+    assert (outcome.exit_code, outcome.stdout, outcome.stderr.count("\n")) == (1, "", 1)
     assert message in outcome.stderr
-    assert outcome.stderr.count("\n") == 1
 
 
-def test_an_invalid_address_is_refused(run_command: RunCommand) -> None:
-    outcome = run_command("status", "--coordinator", "ftp://x")
-    assert outcome.exit_code == 2
-    assert (
-        "the coordinator's address: expected a base URL such as http://10.0.0.5:7070, got 'ftp://x'" in outcome.stderr
-    )
-
-
-def test_tls_files_that_cannot_be_used_are_one_line(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADPOST_TLS_CA", "nothing.pem")
-    outcome = run_command("status")
-    message = "gradpost: error: the TLS file nothing.pem cannot be read: No such file or directory\n"
-    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (2, "", message)
+@pytest.mark.parametrize(
+    ("address", "ca", "exit_code", "message"),
+    [
+        ("http://127.0.0.1:1", None, 1, "no coordinator: no answer from http://127.0.0.1:1: [Errno 111] Connection "
+         "refused. Give its address with --coordinator or GRADPOST_COORDINATOR"),
+        ("CLOSES", None, 1, "; if it serves TLS, its address begins with https:. Give its address with --coordinator"),
+        ("ftp://x", None, 2, "the coordinator's address: expected a base URL such as http://10.0.0.5:7070, got 'ftp:"),
+        ("http://127.0.0.1:1", "nothing.pem", 2, "the TLS file nothing.pem cannot be read: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_a_coordinator_that_cannot_be_asked_is_one_line(
+    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, address: str, ca: str | None, exit_code: int, message: str
+) -> None:
+    if ca:
+        monkeypatch.setenv("GRADPOST_TLS_CA", ca)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        if address == "CLOSES":
+            pool.submit(lambda: server.accept()[0].close())
+            address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        outcome = run_command("status", "--coordinator", address)
+    assert (outcome.exit_code, outcome.stdout, outcome.stderr.count("\n")) == (exit_code, "", 1)
+    assert message in outcome.stderr

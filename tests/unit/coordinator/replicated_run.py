@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from services.coordinator.state.replicas import Candidate, Replica, Replicas, choose_leader
+from services.coordinator.state.replicas import Replica, Replicas, choose_leader
 
-from .replication import LEASE, Disk, Durable, Log, Process, Reply, Rules, Trainer
+from .replication import Disk, Durable, Log, Process, Reply, Rules, Trainer
 
 Node: TypeAlias = tuple[str, int, int]
 COORDINATOR: Node = ("coordinator", 0, 0)
-
-
-def has_same(log: Log, update: Log) -> bool:
-    """Return whether a log holds an update with the same checksum, which covers the updates before it."""
-    return log[: len(update)] == update
 
 
 @dataclass
@@ -27,7 +22,6 @@ class Change:
     number: int
     failing: frozenset[int]
     answers: dict[int, dict[Replica, Process]] = field(default_factory=dict)
-    reports: dict[int, dict[int, Log]] = field(default_factory=dict)  # by shard and rank: what it has received
     pending: tuple[dict[int, Replica], frozenset[int]] | None = None  # chosen leaders, and shards with lost updates
     to_install: set[int] | None = None
 
@@ -39,7 +33,7 @@ class ReplicatedRun:
         self.rules = rules
         self.slots = range(rules.num_standbys + 1)
         self.shards = range(rules.num_shards)
-        self.now = self.num_processes = 0
+        self.num_processes = 0
         self.disks = {(shard, slot): Disk() for shard in self.shards for slot in self.slots}
         self.checkpoint = [Disk() for _ in self.shards]
         self.processes: dict[tuple[int, int], Process] = {}
@@ -48,7 +42,6 @@ class ReplicatedRun:
         self.replies: deque[Reply] = deque(maxlen=20)
         self.late: deque[Callable[[], object]] = deque(maxlen=20)  # messages that arrive once more, or late
         self.acknowledged: list[Log] = [() for _ in self.shards]
-        self.lost_at = [0 for _ in self.shards]  # the incarnation that began without acknowledged updates
         self.promoted: list[Log] = [() for _ in self.shards]  # the log of each leader when it was chosen
         for key in self.disks:
             self.start(*key)
@@ -80,18 +73,10 @@ class ReplicatedRun:
         if wiped:
             self.disks[shard, slot] = replace(self.checkpoint[shard])
 
-    def supervisor_reports(self, shard: int) -> None:
-        """Report the end of the leader's process, which the supervisor has seen."""
-        leader = self.durable.replicas[shard].leader
-        if all(process.instance != leader for process in self.processes.values()):
-            self.ended.add(leader)
-
     def restart_coordinator(self) -> None:
         self.failing: set[int] = set()
         self.change: Change | None = None
         self.installed: dict[int, tuple[Replicas, int, int]] = {}
-        self.ended: set[Replica] = set()
-        self.expires = [self.now + LEASE for _ in self.shards]
 
     def linked(self, one: Node, other: Node) -> bool:
         return frozenset((one, other)) not in self.cuts
@@ -110,12 +95,12 @@ class ReplicatedRun:
                 return process
         return None
 
-    # ------------------------------------------------------------ trainers, streams, leases
+    # ------------------------------------------------------------ trainers, streams
 
     def push(self, rank: int, shard: int, slot: int) -> None:
         trainer = self.trainers[rank]
         if self.linked(COORDINATOR, ("trainer", rank, 0)):
-            trainer.follow(self.durable, is_async=self.rules.is_async)
+            trainer.follow(self.durable)
         process = self.reach(shard, slot, ("trainer", rank, 0))
         is_current = process and process.is_leading and process.attempt == trainer.attempt
         if process and is_current and shard not in trainer.received and trainer.may_address(process):
@@ -132,19 +117,16 @@ class ReplicatedRun:
         if process is None or not process.is_leading:
             return
         for rank, step in sorted(process.requests):
-            length = self.rules.find(process.log, rank, step)
-            if length is None or not process.may_acknowledge(length, self.now, self.rules):
+            if step > len(process.log) or not process.may_acknowledge(step):
                 continue
             process.requests.discard((rank, step))
-            process.acknowledged = max(process.acknowledged, length)
-            log = process.log[:length]
-            if process.incarnation != self.durable.replicas[shard].incarnation and self.rules.is_replicated:
+            process.acknowledged = max(process.acknowledged, step)
+            log = process.log[:step]
+            if process.incarnation != self.durable.replicas[shard].incarnation:
                 # All members held it before one of them refused the stream.
                 is_old = process.attempt < self.durable.attempt
-                assert is_old or self.promoted[shard][:length] == log, f"{process.instance} acknowledges another update"
-            elif process.incarnation != self.durable.replicas[shard].incarnation:
-                raise AssertionError(f"{process.instance} acknowledges after a promotion")
-            self.replies.append(Reply(rank, shard, process.incarnation, process.attempt, step, log))
+                assert is_old or self.promoted[shard][:step] == log, f"{process.instance} acknowledges another update"
+            self.replies.append(Reply(rank, shard, process.incarnation, process.attempt, log))
 
     def receive(self, which: int, *, lost: bool = False) -> None:
         if not self.replies:
@@ -158,22 +140,6 @@ class ReplicatedRun:
             assert known[:length] == reply.log[:length], "two leaders have acknowledged"
             self.acknowledged[reply.shard] = max(known, reply.log, key=len)
 
-    def send_heartbeat(self, shard: int, slot: int, *, answer_is_late: bool = False) -> Callable[[], None]:
-        process, sent = self.processes.get((shard, slot)), self.now
-
-        def arrive() -> None:
-            if process is None or process is not self.reach(shard, slot) or shard in self.failing:
-                return
-            replicas = self.durable.replicas[shard]
-            if (process.instance, process.incarnation) == (replicas.leader, replicas.incarnation):
-                self.expires[shard] = self.now + LEASE
-                incarnation = process.incarnation
-                self.late.append(lambda: process.renew_lease(incarnation, sent, self.now))
-                if not answer_is_late:
-                    process.renew_lease(incarnation, sent, self.now)
-
-        return arrive
-
     def write_checkpoint(self) -> None:
         """Write what is acknowledged, while all leaders are there to write it."""
         leaders = [self.find_leader(shard) for shard in self.shards]
@@ -181,8 +147,7 @@ class ReplicatedRun:
             return
         length = min(map(len, self.acknowledged))
         for shard, log in enumerate(self.acknowledged):
-            kept = log if self.rules.is_async else log[:length]
-            self.checkpoint[shard] = Disk(kept, self.durable.attempt, self.durable.replicas[shard].incarnation)
+            self.checkpoint[shard] = Disk(log[:length], self.durable.attempt, self.durable.replicas[shard].incarnation)
 
     # ------------------------------------------------------------ the in-sync set
 
@@ -191,13 +156,15 @@ class ReplicatedRun:
         self.durable = replace(self.durable, replicas=(*before[:shard], replicas, *before[shard + 1 :]))
 
     @staticmethod
-    def find_predecessors(replicas: Replicas, instance: Replica) -> set[Replica]:
-        place = instance.rsplit(".", 1)[0]
-        return {other for other in replicas.waits_for if other.rsplit(".", 1)[0] == place and other != instance}
+    def have_same_place(one: Replica, other: Replica) -> bool:
+        return one.rsplit(".", 1)[0] == other.rsplit(".", 1)[0]
+
+    def find_predecessors(self, replicas: Replicas, instance: Replica) -> set[Replica]:
+        return {other for other in replicas.waits_for - {instance} if self.have_same_place(instance, other)}
 
     def begin_joining(self, shard: int, slot: int) -> None:
         replicas, process = self.durable.replicas[shard], self.reach(shard, slot)
-        if process is None or shard in self.failing or not self.rules.is_replicated:
+        if process is None or shard in self.failing:
             return
         if process.instance != replicas.leader and process.instance not in replicas.waits_for:
             self.set_replicas(shard, replicas.begin_joining(process.instance))
@@ -226,7 +193,7 @@ class ReplicatedRun:
     def report_standbys(self, shard: int) -> None:
         """Let the leader report all its standbys at once, as its heartbeat does."""
         leader = self.find_leader(shard)
-        if leader is None or not self.rules.is_replicated:
+        if leader is None:
             return
         reached = (self.reach(shard, slot, ("pserver", shard, leader.slot)) for slot in self.slots)
         connected = {process.instance for process in reached if process and process.instance in leader.held}
@@ -267,10 +234,9 @@ class ReplicatedRun:
         """Note shards whose incarnation a replica or a trainer refuses, and leaders that have restarted."""
         for shard, replicas in enumerate(self.durable.replicas):
             reached = [process for slot in self.slots if (process := self.reach(shard, slot))]
-            place = replicas.leader.rsplit(".", 1)[0]
-            if any(f"{p.shard}.{p.slot}" == place and p.instance != replicas.leader for p in reached):
-                self.ended.add(replicas.leader)  # it has locked the folder
-                self.failing.add(shard)
+            others = (p.instance for p in reached if p.instance != replicas.leader)
+            if any(self.have_same_place(instance, replicas.leader) for instance in others):
+                self.failing.add(shard)  # another process has locked the folder
             trainers = [t for t in self.trainers if self.linked(COORDINATOR, ("trainer", t.rank, 0))]
             refused = [*(p.refused for p in reached), *(t.refused.get(shard, 0) for t in trainers)]
             if max(refused, default=0) >= replicas.incarnation:
@@ -293,7 +259,6 @@ class ReplicatedRun:
         else:
             for shard in self.shards:
                 self._freeze(change, shard)
-            self._ask_trainers(change)
             self._decide(change)
 
     def target(self, shard: int) -> tuple[Replicas, int, int]:
@@ -310,30 +275,21 @@ class ReplicatedRun:
                 continue
 
             def arrive(process: Process = process) -> bool:
-                return process.freeze(number, durable, refused=refused, is_async=self.rules.is_async)
+                return process.freeze(number, durable, refused=refused)
 
             answers = change.answers.setdefault(shard, {})
             if process.instance not in answers and arrive():
                 answers[process.instance] = process
             self.late.append(arrive)
 
-    def has_ended(self, shard: int) -> bool:
-        """Return whether the leader in force can acknowledge no more."""
-        is_over = self.now >= self.expires[shard] and not self.rules.is_replicated
-        return is_over or self.durable.replicas[shard].leader in self.ended
-
-    def _ask_trainers(self, change: Change) -> None:
-        """Collect what the trainers have received, from when the old leader can acknowledge no more."""
-        for shard in change.failing:
-            replicas = self.durable.replicas[shard]
-            if not self.has_ended(shard):
-                continue
-            reports = change.reports.setdefault(shard, {})
-            for trainer in self.trainers:
-                if trainer.rank not in reports and self.linked(COORDINATOR, ("trainer", trainer.rank, 0)):
-                    trainer.follow(self.durable, is_async=self.rules.is_async)
-                    reports[trainer.rank] = trainer.report(shard, self.lost_at[shard])
-                    trainer.refuse(shard, replicas.incarnation)
+    def _find_received(self, shard: int) -> int | None:
+        """Return the newest round that a trainer has received, None if a trainer is cut off. Later replies are late."""
+        if not all(self.linked(COORDINATOR, ("trainer", trainer.rank, 0)) for trainer in self.trainers):
+            return None
+        for trainer in self.trainers:
+            trainer.follow(self.durable)
+            trainer.refuse(shard, self.durable.replicas[shard].incarnation)
+        return max(trainer.find_received(shard) for trainer in self.trainers)
 
     def _decide(self, change: Change) -> None:
         chosen: dict[int, Replica] = {}
@@ -349,53 +305,33 @@ class ReplicatedRun:
                     return
                 chosen[shard] = replicas.leader
                 continue
-            reports = change.reports.get(shard, {})
-            is_known = len(reports) == len(self.trainers)
-            newest = max(reports.values(), key=len, default=())
-            candidates = {
-                instance: Candidate(len(process.log), is_known and has_same(process.log, newest))
-                for instance, process in answers.items()
-            }
-            leader = self.choose(replicas, candidates)
+            leader = choose_leader(replicas, {instance: len(process.log) for instance, process in answers.items()})
             if leader is None:
-                if not is_known or len(answers) < len(self.slots):
+                received = self._find_received(shard) if len(answers) == len(self.slots) else None
+                if received is None:
                     return  # a replica that has not answered may hold what is missing
-                lost.add(shard)
-                leader = max(candidates, key=lambda instance: (candidates[instance].num_updates, instance))
+                leader = next(instance for instance in answers if self.have_same_place(instance, replicas.leader))
+                if len(answers[leader].log) < received:
+                    lost.add(shard)
             chosen[shard] = leader
         change.pending = chosen, frozenset(lost)
-
-    def choose(self, replicas: Replicas, candidates: Mapping[Replica, Candidate]) -> Replica | None:
-        return choose_leader(replicas, candidates)
 
     def _persist(self, change: Change, chosen: dict[int, Replica], lost: frozenset[int]) -> None:
         logs = {shard: change.answers[shard][leader].log for shard, leader in chosen.items()}
         for shard, log in logs.items():
             survives = log[: len(self.acknowledged[shard])] == self.acknowledged[shard]
             assert survives or shard in lost, f"shard {shard} loses {self.acknowledged[shard][len(log) :]}"
-        for shard in lost:
-            copies = [disk.log for key, disk in self.disks.items() if key[0] == shard and key not in self.processes]
-            copies += [process.log for process in self.processes.values() if process.shard == shard]
-            known = self.acknowledged[shard]
-            assert not known or all(log[: len(known)] != known for log in copies), (
-                f"shard {shard} is rolled back without need"
-            )
         for shard in change.failing:
             replicas, leader, self.promoted[shard] = self.durable.replicas[shard], chosen[shard], logs[shard]
             lost_ones = self.find_predecessors(replicas, leader)
             promoted = replicas.promote(leader, replicas.incarnation + 1)
             self.set_replicas(shard, replace(promoted, in_sync=promoted.in_sync - lost_ones))
-            if shard in lost and self.rules.is_async:
-                self.lost_at[shard] = promoted.incarnation
-            self.expires[shard] = self.now
-        if lost and not self.rules.is_async:
+        if lost:
             base = min(map(len, logs.values()))
             bases = (*self.durable.bases, base)
             self.durable = replace(self.durable, attempt=self.durable.attempt + 1, bases=bases)
             for shard in self.shards:
                 self.acknowledged[shard] = self.acknowledged[shard][:base]
-        for shard in lost if self.rules.is_async else ():
-            self.acknowledged[shard] = ()  # what the new leader holds counts from its first reply on
         change.to_install = set(self.shards)
 
     def _install(self, change: Change, shard: int) -> None:

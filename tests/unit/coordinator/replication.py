@@ -8,10 +8,8 @@ from typing import TypeAlias
 from services.coordinator.state.replicas import Replica, Replicas
 from services.pserver.run.membership_changes import MembershipChanges
 
-# A synchronous update is (round, attempt of its contributions), and an asynchronous one is (rank, step).
-Update: TypeAlias = tuple[int, int]
+Update: TypeAlias = tuple[int, int]  # a round, and the attempt of its contributions
 Log: TypeAlias = tuple[Update, ...]
-LEASE = 3
 
 
 def common_prefix(one: Log, other: Log) -> Log:
@@ -23,21 +21,10 @@ def common_prefix(one: Log, other: Log) -> Log:
 
 @dataclass(frozen=True)
 class Rules:
-    is_async: bool
-    is_replicated: bool  # else durability `log`
     continues: bool  # replica_loss
     num_shards: int
     num_standbys: int
     num_trainers: int
-
-    def newest_step(self, log: Log, rank: int) -> int:
-        return max((step for other, step in log if other == rank), default=0)
-
-    def find(self, log: Log, rank: int, step: int) -> int | None:
-        """Return the length of the log up to the update that a trainer waits for."""
-        if not self.is_async:
-            return step if step <= len(log) else None
-        return log.index((rank, step)) + 1 if (rank, step) in log else None
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,6 @@ class Reply:
     shard: int
     incarnation: int
     attempt: int
-    step: int
     log: Log  # which the reply acknowledges
 
 
@@ -78,33 +64,31 @@ class Trainer:
     step: int = 1  # under way; the contributions to earlier steps are gone
     received: set[int] = field(default_factory=set)  # shards that have acknowledged this step
     refused: dict[int, int] = field(default_factory=dict)  # by shard: no reply of this incarnation counts any more
-    newest: dict[int, tuple[int, Log]] = field(default_factory=dict)  # by shard: incarnation and log of the last reply
+    newest: dict[int, int] = field(default_factory=dict)  # by shard: the incarnation of the last reply
 
-    def follow(self, durable: Durable, *, is_async: bool) -> None:
-        if self.attempt < durable.attempt and not is_async:
-            base, self.attempt = durable.find_base(self.attempt), durable.attempt
+    def follow(self, durable: Durable) -> None:
+        if self.attempt < durable.attempt:
+            self.attempt = durable.attempt
             self.step, self.received = durable.bases[-1] + 1, set()
-            self.newest = {shard: (incarnation, log[:base]) for shard, (incarnation, log) in self.newest.items()}
 
     def may_address(self, process: Process) -> bool:
         """Return whether the trainer knows no later incarnation than that of a leader."""
-        newest = max(self.newest.get(process.shard, (0,))[0], self.refused.get(process.shard, 0) + 1)
+        newest = max(self.newest.get(process.shard, 0), self.refused.get(process.shard, 0) + 1)
         return process.incarnation >= newest
 
-    def report(self, shard: int, since: int) -> Log:
-        """Return what the shard has acknowledged since an incarnation; the system sends its length and checksum."""
-        incarnation, log = self.newest.get(shard, (0, ()))
-        return log if incarnation >= since else ()
+    def find_received(self, shard: int) -> int:
+        """Return the newest round that the trainer has received from a shard."""
+        return self.step if shard in self.received else self.step - 1
 
     def refuse(self, shard: int, incarnation: int) -> None:
         self.refused[shard] = max(self.refused.get(shard, 0), incarnation)
 
     def receive(self, reply: Reply, num_shards: int) -> bool:
         is_refused = reply.incarnation <= self.refused.get(reply.shard, 0)
-        if is_refused or (reply.attempt, reply.step) != (self.attempt, self.step):
+        if is_refused or (reply.attempt, len(reply.log)) != (self.attempt, self.step):
             return False
         self.received.add(reply.shard)
-        self.newest[reply.shard] = reply.incarnation, reply.log
+        self.newest[reply.shard] = reply.incarnation
         if len(self.received) == num_shards:
             self.step, self.received = self.step + 1, set()
         return True
@@ -130,7 +114,6 @@ class Process:
     waits_for: frozenset[Replica] = frozenset()
     held: dict[Replica, int] = field(default_factory=dict)  # the length of each standby's log
     acknowledged: int = 0  # the length of the log that may be acknowledged
-    lease_until: int = 0
     is_frozen: bool = True
     changes: MembershipChanges = field(default_factory=MembershipChanges)
     staged: set[int] = field(default_factory=set)
@@ -156,26 +139,17 @@ class Process:
 
     def push(self, rank: int, step: int, rules: Rules) -> None:
         """Accept a contribution, apply what is complete, and note that the trainer waits."""
-        if rules.is_async:
-            if not self.is_frozen and step > rules.newest_step(self.log, rank):
-                self.log = (*self.log, (rank, step))
-        elif not self.is_frozen and step == len(self.log) + 1:
+        if not self.is_frozen and step == len(self.log) + 1:
             self.staged.add(rank)
             if len(self.staged) == rules.num_trainers:
                 self.log, self.staged = (*self.log, (step, self.attempt)), set()
         self.requests.add((rank, step))
 
-    def may_acknowledge(self, length: int, now: int, rules: Rules) -> bool:
-        """Return whether the leader may acknowledge this part of its log at the time `now`."""
+    def may_acknowledge(self, length: int) -> bool:
+        """Return whether the leader may acknowledge this part of its log."""
         if self.is_stopped or self.refused >= self.incarnation:
             return False
-        if rules.is_replicated:
-            return all(self.held.get(standby, 0) >= length for standby in self.waits_for)
-        return now < self.lease_until
-
-    def renew_lease(self, incarnation: int, sent: int, _now: int) -> None:
-        if incarnation == self.incarnation:
-            self.lease_until = max(self.lease_until, sent + LEASE)
+        return all(self.held.get(standby, 0) >= length for standby in self.waits_for)
 
     def stream_to(self, follower: Process) -> None:
         """Let a follower agree on the last common update, and append one."""
@@ -189,7 +163,7 @@ class Process:
         follower.confirmed = len(follower.log) if is_copy else max(follower.confirmed, len(follower.log))
         self.held[follower.instance] = len(follower.log)
 
-    def freeze(self, number: int, durable: Durable, *, refused: int | None, is_async: bool) -> bool:
+    def freeze(self, number: int, durable: Durable, *, refused: int | None) -> bool:
         """Stop updates. A candidate also refuses the incarnation in force, as its leader does itself."""
         if not self.changes.is_current(number):
             return False
@@ -197,9 +171,8 @@ class Process:
         self.is_frozen = True
         if refused is not None:
             self.refused = max(self.refused, refused)
-        if self.attempt < durable.attempt:
+        if self.attempt < durable.attempt:  # it has missed a rollback
             self.confirmed = 0
-        if self.attempt < durable.attempt and not is_async:  # it has missed a rollback
             self.log, self.attempt = self.log[: durable.find_base(self.attempt)], durable.attempt
         return self.has_all_confirmed
 
@@ -214,7 +187,7 @@ class Process:
         if replicas.incarnation > self.incarnation:
             self.incarnation, self.number, self.waits_for = replicas.incarnation, 0, frozenset()
             self.held, self.staged, self.requests = {}, set(), set()
-            self.lease_until, self.acknowledged = 0, len(self.log)
+            self.acknowledged = len(self.log)
         self.set_replicas(replicas)
         self.changes.end_change(number)
         self.is_frozen = False

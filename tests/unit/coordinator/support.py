@@ -19,12 +19,13 @@ from ps_protocol.messages import (
 )
 from ps_protocol.process_reports import ScriptInfo
 from ps_protocol.vocabulary import PROTOCOL_VERSION
-from services.coordinator.activity import CurveList
+from services.coordinator.curves import CurveList
 from services.coordinator.history import HistoryRecord
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.run import Run
 from services.coordinator.state.status import describe_status
+from services.runtime.checkpoints import shard_name
 
 LEASE = 10.0
 SGD_FLAGS = {"nesterov": False, "maximize": False}
@@ -87,7 +88,7 @@ def beat(incarnation: int = 1, run: str | None = None, round_: int = 0, **change
 
 def shard_file(pserver: int, round_: int, attempt: int = 0) -> ShardFile:
     return ShardFile(
-        pserver=pserver, name=f"pserver-{pserver}-of-2.safetensors", num_bytes=1, digest="0" * 32, round=round_,
+        pserver=pserver, name=shard_name(pserver, 2, attempt, 1), num_bytes=1, digest="0" * 32, round=round_,
         attempt=attempt, torch="2", cpu="AVX2",
     )  # fmt: skip
 
@@ -111,7 +112,7 @@ def change_record(cluster: Cluster, **fields: Any) -> None:
 
 
 def list_checkpoints(cluster: Cluster, rounds: Sequence[int]) -> None:
-    cluster.run = cluster.run.list_checkpoints(cluster.run.record.attempt, rounds)
+    change_record(cluster, checkpoints=tuple(rounds))
 
 
 def train(cluster: Cluster, now: float = 0.0) -> None:
@@ -140,10 +141,11 @@ def make_history_record(
     """
     cluster = make_cluster()
     train(cluster)
-    described = describe_status(cluster.run, cluster.registry, 0.0)
+    described = describe_status(cluster.run, cluster.registry, 0.0, 0.0)
     results = {result: losses[-1]}
     script = ScriptInfo(command="train.py --lr 0.1", run_name=name, optimizer="SGD(lr=0.1)")
-    ended = {"results": results, "state": "done", "script": script}
+    heartbeat = alive(run=run).model_copy(update={"results": results, "script": script})
+    ended = {"state": "done", "heartbeat": heartbeat}
     trainers = tuple(trainer.model_copy(update=ended) for trainer in described.trainers)
     changed = {"run": run, "state": "finished", "round": 10 * len(losses), "trainers": trainers, **status}
     rounds = [10 * (i + 1) for i in range(len(losses))]

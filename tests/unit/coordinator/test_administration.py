@@ -11,9 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import Conflict, NotFound, TryAgain
 from ps_protocol.membership import FrozenRounds, HeldRun
+from ps_protocol.messages import Override
 from services.coordinator import administration
-from services.coordinator.administration import Administration, RollBack, SetRate
+from services.coordinator.administration import Administration, RollBack, SetRate, describe_overrides
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.events import Event
 from services.coordinator.metrics import measure_cluster
 
 from ...raising import raises_code
@@ -21,8 +23,13 @@ from .coordinating import FakePservers, eventually, heartbeat, leave, training
 from .support import beat, change_record, leaving, list_checkpoints, registration
 
 
+def requests(coordinator: Coordinator) -> list[Event]:
+    """Return the requests and their outcomes."""
+    return [event for event in coordinator.events.after(0) if event.by]
+
+
 def outcomes(coordinator: Coordinator) -> list[str]:
-    return [entry.outcome for entry in coordinator.audit.entries()]
+    return [event.facts["outcome"] for event in requests(coordinator)]
 
 
 async def test_a_rollback_behind_the_rounds_of_a_trainer_that_is_done_is_refused() -> None:
@@ -76,13 +83,11 @@ async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeyp
             )
         )
         assert cluster.run.record.membership.newest_controls.is_paused
-        await eventually(lambda: len(coordinator.audit.entries()) == 2)
-        last = coordinator.audit.entries()[-1]
-        assert (last.number, last.outcome, last.round) == (
-            1,
-            "done",
-            cluster.run.record.membership.newest_controls.since,
-        )
+        await eventually(lambda: len(requests(coordinator)) == 2)
+        request, last = requests(coordinator)
+        since = cluster.run.record.membership.newest_controls.since
+        assert (request.text, last.text) == ("pause is requested", f"pause: from round {since} on")
+        assert (last.by, last.facts["request"]) == ("me", request.id)
 
 
 async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on() -> None:
@@ -98,6 +103,21 @@ async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on()
         for taken in pservers.taken.values():
             controls = taken[-1].membership.controls
             assert [(one.since, one.is_paused, one.rates) for one in controls] == [(5, True, {0: 0.5})]
+
+
+async def test_settings_in_force_have_the_newest_request_that_made_them() -> None:
+    async with training() as coordinator:
+        administrator = Administration(coordinator)
+        await administrator.set_rate("a", SetRate(rate=0.5))
+        await administrator.set_rate("b", SetRate(rate=0.5, group=0))
+        await administrator.freeze("c", "w")
+        run, entries = coordinator.cluster.run, requests(coordinator)
+        found = describe_overrides(run, entries)
+        assert [(one.text, one.by, one.round, one.at) for one in found] == [
+            ("learning rate 0.5 for parameter group 0", "b", 5, entries[3].at),
+            ("parameter w is frozen", "c", 5, entries[5].at),
+        ]
+        assert describe_overrides(run, []) == tuple(Override(text=one.text) for one in found)
 
 
 async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() -> None:
@@ -165,14 +185,16 @@ async def test_a_paused_run_is_resumed_while_a_checkpoint_is_being_made() -> Non
         administrator = Administration(coordinator)
         await administrator.pause("me")
         made = asyncio.create_task(administrator.make_checkpoint("me"))
-        await eventually(lambda: coordinator.audit.entries()[-1].action == "checkpoint")
+        await eventually(lambda: requests(coordinator)[-1].facts["action"] == "checkpoint")
         async with asyncio.timeout(10):
             await administrator.resume("me")
         list_checkpoints(coordinator.cluster, [4])
         await eventually(made.done)
         assert (await made).round == 4
-        done = [(entry.number, entry.action) for entry in coordinator.audit.entries() if entry.outcome == "done"]
-        assert sorted(done) == [(1, "pause"), (2, "checkpoint"), (3, "resume")]
+        assert [event.text for event in requests(coordinator)] == [
+            "pause is requested", "pause: from round 5 on", "checkpoint is requested", "resume is requested",
+            "resume: from round 5 on", "checkpoint: of round 4",
+        ]  # fmt: skip
 
 
 async def test_an_evicted_trainer_is_not_counted_as_lost_and_the_last_one_stays() -> None:
@@ -278,7 +300,7 @@ async def test_a_trainer_causes_a_rollback_only_if_a_pserver_came_back_with_fewe
         if restored is not None:
             rounds = FrozenRounds(applied=restored)
             record = cluster.run.record
-            held = HeldRun(run=record.name, attempt=0, plan=record.plan.digest, rounds=rounds, restorable=((0, 4),))
+            held = HeldRun(run=record.name, attempt=0, plan=record.plan.digest, rounds=rounds)
             request = registration("new", address="http://0:1/", index=0, previous=1, held=held)
             cluster.register_pserver(request, coordinator.now())
             coordinator.changed()

@@ -18,11 +18,10 @@ from ps_protocol.messages import PserverHeartbeatReply
 from ps_protocol.routes import WANT_CHECKPOINT
 from services.coordinator import checkpoints as checkpoints_module
 from services.coordinator.administration import Administration
-from services.coordinator.checkpoints import CheckpointSchedule, Manifests
+from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.record import Decision
 from services.runtime.checkpoints import (
-    MANIFEST,
     all_checkpoints,
     complete_checkpoints,
     read_manifest,
@@ -42,6 +41,7 @@ class Writers(FakePservers):
     def __init__(self) -> None:
         super().__init__()
         self.named: list[int] = []  # rounds that pserver 0 was asked for
+        self.are_over: list[bool] = []
         self.rounds = [0, 0]
         self.on_request: Callable[[], None] = lambda: None
 
@@ -52,23 +52,45 @@ class Writers(FakePservers):
         self.on_request()
         if index == 0:
             self.named.append(message.round)
+            self.are_over.append(message.is_over)
         if message.round < self.rounds[index]:
             raise StaleRound("it is over", current=self.rounds[index])
         return httpx.Response(204)
 
-    def report(
-        self, cluster: Cluster, *, written: Sequence[Sequence[int]] = ([0], [0]), coming: Sequence[int] = ()
-    ) -> None:
-        """Send heartbeats of both pservers with their shards, and with the rounds in `coming` that they will write."""
-        for index in (0, 1):
-            files = tuple(shard_file(index, round_) for round_ in written[index])
-            changes = {"coming_checkpoints": tuple(set(coming) - set(written[index])), "checkpoints": files}
+    def report(self, cluster: Cluster, *, published: Sequence[int | None] = (0, 0), coming: Sequence[int] = ()) -> None:
+        """Send heartbeats of both pservers with their newest shards, and with the rounds that they will publish."""
+        for index, newest in enumerate(published):
+            file = None if newest is None else shard_file(index, newest)
+            changes = {"coming_checkpoints": tuple(set(coming) - {newest}), "published": file}
             cluster.pserver_heartbeat(
                 index, beat(run=cluster.run.record.name, round_=self.rounds[index], **changes), 1.0
             )
 
 
-Scheduled = tuple[Cluster, Writers, CheckpointSchedule]
+Scheduled = tuple[Cluster, Writers, Checkpoints]
+
+
+async def do_nothing() -> None:
+    pass
+
+
+async def wait_until(is_so: Callable[[], bool], _: float) -> None:
+    while not is_so():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def make_checkpoints(
+    cluster: Cluster, place: CheckpointStorage, http: Any = None, *, num_kept: int = 2, persist: Any = do_nothing
+) -> Checkpoints:
+    return Checkpoints(cluster, http, place, num_kept, now=lambda: 1.0, persist=persist, wait_until=wait_until)
+
+
+@asynccontextmanager
+async def requesting(cluster: Cluster, schedule: Checkpoints) -> AsyncIterator[asyncio.Task[int]]:
+    making = asyncio.create_task(schedule.make(cluster.run, 10, 12))
+    await asyncio.sleep(0)
+    yield making
+    making.cancel()
 
 
 @asynccontextmanager
@@ -81,7 +103,7 @@ async def scheduling(rounds: Sequence[int] = (0, 0), **settings: Any) -> AsyncIt
     writers.rounds = list(rounds)
     writers.report(cluster)
     async with httpx.AsyncClient(transport=httpx.MockTransport(answering(writers))) as http:
-        yield cluster, writers, CheckpointSchedule(cluster, http, lambda: 1.0)
+        yield cluster, writers, make_checkpoints(cluster, open_checkpoint_storage("memory://unused"), http)
 
 
 async def test_the_next_checkpoint_is_requested_when_the_one_before_is_complete():
@@ -94,8 +116,8 @@ async def test_the_next_checkpoint_is_requested_when_the_one_before_is_complete(
             await schedule.advance()
             assert writers.named == [5]
         writers.rounds = [13, 14]
-        for written in ([[0, 5], [0]], [[0, 5], [0, 5]]):  # a slow disk, then a missing manifest
-            writers.report(cluster, written=written, coming=[5])
+        for published in ((5, 0), (5, 5)):  # a slow disk, then a missing manifest
+            writers.report(cluster, published=published, coming=[5])
             await schedule.advance()
             assert writers.named == [5]
         list_checkpoints(cluster, [5, 0])
@@ -108,15 +130,15 @@ async def test_a_pserver_that_cannot_write_makes_all_try_a_later_round(monkeypat
     async with scheduling() as (cluster, writers, schedule):
         await schedule.advance()
         writers.rounds = [5, 5]
-        writers.report(cluster, written=[[0, 5], [0]])
+        writers.report(cluster, published=(5, 0))
         await schedule.advance()
-        assert (writers.named, schedule.num_failures) == ([5, 10], 1)
+        assert (writers.named, schedule._num_failures) == ([5, 10], 1)
 
 
 async def test_a_later_round_is_requested_after_a_checkpoint_that_a_later_shard_prevents():
     async with scheduling() as (cluster, writers, schedule):
         writers.rounds = [9, 9]
-        writers.report(cluster, written=([0, 7], [0, 7, 8]))  # the coordinator was restarted between the two
+        writers.report(cluster, published=(7, 8))  # the coordinator was restarted between the two
         await schedule.advance()
         assert writers.named == [10]
 
@@ -137,19 +159,19 @@ async def test_a_later_round_is_requested_if_a_pserver_is_past_the_requested_one
 
 
 async def test_without_an_interval_a_checkpoint_is_made_on_request_only():
-    async with scheduling([7, 7], durability="none", checkpoint_rounds=None) as (_, writers, schedule):
+    async with scheduling([7, 7], durability="none", checkpoint_rounds=None) as (cluster, writers, schedule):
         await schedule.advance()
         assert writers.named == []
-        assert schedule.request() == 7
-        await schedule.advance()
+        async with requesting(cluster, schedule):
+            await schedule.advance()
         assert writers.named == [7]
 
 
 async def test_a_requested_checkpoint_does_not_wait_for_the_scheduled_one():
     async with scheduling([7, 6]) as (cluster, writers, schedule):
         writers.report(cluster, coming=[10])
-        schedule.request()
-        await schedule.advance()
+        async with requesting(cluster, schedule):
+            await schedule.advance()
         assert writers.named == [7]
 
 
@@ -157,27 +179,39 @@ async def test_a_requested_checkpoint_is_made_once():
     """The heartbeats may be a second old, and the schedule may advance before the request is answered."""
     async with scheduling([6, 6]) as (cluster, writers, schedule):
         writers.rounds = [7, 7]
-        schedule.request()
-        for _ in range(2):
+        async with requesting(cluster, schedule) as making:
+            for _ in range(2):
+                await schedule.advance()
+                assert writers.named == [6, 8]
+            writers.rounds = [9, 9]
+            writers.report(cluster, published=(8, 8))
+            list_checkpoints(cluster, [8, 0])
             await schedule.advance()
-            assert writers.named == [6, 8]
-        writers.rounds = [9, 9]
-        writers.report(cluster, written=[[0, 8], [0, 8]])
-        list_checkpoints(cluster, [8, 0])
-        await schedule.advance()
-        assert writers.named == [6, 8, 10]  # the next scheduled one
+            assert writers.named == [6, 8, 10]  # the next scheduled one
+            assert await making == 8
 
 
 async def test_a_requested_checkpoint_is_not_made_in_the_next_attempt():
-    async with scheduling([7, 7]) as (cluster, writers, schedule):
-        schedule.request()
+    async with scheduling([7, 7]) as (cluster, writers, schedule), requesting(cluster, schedule) as making:
         change_record(cluster, attempt=1)
-        list_checkpoints(cluster, [0])
         for member in cluster.registry.members.values():
             heartbeat = member.heartbeat.model_copy(update={"attempt": 1})
             cluster.registry = cluster.registry.heartbeat(member.info.index, heartbeat, 1.0)
         await schedule.advance()
         assert writers.named == [10]
+        with pytest.raises(TryAgain, match="no checkpoint of round 7 or later is complete"):
+            await making
+
+
+async def test_the_last_checkpoint_contains_what_is_applied_after_the_trainers_have_left():
+    async with scheduling([90, 90], mode="async", durability="none") as (cluster, writers, schedule):
+        change_record(cluster, state="finished", trainers={})
+        await schedule.advance()
+        assert writers.named == []  # without a request
+        writers.rounds = [90, 95]
+        async with requesting(cluster, schedule):
+            await schedule.advance()
+        assert (writers.named, writers.are_over) == ([90, 95], [True, True])
 
 
 async def test_a_checkpoint_needs_every_pserver():
@@ -202,7 +236,7 @@ async def test_a_requested_checkpoint_that_fails_repeatedly_is_given_up(monkeypa
     async with training(writers, durability="none", on_trainer_loss="fail") as coordinator:
         made = asyncio.create_task(Administration(coordinator).make_checkpoint("me"))
         while not made.done():
-            writers.report(coordinator.cluster, written=[[], []])
+            writers.report(coordinator.cluster, published=(None, None))
             coordinator.changed()
             await asyncio.sleep(0.005)
         with pytest.raises(TryAgain, match="no checkpoint of round 0 or later is complete"):
@@ -215,7 +249,7 @@ async def test_a_paused_asynchronous_run_with_unequal_pservers_has_no_checkpoint
     async with training(writers, durability="none", on_trainer_loss="fail", mode="async") as coordinator:
         change_record(coordinator.cluster, membership=Membership({}, controls=(Controls(is_paused=True),)))
         writers.rounds = [94, 93]
-        writers.report(coordinator.cluster, written=[[], []])
+        writers.report(coordinator.cluster, published=(None, None))
         with pytest.raises(TryAgain, match=r"is paused while its pservers have applied \[93, 94\] contributions"):
             await asyncio.wait_for(Administration(coordinator).make_checkpoint("me"), 5)
         assert writers.named == []
@@ -237,30 +271,33 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture
-def manifests(cluster: Cluster, place: CheckpointStorage) -> Manifests:
-    return Manifests(cluster, place, max_complete=2)
+def manifests(cluster: Cluster, place: CheckpointStorage) -> Checkpoints:
+    return make_checkpoints(cluster, place)
 
 
-def report(cluster: Cluster, pserver: int, *rounds: int, attempt: int = 0) -> PserverHeartbeatReply:
-    """Send the heartbeat of a pserver that has written the shards of these rounds."""
-    files = tuple(shard_file(pserver, round_, attempt) for round_ in rounds)
-    return cluster.pserver_heartbeat(pserver, beat(run="run1", attempt=attempt, checkpoints=files), 1.0)
+def report(
+    cluster: Cluster,
+    pserver: int,
+    published: int | None = None,
+    attempt: int = 0,
+    place: CheckpointStorage | None = None,
+) -> PserverHeartbeatReply:
+    """Send the heartbeat of a pserver that has published the shard of this round."""
+    file = None if published is None else shard_file(pserver, published, attempt)
+    if place is not None and file is not None:
+        place.write(f"{round_folder('run1', file.round)}/{file.name}", [b"shard"])
+    return cluster.pserver_heartbeat(pserver, beat(run="run1", attempt=attempt, published=file), 1.0)
 
 
-def report_all(cluster: Cluster, *rounds: int, attempt: int = 0) -> None:
+def report_all(cluster: Cluster, *published: int, attempt: int = 0, place: CheckpointStorage | None = None) -> None:
     for pserver in (0, 1):
-        report(cluster, pserver, *rounds, attempt=attempt)
+        report(cluster, pserver, *published, attempt=attempt, place=place)
 
 
-async def complete(manifests: Manifests, cluster: Cluster, *rounds: int) -> None:
+async def complete(manifests: Checkpoints, cluster: Cluster, *rounds: int) -> None:
     for round_ in rounds:
         report_all(cluster, round_)
-        await manifests.update()
-
-
-def restart(cluster: Cluster) -> None:
-    """Forget what a restarted coordinator does not know."""
-    cluster.run = replace(cluster.run, complete_checkpoints=(), listed_attempt=None)
+        await manifests.complete()
 
 
 def roll_back(cluster: Cluster, round_: int) -> None:
@@ -276,51 +313,25 @@ def refuse(_: object) -> None:
     raise PermissionError("read-only")
 
 
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 2
-    path.write_bytes(content)
-
-
-async def test_a_checkpoint_is_complete_when_all_pservers_have_written_their_shards(cluster, place, manifests):
-    report(cluster, 0, 0, 4)
-    report(cluster, 1, 0)
-    await manifests.update()
+async def test_a_checkpoint_is_complete_when_all_pservers_have_published_their_shards(cluster, place, manifests):
+    await complete(manifests, cluster, 0)
+    report(cluster, 0, 4)
+    await manifests.complete()
     assert found(place) == list(cluster.run.complete_checkpoints) == [0]
     report(cluster, 1, 4)
-    await manifests.update()
+    await manifests.complete()
     assert found(place) == list(cluster.run.complete_checkpoints) == [4, 0]
     manifest = read_manifest(place, "run1", 4)
     assert [file.pserver for file in manifest.shards] == [0, 1]
 
 
-async def test_a_checkpoint_is_not_completed_after_a_pserver_has_written_a_later_shard(cluster, place, manifests):
-    """The pserver may have deleted the earlier one since."""
+async def test_a_checkpoint_is_not_completed_after_a_pserver_has_published_a_later_shard(cluster, place, manifests):
     await complete(manifests, cluster, 4)
-    report(cluster, 0, 4, 8, 12)
-    report(cluster, 1, 4, 8)
-    await manifests.update()
-    assert found(place) == list(cluster.run.complete_checkpoints) == [4]
-    report(cluster, 1, 4, 8, 12)
-    await manifests.update()
-    assert found(place) == list(cluster.run.complete_checkpoints) == [12, 4]
-
-
-async def test_pservers_receive_no_list_of_checkpoints_while_one_is_being_completed(
-    cluster, place, manifests, monkeypatch
-):
-    """They would delete the shard of a checkpoint that is complete a moment later."""
-    answers = []
-    real = checkpoints_module.write_manifest
-
-    def write(*arguments) -> None:
-        answers.append(report(cluster, 0, 4, 8).complete)
-        real(*arguments)
-
-    monkeypatch.setattr(checkpoints_module, "write_manifest", write)
-    await complete(manifests, cluster, 4)
-    assert answers == [None]
-    assert report(cluster, 0, 4, 8).complete == (4,)
+    for published, expected in (((12, 8), [4]), ((12, 12), [12, 4])):
+        for pserver, round_ in enumerate(published):
+            report(cluster, pserver, round_)
+        await manifests.complete()
+        assert found(place) == list(cluster.run.complete_checkpoints) == expected
 
 
 async def test_no_message_is_lost_that_arrives_while_a_manifest_is_written(cluster, place, manifests, monkeypatch):
@@ -347,6 +358,27 @@ async def test_older_checkpoints_are_deleted_unless_a_change_is_under_way(cluste
     assert place.list("run1") == ["000000000008", "000000000012"]
 
 
+async def test_shards_of_rounds_that_stay_incomplete_are_deleted(cluster, place, manifests):
+    """One pserver cannot publish, and the others try one round after another."""
+    await complete(manifests, cluster, 4)
+    for round_ in (8, 12, 16):
+        report(cluster, 0, round_, place=place)
+        await manifests.complete()
+    assert place.list("run1") == ["000000000004", "000000000016"]
+    report(cluster, 1, 16, place=place)
+    await manifests.complete()
+    assert found(place) == [16, 4]
+
+
+async def test_a_shard_of_another_incarnation_harms_no_checkpoint(cluster, place, manifests):
+    await complete(manifests, cluster, 4)
+    place.write(f"{round_folder('run1', 4)}/pserver-0-of-2.0-1.safetensors", [b"of a pserver that was replaced"])
+    place.write(f"{round_folder('run1', 2)}/pserver-0-of-2.0-1.safetensors", [b"the same"])
+    assert found(place) == [4]
+    await complete(manifests, cluster, 8)
+    assert place.list("run1") == ["000000000004", "000000000008"]
+
+
 @pytest.mark.parametrize("deletes_manifests", [True, False])
 async def test_checkpoints_are_completed_though_a_place_refuses_to_delete(
     cluster, place, manifests, monkeypatch, deletes_manifests
@@ -365,7 +397,7 @@ async def test_a_checkpoint_is_not_completed_from_shards_of_several_attempts(clu
     change_record(cluster, attempt=1)
     report(cluster, 0, 4, attempt=1)
     report(cluster, 1, 4, attempt=0)
-    await manifests.update()
+    await manifests.complete()
     assert found(place) == []
 
 
@@ -374,55 +406,62 @@ async def test_a_manifest_that_cannot_be_written_is_tried_again(cluster, place, 
     report_all(cluster, 4)
     try:
         arm_failpoints("checkpoint.manifest=eio")
-        assert not await manifests.update()
+        assert not await manifests.complete()
     finally:
         arm_failpoints("")
     assert cluster.run.complete_checkpoints == ()
-    assert await manifests.update()
+    assert await manifests.complete()
     assert found(place) == list(cluster.run.complete_checkpoints) == [4]
 
 
-async def test_a_restarted_coordinator_finds_complete_and_undamaged_checkpoints(cluster, place, tmp_path):
-    manifests = Manifests(cluster, place, max_complete=3)
-    await complete(manifests, cluster, 0, 4, 8)
-    damage(tmp_path / round_folder("run1", 4) / MANIFEST)
-    restart(cluster)
-    await Manifests(cluster, place, max_complete=3).update()
-    assert list(cluster.run.complete_checkpoints) == [8, 0]
-    damage(tmp_path / round_folder("run1", 8) / MANIFEST)
-    assert [manifest.round for manifest in all_checkpoints(place)] == [0]
-
-
-@pytest.mark.parametrize("method", ["list", "read"])
-async def test_pservers_receive_no_list_of_checkpoints_before_the_place_was_read(
-    cluster, place, manifests, monkeypatch, method
-):
+async def test_a_restarted_coordinator_lists_what_was_complete(cluster, place, manifests):
     await complete(manifests, cluster, 4)
-    restart(cluster)
-    assert report(cluster, 0, 4).complete is None
-    manifests = Manifests(cluster, place, max_complete=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(place, method, refuse)
-        assert not await manifests.update()
-    assert (cluster.run.knows_checkpoints, report(cluster, 0, 4).complete) == (False, None)
-    assert await manifests.update()
-    assert report(cluster, 0, 4).complete == (4,)
+    again = make_cluster(durability="log", on_trainer_loss="wait")
+    again.restore(cluster.describe(), 0.0)
+    assert again.run.complete_checkpoints == (4,)
+
+
+async def test_nothing_is_deleted_that_a_restarted_coordinator_would_list(cluster, place):
+    problems = [TryAgain("the coordinator's state cannot be written")]
+
+    async def persist() -> None:
+        if 12 in cluster.run.complete_checkpoints and problems:
+            raise problems.pop()
+
+    manifests = make_checkpoints(cluster, place, persist=persist)
+    await complete(manifests, cluster, 4, 8, 12)
+    assert (found(place), list(cluster.run.complete_checkpoints)) == ([12, 8, 4], [12, 8])
+    await complete(manifests, cluster, 16)
+    assert found(place) == [16, 12]
 
 
 @pytest.mark.parametrize("attempts", [[4], [4, 12]])
 async def test_checkpoints_of_rounds_that_a_rollback_has_undone_are_deleted(cluster, place, attempts):
-    manifests = Manifests(cluster, place, max_complete=3)
+    manifests = make_checkpoints(cluster, place, num_kept=3)
     await complete(manifests, cluster, 4, 8, 12)
     for round_ in attempts:
         roll_back(cluster, round_)
     newest = len(attempts)
-    report_all(cluster, 4, attempt=newest)  # the pservers have deleted their shards of rounds 8 and 12
-    await manifests.update()
+    report_all(cluster, attempt=newest)
+    await manifests.complete()
     assert found(place) == list(cluster.run.complete_checkpoints) == [4]
-    report_all(cluster, 4, 8, attempt=newest)
-    await manifests.update()
+    report_all(cluster, 8, attempt=newest)
+    await manifests.complete()
     assert [(m.attempt, m.round) for m in all_checkpoints(place)] == [(newest, 8), (0, 4)]
     assert list(cluster.run.complete_checkpoints) == [8, 4]
+
+
+async def test_shards_that_another_attempt_publishes_outlive_the_undone_checkpoint_of_their_round(
+    cluster, place, manifests
+):
+    report_all(cluster, 4, place=place)
+    await manifests.complete()
+    roll_back(cluster, 0)
+    report_all(cluster, 4, attempt=1, place=place)
+    await manifests.complete()
+    [manifest] = all_checkpoints(place)
+    assert (manifest.attempt, manifest.round) == (1, 4)
+    assert {file.name for file in manifest.shards} <= set(place.list(round_folder("run1", 4)))
 
 
 async def test_a_manifest_that_is_written_during_a_rollback_of_its_round_is_deleted(
@@ -437,10 +476,10 @@ async def test_a_manifest_that_is_written_during_a_rollback_of_its_round_is_dele
     report_all(cluster, 4)
     with monkeypatch.context() as patch:
         patch.setattr(place, "write", write_slowly)
-        await manifests.update()
+        await manifests.complete()
     assert cluster.run.complete_checkpoints == ()
     report_all(cluster, attempt=1)
-    await manifests.update()
+    await manifests.complete()
     assert found(place) == list(cluster.run.complete_checkpoints) == []
 
 

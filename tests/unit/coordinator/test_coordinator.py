@@ -14,11 +14,20 @@ from typing import Any
 import httpx
 import pytest
 
-from ps_protocol.errors import BadModel, NotReady, StalePserver, StaleRound, StorageFailed, TrainerLost, TryAgain
+from ps_protocol.errors import (
+    BadModel,
+    NotReady,
+    RoundPending,
+    StalePserver,
+    StorageFailed,
+    TrainerLost,
+    TryAgain,
+)
 from ps_protocol.fields import Message
 from ps_protocol.membership import Controls, InstallMembers, InstallRun
 from ps_protocol.messages import PserverState
 from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, LEAVE, REGISTER_PSERVER
+from services.coordinator.administration import Administration, StopRun
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.restore import RecordFile
@@ -170,9 +179,9 @@ async def test_leases_expire_while_the_coordinator_waits_for_a_pserver():
 
 
 async def test_a_pause_of_the_coordinator_renews_every_lease_once():
-    async with training(lease_seconds=0.4, on_trainer_loss="fail") as coordinator:
-        time.sleep(0.7)  # noqa: ASYNC251 - as between SIGSTOP and SIGCONT: no heartbeat can be received
-        await asyncio.sleep(0.2)
+    async with training(lease_seconds=1.0, on_trainer_loss="fail") as coordinator:
+        time.sleep(1.5)  # noqa: ASYNC251 - as between SIGSTOP and SIGCONT: no heartbeat can be received
+        await asyncio.sleep(0.5)
         assert coordinator.cluster.run.record.failure is None
         await eventually(lambda: coordinator.cluster.run.record.failure is not None)
 
@@ -184,8 +193,8 @@ async def test_all_trainers_receive_the_same_duration_of_a_round(tmp_path: Path,
 
     async def summarize(round_: int, now: float) -> tuple[int, float]:
         async def answer() -> list[PserverState]:
-            facts = {"index": 0, "transports": (), "shard_bytes": 0, "pushed_bytes": 0, "pulled_bytes": 0}
-            return [PserverState.model_construct(run=coordinator.cluster.run.record.name, round=round_, **facts)]
+            run = coordinator.cluster.run.record.name
+            return [PserverState(index=0, incarnation=1, run=run, round=round_)]
 
         monkeypatch.setattr(coordinator.result, "_read_states", answer)
         monkeypatch.setattr(coordinator.result, "_now", lambda: now)
@@ -199,7 +208,7 @@ async def test_all_trainers_receive_the_same_duration_of_a_round(tmp_path: Path,
 
 
 async def test_cancelled_waits_leave_nothing_behind() -> None:
-    """A closed event stream is cancelled repeatedly until it has ended, as anyio does."""
+    """A client that disconnects cancels its request repeatedly until it has ended."""
     async with coordinating(FakePservers(), lease_seconds=30) as coordinator, asyncio.timeout(10):
         for _ in range(20):
             waits = [asyncio.create_task(coordinator.wait_until(lambda: False, 30)) for _ in range(5)]
@@ -217,22 +226,6 @@ async def test_cancelled_waits_leave_nothing_behind() -> None:
 # ---------------------------------------------------------------- the end of a run, and a place that hangs
 
 
-async def test_the_last_checkpoint_contains_pushes_that_are_applied_after_the_trainers_have_left(monkeypatch):
-    requested: list[int] = []
-
-    async def want(http: object, member: object, run: str, round_: int, *, is_over: bool) -> None:
-        requested.append(round_)
-        if round_ < 95:
-            raise StaleRound("later contributions than 90 have been committed", current=95)
-
-    monkeypatch.setattr("services.coordinator.result.want_checkpoint", want)
-    async with training() as coordinator:
-        run = coordinator.cluster.run.record.name
-        assert await coordinator.result._request_checkpoint(run, 90) == 95
-        assert await coordinator.result._request_checkpoint(run, 95) is None
-        assert requested == [90, 90, 95, 95]
-
-
 async def test_a_place_that_hangs_delays_neither_a_change_of_members_nor_the_end_of_the_process(monkeypatch):
     pservers, may_go_on = FakePservers(), threading.Event()
     async with training(pservers, num_trainers=3, on_trainer_loss="continue", durability="none") as coordinator:
@@ -243,8 +236,8 @@ async def test_a_place_that_hangs_delays_neither_a_change_of_members_nor_the_end
             may_go_on.wait(20)
             return []
 
-        coordinator.cluster.run = replace(coordinator.cluster.run, listed_attempt=None)
-        monkeypatch.setattr(coordinator.place, "list", hang)
+        monkeypatch.setattr(coordinator.checkpoints.place, "list", hang)
+        coordinator.cluster.run = coordinator.cluster.run.add_checkpoint(0, 0)
         coordinator.changed()
         await eventually(is_listing.is_set)
         leave(coordinator, 2, "failed")
@@ -310,6 +303,39 @@ async def test_no_trainer_begins_before_the_disk_has_the_beginning_of_the_run():
         file.may_write.set()
         assert (await waiting).start == 1
         assert file.newest.state == "training"
+
+
+async def test_a_stop_is_answered_once_the_disk_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.coordinator.administration.END_SECONDS", 0.0)  # no trainer leaves
+    async with training() as coordinator:
+        file = SlowFile(coordinator, lambda run: run.is_over)
+        stopping = asyncio.create_task(Administration(coordinator).stop("admin", StopRun(fail=True)))
+        assert await asyncio.to_thread(file.is_writing.wait, 10)
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+        file.may_write.set()
+        await stopping
+        assert file.newest is not None
+        assert file.newest.is_over
+
+
+async def test_a_change_that_waits_for_standbys_does_not_fail_the_run():
+    pservers, is_missing = FakePservers(), True
+
+    def wait_for_standby() -> None:
+        if is_missing:
+            pservers.on_freeze = wait_for_standby
+            raise RoundPending("a change of members waits for a standby in sync with pserver 0", missing=[])
+
+    async with training(pservers, rejoin_timeout_seconds=0.5) as coordinator:
+        pservers.on_freeze = wait_for_standby
+        coordinator.cluster.run = coordinator.cluster.run.request_controls(Controls(is_paused=True))
+        coordinator.changed()
+        await asyncio.sleep(1.5)
+        assert (coordinator.cluster.run.record.state, coordinator.cluster.run.is_changing) == ("training", True)
+        is_missing = False
+        await eventually(lambda: not coordinator.cluster.run.is_changing)
+        assert coordinator.cluster.run.record.membership.newest_controls.is_paused
 
 
 async def test_a_pserver_that_ends_after_its_freeze_ends_no_coordinator():

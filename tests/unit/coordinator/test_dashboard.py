@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gzip
 import re
+from pathlib import Path
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
+from ps_config.tokens import TokenFolder
 from services.coordinator.dashboard import routes
 from services.coordinator.dashboard.routes import add_dashboard_routes
 from services.runtime.app import make_app
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.scopes import needed_scope
+from services.runtime.security import Guard
 
 
 @pytest.fixture
@@ -29,7 +31,8 @@ async def get(app: FastAPI, path: str, **headers: str) -> httpx.Response:
         return await http.get(path, headers={name.replace("_", "-"): value for name, value in headers.items()})
 
 
-async def test_all_files_of_the_page_are_public(app: FastAPI) -> None:
+async def test_all_files_of_the_page_are_public(app: FastAPI, tmp_path: Path) -> None:
+    app.state.guard = Guard(tokens=TokenFolder(tmp_path))
     page = await get(app, "/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     names = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
@@ -47,7 +50,6 @@ async def test_all_files_of_the_page_are_public(app: FastAPI) -> None:
     for name in names:
         reply = await get(app, "/" + name)
         assert reply.status_code == 200, name
-        assert needed_scope("GET", "/" + name) is None
 
 
 async def test_the_page_has_no_inline_code_and_no_other_origins(app: FastAPI) -> None:
@@ -79,9 +81,9 @@ async def test_other_names_are_not_found_and_not_cached(app: FastAPI) -> None:
     assert routes._read_file.cache_info().currsize == kept
 
 
-async def test_the_page_contains_whether_it_needs_a_token(app: FastAPI) -> None:
+async def test_the_page_contains_whether_it_needs_a_token(app: FastAPI, tmp_path: Path) -> None:
     before = await get(app, "/")
-    app.state.wants_token = True
+    app.state.guard = Guard(tokens=TokenFolder(tmp_path))
     after = await get(app, "/")
     assert ("data-wants-token" in before.text, "data-wants-token" in after.text) == (False, True)
     assert before.headers["etag"] != after.headers["etag"]

@@ -15,6 +15,7 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.reconcile import make_installation
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.run import Run
+from services.runtime import checkpoints
 from services.runtime.checkpoints import Manifest, write_manifest
 from services.runtime.storage import open_checkpoint_storage
 
@@ -44,7 +45,7 @@ async def planned(folder: Path, **settings: Any) -> Run:
 def write_checkpoint(folder: Path, run: Run, round_: int, /, **changes: Any) -> None:
     values: dict[str, Any] = {"run": run.record.name, "created": f"2026-11-22T05:34:2{round_}Z", **changes}
     manifest = Manifest(
-        attempt=0, round=round_, consistency=Consistency(), plan=run.record.plan.to_json(), shards=(), **values
+        attempt=0, round=round_, consistency=Consistency(), plan=run.record.plan.as_json, shards=(), **values
     )  # fmt: skip
     write_manifest(open_checkpoint_storage(str(folder / "checkpoints")), manifest)
 
@@ -81,9 +82,18 @@ async def test_a_checkpoint_that_was_undone_and_not_deleted_is_not_used(tmp_path
     coordinator = await restored(tmp_path)
     for round_ in (4, 7):
         write_checkpoint(tmp_path, run, round_)
-    change_record(coordinator.cluster, attempt=1, base_round=5)
+    change_record(coordinator.cluster, attempt=1, base_round=5, began={1: 5})
     await coordinator.persist()
     assert beginning_of(await restored(tmp_path, resume=True, num_pservers=3)) == (run.record.name, 4)
+
+
+async def test_a_run_of_a_later_version_in_a_shared_place_is_passed_over(tmp_path, monkeypatch):
+    run = await planned(tmp_path / "other")
+    write_checkpoint(tmp_path, run, 8, run="of a colleague")
+    monkeypatch.setattr(checkpoints, "FORMAT", checkpoints.FORMAT - 1)
+    assert beginning_of(await restored(tmp_path, resume=True)) is None
+    write_checkpoint(tmp_path, run, 7, run="run0", format=checkpoints.FORMAT)
+    assert beginning_of(await restored(tmp_path, resume=True)) == ("run0", 7)
 
 
 async def test_a_resumption_that_failed_before_training_begins_with_the_same_checkpoint_again(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, RoundTimeout, TrainerLost
-from services.coordinator.activity import ActivityLog
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
 
@@ -42,32 +41,6 @@ def waits(
 ) -> None:
     message = alive(round_=round_).model_copy(update={"waiting_seconds": seconds, "is_done": is_done})
     cluster.trainer_heartbeat(rank, message, now)
-
-
-def barrier(cluster: Cluster, now: float) -> Any:
-    return ActivityLog().describe(cluster, now, 1000.0).barrier
-
-
-def test_the_barrier_names_the_trainers_that_compute_while_others_wait() -> None:
-    cluster = ring(3)
-    begin(cluster)
-    assert barrier(cluster, 1.0) is None
-    for rank, seconds, round_ in ((0, 2.0, 4), (1, 0.0, 4), (2, 0.0, 4)):
-        waits(cluster, rank, seconds, round_=round_, now=1.0)
-    found = barrier(cluster, 1.5)
-    assert (found.pserver, found.round, found.arrived, found.missing) == (None, 5, (0,), (1, 2))
-    assert found.waiting_since == 1000.0 - 2.5
-    waits(cluster, 2, 0.0, round_=5, now=2.0)  # it has completed the round
-    assert barrier(cluster, 2.0).missing == (1,)
-    waits(cluster, 1, 0.1, now=2.0)
-    assert barrier(cluster, 2.0) is None
-    waits(cluster, 0, 4.0, now=5.0)
-    assert barrier(cluster, 5.0).missing == (1,)  # it sends no heartbeats
-    waits(cluster, 1, 0.0, now=5.0, is_done=True)
-    assert barrier(cluster, 5.0) is None
-    waits(cluster, 1, 3.0, now=2.0, is_done=True)
-    waits(cluster, 0, 0.0, now=2.0)
-    assert barrier(cluster, 2.0) is None  # a trainer that is done may wait
 
 
 def test_a_ring_begins_without_pservers_and_with_any_optimizer() -> None:

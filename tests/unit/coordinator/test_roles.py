@@ -22,7 +22,7 @@ from services.coordinator.state.pservers import PserverRegistry
 from services.coordinator.state.standbys import StandbyRegistry, answer_standby
 
 from ...raising import raises_code
-from .coordinating import eventually
+from .coordinating import eventually, heartbeat
 from .support import registration
 from .test_failover import APPLIED, Cluster, hold, restarted, running
 
@@ -58,18 +58,29 @@ async def test_a_coordinator_with_standbys_answers_further_indices() -> None:
         ({}, "log"),
         ({"mode": "async"}, "none"),
         ({"standbys": 1}, "replicated"),
-        ({"standbys": 1, "mode": "async"}, "replicated"),
-        ({"standbys": 1, "durability": "log"}, "log"),
     ],
 )
 def test_with_standbys_the_default_durability_is_replicated(given: dict[str, Any], expected: str) -> None:
     assert CoordinatorSettings(**given).log_durability == expected
 
 
-@pytest.mark.parametrize("given", [{"durability": "none"}, {"strategy": "ring"}])
-def test_standbys_need_a_log(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [{"durability": "none"}, {"durability": "log"}, {"strategy": "ring"}, {"mode": "async"}, {"mode": "ssp"}],
+)
+def test_standbys_need_durability_replicated(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="standbys"):
         CoordinatorSettings(standbys=1, **given)
+
+
+@pytest.mark.parametrize("durability", ["log", "fsync", "replicated"])
+def test_asynchronous_modes_have_no_log(durability: str) -> None:
+    text = (
+        f"durability {durability} needs the synchronous mode.*Omit durability {durability}, and set checkpoint_rounds"
+    )
+    with pytest.raises(ValidationError, match=text):
+        CoordinatorSettings(mode="ssp", durability=durability)
+    assert CoordinatorSettings(mode="ssp", durability="none").log_durability == "none"
 
 
 # ---------------------------------------------------------------- after a fail-over
@@ -283,6 +294,18 @@ async def test_a_restarted_pserver_with_less_waits_for_a_silent_member(is_empty:
         await eventually(cluster.is_replaced)
 
 
+async def test_a_restarted_pserver_without_a_round_that_a_trainer_has_received_waits_for_a_silent_member() -> None:
+    """Its machine lost the end of its log in a power failure, after its newest heartbeat."""
+    async with running("s", rejoin_timeout_seconds=LIMIT) as cluster:
+        await cluster.join("s")
+        cluster.processes.down.add("0")
+        heartbeat(cluster.coordinator, 0, APPLIED + 1)
+        cluster.coordinator.failover.standbys = StandbyRegistry()
+        request = registration("new", index=0, previous=1, held=hold(cluster.run, 0))
+        with pytest.raises(TryAgain, match="does not report, and may hold updates"):
+            await cluster.send(routes.REGISTER_PSERVER, request)
+
+
 async def test_a_restarted_pserver_with_less_waits_for_no_member_that_has_ended_or_is_away_for_long() -> None:
     async with running("s", "t", rejoin_timeout_seconds=LIMIT) as cluster:
         await cluster.join("s", "t")
@@ -299,6 +322,15 @@ async def test_a_restarted_pserver_with_less_waits_for_no_member_that_has_ended_
         await cluster.report("t")
         failover.suspect_ended(0, "http://t:1")
         failover.check_registration(request)
+
+
+async def test_a_restarted_pserver_of_another_version_changes_nothing() -> None:
+    async with running("s") as cluster:
+        await cluster.join("s")
+        replicas = cluster.replicas
+        with raises_code("unsupported_protocol"):
+            await cluster.send(routes.REGISTER_PSERVER, registration("new", index=0, previous=1, protocol=99))
+        assert (cluster.replicas, cluster.coordinator.failover._ended) == (replicas, {})
 
 
 async def test_a_restarted_pserver_with_all_updates_continues_with_its_members() -> None:

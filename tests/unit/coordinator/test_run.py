@@ -153,13 +153,6 @@ def test_different_tensors_are_described_in_words():
         declare_model(run, 1, model(parameters=other))
 
 
-def test_a_run_of_an_earlier_version_that_kept_its_buffers_is_not_continued():
-    run = joined()
-    run = declare_model(run, 0, model(buffers=(("mean", (10,), "F32"),)))
-    with raises_code("model_mismatch", match=r"stores the buffer 'mean' .* checkpoint export"):
-        declare_model(run, 1, model(buffers=(), parameters=(("w", (10, 1000), "F32", 0), ("mean", (10,), "F32", 0))))
-
-
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
@@ -324,6 +317,21 @@ def test_a_trainer_that_is_done_is_not_waited_for():
     for rank in (1, 2):
         run = leave_run(run, rank, leaving(round=5), 16)
     assert (run.record.state, run.ended_at, run.record.is_deserted) == ("finished", 16, True)
+
+
+def test_trainers_that_left_early_hold_older_parameters():
+    run = training(6)
+    for rank in (0, 1, 2, 3):
+        run = leave_run(run, rank, leaving(round=5, attempt=0), 1)
+    run = leave_run(run, 4, leaving(round=5), 1)  # its process exited without leaving, and a heartbeat is older
+    run = leave_run(run, 5, leaving(round=10, attempt=0), 2)
+    named = "trainer 0 (round 5), trainer 1 (round 5), trainer 2 (round 5) and 1 more left before round 10, with older "
+    warning = run.describe_left_early(10)
+    assert warning.startswith(named)
+    assert ". trainer 4 exited without leaving the run, perhaps before round 10. " in warning
+    assert run.describe_left_early(5) == ""
+    asynchronous = run.settings.model_copy(update={"consistency": Consistency(mode="async")})
+    assert replace(run, settings=asynchronous).describe_left_early(10) == ""
 
 
 def test_a_trainer_that_fails_ends_the_run_with_its_reason():

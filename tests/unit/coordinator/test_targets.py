@@ -20,7 +20,7 @@ from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.losses import leave_run, note_heartbeat
 from services.coordinator.state.standbys import StandbyRegistry
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.security import KnownHosts, guard
+from services.runtime.security import KnownHosts, protect
 
 from .support import LEASE, alive, beat, joining, leaving, make_cluster, model, registration
 
@@ -107,7 +107,7 @@ async def test_the_metrics_of_a_trainer_with_another_host_are_not_listed(tmp_pat
     async with httpx.AsyncClient() as http:
         coordinator = Coordinator(CoordinatorSettings(num_trainers=3, state_dir=tmp_path), http)
         app = make_coordinator_app(coordinator, ServiceMetrics("coordinator"))
-        guard(app, CoordinatorSettings(allowed_hosts="trainer.example"), "http://10.0.0.1:7070")
+        protect(app, CoordinatorSettings(allowed_hosts="trainer.example"), "http://10.0.0.1:7070")
         transport = httpx.ASGITransport(app=app, client=("10.0.0.7", 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://10.0.0.1:7070") as trainer:
             for host in ("10.0.0.7", "10.0.0.8", "trainer.example"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from ps_http2.asgi import receive_into, send_from
+from ps_http2.asgi import receive_into
 from ps_http2.local_sockets import bind_locally, connect_locally, local_name
 from ps_http2.server import ServerConnection
 from services.runtime import http1
@@ -51,7 +51,7 @@ class Served:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             for _ in range(LARGE >> 20):
-                await send_from(part, scope, send, more_body=True)
+                await send({"type": "http.response.body", "body": part, "more_body": True})
                 if not self.connections[0]._transport.is_closing():
                     self.sent_bytes += len(part)
             await send({"type": "http.response.body"})
@@ -59,7 +59,7 @@ class Served:
             self.ended.append("large")
 
     async def look(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scopes.append(scope)
+        self.scopes.append(dict(scope))
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
         await send({"type": "http.response.body", "body": b"x"})
 
@@ -113,7 +113,7 @@ async def service(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
     for connection in served.connections:
         assert connection.streams == {}
         assert connection._num_running == 0
-        assert connection._timer is None or connection._timer.cancelled()
+        assert connection._watch is None or connection._watch._timer is None
 
 
 @pytest.fixture

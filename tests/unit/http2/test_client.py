@@ -12,7 +12,7 @@ from h2.settings import SettingCodes
 
 from ps_config.certificates import TlsFiles
 from ps_http2 import frames
-from ps_http2.asgi import receive_into, send_from
+from ps_http2.asgi import receive_into
 from ps_http2.client import BODY_EXTENSION, SINK_EXTENSION, Http2Transport
 from ps_http2.frames import ErrorCode, pack
 from services.runtime.app import add_raw_route
@@ -294,7 +294,7 @@ async def test_large_bodies_are_exchanged_with_our_server_over_tls(authority: Au
             num_bytes, more = await receive_into(buffer[filled:], scope, receive)
             filled += num_bytes
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send_from(buffer, scope, send, more_body=False)
+        await send({"type": "http.response.body", "body": buffer})
 
     add_raw_route(app, "/echo", echo, methods=["POST"], summary="Echo the body")
     sink = Collector(len(body))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 from hyperframe.frame import GoAwayFrame, RstStreamFrame
 
@@ -82,6 +84,7 @@ CONNECTION_ERRORS = {
     "more data than the window": (HEADERS + pack(frames.DATA, 0, 1, bytes(65_536)), FLOW_CONTROL_ERROR),
     "headers in more frames than needed": (UNFINISHED + 17 * pack(frames.CONTINUATION, 0, 1), ENHANCE_YOUR_CALM),
     "headers without an end": (UNFINISHED + 5 * pack(frames.CONTINUATION, 0, 1, bytes(16_384)), ENHANCE_YOUR_CALM),
+    "too many headers": (pack(frames.HEADERS, END_HEADERS, 1, b"\x93" * 101), ENHANCE_YOUR_CALM),
     "headers in one huge frame": (frames.pack_frame_header(65_537, frames.HEADERS, END_HEADERS, 1), ENHANCE_YOUR_CALM),
     "headers that are larger than they look": (
         # One header of 4,000 bytes in the table, and 20 times one byte that names it.
@@ -113,6 +116,7 @@ USELESS = {
     "padding": pack(frames.DATA, frames.PADDED, 1, b"\0"),
     "late DATA": pack(frames.DATA, 0, 3, b"x"),
     "WINDOW_UPDATE": pack_number(frames.WINDOW_UPDATE, 1, 1),
+    "GOAWAY": pack(frames.GOAWAY, 0, 0, bytes(8)),
     "late RST_STREAM": pack_number(frames.RST_STREAM, 3, 1),
     "late HEADERS": pack(frames.HEADERS, END_HEADERS | END_STREAM, 3, BLOCK),
     "unknown": pack(0x77, 0, 0, b"x"),
@@ -132,7 +136,9 @@ async def test_the_connection_ends(sent: bytes, code: ErrorCode, portion: int) -
     ours, transport = accept()
     feed(ours, SETTINGS)
     transport.take()
-    feed(ours, sent, [portion] * len(sent))
+    after = pack(frames.HEADERS, END_HEADERS, 99, BLOCK)  # also in the same read
+    feed(ours, sent + after, [portion] * len(sent + after))
+    assert 99 not in ours.all_streams
     *_, last = parse(transport.take())
     assert isinstance(last, GoAwayFrame)
     assert last.error_code == code
@@ -198,6 +204,24 @@ async def test_too_many_useless_frames_in_a_row_end_the_connection(
     feed(ours, frame)
     assert transport.is_closed
     assert parse(transport.take())[-1].error_code == ENHANCE_YOUR_CALM
+
+
+async def test_rare_pings_and_the_rest_of_a_large_body_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "MAX_UNPRODUCTIVE_FRAMES", 100)
+    ours, transport = accept()
+    feed(ours, SETTINGS + HEADERS + pack_number(frames.RST_STREAM, 1, 8) + pack(frames.DATA, 0, 1, bytes(64)) * 200)
+    monkeypatch.setattr(connection_module, "UNPRODUCTIVE_SECONDS", 0)
+    feed(ours, USELESS["PING"] * 500)
+    assert not transport.is_closed
+
+
+async def test_only_the_last_value_of_a_repeated_setting_is_applied() -> None:
+    ours, _ = accept()
+    feed(ours, SETTINGS + HEADERS)
+    twice = struct.pack(">HIHI", frames.INITIAL_WINDOW_SIZE, frames.MAX_WINDOW, frames.INITIAL_WINDOW_SIZE, 0)
+    ours.streams[1].send_window += 5
+    feed(ours, pack(frames.SETTINGS, 0, 0, twice * 5000))
+    assert ours.streams[1].send_window == 5
 
 
 @pytest.mark.parametrize(("num_bytes", "is_allowed"), [(1, False), (100, True), (2500, True)])

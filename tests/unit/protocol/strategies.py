@@ -89,4 +89,4 @@ plans = plan_arguments().map(lambda arguments: make_plan(**arguments))
 
 def over_the_wire(plan: SlicePlan) -> Any:
     """A plan's JSON as the other side parses it."""
-    return json.loads(json.dumps(plan.to_json()))
+    return json.loads(json.dumps(plan.as_json))

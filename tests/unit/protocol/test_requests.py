@@ -1,17 +1,23 @@
-"""Requests are the same values at the other end, and headers and metadata that no client sends are refused."""
+"""Requests, fences and norms are the same values at the other end; what no client sends is refused."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.norms import AgreedNorm, ShardNorm
+from ps_protocol.errors import GradpostError
+from ps_protocol.fence import Fence
+from ps_protocol.norms import MAX_TEXT, AgreedNorm, ShardNorm, agree, clip_coefficient
 from ps_protocol.optimizers import RULES, SCALER_NUMBERS, OptimizerSpec
 from ps_protocol.requests import MAX_WAIT_SECONDS, Barrier, Completion, Pull, Pulled
+from ps_protocol.vocabulary import PROTOCOL_VERSION
 
 from ...raising import raises_code
 
@@ -88,3 +94,174 @@ def test_numbers_of_a_completion_are_digits(key: str, text: str) -> None:
 def test_headers_of_a_pull_are_checked(headers: dict[str, str]) -> None:
     with raises_code("bad_header"):
         Pull.from_headers(1, headers)
+
+
+# ---------------------------------------------------------------------- fence
+
+
+FENCE = Fence(PROTOCOL_VERSION, "run-1", 2, "d1ge57", 3, 4, 5, 6, 7)
+HEADERS = {"gradpost-fence": "2 run-1 2 d1ge57 3 4 5 6 7"}
+ADDRESSEE: dict[str, Any] = {"run": "run-1", "attempt": 2, "plan": "d1ge57", "pserver": 3, "pserver_incarnation": 4}
+
+numbers = st.integers(0, 10**18 - 1)
+texts = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=128)
+fences = st.builds(Fence, st.just(PROTOCOL_VERSION), texts, numbers, texts, *[numbers] * 5)
+
+
+@given(fences)
+def test_headers_and_back(fence: Fence) -> None:
+    assert FENCE.to_headers() == HEADERS
+    assert Fence.from_headers(fence.to_headers()) == fence
+
+
+WORDS = HEADERS["gradpost-fence"].split(" ")
+
+
+def test_a_missing_header_is_named() -> None:
+    with raises_code("bad_header", match="the header gradpost-fence is missing"):
+        Fence.from_headers({})
+
+
+def refuse(words: list[str]) -> None:
+    with raises_code("bad_header", match="nine words") as caught:
+        Fence.from_headers({"gradpost-fence": " ".join(words)})
+    assert caught.value.facts["expected"].startswith("protocol run attempt plan")
+
+
+@pytest.mark.parametrize("words", [WORDS[:-1], [*WORDS, "8"], [*WORDS, ""], ["", *WORDS], WORDS[:1], [""]], ids=str)
+def test_another_number_of_words_is_refused(words: list[str]) -> None:
+    refuse(words)
+
+
+@pytest.mark.parametrize("place", [0, 2, 4, 8])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "+1", "1.0", "1e3", "1_0", "0x1", "٣", "²", "nan", "9" * 19, "1\n"], ids=ascii
+)
+def test_a_word_that_is_no_number_is_refused(place: int, text: str) -> None:
+    refuse([*WORDS[:place], text, *WORDS[place + 1 :]])
+
+
+@pytest.mark.parametrize("place", [1, 3])
+@pytest.mark.parametrize("text", ["", "ä", "a\nb", "\0", "x" * 129], ids=ascii)
+def test_a_word_that_is_no_identifier_is_refused(place: int, text: str) -> None:
+    refuse([*WORDS[:place], text, *WORDS[place + 1 :]])
+
+
+def test_another_protocol_is_refused_before_anything_else() -> None:
+    with raises_code("unsupported_protocol") as caught:
+        Fence.from_headers({"gradpost-fence": f"{PROTOCOL_VERSION + 1} something else"})
+    assert caught.value.facts == {"expected": PROTOCOL_VERSION, "actual": str(PROTOCOL_VERSION + 1)}
+
+
+@given(st.dictionaries(st.sampled_from(sorted(HEADERS)), st.text(max_size=30)))
+def test_any_headers_raise_nothing_but_our_errors(changes: dict[str, str]) -> None:
+    try:
+        fence = Fence.from_headers({**HEADERS, **changes})
+    except GradpostError:
+        return
+    assert Fence.from_headers(fence.to_headers()) == fence
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("run", "run-2", "stale_run"),
+        ("attempt", 3, "stale_run"),
+        ("plan", "an0ther", "plan_mismatch"),
+        ("pserver", 0, "stale_pserver"),
+        ("pserver_incarnation", 5, "stale_pserver"),
+    ],
+)
+def test_the_stale_part_of_the_addressee_is_named(field: str, value: Any, code: str) -> None:
+    FENCE.check_addressee(**ADDRESSEE)
+    with raises_code(code) as caught:
+        FENCE.check_addressee(**{**ADDRESSEE, field: value})
+    assert str(value) in caught.value.facts["expected"]
+    assert str(ADDRESSEE[field]) in caught.value.facts["actual"]
+    with raises_code(code) as caught:  # and from the other side
+        FENCE._replace(**{field: value}).check_addressee(**ADDRESSEE)
+    assert str(value) in caught.value.facts["actual"]
+
+
+# ---------------------------------------------------------------------- norms
+
+
+DIGEST = "5f0c9e7d21ab0042"
+squares = st.floats(min_value=0, max_value=1e90)  # of a float32 gradient it is far less
+any_squares = squares | st.sampled_from([math.nan, math.inf])
+
+
+@pytest.mark.clip
+@given(st.lists(any_squares, min_size=1, max_size=8), st.randoms())
+def test_the_sum_does_not_depend_on_the_order(parts: list[float], chance: object) -> None:
+    norms = [ShardNorm(DIGEST, part) for part in parts]
+    agreed = agree(norms)
+    chance.shuffle(norms)  # type: ignore[attr-defined]
+    other = agree(norms)
+    assert agreed is not None
+    assert other is not None
+    assert {repr(one.total) for one in (*agreed, *other)} == {repr(agreed[0].total)}
+    assert [repr(one.own.sum_of_squares) for one in agreed] == [repr(part) for part in parts]
+
+
+@pytest.mark.clip
+@given(st.lists(any_squares, min_size=1, max_size=4))
+def test_a_norm_survives_its_header_exactly(parts: list[float]) -> None:
+    for one in agree([ShardNorm(DIGEST, part) for part in parts]) or ():
+        header = one.to_header()
+        assert len(header) <= MAX_TEXT
+        back = AgreedNorm.from_header(header)
+        assert back.own.is_same(one.own)
+        assert repr(back.total) == repr(one.total)
+        assert math.isnan(back.norm) or back.norm >= 0
+
+
+@pytest.mark.clip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        DIGEST,
+        f"{DIGEST} 1.0 2.0 3.0",
+        " 1.0 2.0",
+        "di/gest 1.0 2.0",
+        f"{DIGEST} 1.0 zwei",
+        f"{DIGEST} -1.0 2.0",
+        f"{DIGEST} 2.0 1.0",  # a sum that is smaller than its part
+        f"{DIGEST} nan 1.0",
+        f"{DIGEST} nan inf",
+        f"{DIGEST} 1.0 -inf",
+        f"{DIGEST} 1.0 {'2' * MAX_TEXT}",
+        f"{DIGEST} 1.0 ²",
+    ],
+)
+def test_a_malformed_norm_is_a_bad_header(text: str) -> None:
+    with raises_code("bad_header", match="gradpost-norm"):
+        AgreedNorm.from_header(text)
+
+
+@pytest.mark.clip
+def test_norms_of_different_contributions_are_not_added() -> None:
+    assert agree([ShardNorm("a", 1.0), ShardNorm("b", 1.0)]) is None
+    assert not ShardNorm("a", 1.0).is_same(ShardNorm("b", 1.0))
+    assert not ShardNorm("a", 1.0).is_same(ShardNorm("a", math.nextafter(1.0, 2.0)))
+    assert ShardNorm("a", math.nan).is_same(ShardNorm("a", math.nan))
+
+
+@pytest.mark.clip
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=5), st.floats(1e-3, 1e3))
+def test_the_clip_coefficient_is_that_of_torch(values: list[float], max_norm: float) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(len(values), dtype=torch.float64))
+    parameter.grad = torch.tensor(values, dtype=torch.float64)
+    expected = float(torch.nn.utils.clip_grad_norm_([parameter], max_norm))
+    norm = math.sqrt(math.fsum(value * value for value in values))
+    assert norm == pytest.approx(expected)
+    clipped = torch.tensor(values, dtype=torch.float64) * clip_coefficient(norm, max_norm)
+    torch.testing.assert_close(parameter.grad, clipped)
+
+
+@pytest.mark.clip
+def test_the_clip_coefficient_of_a_norm_that_is_not_finite_or_0_is_that_of_torch() -> None:
+    assert clip_coefficient(math.inf, 1.0) == 0.0
+    assert math.isnan(clip_coefficient(math.nan, 1.0))
+    assert clip_coefficient(0.0, 1e-9) == pytest.approx(1e-3)  # as torch has it: the norm is never quite 0

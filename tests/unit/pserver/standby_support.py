@@ -10,11 +10,9 @@ from typing import Any
 
 import httpx
 
-from ps_protocol.consistency import Consistency
 from ps_protocol.membership import RequiredStandbys
 from ps_protocol.messages import PserverHeartbeatReply
 from ps_protocol.routes import HELD_UPDATES, UPDATES
-from ps_protocol.vocabulary import Mode
 from services.pserver.app import make_pserver_app
 from services.runtime.metrics import ServiceMetrics
 
@@ -58,14 +56,10 @@ def require(b: Bench, number: int, *names: str) -> None:
 
 @asynccontextmanager
 async def replicated(
-    folder: Path, mode: Mode = "sync", *, requires: tuple[str, ...] = (NAME,), **options: Any
+    folder: Path, *, requires: tuple[str, ...] = (NAME,), **options: Any
 ) -> AsyncIterator[tuple[Bench, Standby]]:
     """A pserver with a standby that has confirmed the initial values."""
-    consistency = options.pop("consistency", Consistency(mode=mode))
-    defaults = {"nonfinite": "reject" if mode == "sync" else "allow", "checkpoint_rounds": 0}
-    async with bench(
-        2, state_dir=folder, durability="replicated", consistency=consistency, **{**defaults, **options}
-    ) as b:
+    async with bench(2, state_dir=folder, durability="replicated", **{"checkpoint_rounds": 0, **options}) as b:
         first = b.run.round
         standby = Standby(b, after=first)
         await until(lambda: standby.reader.received)

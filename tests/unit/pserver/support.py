@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import math
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -42,6 +41,7 @@ from services.pserver.endpoints import TensorEndpoints
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
 from services.runtime.compute import ComputeExecutor
+from services.runtime.gate import current_request, reasons
 
 from .oracle import Options, TorchOracle, assert_same_bits, make_numbers, make_options, make_spec
 
@@ -160,7 +160,12 @@ class Bench:
             "http_version": "2",
             "headers": [(name.encode(), value.encode()) for name, value in pairs.items()],
         }
-        await getattr(self.endpoints, endpoint)(scope, upload or Upload(body), send)
+        try:
+            await getattr(self.endpoints, endpoint)(scope, upload or Upload(body), send)
+        except asyncio.CancelledError:
+            if (error := reasons.pop(current_request(), None)) is not None:
+                raise error from None
+            raise
         assert sent[0]["status"] == 200
         return b"".join(message["body"] for message in sent[1:])
 
@@ -234,6 +239,7 @@ class Bench:
     async def upload_initial(self) -> None:
         blocks = {f"{name}.block0": value for name, value in initial_values().items()}
         await self.call("initial", self.fence(self.install.uploader, 0), encode(blocks))
+        await self.run.writer.wait_until_published()
 
     async def play_round(self, round_: int, ranks: Sequence[int] | None = None) -> bytes:
         """One whole round of these trainers, in order; the bytes of its version."""
@@ -304,7 +310,6 @@ async def bench(
     registry = CollectorRegistry()
     disk = None if state_dir is None else Disk(state_dir)
     pserver = Pserver(compute, PserverMetrics(registry, compute), LIMITS, disk=disk)
-    pserver.renew_lease(math.inf)
     held = await pserver.open_folder(0)
     await pserver.adopt_identity(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
     plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups), wire=wire, buffers=buffers)
@@ -312,7 +317,7 @@ async def bench(
         **{
             "run": "run1",
             "attempt": 0,
-            "plan": plan.to_json(),
+            "plan": plan.as_json,
             "incarnation": incarnation,
             "restore": held.rounds.applied if held else None,
             "consistency": Consistency(),

@@ -184,14 +184,19 @@ def test_a_new_incarnation_begins_with_its_start_or_behind_the_steps_that_are_he
         clocks.admit(0, 1, opens)
 
 
-def restored(*, is_short: bool) -> Clocks[str]:
-    """A pserver that has come back with steps 1 and 2 of trainer 0, who has pushed 1 to 5."""
-    return Clocks({}, Consistency(mode="async", max_delay=2), applied=2, steps={0: (1, 2)}, is_short=is_short)
-
-
-def test_a_pserver_that_has_lost_nothing_but_what_was_staged_skips_no_step() -> None:
-    clocks = restored(is_short=False)
+def test_after_a_restart_a_trainer_may_be_ahead_until_its_first_step() -> None:
+    """The checkpoint has steps 1 and 2 of trainer 0, which has pushed 1 to 5."""
+    clocks: Clocks[str] = Clocks({}, Consistency(mode="async", max_delay=2), applied=2, steps={0: (1, 2)})
+    for step in (3, 4, 5):
+        with pytest.raises(ContributionMissing):
+            clocks.find_missing(0, step)
+    assert clocks.admit(0, 1, 4) == "open"
+    assert clocks.stage(0, 4, Push({}, complete(0))).num_lost == 1
     with pytest.raises(FutureRound):
-        clocks.admit(0, 1, 4)
+        clocks.admit(0, 1, 5)
+    clocks.commit(0)
+    assert (clocks.clocks, clocks.applied) == ({0: 4}, 3)
+    with pytest.raises(FutureRound):
+        clocks.admit(0, 1, 6)
     with pytest.raises(ContributionMissing):
-        clocks.find_missing(0, 3)
+        clocks.find_missing(0, 5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -61,31 +60,6 @@ async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path
         await installing
         assert frozen.applied == 1
         assert ranges == [(0, 1)]
-
-
-async def test_repeated_requests_for_restorable_rounds_share_one_search(tmp_path, monkeypatch):
-    async with bench(state_dir=tmp_path, durability="log") as b:
-        await b.play_round(1)
-        storage, may_end, looks = b.run.storage, threading.Event(), 0
-        assert storage is not None
-        look = RunStorage.find_restorable
-
-        def look_slowly(storage: RunStorage, newest: int | None) -> list[tuple[int, int]]:
-            nonlocal looks
-            looks += 1
-            assert may_end.wait(10)
-            return look(storage, newest)
-
-        monkeypatch.setattr(RunStorage, "find_restorable", look_slowly)
-        for _ in range(3):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(b.pserver.find_restorable(b.install.run), 0.02)
-        asking = asyncio.create_task(b.pserver.find_restorable(b.install.run))
-        await asyncio.sleep(0)
-        may_end.set()
-        assert (await asking, looks) == ([(0, 1)], 1)
-        await b.play_round(2)
-        assert (await b.pserver.find_restorable(b.install.run), looks) == ([(0, 2)], 2)
 
 
 async def test_held_rounds_are_reported_before_the_pserver_is_registered(tmp_path: Path) -> None:

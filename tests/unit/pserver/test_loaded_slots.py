@@ -14,8 +14,6 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.optimizers import FRESH, MASTER, StepState, read_states, slot_key, write_states
 from ps_protocol.requests import COMPUTED_ON_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, SLOT_NAMES_KEY, STATES_KEY
 from ps_protocol.wire_types import UNCHANGED, WireTypes
-from services.pserver.durable.update_log import LoggedUpdate
-from services.pserver.shard.shard import Shard
 
 from .oracle import make_options
 from .support import PARAMETERS, Bench, bench, decode, encode, refused, unchanged
@@ -187,7 +185,8 @@ async def test_loaded_slots_are_in_the_log(tmp_path):
 @pytest.mark.parametrize("case", ["sync", "async", "deltas"])
 async def test_a_step_starts_from_the_masters_that_came_with_it(tmp_path, case):
     settings = {
-        **{"num_trainers": 1, "state_dir": tmp_path, "durability": "log", "optimizer": "SGD"},
+        **{"num_trainers": 1, "state_dir": tmp_path, "optimizer": "SGD", "checkpoint_rounds": 1},
+        **{"durability": "none" if case == "async" else "log"},
         **{"consistency": Consistency(mode="async" if case == "async" else "sync")},
         **{"wire": WireTypes(pull="int8") if case == "deltas" else UNCHANGED},
     }
@@ -235,26 +234,3 @@ async def test_trainers_count_their_own_steps_from_those_that_were_loaded_last()
         await push_rest(b, 1, 2, num_slots=len(loaded))
         await take_steps(b, (1, 3), (0, 3))
         assert (await counts_of(b, 0, 3), await counts_of(b, 1, 3)) == ({8}, {9})
-
-
-async def test_a_log_of_an_earlier_version_is_replayed_as_it_was_counted(tmp_path, monkeypatch):
-    describe, apply_blocks = LoggedUpdate.to_metadata, Shard.apply_blocks
-
-    def describe_without(update: LoggedUpdate) -> dict[str, str]:
-        return {key: value for key, value in describe(update).items() if key != "counter"}
-
-    def apply_for_all(shard: Shard, gradients: dict[str, Tensor], numbers: Any, *, counter: int) -> None:
-        apply_blocks(shard, gradients, numbers, counter=None)
-
-    with monkeypatch.context() as earlier:
-        earlier.setattr(LoggedUpdate, "to_metadata", describe_without)
-        earlier.setattr(Shard, "apply_blocks", apply_for_all)
-        async with bench(**ADAM, state_dir=tmp_path, durability="log") as b:
-            await take_steps(b, (0, 1), (1, 1))
-            digest = b.run.shard.digest()
-    for life, begun in ((2, 1), (3, 2)):
-        async with bench(**ADAM, state_dir=tmp_path, durability="log", incarnation=life) as b:
-            assert b.run.shard.digest() == digest
-            await take_steps(b, (0, begun + 1), (1, begun + 1))
-            assert [await counts_of(b, rank, begun + 1) for rank in (0, 1)] == [{begun + 2}] * 2
-            digest = b.run.shard.digest()

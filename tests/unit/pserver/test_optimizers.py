@@ -13,14 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ps_protocol.optimizers import MEAN, RULES, StepState
+from ps_protocol.optimizers import BUFFER_RULES, MEAN, RULES, StepState
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PLACEMENTS, WINDOW, ParameterSpec
 from services.pserver.shard import optimizer_rules
 from services.pserver.shard.layout import ShardLayout
 from services.pserver.shard.optimizer_blocks import OptimizerBlocks
 from services.pserver.shard.optimizer_rules import PIECE, UPDATE_RULES
-from services.pserver.shard.shard_state import OptimizerState
 
 from ...soaking import examples, parametrize_sampled
 from .oracle import (
@@ -108,7 +107,7 @@ def start(
 
 
 def test_every_optimizer_of_the_protocol_has_a_rule_and_a_case():
-    assert UPDATE_RULES.keys() - {MEAN} == RULES.keys() == {name for name, _ in CASES.values()}
+    assert UPDATE_RULES.keys() - BUFFER_RULES.keys() == RULES.keys() == {name for name, _ in CASES.values()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -310,14 +309,6 @@ def test_every_counter_begins_with_loaded_steps(monkeypatch):
     assert recorder.apply("b", counter=1) == [(1, [(64, 128)])]
 
 
-def test_counts_of_an_earlier_version_had_begun_with_nothing(monkeypatch):
-    recorder = Recorder(monkeypatch, "Adam", four(), [make_options("Adam")])
-    states = {f"{name}.block0": StepState(5) for name in "abcd"}
-    recorder.blocks.load(OptimizerState({}, states, {(0, name): state for name, state in states.items()}))
-    assert recorder.apply("a", "b", "c", "d", counter=1) == [(0, [(0, 256)])]
-    assert recorder.apply("a", "b", "c", "d", counter=0) == [(5, [(0, 256)])]
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_rules_without_a_fused_kernel_are_run_in_pieces(monkeypatch, name):
     piece = optimizer_rules.PIECE
@@ -371,8 +362,8 @@ def test_loaded_blocks_have_the_loaded_slots_alone(monkeypatch):
 def test_a_buffer_moves_to_the_pushed_mean():
     spec = make_spec("Adam", [make_options("Adam")])
     parameters = [ParameterSpec("w", (3,)), ParameterSpec("mean", (3,), group=1)]
-    layout = ShardLayout(make_plan(parameters, 1, optimizer=spec.with_means()), 0)
-    blocks = OptimizerBlocks(layout, spec.with_means())
+    layout = ShardLayout(make_plan(parameters, 1, optimizer=spec.with_buffers((MEAN,))), 0)
+    blocks = OptimizerBlocks(layout, spec.with_buffers((MEAN,)))
     begin, end = layout.place["mean.block0"].begin, layout.place["mean.block0"].end
     values, pushed = torch.zeros(layout.num_elements), torch.zeros(layout.num_elements)
     values[begin:end] = torch.tensor([1.0, 0.1, -torch.inf])

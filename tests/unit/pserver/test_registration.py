@@ -16,22 +16,22 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import StorageFailed
+from ps_protocol.errors import StorageFailed, Unauthenticated
 from ps_protocol.membership import PserverRegistered, RegisterPserver, WantCheckpoint
 from services.pserver import registration
-from services.pserver.durable import storage
+from services.pserver.durable import snapshots
 from services.pserver.durable.disk import Disk, StateFolder
+from services.pserver.durable.snapshot_writer import Publisher
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
 from services.pserver.registration import Registration
 from services.pserver.settings import PserverSettings
 from services.runtime.compute import ComputeExecutor
-from services.runtime.storage import LocalStorage
 
 from .support import LIMITS, bench, hold
 
 REGISTERED = {"index": 0, "incarnation": 1, "lease_seconds": 0.03}
-HEARTBEAT_REPLY = {"complete": None, "notice": "", "stop": False, "exit_code": 0}
+HEARTBEAT_REPLY = {"complete": [], "notice": "", "stop": False, "exit_code": 0}
 
 
 @asynccontextmanager
@@ -44,10 +44,11 @@ async def registration_of(answer: Any, folder: Path, *, exits: bool = False, **s
         yield one, Registration(one.pserver, PserverSettings(state_dir=folder, exit_when_done=exits), http)
 
 
-async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
+async def test_a_page_of_a_proxy_is_no_answer_and_one_401_does_not_end_a_pserver(tmp_path: Path) -> None:
     answers: list[object] = [
         "<h1>Bad Gateway</h1>",
         httpx.Response(502, json={"message": "upstream connect error"}),
+        httpx.Response(401, json=Unauthenticated("no valid token").to_problem()),
         httpx.ReadTimeout(""),
         REGISTERED,
         "<h1>Bad Gateway</h1>",
@@ -112,33 +113,45 @@ async def test_the_coordinator_is_notified_of_a_failure_at_once(
         await asyncio.wait_for(running, 10)
 
 
-async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(tmp_path, monkeypatch):
+async def test_a_storage_that_hangs_does_not_keep_a_pserver_from_stopping(tmp_path, monkeypatch):
     is_let_go, stop = threading.Event(), asyncio.Event()
     stop.set()
     async with registration_of(lambda _: httpx.Response(404), tmp_path) as (one, staying):
         await one.play_round(1)
-        monkeypatch.setattr(one.run.storage._place, "write", lambda *_: is_let_go.wait(20))
+        await one.run.wait_until_published()
+        monkeypatch.setattr(Publisher, "_copy", lambda *_: is_let_go.wait(20))
         await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
+        await asyncio.wait_for(staying.run("http://pserver:1", stop), 5)
+        assert not is_let_go.is_set()
+        is_let_go.set()
+        await one.run.wait_until_published()
+
+
+async def test_a_folder_that_hangs_does_not_keep_a_pserver_from_stopping(tmp_path, monkeypatch):
+    stop = asyncio.Event()
+    stop.set()
+    async with registration_of(lambda _: httpx.Response(404), tmp_path) as (one, staying):
+        await one.play_round(1)
+        _, is_let_go = hold(monkeypatch, snapshots, "write_file")
         monkeypatch.setattr(registration, "LAST_CHECKPOINT_SECONDS", 0.2)
         with structlog.testing.capture_logs() as logs:
             await asyncio.wait_for(staying.run("http://pserver:1", stop), 5)
         assert "the last checkpoint was not written in time" in [line["event"] for line in logs]
-        assert not is_let_go.is_set()
         is_let_go.set()
 
 
-async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_registers(tmp_path, monkeypatch):
+async def test_a_folder_that_fails_to_read_is_asked_again_before_a_pserver_registers(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path) as one:
         await one.play_round(1)
         await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
-        await one.run.wait_for_writes()
-    read, errors, stop = LocalStorage.read, [OSError("Input/output error")], asyncio.Event()
+        await one.run.wait_until_published()
+    read, errors, stop = snapshots.read_file, [OSError("Input/output error")], asyncio.Event()
     registered: list[RegisterPserver] = []
 
-    def read_badly(place: LocalStorage, name: str) -> memoryview:
+    def read_badly(path: Path) -> memoryview:
         if errors:
             raise errors.pop()
-        return read(place, name)
+        return read(path)
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("heartbeat"):
@@ -147,7 +160,7 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
         stop.set()
         return httpx.Response(200, json={"index": 0, "incarnation": 2, "lease_seconds": 10})
 
-    monkeypatch.setattr(LocalStorage, "read", read_badly)
+    monkeypatch.setattr(snapshots, "read_file", read_badly)
     monkeypatch.setattr(registration, "RETRY_SECONDS", 0.01)
     compute = ComputeExecutor()
     pserver = Pserver(compute, PserverMetrics(CollectorRegistry(), compute), LIMITS, disk=Disk(tmp_path))
@@ -164,7 +177,7 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
 
 
 async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_checkpoint(tmp_path, monkeypatch):
-    stop, (_, may_write) = asyncio.Event(), hold(monkeypatch, storage, "write_file")
+    stop = asyncio.Event()
     said: list[tuple[bool, bool]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -178,6 +191,7 @@ async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_chec
         return httpx.Response(200, json=HEARTBEAT_REPLY)
 
     async with registration_of(answer, tmp_path) as (one, staying):
+        _, may_write = hold(monkeypatch, snapshots, "write_file")
         await one.play_round(1)
         registered = PserverRegistered(**REGISTERED)
         await staying._send_heartbeats(registered, stop)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import structlog
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import RoundPending, StaleRun, TrainerLost
+from ps_protocol.errors import StaleRun, TrainerLost
 from ps_protocol.membership import RequiredStandbys
 from ps_protocol.messages import PserverHeartbeatReply
-from ps_protocol.routes import BLOCK_STATISTICS, BLOCKS, SHARD, SHARD_DIGESTS
-from ps_protocol.routes import SLOTS as READ_SLOTS
-from ps_protocol.vocabulary import Mode
-from services.pserver import replication
+from ps_protocol.routes import BLOCK_STATISTICS, SHARD, SHARD_DIGESTS
 from services.pserver.durable.replay import replay_update
 from services.pserver.run import context, run, standbys
-from services.pserver.run.asynchronous import queue_executor
 from services.pserver.shard import shard as shard_module
 
 from .standby_support import NAME, SOON, Standby, begin, client, contribute, is_waiting, replicated, require
@@ -51,6 +47,20 @@ async def test_a_round_counts_once_the_standby_has_confirmed_it(tmp_path: Path) 
         assert decode(await b.get(0, 1))[1]["round"] == "1"
 
 
+async def test_a_change_of_members_is_answered_while_a_standby_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "FREEZE_SECONDS", SOON, raising=False)
+    async with replicated(tmp_path) as (b, standby):
+        await contribute(b, 1)
+        await standby.reader.wait_for_round(1)
+        for _ in range(2):
+            pending = await refused("round_pending", asyncio.wait_for(b.freeze(2), 5))
+            assert pending.text == "a change of members waits for a standby in sync with pserver 0"
+        await standby.confirm(1)
+        assert (await b.freeze(2)).applied == 1
+
+
 async def test_a_round_counts_once_the_set_has_changed(tmp_path: Path) -> None:
     async with replicated(tmp_path, requires=(NAME, "standby-b")) as (b, standby):
         await contribute(b, 1)
@@ -62,40 +72,6 @@ async def test_a_round_counts_once_the_set_has_changed(tmp_path: Path) -> None:
         assert await is_waiting(get)
         require(b, 2, NAME)
         await get
-
-
-async def test_an_asynchronous_push_and_get_wait_and_later_pushes_go_on(tmp_path: Path) -> None:
-    async with replicated(tmp_path, "async") as (b, standby):
-        for rank in (0, 1):
-            await b.get(rank, 0)
-        pushes = []
-        for rank in (0, 1):
-            pushes.append(begin(b.push(rank, 1)))
-            await standby.reader.wait_for_round(rank + 1)
-            await until(lambda rank=rank: b.run.round == rank + 1)  # each is applied meanwhile
-            assert await is_waiting(pushes[-1])
-        await refused("round_pending", b.get(0, 1, wait_seconds=SOON))
-        again = begin(b.push(1, 1))
-        await standby.confirm(1)
-        done, _ = await asyncio.wait(pushes, return_when=asyncio.FIRST_COMPLETED)
-        assert len(done) == 1
-        assert not again.done()
-        await standby.confirm(2)
-        await asyncio.gather(*pushes)
-        assert (await again)["status"] == "already_applied"
-        await b.get(0, 1)
-
-
-async def test_a_push_that_waits_too_long_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (queue_executor, run):
-        monkeypatch.setattr(module, "HELD_SECONDS", SOON)
-    async with replicated(tmp_path, "async") as (b, standby):
-        await b.get(0, 0)
-        for _ in range(2):
-            pending = await refused("round_pending", b.push(0, 1))
-            assert pending.facts == {"missing": [], "round": 1}
-        await standby.confirm(1)
-        assert (await b.push(0, 1))["status"] == "already_applied"
 
 
 def read(path: str, **query: Any) -> Callable[[Bench], Awaitable[Any]]:
@@ -113,8 +89,7 @@ async def read_state(b: Bench) -> bytes:
 
 
 READS = {
-    "blocks": read(BLOCKS),
-    "slots": read(READ_SLOTS),
+    "blocks": read(SHARD, name="p2.block0"),
     "the shard": read(SHARD),
     "a capture": read(SHARD, round=1),
     "statistics": read(BLOCK_STATISTICS, wait_seconds=0),
@@ -125,23 +100,16 @@ READS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("mode", "what"),
-    [("sync", what) for what in READS] + [("async", what) for what in READS if what != "a capture"],  # of a round
-)
-async def test_no_read_shows_an_update_before_it_is_held(tmp_path: Path, mode: Mode, what: str) -> None:
-    async with replicated(tmp_path, mode) as (b, standby):
+@pytest.mark.parametrize("what", READS)
+async def test_no_read_shows_an_update_before_it_is_held(tmp_path: Path, what: str) -> None:
+    async with replicated(tmp_path) as (b, standby):
         early = begin(READS[what](b)) if what in ("a capture", "statistics of a step") else None
         if early is not None:
             assert await is_waiting(early)
-        if mode == "async":
-            await b.get(0, 0)
-            update = begin(b.push(0, 1))
-        else:
-            await contribute(b, 1)
-            update = begin(b.get(1, 1))
+        await contribute(b, 1)
+        update = begin(b.get(1, 1))
         await standby.reader.wait_for_round(1)
-        await until(lambda: b.run.storage.newest_logged == 1)
+        await until(lambda: b.run.storage.newest_update[0] == 1)
         reading = early or begin(READS[what](b))
         assert await is_waiting(reading)
         await standby.confirm(1)
@@ -164,54 +132,25 @@ async def test_followers_read_updates_that_are_not_held(tmp_path: Path) -> None:
         assert history == b.run.schedule.copy_history()
 
 
-async def test_followers_read_contributions_that_are_not_held(tmp_path: Path) -> None:
-    async with replicated(tmp_path, "async") as (b, standby):
-        await b.get(0, 0)
-        push = begin(b.push(0, 1))
-        await standby.reader.wait_for_round(1)
-        shard, _, chain = await read_copy(b)
-        assert (shard.version, chain) == b.run.storage.newest_update
-        assert await is_waiting(push)
-        await standby.confirm(1)
-        await push
-
-
-async def test_a_checkpoint_for_all_waits_and_an_own_checkpoint_does_not(tmp_path: Path) -> None:
+async def test_a_snapshot_is_published_once_its_round_is_confirmed(tmp_path: Path) -> None:
     async with replicated(tmp_path, checkpoint_rounds=1) as (b, standby):
         storage = b.run.storage
         await b.run.want_checkpoint(1)
         await contribute(b, 1)
         await standby.reader.wait_for_round(1)
-        writes = begin(b.run.wait_for_writes())
+        writes = begin(b.run.wait_until_published())
         assert await is_waiting(writes)
-        assert 1 not in storage.checkpoints
+        assert (storage.rounds, b.run.writer.published.round) == ([1, 0], 0)
         await standby.confirm(1)
         await b.get(0, 1)
         await b.get(1, 1)
         await writes
-        assert 1 in storage.checkpoints
+        assert b.run.writer.published.round == 1
         await contribute(b, 2)
-        await until(lambda: 2 in storage.own_checkpoints.rounds)
+        await until(lambda: 2 in storage.rounds)
         assert b.run.round == 1
         await standby.confirm(2)
         await b.get(0, 2)
-
-
-async def test_the_last_checkpoint_of_an_asynchronous_run_has_a_number_without_an_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replication, "IDLE_SECONDS", 60.0)  # the stream does not notice the gap meanwhile
-    async with replicated(tmp_path, "async") as (b, standby):
-        await b.get(0, 0)
-        push = begin(b.push(0, 1))
-        await standby.reader.wait_for_round(1)
-        await b.run.want_checkpoint(7, is_over=True)
-        writes = begin(b.run.wait_for_writes())
-        assert await is_waiting(writes)
-        assert (await standby.confirm(1)).status_code == 204
-        await asyncio.wait_for(writes, 5)
-        assert 7 in b.run.storage.checkpoints
-        await push
 
 
 async def test_a_part_of_a_newer_version_is_read_once_that_is_held(tmp_path: Path) -> None:
@@ -300,17 +239,12 @@ ENDS: dict[str, tuple[Callable[[Bench], Awaitable[Any]], str]] = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("mode", ["sync", "async"])
-async def test_every_wait_for_standbys_ends_with_the_run(tmp_path: Path, how: str, mode: Mode) -> None:
+async def test_every_wait_for_standbys_ends_with_the_run(tmp_path: Path, how: str) -> None:
     end, code = ENDS[how]
-    async with replicated(tmp_path, mode) as (b, standby):
-        if mode == "sync":
-            await contribute(b, 1)
-            waits = [begin(b.get(rank, 1)) for rank in (0, 1)]
-        else:
-            await b.get(0, 0)
-            waits = [begin(b.push(0, 1))]
-        await standby.reader.wait_for_round(1)
+    async with replicated(tmp_path) as (b, _):
+        await contribute(b, 1)
+        waits = [begin(b.get(rank, 1)) for rank in (0, 1)]
+        await until(lambda: b.run.storage.newest_update[0] == 1)
         waits += [begin(b.freeze(2)), begin(b.run.read_now(dict))]
         assert await is_waiting(waits[-1])
         await asyncio.wait_for(end(b), 5)
@@ -318,14 +252,11 @@ async def test_every_wait_for_standbys_ends_with_the_run(tmp_path: Path, how: st
             await asyncio.wait_for(refused(code, wait), 5)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-async def test_a_standby_that_confirms_nothing_for_the_round_time_out_fails_the_run(tmp_path: Path, mode: Mode) -> None:
-    async with replicated(tmp_path, mode, round_timeout_seconds=0.2) as (b, _):
+async def test_a_standby_that_confirms_nothing_for_the_round_time_out_fails_the_run(tmp_path: Path) -> None:
+    async with replicated(tmp_path, round_timeout_seconds=0.2) as (b, _):
         await b.get(0, 0)
-        if mode == "sync":
-            await contribute(b, 1)
-        request = b.push(0, 1) if mode == "async" else b.get(0, 1)
-        lost = await refused("standby_lost", request)
+        await contribute(b, 1)
+        lost = await refused("standby_lost", b.get(0, 1))
         assert lost.text == "round 1 waited 0.2 s for a standby in sync with pserver 0"
         failure = b.pserver.make_heartbeat().failure
         assert failure is not None
@@ -342,24 +273,6 @@ async def test_a_wait_that_has_ended_does_not_count_for_the_next_one(tmp_path: P
         await until(lambda: b.run.round == 1)
         await standby.reader.leave()  # a closed stream holds nothing
         assert standbys.note_wait(2) > began
-
-
-async def test_a_push_that_is_sent_again_does_not_begin_the_round_time_out_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (queue_executor, run):
-        monkeypatch.setattr(module, "HELD_SECONDS", SOON)
-    async with replicated(tmp_path, "async", round_timeout_seconds=0.3) as (b, _):
-        await b.get(0, 0)
-        await refused("round_pending", b.push(0, 1))
-
-        async def push_until_answered() -> None:
-            while True:
-                with suppress(RoundPending):
-                    await b.push(0, 1)
-
-        lost = await refused("standby_lost", asyncio.wait_for(push_until_answered(), 5))
-        assert lost.text == "round 1 waited 0.3 s for a standby in sync with pserver 0"
 
 
 # ---------------------------------------------------------------------- reports and refusals
@@ -418,6 +331,37 @@ async def test_a_standby_counts_as_connected_once_it_confirms_in_time(
         assert is_connected_after(0.4, 40, 33)
 
 
+async def test_a_standby_that_is_late_again_and_again_joins_later_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with replicated(tmp_path, requires=()) as (b, _):
+        confirmations, now = b.run.context.standbys, [0.0]
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+        confirmations.open_stream("standby-b")
+        rounds = iter(range(1, 10_000))
+
+        def join_and_be_late() -> float:
+            """Return the seconds until the standby may join, after which it is late."""
+            began = now[0]
+            while "standby-b" not in confirmations.describe().connected:
+                now[0] += 1.0
+                confirmations.confirm("standby-b", next(rounds))
+            require(b, confirmations.required.number + 1, "standby-b")
+            joined = now[0] - began
+            now[0] += 3.0
+            confirmations.note_late(next(rounds), is_stuck=False)
+            require(b, confirmations.required.number + 1)
+            return joined
+
+        with structlog.testing.capture_logs() as logs:
+            seconds = [join_and_be_late() for _ in range(10)]
+            now[0] += standbys.STEADY_SECONDS + standbys.MAX_BACKOFF_SECONDS
+            seconds += [join_and_be_late() for _ in range(2)]
+        assert seconds == [2, 1, 4, 8, 16, 32, 64, 128, 256, 300, 1, 1]
+        assert [line["not_in_sync_seconds"] for line in logs] == [4, 8, 16, 32, 64, 128, 256, 300, 300, 4]
+        assert {line["standby"] for line in logs} == {"standby-b"}
+
+
 async def test_an_update_waits_for_a_standby_that_catches_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with replicated(tmp_path, requires=()) as (b, standby):
         monkeypatch.setattr(standbys, "CATCH_UP_SECONDS", 30.0)
@@ -435,18 +379,6 @@ async def test_an_update_waits_for_a_standby_that_catches_up(tmp_path: Path, mon
         b.run.context.standbys._joins_until[NAME] = 0.0  # it has had its time
         await contribute(b, 4)
         await b.get(0, 4)
-
-
-async def test_a_push_waits_for_a_standby_that_catches_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with replicated(tmp_path, "async", requires=()) as (b, standby):
-        monkeypatch.setattr(standbys, "CATCH_UP_SECONDS", 30.0)
-        for rank in (0, 1):
-            await b.get(rank, 0)
-        await b.push(0, 1)
-        push = begin(b.push(1, 1))
-        assert await is_waiting(push)
-        await standby.confirm(1)
-        await push
 
 
 async def test_a_standby_of_the_round_that_waits_for_a_lost_one_may_replace_it(
@@ -509,7 +441,7 @@ async def test_a_replica_of_confirmed_updates_has_the_bits_of_what_trainers_got(
         assert shard.digest() == b.run.shard.digest()
 
 
-@pytest.mark.parametrize("kind", ["clipped", "delayed", "dc"])
+@pytest.mark.parametrize("kind", ["clipped", "delayed"])
 async def test_without_standbys_a_run_has_the_bits_of_one_with_a_log(tmp_path: Path, kind: str) -> None:
     digests = []
     for durability in ("log", "replicated"):

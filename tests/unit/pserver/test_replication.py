@@ -33,6 +33,7 @@ from services.pserver.shard.history import History
 from services.pserver.shard.shard import Shard
 from services.pserver.shard.shard_state import ShardState
 from services.runtime.metrics import ServiceMetrics
+from services.runtime.security import GIVEN_KEY
 
 from ..runtime.support import http2_client, running
 from .oracle import make_options
@@ -45,7 +46,7 @@ Stop = Callable[[Bench], Any]
 class Reader:
     """A client of the application, without a network. It takes parts while `takes` is set."""
 
-    def __init__(self, b: Bench, path: str, **query: Any) -> None:
+    def __init__(self, b: Bench, path: str, given: str = "admin", **query: Any) -> None:
         self.status = 0
         self.body = bytearray()  # of another answer than a stream
         self.raw = bytearray()  # of a stream
@@ -60,7 +61,7 @@ class Reader:
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "2", "method": "GET", "scheme": "http",
             "path": path, "raw_path": path.encode(), "query_string": urlencode(query).encode(), "root_path": "",
-            "headers": [(b"host", b"x")], "server": ("x", 1), "client": ("x", 2),
+            "headers": [(b"host", b"x")], "server": ("x", 1), "client": ("x", 2), GIVEN_KEY: given,
         }  # fmt: skip
         app = make_pserver_app(b.pserver, ServiceMetrics("pserver")) if not hasattr(b, "app") else b.app
         b.app = app  # type: ignore[attr-defined]
@@ -138,11 +139,6 @@ async def refusal(b: Bench, **query: object) -> tuple[int, str, dict[str, Any]]:
 
 
 async def play(b: Bench, first: int, last: int) -> None:
-    """Rounds, or steps of both trainers, in the mode of the run."""
-    await (play_async if b.install.consistency.is_async else play_sync)(b, first, last)
-
-
-async def play_sync(b: Bench, first: int, last: int) -> None:
     """Rounds with different contributions, one without a block and one with NaN, clipped where the run clips."""
     for round_ in range(first, last + 1):
         for rank in (0, 1):
@@ -167,24 +163,11 @@ async def play_sync(b: Bench, first: int, last: int) -> None:
 
 
 async def play_and_write(b: Bench, first: int, last: int) -> None:
-    """Rounds, each followed by the end of its checkpoint, so that the next one is due at its round."""
+    """Rounds, each followed by the end of its snapshot, so that the next one is due at its round."""
     for round_ in range(first, last + 1):
-        await b.run.wait_for_writes()
+        await b.run.writer.wait_for_writes()
         await b.play_round(round_)
-        await b.run.wait_for_writes()
-
-
-async def play_async(b: Bench, first: int, last: int) -> None:
-    """Steps of trainer 0, and in between one of trainer 1 that is late."""
-    for step in range(first, last + 1):
-        await b.get(0, step - 1)
-        if step % 3 == 1:
-            await b.get(1, step // 3)
-        await b.push(0, step)
-        if step % 3 == 0:
-            await b.push(1, step // 3)
-            await b.get(1, step // 3)
-        await b.get(0, step)
+        await b.run.writer.wait_for_writes()
 
 
 CONTROLS = Controls(since=2, rates={0: 0.25}, frozen=("p2",))
@@ -195,12 +178,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "controls": {"membership": Membership({0: 1, 1: 1}, controls=(CONTROLS,))},
     "rmsprop": {"optimizer": "RMSprop", "groups": [make_options("RMSprop")]},
     "delayed": {"consistency": Consistency(max_delay=2)},
-    "async": {"consistency": Consistency(mode="async"), "nonfinite": "allow"},
-    "divide": {"consistency": Consistency(mode="async", compensation="divide"), "nonfinite": "allow"},
-    "dc": {
-        "consistency": Consistency(mode="async", compensation="dc", dc_lambda=0.5), "nonfinite": "allow",
-        "optimizer": "Adam", "groups": [make_options("Adam", lr=0.01)],
-    },
 }  # fmt: skip
 
 
@@ -224,12 +201,12 @@ async def test_a_copy_and_the_records_behind_it_have_the_bits_of_the_shard(tmp_p
         await reader.leave()
 
 
-async def test_a_copy_is_the_file_of_a_checkpoint(tmp_path: Path) -> None:
+async def test_a_copy_is_the_file_of_a_snapshot(tmp_path: Path) -> None:
     async with logging(tmp_path) as b:
         await b.play_rounds(1, 3)
         await b.run.want_checkpoint(3)
-        await b.run.wait_for_writes()
-        [file] = (tmp_path / "checkpoints").rglob("*3/pserver-0-of-1.safetensors")
+        await b.run.wait_until_published()
+        [file] = (tmp_path / "pserver-0" / "log").glob(f"{3:012}-*.safetensors")
         reader = Reader(b, SHARD_COPY, run="run1", attempt=0)
         await reader.task
         assert bytes(reader.body) == file.read_bytes()
@@ -309,12 +286,24 @@ async def test_a_reader_follows_from_file_to_file(tmp_path: Path) -> None:
         for round_ in range(1, 16):
             await b.play_round(round_)
             await reader.wait_for_round(round_)
-            await b.run.wait_for_writes()
+            await b.run.writer.wait_for_writes()
         assert reader.rounds == list(range(1, 16))
         await reader.leave()
 
 
 # ---------------------------------------------------------------------- refusals and ends
+
+
+async def test_a_slow_reader_keeps_no_standby_from_a_copy(tmp_path: Path) -> None:
+    async with logging(tmp_path) as b:
+        slow = Reader(b, SHARD_COPY, "replicate", run="run1", attempt=0)
+        slow.takes.clear()
+        await slow.is_held.wait()
+        standby = Reader(b, SHARD_COPY, run="run1", attempt=0)
+        await asyncio.wait_for(standby.task, 5)
+        assert (standby.status, slow.task.done()) == (200, False)
+        slow.takes.set()
+        await slow.task
 
 
 async def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +321,9 @@ async def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         reader = Reader(b, UPDATES, run="run1", attempt=0, after=4)
         await reader.wait_for_round(5)
         assert (await refusal(b, after=5))[1] == "overloaded"
+        other = Reader(b, UPDATES, "replicate", run="run1", attempt=0, after=4)
+        await other.wait_for_round(5)
+        await other.leave()
         await reader.leave()
         same = Reader(b, UPDATES, run="run1", attempt=0, after=5, digest=reader.chain)
         await b.play_round(6)
@@ -344,7 +336,7 @@ async def test_the_chain_is_compared_over_the_beginning_of_a_file(tmp_path: Path
         first = Reader(b, UPDATES, run="run1", attempt=0, after=0)
         await play_and_write(b, 1, 4)
         await first.wait_for_round(4)
-        assert [segment.base for segment in list_segments(tmp_path / "pserver-0" / "log")] == [2, 4]
+        assert [segment.base for segment in list_segments(tmp_path / "pserver-0" / "log")] == [0, 2, 4]
         assert (await refusal(b, after=2, digest="0" * 32))[1] == "diverged"  # without the record of round 2
         same = Reader(b, UPDATES, run="run1", attempt=0, after=4, digest=first.chain)
         assert (await refusal(b, after=4, digest="0" * 32))[1] == "diverged"

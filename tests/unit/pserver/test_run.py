@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,8 +31,7 @@ from ps_protocol.requests import (
 )
 from ps_protocol.routes import MEMBERS
 from services.pserver.app import make_pserver_app
-from services.pserver.durable.records import Record
-from services.pserver.durable.update_log import LoggedUpdate
+from services.pserver.run.synchronous import equal_gradients
 from services.pserver.shard.compensation import divide_rates
 from services.pserver.shard.history import History
 from services.runtime.metrics import ServiceMetrics
@@ -209,7 +209,10 @@ async def test_hyper_parameters_of_the_lowest_rank_win_with_one_warning():
                 oracle.step(average([gradients_of(rank, round_) for rank in range(3)]), GROUPS)
         assert_equals_oracle(values, oracle)
         [line] = [line for line in lines if line["log_level"] == "warning"]
-        assert (line["used"], line["ignored"]) == ("trainer 0", "trainer 1")
+        assert line["event"] == (
+            f"lr of parameter group 0 is {GROUPS[0]['lr']} on trainer 0 and 7.0 on trainer 1, and all step with that "
+            "of trainer 0. Set the same on all trainers"
+        )
         assert b.metric("gradpost_hyper_parameter_disagreements_total") == 4  # two trainers in two rounds
 
 
@@ -237,6 +240,43 @@ async def test_trainers_that_push_the_same_gradients_are_named_once(equal: Seque
         assert [line["event"] for line in lines if line["log_level"] == "warning"] == num_warnings * [
             "trainers 1 and 2 push the same gradients: does each read its own part of the data? "
             "(torch.utils.data.DistributedSampler)"
+        ]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 100, 1000])
+def test_the_search_for_equal_gradients_reads_a_sample(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = bytearray()
+    digest = SimpleNamespace(update=read.extend, digest=lambda: bytes(read))
+    monkeypatch.setattr(equal_gradients, "xxhash", SimpleNamespace(xxh3_128=lambda: digest))
+    block = SimpleNamespace(bytes=lambda: [memoryview(bytes(range(256)) * 512)])
+    assert equal_gradients._digest({str(number): block for number in range(num_blocks)}) is not None
+    assert 15_000 < len(read) <= equal_gradients.SAMPLE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("absent", "num_warnings"), [(range(1, 13), 1), (range(4, 14), 1), ((*range(1, 10), *range(11, 14)), 0)], ids=str
+)
+async def test_a_gradient_that_one_trainer_does_not_send_is_named_once(absent: Sequence[int], num_warnings: int):
+    async with bench(2) as b:
+        block = min(b.contribution(1, 1))
+        with structlog.testing.capture_logs() as lines:
+            for round_ in range(1, 14):
+                sent = {
+                    name: gradient
+                    for name, gradient in b.contribution(1, round_).items()
+                    if name != block or round_ not in absent
+                }
+                await b.push(0, round_)
+                await b.call("push", b.fence(1, round_), encode(sent, b.completion(num_blocks=len(sent))))
+                for rank in range(2):
+                    await b.barrier(rank, round_)
+                for rank in range(2):
+                    await b.get(rank, round_)
+                    await b.barrier(rank, round_, kind="fetch")
+        assert [line["event"] for line in lines if line["log_level"] == "warning"] == num_warnings * [
+            f"trainer 1 has sent no gradient of {block.partition('.block')[0]!r} in 10 rounds in which others had one: "
+            "it is frozen on this trainer, or not used by its part of the model. The mean counts zeros for it; if that "
+            "is not intended, freeze it on all trainers or on none"
         ]
 
 
@@ -486,15 +526,3 @@ def test_the_state_outlives_a_round_without_trainers_and_changes_of_the_rate() -
     assert history.scaler is None
     assert Controls(rates={0: 0.5}).override_rates(numbers) == [{"lr": 0.5}, scaler_state(6)]
     assert divide_rates(numbers, 2) == [{"lr": 0.05}]
-
-
-@pytest.mark.amp
-def test_logs_and_checkpoints_of_earlier_versions_have_the_state() -> None:
-    old = "[[[7, [0]]], [], [], [], [[6, [5, 8.0, 2]], [7, [6, 1024.0, 6]]]]"
-    assert History.from_json(old).scaler == scaler_state(6)
-    metadata = {**LoggedUpdate(7, (0,), [{"lr": 0.1}], None).to_metadata(), "grad_scaler": json.dumps(scaler_state(6))}
-    frame = parse_frame(encode({}, metadata))
-    assert LoggedUpdate.from_record(Record(0, 0, frame, memoryview(b""), None)).hyper_parameters == [
-        {"lr": 0.1},
-        scaler_state(6),
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,10 @@ import pytest
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, NotReady, RoundPending, RoundTimeout, StalePserver, StaleRun, TrainerLost
 from ps_protocol.membership import Controls, Membership
-from ps_protocol.vocabulary import Mode
+from ps_protocol.vocabulary import BufferSpec, Mode
+from services.pserver.run.synchronous import rounds_executor
 
 from ...raising import raises_code
-from .standby_support import SOON, Standby, begin, contribute, is_waiting
 from .support import (
     Refusal,
     bench,
@@ -172,7 +173,7 @@ async def test_the_same_installation_again_changes_nothing_but_brings_newer_memb
         assert await b.digest() == digest
         await b.pserver.install_run(b.install.model_copy(update={"number": 9, "membership": Membership({0: 1})}))
         assert b.run.schedule.members == {0: 1}
-        other = {**b.install.plan, "buffers": [["mean", [2], "F32", 0]]}
+        other = replace(b.install.plan, buffers=(BufferSpec("mean", (2,), "F32", 0),))
         with pytest.raises(Conflict):
             await b.pserver.install_run(b.install.model_copy(update={"plan": other}))
         await b.change_members(9, {0: 1, 1: 1})  # the number came with the installation
@@ -219,29 +220,18 @@ async def test_an_apply_that_fails_ends_every_wait():
         assert not b.run.executor.is_idle  # no checkpoint is made of it
 
 
-async def test_a_followed_pserver_with_a_log_acknowledges_nothing_after_its_lease(tmp_path: Path) -> None:
-    async with bench(2, state_dir=tmp_path, durability="log") as b:
-        now = asyncio.get_running_loop().time
-        b.pserver.renew_lease(now())
-        await contribute(b, 1)
-        assert decode(await b.get(0, 1))[1]["round"] == "1"  # no standby can replace it
-        standby = Standby(b, after=1)
-        await until(lambda: standby.reader.received)
-        refusal = await refused("round_pending", b.get(0, 1, wait_seconds=SOON))
-        assert refusal.text == "pserver 0 waits for the coordinator, which has not renewed its lease"
-        await contribute(b, 2)
-        await standby.reader.wait_for_round(2)
-        refusal = await refused("round_pending", b.get(1, 2, wait_seconds=SOON))
-        assert refusal.text == "round 2 waits for the coordinator, which has not renewed its lease"
-        get = begin(b.get(1, 2))
-        assert await is_waiting(get)
-        b.pserver.renew_lease(now() + 60)
-        assert decode(await get)[1]["round"] == "2"
-        b.pserver.renew_lease(now())
-        get = begin(b.get(0, 2))
-        assert await is_waiting(get)
-        assert b.run.context.lease_until < now()
-        await b.run.stop()  # ends the wait
-        with raises_code("stopping"):
+async def test_a_log_that_hangs_is_reported_and_fails_the_run_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds_executor, "STALLED_SECONDS", 0.0)
+    async with bench(2, state_dir=tmp_path, durability="log", round_timeout_seconds=0.2) as b:
+        release = await keep_busy(b)  # as a write that does not return
+        for rank in (0, 1):
+            await b.push(rank, 1)
+        get = asyncio.create_task(b.get(0, 1, with_barrier=True))
+        assert not b.pserver.make_heartbeat().is_stalled
+        await b.barrier(1, 1)
+        await until(lambda: b.pserver.make_heartbeat().is_stalled)
+        with raises_code("storage_failed", match="cannot log round 1: the disk does not answer"):
             await get
-        await standby.reader.leave()
+        await release()

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from ps_protocol.encodings import is_finite
 from ps_protocol.frames import parse_frame
-from ps_protocol.optimizers import OptimizerSpec, StepState
+from ps_protocol.optimizers import LOWEST_RANK, MEAN, OptimizerSpec, StepState
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, PLACEMENTS, WINDOW, ParameterSpec
 from ps_protocol.wire_types import WireTypes
 from services.coordinator.settings import RECORD_BYTES
+from services.pserver.run.synchronous.equal_gradients import AbsentGradients
 from services.pserver.shard.aggregation import PIECE, Aggregator
 from services.pserver.shard.bodies import BufferPool
 from services.pserver.shard.layout import ShardLayout
@@ -183,9 +184,7 @@ def test_a_frame_of_some_blocks_has_them_in_plan_order():
     loaded = parse_frame(b"".join(shard.encode(["d.block0", "b.block0", "d.block0"])))
     assert [entry.name for entry in loaded.tensors] == ["b.block0", "d.block0"]
     assert parse_frame(b"".join(shard.encode([]))).tensors == ()
-    step(shard, a=1.0, b=1.0)
-    for encode in (shard.encode, shard.encode_slots):
-        assert b"".join(map(bytes, encode(["b.block0", "b.block0"]))) == b"".join(map(bytes, encode(["b.block0"])))
+    assert b"".join(shard.encode(["b.block0", "b.block0"])) == b"".join(shard.encode(["b.block0"]))
 
 
 def test_buffers_come_back_as_they_went_in():
@@ -243,24 +242,32 @@ def aggregate(aggregator, layout, contributions):
 
 
 def test_a_contribution_that_lacks_a_buffer_counts_the_values_it_has():
-    optimizer = OptimizerSpec("SGD", ({"maximize": False, "nesterov": False},)).with_means()
-    parameters = [ParameterSpec("w", (2,)), ParameterSpec("mean", (2,), group=1), ParameterSpec("other", (2,), group=1)]
+    optimizer = OptimizerSpec("SGD", ({"maximize": False, "nesterov": False},)).with_buffers((MEAN, LOWEST_RANK))
+    groups = {"w": 0, "mean": 1, "other": 1, "lowest": 2, "kept": 2}
+    parameters = [ParameterSpec(name, (2,), group=group) for name, group in groups.items()]
     layout = ShardLayout(make_plan(parameters, 1, optimizer=optimizer), 0)
     values = torch.zeros(layout.num_elements)
     values[layout.place["mean.block0"].begin] = 4.0
     aggregator = Aggregator(layout, values)
     contributions = [
-        {"w.block0": torch.tensor([3.0, 4.0]), "mean.block0": torch.tensor([2.0, 6.0])},
-        {"w.block0": torch.tensor([3.0, 4.0]), "other.block0": torch.tensor([5.0, 7.0])},
-    ]
+        {
+            "w.block0": torch.tensor([3.0, 4.0]), "mean.block0": torch.tensor([2.0, 6.0]),
+            "lowest.block0": torch.tensor([0.1, 0.2]),
+        },
+        {
+            "w.block0": torch.tensor([3.0, 4.0]), "other.block0": torch.tensor([5.0, 7.0]),
+            "lowest.block0": torch.tensor([8.0, 9.0]), "kept.block0": torch.tensor([8.0, 9.0]),
+        },
+    ]  # fmt: skip
     actual = aggregate(aggregator, layout, contributions)
     assert {name: block.tolist() for name, block in actual.items()} == {
         "w.block0": [3.0, 4.0], "mean.block0": [3.0, 3.0], "other.block0": [2.5, 3.5],
+        "lowest.block0": pytest.approx([0.1, 0.2]), "kept.block0": [0.0, 0.0],
     }  # fmt: skip
     assert aggregator.sum_of_squares(list(actual)) == 25.0
     aggregator.scale(0.5)
     gradient = aggregator.aggregate([])[0]
-    assert [gradient[layout.place[name].begin].item() for name in actual] == [1.5, 3.0, 2.5]
+    assert [gradient[layout.place[name].begin].item() for name in actual] == pytest.approx([1.5, 3.0, 2.5, 0.1, 0.0])
 
 
 def test_the_gradient_is_one_kept_buffer_and_padding_stays_zero():
@@ -360,6 +367,11 @@ def test_every_element_keeps_its_place_in_its_window(sizes, groups, dtypes, num_
             assert stepped_to == min(block.end + -block.end % WINDOW, parameter.num_elements)
         assert layout.num_elements == at
     assert [p.group for p in layout.places] == sorted(p.group for p in layout.places)
+
+
+def test_a_parameter_without_gradients_is_searched_for_on_one_pserver() -> None:
+    plan = make_plan([ParameterSpec("w", (64,))], 2, min_block_size=32)
+    assert [AbsentGradients(ShardLayout(plan, pserver))._trained for pserver in (0, 1)] == [{"w.block0"}, set()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())

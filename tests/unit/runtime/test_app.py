@@ -11,12 +11,11 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from ps_http2 import asgi
 from ps_protocol.errors import NotReady, RoundPending, StaleRound, TryAgain, error_from_problem
 from services.runtime.errors import problem_response
 from services.runtime.logs import configure_logs
 
-from .support import Sample, ask_raw, raw_connection, running
+from .support import Sample, ask_raw, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -68,7 +67,7 @@ async def test_requests_are_measured_by_route() -> None:
         ("/greet/{name:path}", "POST", "4xx"),
         ("/raw/fine", "POST", "2xx"),
         ("unmatched", "GET", "4xx"),
-        ("/healthz", "DELETE", "4xx"),
+        ("unmatched", "DELETE", "4xx"),
     ):
         labels = {"route": route, "method": method, "code": code}
         assert value("gradpost_http_requests_total", labels) == 1, labels
@@ -202,11 +201,10 @@ async def test_the_answer_arrives_although_the_body_was_not_read(client: httpx.A
     assert answer.startswith(b"HTTP/1.1 %d " % response.status_code)
 
 
-async def test_a_body_that_does_not_come_delays_a_refusal_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi, "DISCARD_SECONDS", 0.1)
+async def test_a_body_that_does_not_come_delays_a_refusal_for_a_limited_time() -> None:
     request = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nx"
-    async with running(Sample().make_app()) as server, raw_connection(server.address, request) as connection:
-        assert (await connection.read_all()).startswith(b"HTTP/1.1 404 Not Found\r\n")
+    async with running(Sample().make_app(), body_timeout_seconds=0.1) as server:
+        assert (await ask_raw(server.address, request)).startswith(b"HTTP/1.1 404 Not Found\r\n")
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,19 @@
-"""Limits of HTTP/1.1 that uvicorn lacks: on headers, connections, upgrades, and responses that are not read."""
+"""Limits of HTTP/1.1 that uvicorn lacks: on headers, connections, framing, and responses that are not read."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import socket
-import struct
 from typing import Any
 
 import httpx
 import pytest
 
-from services.runtime import http1
 from services.runtime.app import add_raw_route
-from services.runtime.http1 import GuardedProtocol
+from services.runtime.gate import PART_BYTES
+from services.runtime.http1 import Http1Connection
 
+from ..http2.sockets import until
 from .support import Sample, ask_raw, raw_connection, running
 
 MIB = 1024 * 1024
@@ -77,6 +76,13 @@ async def test_long_headers_and_a_few_trailers_are_accepted() -> None:
             await asyncio.wait_for(connection.reader.readuntil(b"5 HTTP/1.1\n"), 5)
 
 
+async def test_too_many_headers_are_refused_although_they_are_short() -> None:
+    async with running(Sample().make_app()) as server:
+        answer = await ask_raw(server.address, GET + b"a:\r\n" * 100 + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b'"expected": "<= 100 headers"' in answer
+
+
 # ---------------------------------------------------------------------- connections and invalid requests
 
 
@@ -92,41 +98,41 @@ async def test_a_connection_beyond_the_limit_is_refused() -> None:
                 answer = await ask_raw(server.address, GET + b"Connection: close\r\n\r\n")
 
 
-@pytest.mark.parametrize(
-    ("upgrade", "length", "is_split"),
-    [
-        (b"x", b"Content-Length: 42", False),
-        (b"h2c", b"Transfer-Encoding: chunked", False),
-        (b"websocket", b"Content-Length: 42", True),
-    ],
-)
-async def test_a_request_for_an_upgrade_is_refused(upgrade: bytes, length: bytes, is_split: bool) -> None:
-    request = b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\n%b\r\nConnection: upgrade\r\nUpgrade: %b\r\n\r\n"
+async def test_a_request_for_an_upgrade_is_processed_without_one() -> None:
+    request = b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
     async with running(Sample().make_app()) as server, raw_connection(server.address) as connection:
-        connection.write(request % (length, upgrade))
-        if is_split:
-            await connection.writer.drain()
-            await asyncio.sleep(0)
-        connection.write(GET + b"\r\n")  # as a body, or smuggled
-        answer = await connection.read_all()
-        assert answer.startswith(b"HTTP/1.1 400 ")
-        assert b'"code": "bad_request"' in answer
-        assert answer.count(b"HTTP/1.1 ") == 1
+        for _ in range(2):
+            connection.write(request + b"Connection: upgrade\r\nUpgrade: h2c\r\n\r\n12345")
+            await asyncio.wait_for(connection.reader.readuntil(b"5 HTTP/1.1\n"), 5)
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 5\r\nTransfer-Encoding: chunked", b"Transfer-Encoding: gzip"])
+async def test_a_body_whose_end_is_ambiguous_ends_the_connection(framing: bytes) -> None:
+    """A proxy may find another end, so that what follows would be a smuggled request."""
+    request = b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\n%b\r\n\r\n0\r\n\r\n" % framing
+    async with running(Sample().make_app()) as server:
+        for before in (b"", GET + b"\r\n"):
+            answer = await ask_raw(server.address, before + request + GET + b"\r\n")
+            answers = re.findall(rb"HTTP/1.1 (\d+)", answer)
+            assert answers == [b"200"] * bool(before) + [b"400"]
+            assert b'"code": "bad_request"' in answer
 
 
 @pytest.mark.parametrize(
-    "bad", [GET + b"Connection: upgrade\r\nUpgrade: x\r\n\r\n", b"}"], ids=["upgrade", "no request"]
+    ("following", "answers"),
+    [(b"}\r\n\r\n", [b"200", b"400"]), (2 * (GET + b"\r\n"), 4 * [b"200"])],
+    ids=["no request", "three requests"],
 )
-async def test_invalid_data_after_a_request_is_answered_after_it(bad: bytes) -> None:
+async def test_data_after_a_request_waits_for_its_response(following: bytes, answers: list[bytes]) -> None:
     sample = Sample()
     async with running(sample.make_app()) as server, raw_connection(server.address) as connection:
         connection.write(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await asyncio.wait_for(sample.slow_begun.wait(), 5)
-        connection.write(bad + GET + b"\r\n")
+        connection.write(following + GET + b"Connection: close\r\n\r\n")
         for _ in range(5):  # iterations of the loop, in which the server reads it
             await asyncio.sleep(0)
         sample.slow_ends.set()
-        assert re.findall(rb"HTTP/1.1 (\d+)", await connection.read_all()) == [b"200", b"400"]
+        assert re.findall(rb"HTTP/1.1 (\d+)", await connection.read_all()) == answers
 
 
 # ---------------------------------------------------------------------- large responses
@@ -168,36 +174,27 @@ async def test_a_response_that_is_not_read_is_held_back_and_aborted() -> None:
 
 async def test_a_response_in_one_part_waits_for_its_client_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The transport copies two parts at most, and no timer keeps a connection in memory once it has ended."""
-    connections: list[GuardedProtocol] = []
-    ended = asyncio.Event()
+    connections: list[Http1Connection] = []
 
-    class Remembered(GuardedProtocol):
+    class Remembered(Http1Connection):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             connections.append(self)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            ended.set()
-
-    monkeypatch.setattr("services.runtime.server.GuardedProtocol", Remembered)
+    monkeypatch.setattr("services.runtime.server.Http1Connection", Remembered)
     async with running(Large().app) as server:
         async with httpx.AsyncClient() as client:
             assert len((await client.get(f"{server.address}/whole")).content) == NUM_PARTS * MIB
         for path in (b"/whole", b"/healthz"):
             async with raw_connection(server.address, b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path) as client:
-                raw = client.writer.get_extra_info("socket")
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 await client.read_line()
-                connection = connections.pop()
+                connection = connections[-1]
                 if path == b"/whole":
                     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-                    async with asyncio.timeout(5):
-                        while connection._write_timer is None:  # noqa: ASYNC110
-                            await asyncio.sleep(0.01)
-                    assert connection.transport.get_write_buffer_size() <= 2 * http1.PART_BYTES
-                ended.clear()
-                client.writer.transport.abort()  # with a reset
-                await asyncio.wait_for(ended.wait(), 5)
-                assert connection._write_timer is None
+                    await until(lambda: connections[-1].is_sending)
+                    assert connection.transport.get_write_buffer_size() <= 2 * PART_BYTES
+                assert connection._watch is not None
+                client.writer.transport.abort()
+                await until(lambda: connections[-1] not in connections[-1].connections)
+                assert connection._watch._timer is None
                 assert connection.timeout_keep_alive_task is None

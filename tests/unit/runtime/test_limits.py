@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, HTTPException, Response
+from fastapi import FastAPI, Response
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, StaleRound
-from services.runtime import large_replies, limits, routing
+from services.runtime import gate, large_replies
+from services.runtime.gate import Entry, Gate
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, stream_chunks
-from services.runtime.limits import LimitRequests, Upload
-from services.runtime.settings import ServiceSettings
+from services.runtime.metrics import ServiceMetrics
+from services.runtime.security import Guard
 
 from .support import Sample, ask_raw, raw_connection, running
 
@@ -35,35 +35,19 @@ async def test_a_body_that_does_not_come_is_refused(path: bytes) -> None:
     assert b'"code": "slow_body"' in answer
 
 
-def upload_of(body: bytes, *, seconds: float = 0.02, timeout_seconds: float = 0.1) -> Upload:
-    """Return an upload that receives this body repeatedly."""
-
-    async def receive() -> dict[str, Any]:
-        await asyncio.sleep(seconds)
-        return {"type": "http.request", "body": body, "more_body": True}
-
-    return Upload(receive, timeout_seconds=timeout_seconds)
-
-
-async def test_single_bytes_are_no_progress() -> None:
-    upload = upload_of(b"x")
-    with pytest.raises(HTTPException, match="408"):  # noqa: PT012
-        for _ in range(50):
-            await upload.receive()
-    assert 2 <= upload.num_bytes <= 10
-    assert (await upload.receive())["type"] == "http.disconnect"
-
-
-async def test_a_fast_enough_body_may_take_longer_than_the_time_out() -> None:
-    upload = upload_of(bytes(1000))
-    for _ in range(20):  # four times the time-out
-        await upload.receive()
-
-
-async def test_the_wait_for_a_disconnect_has_no_time_out() -> None:
-    upload = upload_of(b"", seconds=0.05, timeout_seconds=0.01)
-    upload.is_over = True
-    await upload.receive()
+@pytest.mark.parametrize(("part", "status"), [(b"x", b"408"), (bytes(1000), b"200")])
+async def test_single_bytes_are_no_progress_but_a_steady_body_may_take_longer(part: bytes, status: bytes) -> None:
+    begin = b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (20 * len(part))
+    async with (
+        running(Sample().make_app(), body_timeout_seconds=0.1) as server,
+        raw_connection(server.address, begin) as connection,
+    ):
+        answer = asyncio.create_task(connection.read_line())
+        for _ in range(20):  # four times the time-out
+            if not answer.done():
+                connection.write(part)
+            await asyncio.sleep(0.02)
+        assert (await answer).startswith(b"HTTP/1.1 " + status)
 
 
 # ---------------------------------------------------------------------- too many requests
@@ -95,23 +79,28 @@ async def test_reading_requests_get_half_of_the_limit() -> None:
         await ends.wait()
         await Response("well")(scope, receive, send)
 
-    app = LimitRequests(wait, ServiceSettings(max_requests=4))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as http:
-        paths = ("/v1/parameters/w?after_version=9", "/dashboard/page.js")
-        reading = [asyncio.create_task(http.get(path)) for path in paths]
+    scopes: dict[tuple[str, str], Any] = {
+        ("GET", "/values/{name}"): "read",
+        ("GET", "/"): None,
+        ("POST", "/beat"): "train",
+    }
+    table = {key: Entry(key[1], wait, scope) for key, scope in scopes.items()}
+    limit = Gate(table, Guard(max_requests=4), ServiceMetrics("sample"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(limit), base_url="http://service") as http:
+        reading = [asyncio.create_task(http.get(path)) for path in ("/values/w", "/")]
         for _ in reading:
             await arrived.get()
-        assert (await http.get("/v1/status")).json()["code"] == "overloaded"
-        beats = [asyncio.create_task(http.post(f"/v1/pservers/{index}/heartbeat")) for index in range(2)]
+        assert (await http.get("/values/w")).json()["code"] == "overloaded"
+        beats = [asyncio.create_task(http.post("/beat")) for _ in range(2)]
         for _ in beats:
             await arrived.get()
         ends.set()
         assert [(await one).text for one in (*reading, *beats)] == ["well"] * 4
-        assert (await http.get("/v1/status")).text == "well"
+        assert (await http.get("/values/w")).text == "well"
 
 
 async def test_a_slow_body_is_ended_in_favour_of_a_new_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HURRIED_SECONDS", 0.05)
+    monkeypatch.setattr(gate, "HURRIED_SECONDS", 0.05)
     async with (
         running(Sample().make_app(), max_requests=1) as server,
         httpx.AsyncClient() as client,
@@ -121,41 +110,6 @@ async def test_a_slow_body_is_ended_in_favour_of_a_new_request(monkeypatch: pyte
             while (await client.get(f"{server.address}/healthz")).status_code == 503:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert (await slow.read_line()).startswith(b"HTTP/1.1 408 ")
-
-
-async def test_a_request_that_comes_while_a_slow_one_times_out_is_served() -> None:
-    """The loop handles received bytes before due timers; the slow request is about to end by itself then."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    async def never() -> Any:
-        await asyncio.Event().wait()
-
-    async def at_once() -> Any:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Any) -> None:
-        answers.append(message)
-
-    answers: list[Any] = []
-    good: list[asyncio.Task[None]] = []
-    limit = LimitRequests(app, ServiceSettings(max_requests=1, body_timeout_seconds=1.1))
-    scope = {"type": "http", "path": "/v1/trainers", "method": "POST", "http_version": "1.1", "headers": []}
-    loop = asyncio.get_running_loop()
-    begin = loop.time()
-    slow = asyncio.create_task(limit(scope, never, send))
-
-    def come_late() -> None:
-        time.sleep(0.2)  # beyond the time-out, which is handled in this iteration of the loop, and felt in the next
-        loop.call_soon(lambda: good.append(asyncio.create_task(limit(scope, at_once, send))))
-
-    loop.call_at(begin + 1.05, come_late)
-    with pytest.raises(HTTPException):
-        await slow
-    await asyncio.gather(*good)
-    assert [answer["status"] for answer in answers] == [200]
 
 
 # ---------------------------------------------------------------------- large messages
@@ -169,16 +123,16 @@ async def chunks(num_bytes: int) -> AsyncIterator[bytes]:
 @pytest.mark.parametrize(
     ("limit", "body", "status", "code"),
     [
-        ("MAX_MESSAGE_BYTES", lambda: b"x" * 200, 413, "body_too_large"),
-        ("MAX_MESSAGE_BYTES", lambda: chunks(200), 413, "body_too_large"),  # without a Content-Length
-        ("MAX_MESSAGE_ITEMS", lambda: b"[" + b"[]," * 100 + b"[]]", 413, "body_too_large"),
-        ("MAX_MESSAGES_BYTES", lambda: b" " * 101, 503, "overloaded"),
+        ("app.MAX_MESSAGE_BYTES", lambda: b"x" * 200, 413, "body_too_large"),
+        ("app.MAX_MESSAGE_BYTES", lambda: chunks(200), 413, "body_too_large"),  # without a Content-Length
+        ("gate.MAX_MESSAGE_ITEMS", lambda: b"[" + b"[]," * 100 + b"[]]", 413, "body_too_large"),
+        ("gate.MAX_MESSAGES_BYTES", lambda: b" " * 101, 503, "overloaded"),
     ],
 )
 async def test_a_message_beyond_a_limit_is_refused_and_no_longer_counts(
     limit: str, body: Any, status: int, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routing, limit, 100)
+    monkeypatch.setattr(f"services.runtime.{limit}", 100)
     async with (
         running(Sample().make_app()) as server,
         httpx.AsyncClient(base_url=server.address) as client,

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.runtime.metrics import ServiceMetrics, watch_loop_lag
+from ps_config.process_meter import watch_loop_lag
+from services.runtime.metrics import ServiceMetrics
 
 
 def test_clients_cannot_invent_labels() -> None:

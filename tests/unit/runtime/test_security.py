@@ -184,8 +184,7 @@ async def test_hosts_that_the_service_goes_by(http: httpx.AsyncClient) -> None:
 async def test_health_checks_of_load_balancers(path: bytes) -> None:
     """HAProxy asks so with `option httpchk GET /healthz` and `option httpchk HEAD /readyz`."""
     async with running(Sample().make_app()) as service:
-        for request in (b"GET %b HTTP/1.0\r\n\r\n", b"GET %b HTTP/1.1\r\nConnection: close\r\n\r\n"):
-            assert (await ask_raw(service.address, request % path)).startswith(b"HTTP/1.1 200 ")
+        assert (await ask_raw(service.address, b"GET %b HTTP/1.0\r\n\r\n" % path)).startswith(b"HTTP/1.1 200 ")
         head, _, body = (await ask_raw(service.address, b"HEAD %b HTTP/1.0\r\n\r\n" % path)).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 ")
         assert body == b""
@@ -221,10 +220,6 @@ async def test_a_body_that_is_encoded_is_refused(http: httpx.AsyncClient) -> Non
         url = f"{service.address}/raw/fine"
         response = await http.post(url, content=b"x", headers={"content-encoding": "gzip"})
         assert await refusal(response) == (415, "unsupported_content_coding")
-        request = b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: %b\r\n\r\n"
-        for coding, status in ((b"gzip, chunked", b"501"), (b"chunked", b"200")):
-            answer = await ask_raw(service.address, request % coding + b"1\r\nx\r\n0\r\n\r\n")
-            assert answer.startswith(b"HTTP/1.1 %b " % status)
 
 
 REFUSALS: dict[str, tuple[dict[str, str], int, str]] = {

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_protocol.consistency import Consistency
+from ps_protocol.errors import UnsupportedFormat
 from ps_protocol.fields import Message
 from ps_protocol.messages import ShardFile
 from ps_protocol.plan import make_plan
@@ -149,7 +150,20 @@ def test_a_file_and_its_name_are_synced_in_this_order(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.os, "fsync", fsync)
     monkeypatch.setattr(Path, "replace", replace)
     write_file(tmp_path / "file", [b"1"])
-    assert done == [f"fsync .file.{os.getpid()}", "rename to file", f"fsync {tmp_path.name}"]
+    done[0] = done[0].rpartition(".")[0]
+    assert done == ["fsync .file", "rename to file", f"fsync {tmp_path.name}"]
+
+
+def test_a_process_with_the_same_number_may_write_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def write_parts() -> Iterator[bytes]:
+        yield b"first "
+        write_file(path, [b"second"])
+        yield b"whole"
+
+    write_file(path, write_parts())
+    assert (path.read_bytes(), [entry.name for entry in tmp_path.iterdir()]) == (b"first whole", ["file"])
 
 
 @pytest.mark.parametrize("size", [0, 6, 1 << 20])
@@ -217,7 +231,7 @@ def test_nothing_shorter_is_read(size):
 
 
 def test_what_another_version_has_written_is_refused_as_such():
-    with pytest.raises(DamagedFile, match="written by another version"):
+    with pytest.raises(UnsupportedFormat, match="written by another version"):
         unseal(memoryview(seal(NUMBERS)), Others, "numbers.json")
 
 
@@ -237,7 +251,7 @@ def shard_file(round_: int) -> ShardFile:
 
 def manifest(round_: int, run: str = "run1") -> Manifest:
     return Manifest(
-        run=run, attempt=0, round=round_, consistency=Consistency(), plan=PLAN.to_json(), aliases={"tied": "w"},
+        run=run, attempt=0, round=round_, consistency=Consistency(), plan=PLAN.as_json, aliases={"tied": "w"},
         shards=(shard_file(round_),), created="2026-11-21T10:00:00+00:00",
     )  # fmt: skip
 
@@ -246,7 +260,7 @@ def test_a_manifest_says_what_was_written_into_it(place):
     write_manifest(place, manifest(128))
     found = read_manifest(place, "run1", 128)
     assert found == manifest(128)
-    assert found.slice_plan().digest == PLAN.digest
+    assert found.plan == PLAN
     assert read_manifest(place, "run1", 129) is None
 
 

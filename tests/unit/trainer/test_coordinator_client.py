@@ -149,7 +149,7 @@ async def test_the_page_of_a_gateway_is_a_transport_error_that_shows_its_first_l
     [
         (
             httpx.ConnectError("refused"),
-            r"did not answer for 0\.2 s .*Check its address in GRADPOST_COORDINATOR.*train\.py$",
+            r"did not answer for 0\.2 s .*in GRADPOST_COORDINATOR.*train\.py, .* torchrun --standalone …$",
         ),
         (httpx.ReadTimeout(""), "if it serves TLS, its address begins with https:"),
         (PAGES[0], f"/v1/trainers {describe_page(PAGES[0])}"),

@@ -18,7 +18,6 @@ from ps_config.certificates import TlsFiles
 from ps_config.control_client import make_control_client
 from ps_config.environment import SettingsError
 from ps_config.tokens import TokenPair
-from ps_http2.asgi import send_from
 from ps_http2.client import BODY_EXTENSION
 from ps_protocol.errors import Unreachable
 from services.runtime import server as server_module
@@ -130,7 +129,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
         body, more = body + message["body"], message["more_body"]
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
-    await send_from(memoryview(body), scope, send, more_body=False)
+    await send({"type": "http.response.body", "body": memoryview(body)})
 
 
 @asynccontextmanager

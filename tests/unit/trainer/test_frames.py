@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 import gradpost
-from gradpost import BadInput, GradpostError, NonFiniteGradient, RunStopped, TrainerLost
+from gradpost import BadInput, GradpostError, NonFiniteGradient, RunStopped, TrainerLost, Unreachable
 from trainer_client.session.frames import hide_frames
 
 Shown = list[tuple[type[BaseException], BaseException, TracebackType | None]]
@@ -48,12 +50,35 @@ def test_a_traceback_ends_with_the_line_of_the_script(optimizer: gradpost.Remote
     before = sys.excepthook
     with pytest.raises(NonFiniteGradient) as caught:
         optimizer.step()
-    assert "call" in list_frames(caught.value)  # and a wrapper of torch
+    assert "decorate_context" in list_frames(caught.value)  # a wrapper of torch
     end_script(caught.value)
     assert list_frames(caught.value) == ["test_a_traceback_ends_with_the_line_of_the_script"]
     assert shown == [(NonFiniteGradient, caught.value, caught.value.__traceback__)]
     assert traceback.format_exception_only(caught.value)[0].startswith("gradpost.NonFiniteGradient: NaN or infinity")
     assert sys.excepthook is before
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda _: gradpost.RemoteOptimizer("adam"), "TypeError"),  # type: ignore[arg-type]
+        (lambda optimizer: optimizer.add_param_group({"params": []}), "gradpost.BadModel"),
+        (lambda optimizer: optimizer._wrapped.add_param_group({"params": []}), "gradpost.BadModel"),
+        (lambda optimizer: optimizer._wrapped.step(), "gradpost.BadModel"),
+        (lambda optimizer: optimizer._wrapped.load_state_dict({}), "gradpost.BadModel"),
+        (pickle.dumps, "TypeError"),
+        (lambda _: gradpost.RemoteOptimizer(torch.optim.SGD([torch.ones(1)]), bucket_size=1), "TypeError"),
+    ],
+)
+def test_calls_that_are_refused_show_no_frames_either(
+    optimizer: gradpost.RemoteOptimizer, shown: Shown, call: Callable[[Any], object], name: str
+) -> None:
+    with pytest.raises(Exception) as caught:
+        call(optimizer)
+    end_script(caught.value)
+    assert {"<lambda>", "test_calls_that_are_refused_show_no_frames_either"} >= {*list_frames(caught.value)}
+    assert traceback.format_exception_only(caught.value)[0].startswith(f"{name}: ")
+    assert len(shown) == 1
 
 
 def test_all_frames_are_shown_on_request(
@@ -64,6 +89,17 @@ def test_all_frames_are_shown_on_request(
         optimizer.step()
     end_script(caught.value)
     assert list_frames(caught.value)[-1] == "step"
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_the_cause_of_an_error_is_kept(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADPOST_LOG_LEVEL", level)
+    with pytest.raises(Unreachable) as caught:
+        gradpost.connect(coordinator="localhost:9", retry_seconds=0.1)
+    cause = caught.value.__cause__
+    assert isinstance(cause, httpx.ConnectError)
+    assert (cause.__traceback__ is None, cause.__cause__ is None) == ((level == "info"),) * 2
+    assert ("_request_with_retry" in list_frames(caught.value)) == (level == "debug")
 
 
 def test_another_exception_is_shown_unchanged(optimizer: gradpost.RemoteOptimizer, shown: Shown) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import socket
@@ -63,6 +64,35 @@ def test_a_script_trains_as_with_its_own_optimizer(settings: dict[str, Any]) -> 
         optimizer.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("name", ["Adafactor", "Rprop", "ASGD", "Muon"])
+def test_a_script_of_a_ring_trains_without_a_cluster(name: str) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = make_model()
+        parameters = [parameter for parameter in model.parameters() if name != "Muon" or parameter.dim() == 2]
+        return model, getattr(torch.optim, name)(parameters, lr=0.01)
+
+    expected = train(*make())
+    model, optimizer = make()
+    with gradpost.connect(strategy="local"):
+        assert_same(train(model, gradpost.RemoteOptimizer(optimizer, model=model)), expected)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_garbage_collection_is_paused_while_a_script_joins(was_enabled: bool) -> None:
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with gradpost.connect(strategy="local"):
+            parameters = [nn.Parameter(torch.ones(1)) for _ in range(1000)]
+            optimizer, before = torch.optim.SGD(parameters, lr=1.0), gc.get_stats()[0]["collections"]
+            gradpost.RemoteOptimizer(optimizer)
+            assert gc.get_stats()[0]["collections"] - before <= 2
+            with pytest.raises(TypeError):
+                gradpost.RemoteOptimizer(optimizer, unknown=1)  # type: ignore[call-arg]
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
+
+
 def test_gradients_are_clipped_to_the_norm() -> None:
     model = make_model()
     weight = model[0].weight
@@ -73,32 +103,6 @@ def test_gradients_are_clipped_to_the_norm() -> None:
         optimizer.step()
         assert optimizer.grad_norm == pytest.approx(3 * math.sqrt(weight.numel()))
         assert (before - weight).norm().item() == pytest.approx(0.5, rel=1e-5)
-
-
-def test_a_round_with_overflow_is_skipped_and_the_scale_backs_off() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    with gradpost.connect(strategy="local", nonfinite="skip_round"):
-        optimizer = gradpost.RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
-        scaler = gradpost.GradScaler(optimizer, "cpu", init_scale=8.0)
-        for factor in (math.inf, 1.0):
-            optimizer.zero_grad()
-            scaler.scale((weight * factor).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        assert scaler.get_scale() == 4.0
-        assert weight.tolist() == [0.0] * 3
-
-
-def test_local_steps_end_in_a_step_of_the_outer_optimizer() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    with gradpost.connect(strategy="local"):
-        inner = torch.optim.SGD([("weight", weight)], lr=1.0)
-        optimizer = gradpost.RemoteOptimizer(inner, local_steps=2, outer_lr=0.5)
-        for expected in (-1.0, -1.0, -2.0, -2.0):  # two steps of 1, of which half counts
-            weight.grad = torch.ones(2)
-            optimizer.step()
-            assert weight.tolist() == [expected] * 2
-        assert optimizer.round == 2
 
 
 def test_several_trainers_need_a_cluster() -> None:

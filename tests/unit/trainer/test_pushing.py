@@ -1,10 +1,11 @@
-"""Gradients on their way to pservers: flattened, filled into buckets, and sent once each."""
+"""Gradients on their way to pservers, and copies between a device and the host."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from trainer_client.client.pserver_group import DeclaredRun
 from trainer_client.engines.outgoing import Outgoing
 from trainer_client.engines.pipeline import Pipeline
 from trainer_client.session.io_thread import IoThread
+from trainer_client.transport.device_copies import GradientCopies, ParameterCopies
 from trainer_client.transport.tensors import Flattening
 
 
@@ -65,13 +67,6 @@ def test_another_layout_is_copied_to_the_same_memory_each_time(dtype: torch.dtyp
         places.add(flat.data_ptr())
     assert len(places) == 1
     assert flattening.flat("bias", gradient).data_ptr() not in places
-
-
-def test_a_gradient_of_another_form_gets_other_memory() -> None:
-    flattening = Flattening()
-    flattening.flat("weight", torch.ones(3, 2).t())
-    assert flattening.flat("weight", torch.ones(3, 2, dtype=torch.float64).t()).dtype == torch.float64
-    assert flattening.flat("weight", torch.ones(5, 2).t()).shape == (10,)
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -211,14 +206,6 @@ def make_pipeline(io: IoThread, pservers: FrameQueue, max_delay: int = 0) -> Pip
     return Pipeline(client, io, {name: torch.zeros(SIZE) for name in ("first", "last")}, overlap_pulls=True)
 
 
-def test_steps_on_their_way_have_memory_of_their_own(io: IoThread) -> None:
-    pipeline = make_pipeline(io, FrameQueue(), max_delay=1)
-    first, second, third = map(pipeline._memory_of, (1, 2, 3))
-    assert first is third
-    assert first.buckets is not second.buckets
-    assert first.received["last"].data_ptr() != second.received["last"].data_ptr()
-
-
 def test_a_request_of_discarded_gradients_may_still_read_its_memory(io: IoThread) -> None:
     pservers = FrameQueue()
     pipeline = make_pipeline(io, pservers)
@@ -246,3 +233,125 @@ def test_nothing_is_pushed_after_a_step_that_failed(io: IoThread) -> None:
             io.run(asyncio.wait_for(outgoing.join(), timeout=10))
         previous = outgoing.pushes_done
     assert pservers.pushed == [[]] * NUM_PSERVERS
+
+
+def test_a_failed_step_ends_once_no_push_reads_its_gradients(io: IoThread) -> None:
+    ended: list[bool] = []
+
+    async def push(step: int, pserver: int, frame: FrameParts) -> bool:
+        if pserver == 1:
+            raise GradpostError("it was refused")
+        for _ in range(2):  # each loses a cancellation, as asyncio.wait_for may before Python 3.12
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        ended.append(True)
+        return True
+
+    pservers: Any = SimpleNamespace(push=push)
+    outgoing = Outgoing(pservers, io, 1, PushBuckets(make_buckets(PLAN, bucket_bytes=1 << 20)), None, borrow=True)
+    outgoing.complete({"third": torch.rand(SIZES["third"])}, Completion(0, []))
+    with pytest.raises(GradpostError, match="it was refused"):
+        io.run(outgoing.join())
+    assert ended
+
+
+# ---------------------------------------------------------------------- device copies
+
+
+class Device:
+    """A device module whose events happen when `done` is raised or an event is waited for."""
+
+    def __init__(self) -> None:
+        self.done = 0  # events that have happened
+        self.recorded = 0
+        self.waits: list[tuple[str, int]] = []  # which stream has to wait for which event
+
+    def module(self, _: torch.device) -> Any:
+        device = self
+
+        class Event(torch.cpu.Event):
+            def record(self, stream: Any = None) -> None:
+                device.recorded += 1
+                self.number = device.recorded
+
+            def query(self) -> bool:
+                return self.number <= device.done
+
+            def synchronize(self) -> None:
+                device.done = max(device.done, self.number)
+
+        class Stream(torch.cpu.Stream):
+            name = "side"
+
+            def wait_event(self, event: Any) -> None:
+                device.waits.append((self.name, event.number))
+
+        main = Stream()
+        main.name = "main"
+        return SimpleNamespace(Event=Event, Stream=Stream, stream=torch.cpu.stream, current_stream=lambda _: main)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device()
+    monkeypatch.setattr(torch, "get_device_module", device.module)
+    return device
+
+
+def test_gradients_arrive_in_order_each_after_what_made_it(device: Device) -> None:
+    copies, host = GradientCopies(), dict[str, torch.Tensor]()
+    copies.begin_copies(host, {"b": torch.ones(3)})
+    copies.begin_copies(host, {"a": torch.full((2,), 2.0)})
+    assert device.waits == [("side", 1), ("side", 3)]  # 2 and 4 are the ends of the copies
+    assert list(copies.arrived()) == []
+    device.done = 2
+    assert [name for name, _ in copies.arrived()] == ["b"]
+    copies.begin_copies(host, {"b": torch.zeros(3), "c": torch.ones(1)})
+    assert [(name, copy.tolist()) for name, copy in copies.finish()] == [("a", [2.0, 2.0]), ("c", [1.0])]
+    assert host["b"].tolist() == [1.0] * 3, "it was copied when it left"
+    assert device.done == device.recorded
+
+
+def test_memory_is_used_again(device: Device) -> None:
+    copies, host = GradientCopies(), dict[str, torch.Tensor]()
+    places = []
+    for step in range(3):
+        copies.begin_copies(host, {"a": torch.full((2,), float(step))})
+        [(_, copy)] = copies.finish()
+        assert copy.tolist() == [step] * 2
+        places.append(copy.data_ptr())
+    assert len(set(places)) == 1
+
+
+def test_copies_of_discarded_gradients_end_first(device: Device) -> None:
+    """The script may write to the gradients' memory then."""
+    copies, host = GradientCopies(), dict[str, torch.Tensor]()
+    copies.begin_copies(host, {"a": torch.zeros(2)})
+    copies.discard()
+    assert device.done == device.recorded
+    copies.begin_copies(host, {"a": torch.full((2,), 3.0)})
+    assert [(name, copy.tolist()) for name, copy in copies.finish()] == [("a", [3.0, 3.0])]
+
+
+def test_gradients_may_change_their_form(device: Device) -> None:
+    copies, host = GradientCopies(), dict[str, torch.Tensor]()
+    for gradient in (torch.ones(2), torch.ones(3), torch.ones(3, dtype=torch.bfloat16)):
+        copies.begin_copies(host, {"a": gradient})
+        [(_, copy)] = copies.finish()
+        assert (copy.dtype, copy.tolist()) == (gradient.dtype, gradient.tolist())
+
+
+@pytest.mark.parametrize("overlap_pulls", [False, True])
+def test_a_parameter_is_written_between_two_computations(device: Device, overlap_pulls: bool) -> None:
+    copies = ParameterCopies(overlap_pulls=overlap_pulls)
+    parameter = torch.zeros(2, 2)
+    copies.wait_for_copies({"w": parameter})
+    marked = device.recorded
+    torch.get_device_module(parameter.device).Event().record()  # something else is computed, on other parameters
+    copies.copy(parameter, torch.ones(2, 2, dtype=torch.bfloat16).t())
+    assert parameter.tolist() == [[1.0, 1.0]] * 2
+    end = device.recorded
+    assert device.waits == [("side", marked if overlap_pulls else end - 1), ("main", end)]
+    assert device.done == 0
+    copies.wait_for_copies({"w": parameter})
+    assert device.done == end, "host memory is not written to before it was copied"

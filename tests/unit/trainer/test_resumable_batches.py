@@ -249,20 +249,20 @@ def test_a_call_before_the_end_of_the_previous_one_is_refused() -> None:
     assert next(batches.iterate([3], 1)) == 3
 
 
-def test_a_schedule_is_stepped_with_each_local_step() -> None:
-    rates = []
+@pytest.mark.parametrize("batches_per_call", [3, 4])
+def test_a_schedule_is_stepped_with_each_local_step(batches_per_call: int) -> None:
+    """A call may end within a round, and a run continues with a whole one."""
     for begun in (0, 1):
         steps = [2 * begun]
         batches = ResumableBatches(lambda steps=steps: Position(0, steps[0] // 2), steps_per_round=2)
         optimizer, schedule = make_schedule()
         for _ in range(2):
-            for _ in batches.iterate(range(4), 1, 1, schedule):
-                rates.append(optimizer.param_groups[0]["lr"])
+            for _ in batches.iterate(range(batches_per_call), 1, 1, schedule):
+                assert optimizer.param_groups[0]["lr"] == 0.5 ** steps[0]
                 steps[0] += 1
                 optimizer.step()
                 schedule.step()
-    assert rates[8:] == rates[2:8]
-    assert rates[:8] == [0.5**step for step in range(8)]
+        assert steps[0] == 2 * batches_per_call
 
 
 @pytest.mark.parametrize("has_first", [True, False])
@@ -298,18 +298,6 @@ def test_a_schedule_that_is_not_stepped_with_each_step_is_refused() -> None:
     rounds[0] = 1
     with pytest.raises(BadModel, match=r"once after each optimizer\.step\(\).* 1 steps .* after round 1"):
         next(iterator)
-
-
-def test_a_call_may_end_within_a_round_of_local_steps() -> None:
-    steps = [0]
-    batches = ResumableBatches(lambda: Position(0, steps[0] // 2), steps_per_round=2)
-    optimizer, schedule = make_schedule()
-    for _ in range(3):
-        for _ in batches.iterate(range(3), 1, 1, schedule):
-            assert optimizer.param_groups[0]["lr"] == 0.5 ** steps[0]
-            steps[0] += 1
-            optimizer.step()
-            schedule.step()
 
 
 @pytest.mark.parametrize("make", [ReduceLROnPlateau, lambda _: ChainedScheduler([make_schedule()[1]])])

@@ -310,32 +310,30 @@ def test_retry_after_is_read(text: str | None, seconds: float | None) -> None:
     assert read_retry_after(text) == seconds
 
 
-def overloaded(retry_after_seconds: float | None = None) -> TryAgain:
-    answer = TryAgain("full", code="overloaded")
-    if retry_after_seconds is not None:
-        answer.retry_after_seconds = retry_after_seconds
-    return answer
-
-
-def test_a_pause_is_retry_after_and_up_to_twice_as_long() -> None:
-    pauses = [choose_pause(overloaded(2.0), 0.02) for _ in range(1000)]
-    assert 2 <= min(pauses) < 2.2
-    assert 3.8 < max(pauses) <= 4
-
-
-def test_a_wait_for_other_trainers_polls_at_the_shortest_pause() -> None:
-    for answer in (NotReady("wait"), RoundPending("wait")):
-        answer.retry_after_seconds = 1.0
-        assert choose_pause(answer, 0.02) == 0.02
-    assert choose_pause(overloaded(), 0.25) == 0.25
-    assert choose_pause(overloaded(0.0), 0.25) == 0.25
-
-
-@pytest.mark.parametrize(("attempt", "seconds"), [(1, 0.05), (3, 0.2), (6, 1.6), (7, 2.0), (10_000, 2.0)])
-def test_the_pause_without_an_answer_is_random_up_to_a_limit_that_doubles(attempt: int, seconds: float) -> None:
-    pauses = [choose_backoff(attempt) for _ in range(1000)]
-    assert 0 <= min(pauses) < 0.1 * seconds
-    assert 0.9 * seconds < max(pauses) <= seconds
+@pytest.mark.parametrize(
+    ("answer", "retry_after_seconds", "shortest", "range_"),
+    [
+        (TryAgain("full", code="overloaded"), 2.0, 0.02, (2.0, 4.0)),  # Retry-After, and up to twice as long
+        (TryAgain("full", code="overloaded"), None, 0.25, (0.25, 0.25)),
+        (TryAgain("full", code="overloaded"), 0.0, 0.25, (0.25, 0.25)),
+        (NotReady("wait"), 1.0, 0.02, (0.02, 0.02)),  # a wait for other trainers
+        (RoundPending("wait"), 1.0, 0.02, (0.02, 0.02)),
+        *((attempt, None, 0.0, (0.0, seconds)) for attempt, seconds in (
+            (1, 0.05), (3, 0.2), (6, 1.6), (7, 2.0), (10_000, 2.0))),  # without an answer
+    ],
+)  # fmt: skip
+def test_a_pause_is_random_within_its_range(
+    answer: TryAgain | int, retry_after_seconds: float | None, shortest: float, range_: tuple[float, float]
+) -> None:
+    if isinstance(answer, int):
+        pauses = [choose_backoff(answer) for _ in range(1000)]
+    else:
+        if retry_after_seconds is not None:
+            answer.retry_after_seconds = retry_after_seconds
+        pauses = [choose_pause(answer, shortest) for _ in range(1000)]
+    low, high = range_
+    assert low <= min(pauses) <= low + 0.1 * (high - low)
+    assert high - 0.1 * (high - low) <= max(pauses) <= high
 
 
 def test_patience_counts_from_the_first_failure_after_a_reset() -> None:

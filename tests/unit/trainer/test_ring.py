@@ -53,9 +53,9 @@ def tallies(*said: dict[str, Any]) -> list[Tally]:
 def test_all_ranks_read_the_same_tally() -> None:
     """Trainer 0 has no batches left, 1 brings NaN, 2 has written parameters."""
     first, second = {"present": ["c"], "is_finite": False}, {"present": ["a", "c"], "has_written": True}
-    expected = Tally(["a", "c"], [1], is_void=False, num_active=2, has_same_numbers=True, source=2)
+    expected = Tally(["a", "c"], [1], is_void=False, lowest=1, num_active=2, has_same_numbers=True, source=2)
     assert tallies({"is_active": False}, first, second) == [expected] * 3
-    expected = Tally([], [], is_void=True, num_active=3, has_same_numbers=True, source=None)
+    expected = Tally([], [], is_void=True, lowest=0, num_active=3, has_same_numbers=True, source=None)
     assert tallies({}, {}, {"is_void": True}) == [expected] * 3
 
 

@@ -8,10 +8,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 from torch import Tensor, nn
 
-from trainer_client.client.script_info import describe_script
+from trainer_client.client.output import describe_script
 from trainer_client.engines.combined_optimizer import CombinedOptimizer
 from trainer_client.optimizer.step_measures import SAMPLED, StepMeasures
 from trainer_client.optimizer.wrapped_optimizer import describe_hyper_parameters
@@ -27,7 +28,7 @@ def steps(
         for name, value in measures.items():
             reported[name].append(value)
 
-    measures = StepMeasures(optimizer, parameters, report)
+    measures = StepMeasures(optimizer, parameters, report, structlog.get_logger())
     for names in contributions:
         gradients: dict[str, Tensor] = {name: torch.ones(parameters[name].numel()) for name in names}
         with torch.no_grad(), measures.step(gradients):
@@ -52,6 +53,16 @@ def test_measures_are_those_of_whole_tensors_at_most_once_a_second(dtype: torch.
     assert reported["gradpost/learning_rate"] == [0.25]
     assert reported["gradpost/update_ratio"] == pytest.approx([0.01], rel=1e-4)
     assert torch.equal(parameters["large"], large.mul(1.01).mul(1.01).mul(1.01))
+
+
+def test_a_measure_that_fails_is_left_out() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    without_rate = torch.optim.SGD([{"params": [weight], "lr": None}], lr=0.1)
+    assert list(steps(without_rate, {"weight": weight}, [["weight"]])) == ["gradpost/gradient_norm"]
+    measures = StepMeasures(without_rate, {"weight": weight}, lambda _: 1 / 0, structlog.get_logger())
+    with measures.step({"weight": weight}):
+        weight.data.zero_()
+    assert not weight.any()
 
 
 def test_each_of_several_optimizers_has_curves_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -15,40 +16,46 @@ import pytest
 from gradpost import state_folder, up
 from gradpost.output import CommandError
 from gradpost.state_folder import MAX_RUNS, named_root, new_folder, newest_folder, resume_folder
-from gradpost.up import choose_port, make_environment, resolve_command
+from gradpost.up import choose_port, make_environment, resolve_command, run_up
 from gradpost.up.ending import STOP_GRACE_SECONDS, blame, end_by_script, end_by_signal
+from gradpost.up.local_run import UpOptions
 from ps_config.environment import SETTINGS_FILE_VARIABLE
 from services.coordinator.restore import RecordFile
+from trainer_client.testing import LocalCluster
 
 from ..coordinator.support import change_record, make_cluster, train
 
 
-@pytest.mark.parametrize("name", ["python", "python3"])
-def test_python_is_the_current_interpreter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        (["python", "train.py"], [sys.executable, "train.py"]),
+        (["python3", "train.py"], [sys.executable, "train.py"]),
+        (["pytest", "x"], [str(Path(sys.executable).with_name("pytest")), "x"]),
+        (["frobnicate"], (127, "there is no command 'frobnicate'")),
+        (["./notes.txt"], (126, "./notes.txt is not executable")),
+    ],
+)
+def test_commands_are_found_beside_python(
+    command: list[str], found: list[str] | tuple[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert resolve_command([name, "train.py"]) == [sys.executable, "train.py"]
-
-
-def test_commands_beside_python_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PATH")
-    [path, argument] = resolve_command(["pytest", "x"])
-    assert (Path(path).parent, argument) == (Path(sys.executable).parent, "x")
-
-
-def test_a_missing_command_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CommandError, match="there is no command 'frobnicate'") as caught:
-        resolve_command(["frobnicate"])
-    assert caught.value.exit_code == 127
     Path("notes.txt").touch()
-    with pytest.raises(CommandError, match=r"notes\.txt is not executable$") as caught:
-        resolve_command(["./notes.txt"])
-    assert caught.value.exit_code == 126
+    if isinstance(found, list):
+        assert resolve_command(command) == found
+        return
+    with pytest.raises(CommandError, match=re.escape(found[1])) as caught:
+        resolve_command(command)
+    assert caught.value.exit_code == found[0]
 
 
-def test_settings_of_one_process_are_not_inherited() -> None:
-    kept = {"GRADPOST_PLACEMENT": "hash", "HOME": "/root", "OMP_NUM_THREADS": "3"}
-    assert make_environment({**kept, "GRADPOST_PORT": "7070", "GRADPOST_COORDINATOR": "http://c"}, 2) == kept
+def test_trainers_inherit_common_settings_and_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradpost.up._num_cores", lambda: 8)
+    kept = {"GRADPOST_PLACEMENT": "hash", "GRADPOST_MAX_STALENESS": "2", "HOME": "/root", "OMP_NUM_THREADS": "3"}
+    given = {**kept, "GRADPOST_PORT": "7070", "GRADPOST_COORDINATOR": "http://c", "GRADPOST_MODE": "sync"}
+    assert make_environment(given, 2, ["mode"]) == kept  # a flag hides the variable
+    assert [make_environment({}, n)["OMP_NUM_THREADS"] for n in (1, 2, 3, 8, 100)] == ["8", "4", "2", "1", "1"]
 
 
 def test_the_usual_port_is_used_once_if_it_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -59,16 +66,29 @@ def test_the_usual_port_is_used_once_if_it_is_free(monkeypatch: pytest.MonkeyPat
         assert choose_port() == 0
     (tmp_path / f"gradpost-{os.getuid()}-port-{port}").rename(tmp_path / "of-an-earlier-up")
     assert [choose_port(), choose_port()] == [port, 0]
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/read-only")
+    assert choose_port() == port
 
 
-def test_trainers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradpost.up._num_cores", lambda: 8)
-    assert [make_environment({}, n)["OMP_NUM_THREADS"] for n in (1, 2, 3, 8, 100)] == ["8", "4", "2", "1", "1"]
+def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADPOST_STATE_DIR", "/proc/read-only")
+    with pytest.raises(CommandError, match=r"^/proc/read-only cannot hold the state of the run: No such file"):
+        run_up(["python"], 1, 1, {}, UpOptions())
 
 
-def test_a_flag_hides_the_variable_from_the_trainers() -> None:
-    environ = {"GRADPOST_MODE": "sync", "GRADPOST_MAX_STALENESS": "2", "OMP_NUM_THREADS": "1"}
-    assert make_environment(environ, 2, ["mode"]) == {"GRADPOST_MAX_STALENESS": "2", "OMP_NUM_THREADS": "1"}
+def test_an_address_that_cannot_be_written_does_not_blame_the_script(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(cluster: LocalCluster) -> None:
+        [folder] = tmp_path.glob("up-*")
+        (folder / "address").mkdir()
+
+    monkeypatch.setenv("GRADPOST_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(LocalCluster, "launch", launch)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
+    assert run_up(["python"], 1, 1, {}, UpOptions()) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(rf"gradpost: {tmp_path}/up-\S+/address cannot be written: Is a directory", last)
 
 
 # ---------------------------------------------------------------- the end

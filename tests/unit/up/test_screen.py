@@ -1,4 +1,4 @@
-"""The screen of `gradpost up`, and the log lines that it shows."""
+"""The screen of `gradpost up`: its live line, its report, and the output and log lines that it shows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ import io
 import json
 import os
 import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.text import Text
 
+from gradpost.up import progress
+from gradpost.up.progress import describe, print_summary
 from gradpost.up.screen import LogLine, Screen, parse_log_line
+from ps_protocol.messages import (
+    ClusterStatus,
+    PserverHeartbeat,
+    PserverState,
+    PserverStatus,
+    RunSummary,
+    TrainerHeartbeat,
+    TrainerStatus,
+)
+from ps_protocol.process_reports import ScriptInfo
 
 
 class Terminal(io.StringIO):
@@ -161,3 +176,136 @@ def test_control_characters_in_log_lines_are_escaped() -> None:
     assert line is not None
     assert not line.is_warning
     assert line == LogLine("info", "failed: a\\nforged\\x1b[2A\nE: a\\x1b[2A")
+
+
+# ---------------------------------------------------------------- progress and report
+
+
+def make_status(**changes: Any) -> ClusterStatus:
+    values: dict[str, Any] = {
+        "at": 107.0, "run": "5f0c", "attempt": 0, "state": "training", "mode": "sync", "num_pservers": 1,
+        "num_trainers": 2, "waiting_for": (), "failure": None, "plan_digest": "d", "num_parameters": 1,
+        "parameter_bytes": 4, "round": 7, "pservers": (), "trainers": (),
+    }  # fmt: skip
+    return ClusterStatus(**{**values, **changes})
+
+
+def make_summary(**changes: Any) -> RunSummary:
+    values: dict[str, Any] = {
+        "run": "5f0c", "state": "finished", "mode": "sync", "transport": "HTTP/2", "num_trainers": 2, "rounds": 1234,
+        "seconds": 61.7, "results": {"loss": 0.25, "accuracy": 0.98333},
+        "shards": (
+            PserverState(
+                incarnation=1, run="5f0c", round=1234, index=0, shard_bytes=1000, pushed_bytes=2_000_000,
+                pulled_bytes=3_000_000,
+            ),
+        ),
+    }  # fmt: skip
+    return RunSummary(**{**values, **changes})
+
+
+def make_pserver(**changes: Any) -> PserverStatus:
+    heartbeat = PserverHeartbeat(incarnation=1, run="5f0c", round=7, **changes)
+    return PserverStatus(index=0, address="http://p", heartbeat_age_seconds=0, heartbeat=heartbeat)
+
+
+def make_waiting_pserver(seconds: float) -> PserverStatus:
+    return make_pserver(missing=(1,), waiting_seconds=seconds)
+
+
+def make_trainer(rank: int, round_: int, total: int | None = None) -> TrainerStatus:
+    script = ScriptInfo(command="train.py", total_rounds=total)
+    heartbeat = TrainerHeartbeat(run="5f0c", incarnation=1, round=round_, script=script)
+    return TrainerStatus(
+        rank=rank, state="declared", metrics_address=None, heartbeat_age_seconds=0, heartbeat=heartbeat
+    )
+
+
+def test_the_live_line() -> None:
+    assert describe(make_status(state="gathering", waiting_for=("trainer 0", "pserver 1")), make_summary(), None) == (
+        "waiting for trainer 0, pserver 1"
+    )
+    earlier = make_status(
+        at=100.0, round=7, pservers=(make_pserver(pushed_bytes=10**6),), trainers=(make_trainer(0, 7, 100),)
+    )
+    now = make_status(
+        at=105.0, round=69, trainers=(make_trainer(0, 57, 100), make_trainer(1, 57)),
+        pservers=(make_pserver(pushed_bytes=10**8, pulled_bytes=129 * 10**6),),
+    )  # fmt: skip
+    line = describe(now, make_summary(), earlier)
+    time = "elapsed 1:01  remaining 0:04"
+    assert line == f"training: round 1,234  12.4 rounds/s  45.6 MB/s  {time}  accuracy 0.9833  loss 0.25"
+    early = describe(now, make_summary(), None)
+    assert early == "training: round 1,234  elapsed 1:01  accuracy 0.9833  loss 0.25"
+    ended = describe(make_status(state="finished"), make_summary(results={}), earlier)
+    assert ended == "finished: round 1,234  elapsed 1:01"
+    interrupted = describe(make_status(state="failed"), make_summary(results={}), None, is_interrupted=True)
+    assert interrupted == "interrupted: round 1,234  elapsed 1:01"
+
+
+def test_rates_are_those_of_the_newest_seconds_of_training() -> None:
+    shown = progress.Progress(SimpleNamespace(), lambda: False, print)  # type: ignore[arg-type]
+    found = [
+        shown._find_earlier(make_status(at=100.0 + second, round=max(0, second - 3), attempt=second // 20))
+        for second in range(22)
+    ]
+    assert [None if one is None else one.round for one in found] == [None] * 9 + [*range(1, 12), None, None]
+
+
+def test_the_live_line_names_the_missing_trainers_of_a_slow_round() -> None:
+    slow = describe(make_status(pservers=(make_waiting_pserver(5),)), make_summary(), None)
+    assert "  waiting for trainer 1 (5 s)  accuracy" in slow
+    assert "waiting" not in describe(make_status(pservers=(make_waiting_pserver(0.5),)), make_summary(), None)
+
+
+def test_a_round_that_waits_for_a_trainer_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PERIOD_SECONDS", 0.001)
+    seconds = iter([9.0, 10.4, 11.0])
+    has_ended, lines = threading.Event(), []
+
+    def make() -> ClusterStatus:
+        waited = next(seconds, None)
+        if waited is None:
+            has_ended.set()
+        return make_status(pservers=(make_waiting_pserver(waited or 12.0),))
+
+    view: Any = SimpleNamespace(status=make, summary=make_summary)
+    with progress.Progress(view, lambda: False, lines.append):
+        assert has_ended.wait(30)
+    assert lines == ["round 8 has waited for trainer 1 for 10 s"]
+
+
+def test_the_report_ends_with_the_runs_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(make_summary(), as_json=False)
+    assert capsys.readouterr().out == (
+        "\n"
+        "rounds  seconds  seconds a round  accuracy  loss\n"
+        " 1,234     61.7           0.0500    0.9833  0.25\n"
+        "\n"
+        "pserver  shard bytes  pushed bytes  pulled bytes\n"
+        "      0        1,000     2,000,000     3,000,000\n"
+        "\n"
+        "trained: mode=sync transport=HTTP/2 accuracy=0.9833 rounds=1234 seconds=61.7\n"
+    )
+
+
+def test_the_report_of_a_resumed_run_has_its_new_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(
+        make_summary(earlier_rounds=1200, seconds=8.5, results={}, shards=(), warning="trainer 0 left"), as_json=False
+    )
+    assert capsys.readouterr().out == (
+        "\n"
+        "rounds  new rounds  seconds  seconds a round\n"
+        " 1,234          34      8.5           0.2500\n"
+        "\n"
+        "trained: mode=sync transport=HTTP/2 rounds=1234 new_rounds=34 seconds=8.5; trainer 0 left\n"
+    )
+    print_summary(make_summary(earlier_rounds=1234, results={}), as_json=False)
+    assert " 1,234           0     61.7                –\n" in capsys.readouterr().out
+
+
+def test_the_json_report_contains_nan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(make_summary(results={"loss": float("nan")}, rounds=0), as_json=True)
+    output = capsys.readouterr().out
+    assert '"loss": "NaN"' in output
+    assert '"seconds_a_round": 0.0' in output

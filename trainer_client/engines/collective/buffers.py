@@ -89,7 +89,7 @@ class FlatGradients:
         self._num_sent = 0  # buckets of this step, in order
         self._parameters = parameters
         self._send = send
-        self._is_spoiled = False  # a bucket was sent with discarded gradients
+        self.is_spoiled = False  # a bucket was sent with discarded gradients
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add a flat gradient. A bucket is sent once it and all earlier buckets are full, but for frozen parameters."""
@@ -111,7 +111,7 @@ class FlatGradients:
 
     def check(self, gradients: Mapping[str, Tensor] | None = None) -> None:
         """Raise ContributionConflict if the step cannot be taken, `gradient_changed` if a gradient comes too late."""
-        if self._is_spoiled:
+        if self.is_spoiled:
             raise ContributionConflict(
                 "gradients of a discarded step were sent to the other processes. Restart the script"
             )
@@ -138,14 +138,10 @@ class FlatGradients:
     def discard(self) -> bool:
         """Discard the added gradients; return True if a bucket was sent, so that this step cannot be repeated."""
         was_sent = self._num_sent > 0
-        self._is_spoiled = self._is_spoiled or was_sent
+        self.is_spoiled = self.is_spoiled or was_sent
         for bucket in self.buckets:
             bucket.clear()
         return was_sent
-
-    def mark_spoiled(self, *, is_spoiled: bool) -> None:
-        """Note if the other processes are at another step, so that this process can take no step."""
-        self._is_spoiled = is_spoiled
 
 
 class BroadcastBuffer:

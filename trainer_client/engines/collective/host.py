@@ -164,7 +164,7 @@ class HostFollower:
         host.send("model", model=digests)
         [started] = host.receive("started")
         # Only process 0 has a plan.
-        self._client.adopt_run(DeclaredRun(make_ring_plan([]), nonfinite=started["nonfinite"]))
+        self._client.begin_run(DeclaredRun(make_ring_plan([]), nonfinite=started["nonfinite"]))
         host.open_group(device)
         self._gradients = FlatGradients(
             model.parameters, started["bucket_bytes"], device, lambda bucket: host.collectives.reduce(bucket.flat)

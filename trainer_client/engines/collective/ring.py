@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 import torch
@@ -20,14 +21,18 @@ from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.norms import clip_coefficient
+from ps_protocol.optimizers import MEAN
 from ps_protocol.vocabulary import Rank
 
 from ...session.session import Session
+from ..combined_optimizer import members_of
 from ..engine import StepGradients, StepProgress, note_own_round
 from ..local_steps import step_with_gradients
 from ..model_tensors import TrainedModel
 from .buffers import FlatBucket, FlatGradients
 from .ring_group import Group, Tally, TallyVector
+
+NUM_COMPARED = 10  # rounds, after which a gradient that was always absent is a warning
 
 
 class RingEngine:
@@ -49,6 +54,8 @@ class RingEngine:
         self._is_void = False  # the gradients that have left for the next round are incomplete
         self._is_midway = False  # a round has begun, and not ended
         self._contribution = StepGradients({})
+        self._num_absent = Counter[str]()  # rounds in which others had a gradient, since this trainer last had one
+        self._has_warned_of_absent = False
         self._gradients = FlatGradients(parameters, self._agree_on_bucket_bytes(), group.device, self._send)
         self.follow_parameters()
         self._broadcast({**model.pulled, **model.stored})
@@ -151,7 +158,7 @@ class RingEngine:
         if self._is_midway:
             return
         self._is_void = self._gradients.discard()  # True if a backward pass without a step has sent gradients
-        self._gradients.mark_spoiled(is_spoiled=False)
+        self._gradients.is_spoiled = False
         self._has_joined = True
         self._client.coordinator.is_done = True
         log, last = self._client.log, self.progress.version
@@ -162,10 +169,12 @@ class RingEngine:
                     log.info(
                         "this trainer has no batches left, and joins the rounds of the other trainers without gradients"
                     )
+            if self.progress.version > last:
+                log.warning(f"the run ended after round {self.progress.version}, and this trainer holds round {last}")
         except GradpostError as error:
             log.warning(f"this trainer was done, and no longer takes part: {error}")
         finally:
-            self._client.coordinator.note_complete()
+            self._client.coordinator.counted_round = 0
 
     def _end_of_all(self) -> None:
         """End the joint rounds: no trainer had a batch, so there is no such round."""
@@ -185,7 +194,7 @@ class RingEngine:
         self._gradients.check(contribution.gradients)
         self._is_midway = True
         progress.begun = progress.version + 1
-        self._client.coordinator.note_may_be_counted(progress.begun)
+        self._client.coordinator.counted_round = progress.begun
         self._contribution = contribution
         self._send_all()
         while progress.begun > progress.version:
@@ -194,7 +203,7 @@ class RingEngine:
                 self._decide(self._tally.read())
             except BaseException as error:
                 progress.begun = progress.version
-                self._gradients.mark_spoiled(is_spoiled=not isinstance(error, NonFiniteGradient))
+                self._gradients.is_spoiled = not isinstance(error, NonFiniteGradient)
                 raise
 
     def _decide(self, tally: Tally) -> None:
@@ -250,12 +259,27 @@ class RingEngine:
             grad_norm = self._average()
             if not self._has_joined:
                 self._apply(set(tally.present))
-            self._average_buffers()
+                self._warn_of_absent(set(tally.present) - self._contribution.gradients.keys())
+            self._average_buffers(tally)
         self._clear_round()
         self._is_midway = False
         self.progress.version = round_
         if not self._has_joined:
             note_own_round(self._client, round_, grad_norm, is_skipped=bool(tally.nonfinite))
+
+    def _warn_of_absent(self, absent: Collection[str]) -> None:
+        """Log once that others had a gradient in ten rounds since this trainer last had one."""
+        for name in self._num_absent.keys() & self._contribution.gradients.keys():
+            del self._num_absent[name]
+        self._num_absent.update(absent)
+        found = [name for name in absent if self._num_absent[name] == NUM_COMPARED]
+        if found and not self._has_warned_of_absent:
+            self._has_warned_of_absent = True
+            self._client.log.warning(
+                f"trainer {self._group.rank} has sent no gradient of {min(found)!r} in {NUM_COMPARED} rounds in which "
+                "others had one: it is frozen on this trainer, or not used by its part of the model. The mean counts "
+                "zeros for it; if that is not intended, freeze it on all trainers or on none"
+            )
 
     @torch.no_grad()
     def _average(self) -> float | None:
@@ -275,8 +299,8 @@ class RingEngine:
         averages = {name: average for name, average in self._averages.items() if name in present}
         step_with_gradients(self._optimizer, self._parameters, averages)
 
-    def _average_buffers(self) -> None:
-        """Average the buffers of the trainers that had a batch, in one more collective."""
+    def _average_buffers(self, tally: Tally) -> None:
+        """Average the buffers of the trainers that had a batch, or take those of the lowest, in one more collective."""
         averages = self._buffer_averages
         means = averages.means
         if not means:
@@ -284,15 +308,20 @@ class RingEngine:
         changed = {} if self._has_joined else averages.changed_values()  # the call reads the script's model
         values = {name: mean.view(-1) for name, mean in means.items()} | changed
         flat = torch.cat([value.float() for value in values.values()]).to(self._group.device)
+        num_averaged = sum(means[name].numel() for name, rule in averages.rules.items() if rule == MEAN)
         if self._has_joined:
             flat.zero_()
+        elif self._group.rank != tally.lowest:
+            flat[num_averaged:].zero_()
         self._group.collectives.all_reduce(flat)
         self._wait()
         if self._has_joined:
             return
-        parts = torch.split(flat.div_(self._num_active), [mean.numel() for mean in means.values()])
+        flat[:num_averaged].div_(self._num_active)
+        parts = torch.split(flat, [mean.numel() for mean in means.values()])
         for mean, part in zip(means.values(), parts, strict=True):
             mean.copy_(part.view(mean.shape))
+        averages.warn_of_differences(self._client.log)
         averages.write_back()
 
     def _clip(self, max_norm: float) -> float:
@@ -317,16 +346,20 @@ def _numbers(optimizer: Optimizer) -> list[list[tuple[str, list[float]]]]:
     A group of a loaded state may lack a default that `torch.optim.Optimizer` adds by itself, such as `differentiable`.
     """
     found = []
-    for group in optimizer.param_groups:
-        values = ((key, group[key]) for key in sorted(optimizer.defaults) if key in group)
-        flat = ((key, value if isinstance(value, (tuple, list)) else (value,)) for key, value in values)
-        numbers = ((key, [float(v) for v in values if _is_number(v)]) for key, values in flat)
-        found.append([(key, floats) for key, floats in numbers if floats])
+    for member in members_of(optimizer).values():
+        for group in member.param_groups:
+            numbers = ((key, _floats(group[key])) for key in sorted(member.defaults) if key in group)
+            found.append([(key, floats) for key, floats in numbers if floats])
     return found
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+def _floats(value: object) -> list[float]:
+    """Return the numbers in a hyperparameter; those that are neither numbers nor sequences of them count as none."""
+    if isinstance(value, (tuple, list)):
+        return [number for element in value for number in _floats(element)]
+    if isinstance(value, Tensor):
+        return [float(number) for number in value.flatten().tolist()]
+    return [float(value)] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
 
 
 def _digest(numbers: object) -> int:

@@ -68,7 +68,7 @@ class Group:
             )
         work = run_aside(lambda: self._make_group(rendezvous))
         self.collectives = Collectives(self._io.run(self._client.coordinator.guard(self._wait(work))))
-        self._client.call_at_leave(self.close)
+        self._client.at_leave.append(self.close)
 
     def _make_group(self, rendezvous: str) -> Any:
         if rendezvous == OWN_GROUP:  # a group beside the script's own, whose collectives may come in between
@@ -119,6 +119,7 @@ class Tally:
     present: list[str]  # parameters with a gradient on any trainer
     nonfinite: list[Rank]  # trainers whose gradients hold NaN or infinity
     is_void: bool  # the gradients of a trainer are incomplete; all send theirs again
+    lowest: Rank | None  # the lowest rank that had a batch
     num_active: int  # trainers that had a batch; the mean is theirs
     has_same_numbers: bool  # in the optimizers and GradScalers of the trainers that had a batch
     source: Rank | None  # the lowest rank that has written parameters on purpose: all continue from its values
@@ -162,6 +163,7 @@ class TallyVector:
             present=[name for name, count in zip(self._names, counts.tolist(), strict=True) if count > 0],
             nonfinite=[rank for rank, count in enumerate(not_finite) if count > 0],
             is_void=any(void),
+            lowest=next((rank for rank, is_active in enumerate(active) if is_active), None),
             num_active=int(sum(active)),
             has_same_numbers=len({digest for digest, is_active in zip(digests, active, strict=True) if is_active}) <= 1,
             source=next((rank for rank, has_written in enumerate(written) if has_written), None),

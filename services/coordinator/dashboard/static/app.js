@@ -1,10 +1,11 @@
 // The page: polls once a second while it is visible, and shows when that fails.
 
+import { observe } from "./status.js";
 import { ask, forgetToken, hasToken, keepToken } from "./api.js";
 import { loadCharts } from "./charts.js";
 import { newestOf, redrawCurves, setUpCurves, showCurves } from "./curves.js";
 import { byId, flag, show } from "./dom.js";
-import { followEvents, leaveEvents, setUpEvents } from "./events.js";
+import { refreshEvents, setUpEvents } from "./events.js";
 import * as format from "./format.js";
 import { isRing, isSync, showFacts, showHeadline, showNotices } from "./headline.js";
 import { keptFolder, refreshHistory, setUpHistory } from "./history.js";
@@ -28,31 +29,31 @@ let timer = null;
 let asking = false;
 
 async function refresh() {
-  const [status, activity] = await Promise.all([ask("v1/status"), ask("v1/activity")]);
+  const status = observe(await ask("v1/status"));
   flag(byId("main"), "data-loading", false);
   flag(document.body, "data-ring", isRing(status));
-  showHeadline(status, activity);
-  showNotices(status, activity);
-  showTrainers(status, activity);
+  showHeadline(status);
+  showNotices(status);
+  showTrainers(status);
   showButtons();
-  showBarrier(status, activity);
-  showPservers(status, activity);
+  showBarrier(status);
+  showPservers(status);
   showStandbys(status);
   showProcesses(status);
-  showSpeed(status, activity);
-  showStaleness(status, activity);
+  showSpeed(status);
+  showStaleness(status);
+  await refreshEvents();
   await refreshOutput();
   if (turn % CURVES_EVERY === 0) {
     const most = Math.max(50, Math.min(500, Math.floor(POINTS / Math.max(1, status.trainers.length))));
     showCurves(await ask(`v1/curves?max_points=${most}`), isSync(status) ? "round" : "step of the trainer");
   }
-  showFacts(status, activity, newestOf("gradpost/learning_rate"));
+  showFacts(status, newestOf("gradpost/learning_rate"));
   if (turn % HISTORY_EVERY === 0) await refreshHistory(status);
   const canRead = status.plan_digest !== null && !isRing(status);
   if (!canRead) parameters.forgetParameters();
   else if (parameters.needsParameters(status)) parameters.showParameters(await ask("v1/parameters"));
   turn += 1;
-  followEvents();
   if (canRead && isSeen(byId("parameter"))) await refreshStatistics();
 }
 
@@ -113,7 +114,6 @@ function connection(state, text) {
 
 function askForToken(error) {
   connection("locked", "signed out");
-  leaveEvents();
   show(byId("sign-in-problem"), error && hasToken() ? `This token was refused: ${error.message}.` : "");
   forgetToken();
   byId("forget").hidden = true;
@@ -132,10 +132,8 @@ byId("forget").addEventListener("click", () => {
   location.reload();
 });
 document.addEventListener("visibilitychange", () => {
-  if (document.hidden) {
-    clearTimeout(timer);
-    leaveEvents();
-  } else run();
+  if (document.hidden) clearTimeout(timer);
+  else run();
 });
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea, dialog")) return;

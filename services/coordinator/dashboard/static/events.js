@@ -1,14 +1,12 @@
-// The event log: newest first, streamed while the page is visible.
+// The event log: newest first.
 
-import { readEvents } from "./api.js";
+import { ask } from "./api.js";
 import { byId, flag, make, show } from "./dom.js";
 import * as format from "./format.js";
 
 const MAX_EVENTS = 300;
-const RETRY_MS = 2000;
 
 let lastId = 0;
-let following = null;
 
 export function setUpEvents() {
   byId("event-kind").addEventListener("change", () => {
@@ -17,28 +15,8 @@ export function setUpEvents() {
   flag(byId("events"), "data-empty", true);
 }
 
-export async function followEvents() {
-  if (following !== null) return;
-  const mine = new AbortController();
-  following = mine;
-  while (!mine.signal.aborted) {
-    try {
-      show(byId("events-note"), "live");
-      for await (const event of readEvents("v1/events/stream", lastId, mine.signal)) add(event);
-    } catch (error) {
-      if (error.wantsToken) break; // the next status request asks for one
-    }
-    if (mine.signal.aborted) break;
-    show(byId("events-note"), "reconnecting");
-    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
-  }
-  if (following === mine) following = null;
-}
-
-export function leaveEvents() {
-  following?.abort();
-  following = null;
-  show(byId("events-note"), "paused");
+export async function refreshEvents() {
+  for (const event of await ask(`v1/events?after=${lastId}&limit=${MAX_EVENTS}`)) add(event);
 }
 
 function add(event) {

@@ -12,9 +12,9 @@ export function waitOf({ at, barrier }) {
   return barrier ? at - barrier.waiting_since : 0;
 }
 
-export function showHeadline(status, activity) {
+export function showHeadline(status) {
   const sync = isSync(status);
-  const progress = status.state === "training" ? `${format.count(activity.round)} · ` : "";
+  const progress = status.state === "training" ? `${format.count(status.round)} · ` : "";
   const state = status.is_paused ? "paused" : status.state;
   document.title = `${progress}Gradpost ${state}`;
   show(byId("state"), state, state);
@@ -23,15 +23,15 @@ export function showHeadline(status, activity) {
   show(byId("run-name"), status.run, status.run);
 
   show(byId("round-label"), sync ? "Round" : "Contributions");
-  show(byId("round"), format.count(activity.round), activity.round);
-  show(byId("round-more"), activity.attempt ? `newest applied, attempt ${activity.attempt}` : "newest applied");
+  show(byId("round"), format.count(status.round), status.round);
+  show(byId("round-more"), status.attempt ? `newest applied, attempt ${status.attempt}` : "newest applied");
   show(byId("rounds-label"), sync ? "Rounds / s" : "Contributions / s");
-  show(byId("rounds-per-second"), format.rate(activity.rounds_per_second), activity.rounds_per_second);
+  show(byId("rounds-per-second"), format.rate(status.rounds_per_second), status.rounds_per_second);
   show(byId("rounds-more"), isRing(status) ? "of all trainers" : "by every pserver");
-  show(byId("steps-per-second"), format.rate(activity.steps_per_second), activity.steps_per_second);
+  show(byId("steps-per-second"), format.rate(status.steps_per_second), status.steps_per_second);
 
-  const taking = activity.trainers.filter((trainer) => trainer.has_contributed).length;
-  const where = activity.round ? `in round ${format.count(activity.round)}` : "trainers";
+  const taking = status.trainers.filter((trainer) => trainer.has_contributed).length;
+  const where = status.round ? `in round ${format.count(status.round)}` : "trainers";
   show(byId("taking-part"), `${taking} of ${status.num_trainers}`, taking);
   show(byId("taking-part-more"), sync ? where : "in five seconds");
   const here = status.pservers.length;
@@ -43,7 +43,7 @@ export function showHeadline(status, activity) {
 }
 
 // What runs: the scripts of the trainers, which are usually alike.
-export function showFacts(status, activity, learningRate) {
+export function showFacts(status, learningRate) {
   const scripts = status.trainers.map(({ script }) => script).filter(Boolean);
   const distinct = (values) => [...new Set(values.filter(Boolean))];
   const fact = (name, values) => {
@@ -56,23 +56,23 @@ export function showFacts(status, activity, learningRate) {
   fact("script", distinct(scripts.map((script) => script.command)));
   fact("optimizer", distinct(scripts.map((script) => script.optimizer)));
   fact("rate", learningRate.map((rate) => format.digits(rate)));
-  fact("started", elapsed === null ? [] : [format.moment(activity.at - elapsed)]);
+  fact("started", elapsed === null ? [] : [format.moment(status.at - elapsed)]);
   fact("elapsed", elapsed === null ? [] : [format.duration(elapsed)]);
-  fact("remaining", format.isNumber(activity.remaining_seconds) ? [format.duration(activity.remaining_seconds)] : []);
+  fact("remaining", format.isNumber(status.remaining_seconds) ? [format.duration(status.remaining_seconds)] : []);
   fact("host", distinct(status.trainers.map(({ process }) => process?.host)));
   fact("torch", distinct(status.trainers.map(({ software }) => software?.torch)));
 }
 
-export function showNotices(status, activity) {
+export function showNotices(status) {
   const create = ({ kind }) => make("p", { class: kind }, make("b"), make("span"));
   const key = ({ kind, title }) => `${kind} ${title}`;
-  keep(byId("notices"), noticesOf(status, activity), key, create, (line, { title, text }) => {
+  keep(byId("notices"), noticesOf(status), key, create, (line, { title, text }) => {
     show(line.firstChild, title);
     show(line.lastChild, text);
   });
 }
 
-function noticesOf(status, activity) {
+function noticesOf(status) {
   const notices = status.prospects.map((text) => ({ kind: "bad", title: "Lost", text }));
   if (status.is_paused) {
     notices.unshift({ kind: "warn", title: "Paused", text: "by an administrator; it continues after: gradpost resume" });
@@ -84,10 +84,13 @@ function noticesOf(status, activity) {
   if (status.state === "gathering" && status.waiting_for.length) {
     notices.push({ kind: "info", title: "Waiting for", text: status.waiting_for.join(", ") });
   }
-  const wait = waitOf(activity);
+  if (status.overrides.length) {
+    notices.push({ kind: "info", title: "Set by an administrator", text: status.overrides.map(({ text }) => text).join(", ") });
+  }
+  const wait = waitOf(status);
   if (wait > LATE_SECONDS && !status.failure) {
-    const title = `Waiting for ${format.names("trainer", activity.barrier.missing)}`;
-    const since = format.clock(activity.barrier.waiting_since);
+    const title = `Waiting for ${format.names("trainer", status.barrier.missing)}`;
+    const since = format.clock(status.barrier.waiting_since);
     notices.push({ kind: "warn", title, text: `since ${since}, for ${format.seconds(wait)}` });
   }
   return notices;

@@ -50,7 +50,7 @@ async function showRuns() {
   keepRows(byId("history"), runs, ({ run }) => run, [
     ["compare", showCheck],
     ["", showButton],
-    ["", (cell, { name }) => show(cell, name ?? "–", name)],
+    ["long", (cell, { name }) => showLong(cell, name)],
     ["", (cell, one) => {
       show(cell, stateOf(one), one.state);
       cell.dataset.state = one.state;

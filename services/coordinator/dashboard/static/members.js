@@ -1,33 +1,26 @@
 // The members: trainers, their barrier, and pservers.
 
+import { isPresent } from "./status.js";
 import { byId, flag, keep, keepRows, make, show } from "./dom.js";
 import * as format from "./format.js";
 import { LATE_SECONDS, isSync, waitOf } from "./headline.js";
-
-const isHere = (trainer) => trainer.state === "joined" || trainer.state === "declared";
 
 function showAge(cell, seconds, matters = true) {
   show(cell, format.age(seconds));
   flag(cell, "data-late", matters && seconds > LATE_SECONDS);
 }
 
-// The values of both answers for each member, by its number.
-function join(first, second, key) {
-  const more = new Map(second.map((one) => [one[key], one]));
-  return first.map((one) => ({ ...one, ...more.get(one[key]) }));
-}
-
-function whereabouts({ is_paused }, { barrier }) {
+function whereabouts({ is_paused, barrier }) {
   const arrived = new Set(barrier?.arrived);
   const missing = new Set(barrier?.missing);
   return (rank) => (is_paused ? "paused" : missing.has(rank) ? "missing" : arrived.has(rank) ? "arrived" : "computing");
 }
 
-export function showTrainers(status, activity) {
+export function showTrainers(status) {
   const sync = isSync(status);
-  const where = whereabouts(status, activity);
-  const trainers = join(status.trainers, activity.trainers, "rank");
-  show(byId("contributed-label"), sync ? `In round ${format.count(activity.round)}` : "Active");
+  const where = whereabouts(status);
+  const { trainers } = status;
+  show(byId("contributed-label"), sync ? `In round ${format.count(status.round)}` : "Active");
   show(byId("behind-label"), sync ? "Barrier" : "Behind");
   keepRows(byId("trainers"), trainers, (trainer) => trainer.rank, [
     ["", (cell, t) => {
@@ -45,30 +38,30 @@ export function showTrainers(status, activity) {
     ["number", (cell, t) => show(cell, format.count(t.steps), t.steps)],
     ["number", (cell, t) => show(cell, format.rate(t.steps_per_second), t.steps_per_second)],
     ["number", (cell, t) => {
-      if (sync) show(cell, activity.barrier ? where(t.rank) : "–", where(t.rank));
+      if (sync) show(cell, status.barrier ? where(t.rank) : "–", where(t.rank));
       else show(cell, format.count(t.steps_behind), t.steps_behind);
     }],
     ["number", (cell, t) => show(cell, format.digits(t.results.loss, 4), t.results.loss)],
-    ["number", (cell, t) => showAge(cell, t.heartbeat_age_seconds, isHere(t))],
+    ["number", (cell, t) => showAge(cell, t.heartbeat_age_seconds, isPresent(t))],
   ]);
-  const here = `${trainers.filter(isHere).length} of ${format.count(status.num_trainers)} present`;
+  const here = `${trainers.filter(isPresent).length} of ${format.count(status.num_trainers)} present`;
   show(byId("trainers-note"), trainers.length ? here : "");
 }
 
-export function showBarrier(status, activity) {
-  const { barrier } = activity;
+export function showBarrier(status) {
+  const { barrier } = status;
   const sync = isSync(status);
-  const wait = waitOf(activity);
+  const wait = waitOf(status);
   flag(byId("barrier"), "data-empty", status.state !== "training");
   flag(byId("barrier"), "data-late", wait > LATE_SECONDS);
   show(byId("barrier-title"), sync ? "Barrier" : "Waiting");
-  const where = whereabouts(status, activity);
+  const where = whereabouts(status);
   const at = barrier?.pserver === null ? "" : `, pserver ${barrier?.pserver}`;
   show(byId("barrier-note"), barrier && sync ? `round ${format.count(barrier.round)}${at}` : "");
   const says = sync ? arrivals(barrier) : waiting(barrier);
   show(byId("barrier-says"), status.is_paused ? "The run is paused" : says, barrier);
   show(byId("barrier-since"), sinceWhen(barrier, wait));
-  const waits = activity.pservers.map((pserver) => pserver.wait_seconds).filter(format.isNumber);
+  const waits = status.pservers.map((pserver) => pserver.seconds_a_wait).filter(format.isNumber);
   const mean = `Mean wait in the newest five seconds: ${format.seconds(Math.max(...waits))}`;
   show(byId("barrier-wait"), waits.length ? mean : "");
 
@@ -94,20 +87,20 @@ function sinceWhen(barrier, wait) {
   return wait > LATE_SECONDS ? `${text}, for ${format.seconds(wait)}` : text;
 }
 
-export function showPservers(status, activity) {
-  const largest = Math.max(1, ...activity.pservers.map((pserver) => pserver.shard_bytes));
+export function showPservers(status) {
+  const largest = Math.max(1, ...status.pservers.map((pserver) => pserver.shard_bytes));
   const figure = (name, text) => ["number", (cell, p) => show(cell, text(p[name]), p[name])];
-  keepRows(byId("pservers"), join(status.pservers, activity.pservers, "index"), (pserver) => pserver.index, [
+  keepRows(byId("pservers"), status.pservers, (pserver) => pserver.index, [
     ["", (cell, p) => {
       show(cell, String(p.index), p.index);
       cell.title = `${p.address}, incarnation ${p.incarnation}`;
     }],
-    ["balance", (cell, p) => showShare(cell, (p.shard_bytes ?? 0) / largest)],
+    ["balance", (cell, p) => showShare(cell, p.shard_bytes / largest)],
     figure("shard_bytes", format.bytes),
     figure("num_blocks", format.count),
     figure("num_queued", format.count),
-    figure("apply_seconds", format.seconds),
-    figure("wait_seconds", format.seconds),
+    figure("seconds_an_apply", format.seconds),
+    figure("seconds_a_wait", format.seconds),
     figure("pushed_bytes_per_second", format.bytes),
     figure("pulled_bytes_per_second", format.bytes),
     ["number", (cell, p) => showAge(cell, p.heartbeat_age_seconds)],

@@ -102,23 +102,26 @@ function showStatistics(answer) {
   };
   keep(byId("statistics"), ROWS, ([key]) => key, create, (row, [key, title, text]) => {
     show(row.firstChild, title);
-    show(row.lastChild, text(answer[key]), answer[key]);
+    const isStill = key === "update_ratio" && answer.is_frozen;
+    show(row.lastChild, isStill ? "frozen" : text(answer[key]), answer[key]);
     flag(row, "data-bad", (key === "num_nan" || key === "num_infinite") && answer[key] > 0);
   });
-  const { begin, width, counts } = answer.histogram;
-  byId("histogram-chart").dataset.value = JSON.stringify(answer.histogram);
-  const middles = counts.map((_, i) => begin + (i + 0.5) * width);
-  const edge = (i) => format.digits(begin + i * width);
-  const edges = counts.map((_, i) => `${edge(i)} to ${edge(i + 1)}`);
+  showHistogram(answer.name, answer.histogram);
+}
+
+// The bins are powers of two of both signs, so the axis has one place for each.
+function showHistogram(name, bins) {
+  byId("histogram-chart").dataset.value = JSON.stringify(bins);
+  const edges = bins.map(([begin, end]) => (begin === end ? "0" : `${format.digits(begin)} to ${format.digits(end)}`));
   draw("histogram-chart", {
-    label: `Histogram of ${answer.name} in ${counts.length} bins from ${format.digits(begin)} on`,
+    label: `Histogram of ${name} in ${bins.length} bins`,
     traces: () => [{
-      type: "bar", x: middles, y: counts, width, customdata: edges,
+      type: "bar", x: bins.map(([begin]) => format.digits(begin)), y: bins.map(([, , count]) => count), customdata: edges,
       marker: { color: colour("series-1") }, hovertemplate: "%{customdata}: %{y:,}<extra></extra>",
     }],
     layout: {
-      bargap: 0.02, hovermode: "closest", uirevision: answer.name,
-      xaxis: { title: "value" }, yaxis: { title: "elements", tickformat: "~s" },
+      bargap: 0.02, hovermode: "closest", uirevision: name,
+      xaxis: { type: "category", title: "value" }, yaxis: { title: "elements", tickformat: "~s" },
     },
   });
 }

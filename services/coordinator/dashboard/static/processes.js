@@ -4,7 +4,7 @@ import { byId, keepRows, show } from "./dom.js";
 import * as format from "./format.js";
 
 const FIGURES = [
-  ["cpu_share", format.percent],
+  ["cpu_seconds_per_second", format.percent],
   ["resident_bytes", format.bytes],
   ["gpu_bytes", format.bytes],
   ["read_bytes_per_second", format.bytes],

@@ -1,1 +1,1 @@
-"""The asynchronous modes: clocks, their executor, its queues and its readers."""
+"""The asynchronous modes: clocks, their executor, its queues and pulls."""

@@ -30,8 +30,7 @@ class TrainerSteps(Generic[Payload]):
     incarnation: Incarnation
     open_step: Round = 1  # the step that the trainer pushes next
     clock: Round = 0  # every block of every step up to this one is applied
-    is_restored: bool = False  # this pserver was restarted and has lost the staged contributions
-    may_skip_steps: bool = False  # until a step is committed, acknowledged steps may be missing here
+    may_be_ahead: bool = False  # of this pserver, which was restarted and has not committed a step of it since
     staged: StagedContribution[Payload] = field(default_factory=StagedContribution)  # the contribution of the open step
     unapplied: dict[Round, int] = field(default_factory=dict)  # the number of unapplied blocks of each committed step
 
@@ -50,8 +49,8 @@ class Committed(Generic[Payload]):
 class Clocks(Generic[Payload]):
     """The staged contributions and clocks of one pserver. `applied` counts completely applied contributions.
 
-    A restored pserver begins with `applied` contributions, and the incarnation and newest step of each rank in them.
-    The first step that it commits for a trainer may be a later one: the steps before it are lost.
+    A restored pserver begins with the `applied` contributions of its checkpoint, and the incarnation and newest step of
+    each rank in them. The first step that it commits for a trainer may be a later one: the steps before it are lost.
     """
 
     def __init__(
@@ -61,22 +60,19 @@ class Clocks(Generic[Payload]):
         *,
         applied: int = 0,
         steps: Mapping[Rank, tuple[Incarnation, Round]] | None = None,
-        is_short: bool = False,
     ) -> None:
         self.members = dict(members)
         self.applied = applied
         self.num_committed = applied  # contributions that are applied or queued
         self.is_paused = False  # True if an administrator has paused the run
         self._rules = consistency
-        self._is_restored, self._is_short = steps is not None, is_short
+        self._is_restored = steps is not None
         self._steps: dict[Rank, TrainerSteps[Payload]] = {
             rank: TrainerSteps(incarnation) for rank, incarnation in members.items()
         }
         for rank, (incarnation, step) in (steps or {}).items():
             self.members[rank] = incarnation
-            self._steps[rank] = TrainerSteps(
-                incarnation, open_step=step + 1, clock=step, is_restored=True, may_skip_steps=is_short
-            )
+            self._steps[rank] = TrainerSteps(incarnation, open_step=step + 1, clock=step, may_be_ahead=True)
 
     def __repr__(self) -> str:
         clocks = ", ".join(f"trainer {rank}: {clock}" for rank, clock in self.clocks.items())
@@ -121,8 +117,8 @@ class Clocks(Generic[Payload]):
         check_member(self.members, rank, incarnation)
         steps = self._steps[rank]
         # A complete contribution is about to be committed.
-        may_skip_steps = steps.may_skip_steps and not steps.staged.is_complete
-        return admit(step, steps.open_step, max(step, steps.open_step) if may_skip_steps else steps.open_step)
+        may_be_ahead = steps.may_be_ahead and not steps.staged.is_complete
+        return admit(step, steps.open_step, max(step, steps.open_step) if may_be_ahead else steps.open_step)
 
     def check_state(self, rank: Rank, incarnation: Incarnation, round_: Round, version: Round) -> None:
         """Raise Conflict unless the trainer is a member. There is no common round, so every version is accepted."""
@@ -158,7 +154,7 @@ class Clocks(Generic[Payload]):
         self.num_committed += 1
         committed = Committed(rank, steps.open_step, steps.staged, steps, self.num_committed)
         steps.open_step += 1
-        steps.may_skip_steps = False  # from now on the trainer's steps come one after another
+        steps.may_be_ahead = False  # from now on the trainer's steps come one after another
         steps.staged = StagedContribution()
         steps.unapplied[committed.step] = len(committed.contribution.blocks)
         self._advance(steps)
@@ -185,7 +181,7 @@ class Clocks(Generic[Payload]):
         """
         steps = self._steps[rank]
         if step >= steps.open_step:
-            if steps.is_restored:
+            if self._is_restored:
                 raise ContributionMissing(f"this pserver was restarted and has lost step {step} of trainer {rank}")
             raise FutureRound(f"trainer {rank} has not pushed step {step}", current=steps.open_step)
         missing = set()
@@ -212,13 +208,7 @@ class Clocks(Generic[Payload]):
                 known = self._steps.get(rank)
                 if start is None or known is None or known.open_step < start:
                     start = start or 1
-                    known = TrainerSteps(
-                        incarnation,
-                        open_step=start,
-                        clock=start - 1,
-                        is_restored=self._is_restored,
-                        may_skip_steps=self._is_short,
-                    )
+                    known = TrainerSteps(incarnation, open_step=start, clock=start - 1, may_be_ahead=self._is_restored)
                 known.incarnation = incarnation
                 self._steps[rank] = known
         self.members = dict(members)

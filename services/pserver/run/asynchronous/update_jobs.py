@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from services.runtime.failpoints import reach_failpoint
-
 from ...shard.compensation import compensate_gradient, divide_rates
 from ...shard.tensors import StagedBlock
 from ..context import RunContext
@@ -27,7 +25,6 @@ class _Due:
     name: str
     update: BlockUpdate
     done: asyncio.Future[None]
-    staleness: int = 0
     error: Exception | None = None
 
 
@@ -87,32 +84,25 @@ class UpdateJobs:
         """Step blocks, each of them once, as a job."""
         together: dict[tuple[int, int], list[_Due]] = {}  # with the same hyperparameters and counter
         for each in due:
-            each.staleness = self._shard.versions[each.name] - each.update.pull.versions[each.name]
-            self._context.metrics.staleness.observe(each.staleness)
-            divisor = each.staleness if self._rules.compensation == "divide" else 0
+            staleness = self._shard.versions[each.name] - each.update.pull.versions[each.name]
+            self._context.metrics.staleness.observe(staleness)
+            divisor = staleness if self._rules.compensation == "divide" else 1
             together.setdefault((each.update.committed.number, divisor), []).append(each)
-        for group in together.values():
+        for (_, divisor), group in together.items():
             try:
-                self._step(group)
+                self._step(group, divisor)
             except Exception as error:
                 for each in group:
                     each.error = error
 
-    def _step(self, group: Sequence[_Due]) -> None:
+    def _step(self, group: Sequence[_Due], divisor: int) -> None:
         rules, shard, gradients = self._rules, self._shard, {}
         for each in group:
             gradient, place = each.update.block.tensor(), shard.layout.place[each.name]
-            if rules.compensation == "dc" and not place.is_mean:
+            if rules.compensation == "dc" and not place.buffer_rule:
                 assert each.update.pull.values is not None
                 pulled = each.update.pull.values[place.begin : place.end]
                 gradient = compensate_gradient(gradient, shard.block(each.name), pulled, rules.dc_lambda)
             gradients[each.name] = gradient
-        first = group[0]
-        hyper_parameters = first.update.hyper_parameters
-        if rules.compensation == "divide":
-            hyper_parameters = divide_rates(hyper_parameters, first.staleness)
-        for _ in group:
-            reach_failpoint("apply.before")
-        shard.apply_blocks(gradients, hyper_parameters, counter=first.update.committed.rank)
-        for _ in group:
-            reach_failpoint("apply.after")
+        first = group[0].update
+        shard.apply_blocks(gradients, divide_rates(first.hyper_parameters, divisor), counter=first.committed.rank)

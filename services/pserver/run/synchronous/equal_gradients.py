@@ -1,7 +1,8 @@
-"""`EqualGradients`: the search for trainers that push the same gradients, because they read the same data."""
+"""Searches for trainers that push the same gradients, or none of a parameter: most likely an error of the script."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from itertools import combinations
 
@@ -9,11 +10,13 @@ import xxhash
 
 from ps_protocol.vocabulary import Rank
 
+from ...shard.layout import ShardLayout
 from ...shard.tensors import StagedBlock
 from .rounds import Apply
 
 MAX_ROUNDS = 10
-MAX_BYTES = 1 << 20  # of each contribution are compared
+SAMPLE_BYTES = 1 << 14  # of each contribution are compared, on the event loop: 64 contributions take 1 ms
+MIN_BYTES = 64  # of each block in it
 
 
 class EqualGradients:
@@ -41,15 +44,44 @@ class EqualGradients:
         return min(self._pairs) if self._num_equal == MAX_ROUNDS else None
 
 
+class AbsentGradients:
+    """The search for parameters of which one trainer sends no gradient in ten rounds, and others do.
+
+    A parameter is searched for on the pserver of its first block. Rounds without any gradient of it do not count.
+    """
+
+    def __init__(self, layout: ShardLayout) -> None:
+        self._trained = {place.name for place in layout.places if not place.buffer_rule and not place.block.begin}
+        self._num_blocks = len(layout.places)
+        self._num_absent = Counter[tuple[Rank, str]]()  # rounds since a rank last sent a block
+        self._has_found = False
+
+    def find(self, apply: Apply[StagedBlock]) -> tuple[Rank, str] | None:
+        """Compare the gradients of a round. Return, once, a rank and a block that it lacked in ten rounds."""
+        if self._has_found or len(apply.ranks) < 2 or apply.nonfinite:
+            return None
+        lacked = {  # a contribution of all blocks is not searched: 64 times 1000 blocks take 1 ms
+            rank: self._trained - staged.blocks.keys() if len(staged.blocks) < self._num_blocks else set[str]()
+            for rank, staged in zip(apply.ranks, apply.contributions, strict=True)
+        }
+        unused = set.intersection(*lacked.values())
+        absent = [(rank, name) for rank in lacked for name in lacked[rank] - unused]
+        sent = [(rank, name) for rank, name in self._num_absent if name not in lacked.get(rank, ())]
+        self._num_absent.update(absent)
+        for block in sent:
+            del self._num_absent[block]
+        found = [block for block in absent if self._num_absent[block] == MAX_ROUNDS]
+        self._has_found = bool(found)
+        return min(found, default=None)
+
+
 def _digest(blocks: Mapping[str, StagedBlock]) -> bytes | None:
-    """Return the digest of the first bytes of the blocks; None if all of them are zero."""
-    digest, left, is_zero = xxhash.xxh3_128(), MAX_BYTES, True
-    for name in sorted(blocks):
+    """Return the digest of the first bytes of each block, of 256 blocks at most; None if all of them are zero."""
+    digest, is_zero = xxhash.xxh3_128(), True
+    names = sorted(blocks)[: SAMPLE_BYTES // MIN_BYTES]
+    for name in names:
         for view in blocks[name].bytes():
-            part = bytes(view[:left])
+            part = bytes(view[: SAMPLE_BYTES // len(names)])
             digest.update(part)
-            left -= len(part)
             is_zero = is_zero and part.count(0) == len(part)
-        if not left:
-            break
     return None if is_zero else digest.digest()

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from time import perf_counter
 from typing import Any, TypeVar
 
 from ps_protocol.errors import Ended, GradpostError, NormChanged, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import Membership
 from ps_protocol.norms import AgreedNorm, clip_coefficient
+from ps_protocol.optimizers import find_difference
 from ps_protocol.requests import Barrier, BarrierAnswer, NormAnswer, Pull
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.logs import get_logger
@@ -27,7 +30,7 @@ from ...shard.tensors import StagedBlock
 from ..context import RunContext
 from ..schedule import Read, Wait, name_trainers
 from ..staging import Push, Staged
-from .equal_gradients import EqualGradients
+from .equal_gradients import MAX_ROUNDS, AbsentGradients, EqualGradients
 from .round_work import Measured, RoundWork
 from .rounds import Apply, Measure, Order, Rounds
 
@@ -35,7 +38,10 @@ log = get_logger()
 
 T = TypeVar("T")
 
+STALLED_SECONDS = 2.0  # for which an update may be logged and stepped, beside the time for its size
+STALLED_BYTES_PER_SECOND = 20e6  # of the shard, less than any disk for it writes
 LOG_RETRY_SECONDS = 0.5  # between tries to write to a full disk
+LOG_REPORT_SECONDS = 60.0  # between messages about it
 
 
 class RoundsExecutor:
@@ -55,6 +61,7 @@ class RoundsExecutor:
         self._apply_task: asyncio.Task[None] | None = None
         self._has_warned_about_disagreement = False
         self._equal_gradients = EqualGradients()
+        self._absent_gradients = AbsentGradients(context.shard.layout)
         self._disk_trouble = ""  # the reason why the log of the open round is not written yet
         self.stepped_history = schedule.copy_history()  # of the shard's version; only jobs replace it
 
@@ -110,9 +117,6 @@ class RoundsExecutor:
                 self._context.check_failure()
                 await self._condition.wait()
 
-    async def wait_until_changeable(self) -> None:
-        """Return immediately, since a running apply does not depend on the members."""
-
     def install_members(self, membership: Membership) -> None:
         """Install a set of members, which may complete the batch barrier."""
         was_paused = self.schedule.is_paused
@@ -160,14 +164,15 @@ class RoundsExecutor:
 
     async def _apply(self, apply: Apply[StagedBlock], coefficient: float = 1.0) -> None:
         self._warn_about_disagreement(apply)
-        self._warn_about_equal_gradients(apply)
+        self._warn_about_gradients(apply)
         async with self._fail_on_error(apply.round):
-            with self._metrics.apply_seconds.time():
-                await self._revoke_reply()
-                if coefficient != 1:
-                    await self._context.run_update(self._work.clip, coefficient)
-                reply = await self._step_when_logged(apply)
-                await self._snapshot_if_due(apply)
+            begin = perf_counter()
+            await self._revoke_reply()
+            if coefficient != 1:
+                await self._context.run_update(self._work.clip, coefficient)
+            reply = await self._step_when_logged(apply)
+            await self._snapshot_if_due(apply)
+            self._metrics.apply_seconds.observe(perf_counter() - begin)
             if (standbys := self._context.standbys) is not None:
                 await standbys.wait_for_joining(apply.round)
             await self._context.wait_until_held(apply.round)
@@ -185,22 +190,26 @@ class RoundsExecutor:
             await reply.revoke()
 
     async def _step_when_logged(self, apply: Apply[StagedBlock]) -> Reply:
-        """Step as soon as the disk accepts the update. A full disk fails the run in the end."""
+        """Step as soon as the disk accepts the update. A full or hanging disk fails the run in the end."""
         loop, context = asyncio.get_running_loop(), self._context
-        deadline = loop.time() + context.installed.round_timeout_seconds
+        deadline, next_report = loop.time() + context.installed.round_timeout_seconds, 0.0
         run = context.compute.run if context.has_log else context.run_update  # a write may block, as may its thread
+        context.stalls_at = loop.time() + STALLED_SECONDS + context.shard.values.nbytes / STALLED_BYTES_PER_SECOND
         while True:
             try:
-                reply = await run(self._step, apply)
-            except OSError as error:
+                async with asyncio.timeout_at(max(deadline, context.stalls_at)):
+                    reply = await run(self._step, apply)
+            except OSError as error:  # also the end of the time
                 self._metrics.log_failures.inc()
                 if loop.time() >= deadline or context.failure is not None:
                     raise context.storage_failed(f"log round {apply.round}", error) from error
-                log.error("the log cannot be written; the round waits", round=apply.round, error=str(error))
+                if loop.time() >= next_report:
+                    log.error("the log cannot be written; the round waits", round=apply.round, error=str(error))
+                    next_report = loop.time() + LOG_REPORT_SECONDS
                 self._disk_trouble = f"the disk of pserver {context.index}: {error}"
                 await asyncio.sleep(LOG_RETRY_SECONDS)
             else:
-                self._disk_trouble = ""
+                self._disk_trouble, context.stalls_at = "", math.inf
                 return reply
 
     def _step(self, apply: Apply[StagedBlock]) -> Reply:
@@ -216,9 +225,9 @@ class RoundsExecutor:
         return self.schedule.history_after(apply, measured.norm if measured else None)
 
     async def _snapshot_if_due(self, apply: Apply[StagedBlock]) -> None:
-        if (destination := self._context.writer.choose_destination(apply.round)) is not None:
+        if self._context.writer.begin_if_due(apply.round):
             with contextlib.suppress(TryAgain):  # the writer has logged the error, and the log has the round
-                await self._context.write_checkpoint(destination, self._history_after(apply))
+                await self._context.write_snapshot(self._history_after(apply))
 
     async def _finish_round(self, apply: Apply[StagedBlock], reply: Reply) -> None:
         async with self._condition:
@@ -240,14 +249,23 @@ class RoundsExecutor:
         for rank, contribution in zip(apply.ranks, apply.contributions, strict=True):
             if contribution.hyper_parameters != apply.hyper_parameters:
                 self._metrics.disagreements.inc()
-                if not self._has_warned_about_disagreement:
+                if not self._has_warned_about_disagreement and self._context.index == 0:
                     self._has_warned_about_disagreement = True
+                    name, used, ignored = find_difference(apply.hyper_parameters, contribution.hyper_parameters)
                     log.warning(
-                        "trainers push different hyperparameters; the lowest rank's count",
-                        round=apply.round, used=f"trainer {apply.ranks[0]}", ignored=f"trainer {rank}",
-                    )  # fmt: skip
+                        f"{name} is {used} on trainer {apply.ranks[0]} and {ignored} on trainer {rank}, and all step "
+                        f"with that of trainer {apply.ranks[0]}. Set the same on all trainers"
+                    )
 
-    def _warn_about_equal_gradients(self, apply: Apply[StagedBlock]) -> None:
+    def _warn_about_gradients(self, apply: Apply[StagedBlock]) -> None:
+        if (found := self._absent_gradients.find(apply)) is not None:
+            rank, name = found
+            log.warning(
+                f"trainer {rank} has sent no gradient of {self._context.shard.layout.place[name].block.parameter!r} in "
+                f"{MAX_ROUNDS} rounds in which others had one: it is frozen on this trainer, or not used by its part "
+                "of the model. The mean counts zeros for it; if that is not intended, freeze it on all trainers or on "
+                "none"
+            )
         if self._context.index == 0 and (ranks := self._equal_gradients.find(apply)) is not None:
             log.warning(
                 f"trainers {ranks[0]} and {ranks[1]} push the same gradients: does each read its own part of the data? "
@@ -368,9 +386,9 @@ class RoundsExecutor:
             await asyncio.wait([self._apply_task])  # the apply may have decided already that no checkpoint is due
         return self.schedule.applied if self.schedule.applying is None else self.schedule.open
 
-    async def begin_checkpoint(self, round_: Round) -> None:
-        """Begin a checkpoint of the shard. Raises TryAgain."""
-        await self._context.write_checkpoint("place")
+    async def begin_snapshot(self, round_: Round) -> None:
+        """Begin a snapshot of the shard. Raises TryAgain."""
+        await self._context.write_snapshot()
 
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
         """Read the shard right after a round, or as it is: see `Executor.read_after_round`."""

@@ -19,7 +19,7 @@ from services.pserver.durable.storage import Restored, RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, list_segments
 from services.pserver.shard.history import History
 from services.pserver.shard.shard import Shard
-from services.runtime.checkpoints import Manifest, write_manifest
+from services.runtime.checkpoints import Manifest, round_folder, write_manifest
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
 from ..oracle import make_numbers, make_options, make_spec
@@ -49,7 +49,7 @@ def plan_for(num_pservers: int, **options: object) -> SlicePlan:
 
 def install_for(plan: SlicePlan, durability: Durability = "log", run: str = "run1", **changes: object) -> InstallRun:
     values: dict[str, object] = {
-        "run": run, "attempt": 0, "plan": plan.to_json(), "incarnation": 1, "consistency": Consistency(),
+        "run": run, "attempt": 0, "plan": plan.as_json, "incarnation": 1, "consistency": Consistency(),
         "nonfinite": "reject", "round_timeout_seconds": 5.0, "durability": durability, "checkpoint_rounds": 4,
         "uploader": 0, "number": 1, "membership": Membership({0: 1}),
     }  # fmt: skip
@@ -92,7 +92,7 @@ def step(shard: Shard, round_: int, storage: RunStorage | None = None) -> None:
 def open_storage(
     folder: Path, plan: SlicePlan, durability: Durability = "log", index: int = 0, log: Path | None = None
 ) -> RunStorage:
-    return RunStorage(install_for(plan, durability), index, log or folder / f"log-{index}", place_in(folder))
+    return RunStorage(install_for(plan, durability), index, log or folder / f"log-{index}")
 
 
 def place_in(folder: Path) -> CheckpointStorage:
@@ -119,41 +119,33 @@ def train(
     return storage, shard
 
 
-def play(storage: RunStorage, shard: Shard, rounds: int, checkpoints: tuple[int, ...]) -> list[ShardFile]:
-    """Play these rounds from the first on; return the files of the checkpoints."""
+def play(
+    storage: RunStorage, shard: Shard, rounds: int, checkpoints: tuple[int, ...], place: CheckpointStorage | None = None
+) -> list[ShardFile]:
+    """Play these rounds from the first on; return the files of the checkpoints, which are published in a place."""
     files = []
     for round_ in range(rounds + 1):
         if round_:
             step(shard, round_, storage)
         if round_ in checkpoints:
-            files.append(storage.snapshot(shard, History({round_: (0,)} if round_ else {}))())
+            file, path = storage.snapshot(shard, History({round_: (0,)} if round_ else {}))()
+            files.append(file)
+            if place is not None:
+                place.copy_file(path, f"{round_folder('run1', round_)}/{file.name}")
     return files
 
 
 def complete_checkpoint(place: CheckpointStorage, plan: SlicePlan, *shards: ShardFile) -> None:
     """Write the manifest of these shards, as the coordinator does."""
     manifest = Manifest(
-        run="run1", attempt=0, round=shards[0].round, consistency=Consistency(), plan=plan.to_json(), shards=shards,
+        run="run1", attempt=0, round=shards[0].round, consistency=Consistency(), plan=plan.as_json, shards=shards,
         created="2026-11-21T10:00:00+00:00",
     )  # fmt: skip
     write_manifest(place, manifest)
 
 
-def train_alone(folder: Path) -> tuple[RunStorage, Shard]:
-    """Train for 30 rounds with own checkpoints after every fourth."""
-    storage, shard = train(folder, 0)
-    for round_ in range(1, 31):
-        step(shard, round_, storage)
-        if round_ % 4 == 0:
-            storage.snapshot(shard, History({round_: (0,)}), is_own=True)()
-            storage.prune_folder(complete=None)
-    return storage, shard
-
-
 def reopen(folder: Path) -> RunStorage:
-    storage = open_storage(folder, TWO_SHARDS)
-    storage.find_checkpoints()
-    return storage
+    return open_storage(folder, TWO_SHARDS)
 
 
 def assert_restores(folder: Path, round_: int, *, newest: int | None = None, is_short: bool = False) -> Restored:
@@ -165,6 +157,11 @@ def assert_restores(folder: Path, round_: int, *, newest: int | None = None, is_
 
 def segment(folder: Path, base: int) -> Path:
     [path] = (folder / "log-0").glob(f"{base:012}-*.log")
+    return path
+
+
+def snapshot(folder: Path, round_: int) -> Path:
+    [path] = (folder / "log-0").glob(f"{round_:012}-*.safetensors")
     return path
 
 

@@ -33,9 +33,9 @@ from .support import (
     reopen,
     segment,
     segment_bases,
+    snapshot,
     step,
     train,
-    train_alone,
 )
 
 FIRST = "f" * 32
@@ -215,15 +215,15 @@ def test_a_restored_shard_continues_the_chain_of_its_round(tmp_path: Path) -> No
         assert storage.newest_update is None
 
 
-def test_own_checkpoints_carry_the_chain_after_the_log_is_pruned(tmp_path: Path) -> None:
+def test_snapshots_carry_the_chain_after_the_log_is_pruned(tmp_path: Path) -> None:
     chains = chains_after(tmp_path, 30)
-    train_alone(tmp_path)
-    assert segment_bases(tmp_path) == [24, 28]
-    for round_ in range(24, 31):
+    train(tmp_path, 30, checkpoints=tuple(range(4, 30, 4)))
+    assert segment_bases(tmp_path) == [20, 24, 28]
+    for round_ in range(20, 31):
         assert assert_restores(tmp_path, round_, newest=round_).chain == chains[round_]
 
 
-def test_updates_of_another_history_are_not_replayed_onto_a_checkpoint(tmp_path: Path) -> None:
+def test_updates_of_another_history_are_not_replayed_onto_a_snapshot(tmp_path: Path) -> None:
     train(tmp_path, 11)
     other, shard = train(tmp_path / "other", 0)
     other.append(LoggedUpdate(1, (7,), [], ()), [])  # steps nothing
@@ -231,8 +231,8 @@ def test_updates_of_another_history_are_not_replayed_onto_a_checkpoint(tmp_path:
     for round_ in range(2, 9):
         step(shard, round_, other)
     other.snapshot(shard, History())()
-    folder = Path("checkpoints", "run1", f"{8:012}")
-    shutil.copytree(tmp_path / "other" / folder, tmp_path / folder, dirs_exist_ok=True)
+    snapshot(tmp_path, 8).unlink()
+    shutil.copy(snapshot(tmp_path / "other", 8), tmp_path / "log-0")
     restored = reopen(tmp_path).restore()
     assert restored is not None
     assert (restored.round, restored.chain, restored.is_short) == (8, get_chain(other), True)

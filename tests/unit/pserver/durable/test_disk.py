@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.errors import StorageFailed
+from services.coordinator.restore import RecordFile
 from services.pserver.durable.disk import IDENTITY, Disk, FolderTaken, StateFolder, open_folder
 from services.runtime.checkpoints import MANIFEST, round_folder
 from services.runtime.storage import DamagedFile, open_checkpoint_storage
 
-from ...earlier_files import rewrite_sealed
 from .support import complete_checkpoint, cut, digest_after, flip, install_for, new_shard, plan_for, play, refuse
 
 PLAN = plan_for(1)
@@ -26,7 +26,7 @@ def train(folder: Path, rounds: int, checkpoints: tuple[int, ...], url: str = ""
     disk.open(0)
     disk.write_incarnation(0, 1)
     storage, _ = disk.open_run(install_for(PLAN))
-    for file in play(storage, new_shard(PLAN), rounds, checkpoints):
+    for file in play(storage, new_shard(PLAN), rounds, checkpoints, place):
         complete_checkpoint(place, PLAN, file)
     storage.close()
     disk.folder.close()
@@ -42,26 +42,6 @@ def reopened(folder: Path) -> Disk:
     disk = open_disk(folder, 0)
     disk.write_incarnation(0, 2)
     return disk
-
-
-def test_files_of_an_earlier_version_are_read(tmp_path):
-    train(tmp_path, 6, (0, 4))
-    identity = tmp_path / "state" / "pserver-0" / IDENTITY
-    rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(max_merged=1, step_count="applied"))
-    disk = open_disk(tmp_path)
-    assert (disk.index, disk.previous_incarnation) == (0, 1)
-    assert (disk.held.run, disk.held.rounds.applied, disk.held.restorable) == ("run1", 6, ((0, 6),))
-    manifest = tmp_path / "shared" / round_folder("run1", 4) / MANIFEST
-    rewrite_sealed(manifest, lambda content: content["consistency"].update(max_merged=8, step_count="trainer"))
-    assert disk.find_checkpoints("run1", 0) == [(4, 4), (0, 0)]
-
-
-def test_a_log_that_does_not_say_whose_steps_were_counted_is_refused(tmp_path):
-    train(tmp_path, 2, (0,))
-    identity = tmp_path / "state" / "pserver-0" / IDENTITY
-    rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(step_count="trainer"))
-    with pytest.raises(DamagedFile, match="trainers of the steps; delete this file to continue the run"):
-        Disk(tmp_path / "state").open(0)
 
 
 @pytest.mark.parametrize("accident", [flip, cut])
@@ -90,6 +70,10 @@ def test_an_identity_that_cannot_be_read_is_not_damaged(tmp_path):
     assert disk.previous_incarnation == 1
 
 
+def find(disk: Disk, newest: int, *, is_complete: bool = True, run: str = "run1") -> list[tuple[int, int]]:
+    return disk.find_restorable(None, run, newest, is_complete=is_complete)
+
+
 @pytest.mark.parametrize("lost", ["identity", "folder"])
 @pytest.mark.parametrize("url", ["{}/shared", "memory://{}"])
 def test_without_its_disk_it_goes_back_to_a_complete_checkpoint(tmp_path, lost, url):
@@ -102,20 +86,43 @@ def test_without_its_disk_it_goes_back_to_a_complete_checkpoint(tmp_path, lost, 
         (folder / IDENTITY).unlink()
     disk = Disk(tmp_path / "state", url)
     disk.open(0)
-    assert disk.find_checkpoints("run1", 0) == [(4, 4), (0, 0)]
-    assert disk.find_checkpoints("run1", 1) == disk.find_checkpoints("run2", 0) == []
     disk.write_incarnation(0, 2)
+    assert (find(disk, 4), find(disk, 0)) == ([(4, 4)], [(0, 0)])
+    assert find(disk, 4, is_complete=False) == find(disk, 5) == find(disk, 4, run="run2") == []
     storage, restored = disk.open_run(install_for(PLAN, restore=4, attempt=1, incarnation=2))
     assert (restored.round, restored.shard.digest()) == (4, digest_after(PLAN, 4))
-    assert storage.find_restorable() == [(4, 4), (0, 0)]
+    assert storage.find_restorable() == [(4, 4)]
+
+
+def test_a_folder_that_leads_to_the_round_needs_no_shared_storage(tmp_path, monkeypatch):
+    train(tmp_path, 6, (0, 4))
+    monkeypatch.setattr(Disk, "find_place", refuse)
+    disk = reopened(tmp_path)
+    assert find(disk, 5) == [(0, 6)]
+    storage, restored = disk.open_run(install_for(PLAN, restore=5, attempt=1, incarnation=2))
+    assert restored.round == 5
+    storage.close()
+    disk.folder.close()
+    assert open_disk(tmp_path, 0).held.rounds.applied == 5
 
 
 def test_damaged_checkpoints_are_no_way_back(tmp_path):
     train(tmp_path, 6, (0, 4, 6))
     shared = tmp_path / "shared"
-    flip(shared / round_folder("run1", 6) / "pserver-0-of-1.safetensors")
+    [shard] = (shared / round_folder("run1", 6)).glob("*.safetensors")
+    flip(shard)
     flip(shared / round_folder("run1", 4) / MANIFEST)
-    assert Disk(tmp_path / "state", str(shared)).find_checkpoints("run1", 0) == [(0, 0)]
+    disk = Disk(tmp_path / "other", str(shared))
+    disk.write_incarnation(0, 1)
+    assert [find(disk, round_) for round_ in (6, 4, 0)] == [[], [], [(0, 0)]]
+
+
+def test_the_shared_storage_is_by_default_in_the_state_folder_of_the_coordinator(tmp_path):
+    disk = Disk(tmp_path)
+    assert disk.find_place() is None
+    RecordFile(tmp_path).lock()
+    assert disk.find_place().url == str(tmp_path / "checkpoints")
+    assert Disk(tmp_path, "memory://elsewhere").find_place().url == "memory://elsewhere"
 
 
 def test_nothing_is_deleted_for_a_checkpoint_that_is_not_there(tmp_path):
@@ -130,7 +137,7 @@ def test_nothing_is_deleted_for_a_checkpoint_that_is_not_there(tmp_path):
     assert again.held.rounds.applied == 6
 
 
-@pytest.mark.parametrize("name", ["pserver-0-of-1.safetensors", MANIFEST])
+@pytest.mark.parametrize("name", ["pserver-0-of-1.0-1.safetensors", MANIFEST])
 def test_a_run_does_not_begin_with_a_damaged_checkpoint(tmp_path, name):
     train(tmp_path, 4, (0, 4))
     flip(tmp_path / "shared" / round_folder("run1", 4) / name)
@@ -145,7 +152,6 @@ def test_a_run_that_resumes_another_one_begins_its_chain_with_the_shard(tmp_path
     disk = reopened(tmp_path)
     storage, restored = disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1", incarnation=2))
     assert storage.newest_update == (4, restored.shard.digest())
-    assert storage.restore().chain == restored.shard.digest()
 
 
 def test_a_folder_has_one_holder(tmp_path):
@@ -165,26 +171,6 @@ def test_a_later_life_fences_off_an_earlier_one(tmp_path):
     folder.write_identity(2, None)
     with pytest.raises(FolderTaken, match="belongs to a later incarnation of pserver 0"):
         folder.write_identity(1, None)
-
-
-def test_incomplete_files_are_deleted_by_the_next_incarnation(tmp_path):
-    train(tmp_path, 6, (0, 4))
-    shared = tmp_path / "shared"
-    whole = shared / round_folder("run1", 4)
-    for round_ in (2, 6):
-        (shared / round_folder("run1", round_)).mkdir(exist_ok=True)
-        shutil.copy(whole / "pserver-0-of-1.safetensors", shared / round_folder("run1", round_))
-    (whole / ".pserver-0-of-1.safetensors.123").write_bytes(b"half")
-    others = shared / round_folder("run1", 6) / "pserver-1-of-2.safetensors"
-    others.write_bytes(b"another's")
-    before = {path for path in whole.iterdir() if not path.name.startswith(".")}
-    disk = reopened(tmp_path)
-    storage, restored = disk.open_run(install_for(PLAN, restore=6))
-    assert restored.round == 6
-    storage.close()
-    assert set(whole.iterdir()) == before
-    assert not list((shared / round_folder("run1", 2)).iterdir())
-    assert list(others.parent.iterdir()) == [others]
 
 
 def test_initial_values_of_an_attempt_that_was_given_up_do_not_come_back(tmp_path):
@@ -219,6 +205,6 @@ def test_a_run_that_cannot_be_opened_leaves_no_file_open(tmp_path, monkeypatch):
         for _ in range(5):
             with pytest.raises(OSError, match="Input/output error"):
                 disk.open_run(install_for(PLAN, restore=2))
-        assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+        assert len(list(Path("/proc/self/fd").iterdir())) <= num_open + 1  # of the log
     _, restored = disk.open_run(install_for(PLAN, restore=2))
     assert restored.round == 2

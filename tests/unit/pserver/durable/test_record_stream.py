@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from ps_protocol.errors import BadInput, StaleRun
 from ps_protocol.frames import encode_header
 from services.pserver.durable.record_stream import End, Idle, Received, RecordParser, encode_end, encode_idle
-from services.pserver.durable.records import PREFIX, Record, pack_prefix
-from services.runtime.storage import digest_chunks
+from services.pserver.durable.records import Record, pack_prefix
 
 from .support import alter
 
@@ -156,15 +155,3 @@ def test_the_first_record_must_continue_what_the_reader_has() -> None:
     assert parser.chain == last.chain
     with pytest.raises(BadInput, match="does not continue"):
         list(RecordParser(MAX_BYTES, "0" * 32).feed(stream))
-
-
-def test_an_update_of_format_1_has_no_chain() -> None:
-    frame = encode_header([], {"round": "1"})
-    earlier = PREFIX.pack(b"8 bytes.", len(frame), digest_chunks([b"8 bytes.", frame]).digest()) + frame
-    parser = RecordParser(MAX_BYTES, FIRST)
-    [record] = parser.feed(earlier)
-    assert isinstance(record, Record)
-    assert (record.chain, parser.chain) == (None, None)
-    [record] = parser.feed(encode(b"a"))
-    assert isinstance(record, Record)
-    assert parser.chain == record.chain is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,7 +31,7 @@ from services.runtime.compute import ComputeExecutor
 from services.runtime.metrics import ServiceMetrics
 
 from ...runtime.support import running
-from ..support import LIMITS, Bench, failing, until
+from ..support import LIMITS, Bench, until
 from ..test_replication import logging
 
 Change = Callable[[Scope, Message], Message]
@@ -52,26 +51,24 @@ class Standby:
         self.compute = ComputeExecutor()
         metrics = PserverMetrics(CollectorRegistry(), self.compute)
         self.pserver = Pserver(self.compute, metrics, LIMITS, disk=Disk(folder))
-        self.pserver.renew_lease(math.inf)
         self.follower = Follower(0, self.pserver, http, open_updates, self.compute, StandbyMetrics(self.registry))
         self.promoted: list[PserverRegistered] = []
         self.promotion = Promotion(
-            self.follower, self.pserver, http2=True, local=None,
-            on_promoted=self.promoted.append, on_failed=failing(AssertionError()),
-        )  # fmt: skip
+            self.follower, self.pserver, http2=True, local=None, on_promoted=self.promoted.append
+        )
         self.promotion.address = "http://standby:1"
         self.task: asyncio.Task[Any] | None = None
         self.change: Change | None = None
         self.confirmed: list[HeldUpdates] = []
         self.answers: list[Callable[[], Awaitable[int]]] = []  # each returns the status of the next confirmation
         self.failures: list[str] = []
-        handle = self.follower._handle_failure
+        log_problem = self.follower._log_problem
 
-        def note_failure(error: Exception) -> None:
-            self.failures.append(f"{type(error).__name__}: {error}")
-            handle(error)
+        def note_problem(text: str) -> None:
+            self.failures.append(text)
+            log_problem(text)
 
-        self.follower._handle_failure = note_failure  # type: ignore[method-assign]
+        self.follower._log_problem = note_problem  # type: ignore[method-assign]
 
     async def answer_confirmation(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.confirmed.append(HeldUpdates.model_validate_json((await receive())["body"]))
@@ -149,10 +146,8 @@ async def following_bench(folder: Path, **options: Any) -> AsyncIterator[tuple[B
     """A pserver, and a standby with another folder in the same place."""
     async with logging(folder, **options) as b:
         app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
-        changer = Changer(app.router)
-        app.router = changer  # type: ignore[assignment]
-        changer.lifespan_context = changer.router.lifespan_context
-        changer.routes = changer.router.routes
+        changer = Changer(app.build_middleware_stack)
+        app.build_middleware_stack = lambda: changer  # type: ignore[method-assign]
         async with running(app) as service, httpx.AsyncClient() as http:
             standby = Standby(b, service.address, http, folder)
             changer.standby = standby
@@ -165,14 +160,13 @@ async def following_bench(folder: Path, **options: Any) -> AsyncIterator[tuple[B
 
 
 class Changer:
-    """The router of an application, whose messages a test may change."""
+    """The way into an application, whose messages a test may change."""
 
-    routes: Any
-    lifespan_context: Any
     standby: Standby
 
-    def __init__(self, router: Any) -> None:
-        self.router = router
+    def __init__(self, make_gate: Callable[[], ASGIApp]) -> None:
+        self.make_gate = make_gate
+        self.gate: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == HELD_UPDATES:
@@ -183,5 +177,5 @@ class Changer:
             change = self.standby.change
             await send(message if change is None else change(scope, message))
 
-        app: ASGIApp = self.router
-        await app(scope, receive, changing_send)
+        self.gate = self.gate or self.make_gate()
+        await self.gate(scope, receive, changing_send)

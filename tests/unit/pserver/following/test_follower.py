@@ -229,7 +229,7 @@ async def test_a_missing_record_is_damage(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- comparison
 
 
-@pytest.mark.parametrize("kind", ["sgd", "clipped", "deltas", "async"])
+@pytest.mark.parametrize("kind", ["sgd", "clipped", "deltas"])
 @pytest.mark.parametrize("part", ["values", "slot", "version"])
 async def test_a_difference_names_its_block_and_begins_with_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, part: str
@@ -319,18 +319,17 @@ async def reading(standby: Standby) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-@pytest.mark.parametrize("kind", ["sgd", "async"])
-async def test_reads_are_those_of_the_leader(tmp_path: Path, kind: str) -> None:
-    async with following_bench(tmp_path, **KINDS[kind]) as (b, standby):
+async def test_reads_are_those_of_the_leader(tmp_path: Path) -> None:
+    async with following_bench(tmp_path) as (b, standby):
         await play(b, 1, 4)
         await standby.catch_up()
         async with reading(standby) as own, httpx.AsyncClient(base_url=standby.address) as leader:
-            for path in ("/v1/blocks?name=p1.block0&name=p3.block0", "/v1/slots?name=p3.block0", "/v1/shard"):
+            for path in ("/v1/shard?name=p1.block0&name=p3.block0", "/v1/shard"):
                 answer = await own.get(path)
                 assert answer.status_code == 200
                 assert answer.content == (await leader.get(path)).content
             assert (await own.get("/v1/statistics?name=p3.block0")).json()[0]["num_elements"] == 130
-            assert (await own.get("/v1/blocks?name=x")).json()["code"] == "unknown_block"
+            assert (await own.get("/v1/shard?name=x")).json()["code"] == "unknown_block"
             assert (await own.get("/readyz")).status_code == 200
             standby.name_leader(is_joining=True)
             assert (await own.get("/readyz")).json()["waiting_for"] == "pserver 0 to have this standby in sync"

@@ -16,7 +16,7 @@ from ps_protocol import routes
 from ps_protocol.errors import StaleRun
 from ps_protocol.membership import PserverRegistered
 from ps_protocol.standbys import FenceStandby
-from services.pserver.durable import storage, update_log
+from services.pserver.durable import disk, snapshots, storage, update_log
 from services.pserver.durable.disk import Disk
 from services.pserver.following import follower as following
 from services.pserver.following import leader as leading
@@ -39,25 +39,29 @@ async def test_a_promoted_standby_has_the_bits_of_its_leader_and_restores_them(
         await play(b, 1, 3)
         await standby.catch_up()
         with monkeypatch.context() as patch:
-            for module, name in ((storage, "read_file"), (storage, "replay_update"), (update_log, "read_records")):
-                patch.setattr(module, name, failing(AssertionError("a promotion reads no file")))
+            for owner, name in (
+                (snapshots, "read_file"),
+                (storage, "replay_update"),
+                (update_log, "read_records"),
+                (disk.Disk, "find_place"),
+            ):
+                patch.setattr(owner, name, failing(AssertionError("a promotion reads no file")))
             promotion = promote(standby)
             other = await promotion.__aenter__()
-        assert other.run.storage.checkpoints == b.run.storage.checkpoints  # of the place, for the next heartbeat
         replies = []
         for one in (b, other):
             await play(one, 4, 8)
-            replies.append(await one.get(0, 8 if one.install.consistency.is_async else one.run.round))
+            replies.append(await one.get(0, one.run.round))
         assert other.run.shard.digest() == b.run.shard.digest()
         assert other.run.schedule.copy_history() == b.run.schedule.copy_history()
         assert other.run.storage.newest_update == b.run.storage.newest_update
         assert replies[0].rpartition(b"}")[2] == replies[1].rpartition(b"}")[2]
         digest, history = b.run.shard.digest(), b.run.schedule.copy_history()
         await promotion.__aexit__(None, None, None)
-    disk = Disk(tmp_path)
-    disk.open(0)
-    assert (disk.folder.path.name, disk.previous_incarnation) == ("pserver-0-1", 2)
-    disk.close()
+    own = Disk(tmp_path)
+    own.open(0)
+    assert (own.folder.path.name, own.previous_incarnation) == ("pserver-0-1", 2)
+    own.close()
     async with bench(2, state_dir=tmp_path, incarnation=3, durability="log", **options) as again:
         assert (again.run.shard.digest(), again.run.schedule.copy_history()) == (digest, history)
 
@@ -74,7 +78,7 @@ async def test_the_first_version_of_a_promoted_standby_is_pulled_whole(tmp_path:
             assert len(await other.get(0, 4, have=3)) < len(whole)
 
 
-@pytest.mark.parametrize("kind", ["clipped", "deltas", "async"])
+@pytest.mark.parametrize("kind", ["clipped", "deltas"])
 @pytest.mark.parametrize("is_torn", [False, True])
 async def test_the_folder_of_a_standby_alone_restores_what_it_has_logged(
     tmp_path: Path, kind: str, is_torn: bool
@@ -90,7 +94,6 @@ async def test_the_folder_of_a_standby_alone_restores_what_it_has_logged(
             digest = b.run.shard.digest()
         [segment] = (standby.replica.storage.log.folder).glob("*.log")
     shutil.rmtree(tmp_path / "pserver-0")
-    shutil.rmtree(tmp_path / "checkpoints")
     if is_torn:
         cut(segment)
     async with bench(2, state_dir=tmp_path, durability="log", **options) as again:
@@ -100,16 +103,14 @@ async def test_the_folder_of_a_standby_alone_restores_what_it_has_logged(
             assert (again.run.shard.version, again.run.shard.digest()) == (newest, digest)
 
 
-async def test_a_standby_writes_checkpoints_of_its_own_and_keeps_its_log_short(tmp_path: Path) -> None:
+async def test_a_standby_writes_snapshots_and_keeps_its_log_short(tmp_path: Path) -> None:
     async with following_bench(tmp_path, checkpoint_rounds=2, keep_checkpoints=1) as (b, standby):
         await standby.catch_up()
         for round_ in range(1, 8):
             await play_and_write(b, round_, round_)
             await standby.catch_up()
             await standby.replica.writer.wait_for_writes()
-        own = standby.replica.storage
-        assert (own.rounds, own.checkpoints, own.promise_restorable()) == ([6], {}, [(6, 7)])
-        assert [file.round for file in b.run.storage.checkpoints.values()] == [0]  # the leader's place is not touched
+        assert standby.replica.storage.find_restorable() == [(4, 7)]
         digest = b.run.shard.digest()
     shutil.rmtree(tmp_path / "pserver-0")
     async with bench(2, state_dir=tmp_path, durability="log") as again:
@@ -121,7 +122,7 @@ async def test_a_torn_copy_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         await b.play_rounds(1, 2)
         await standby.catch_up()
         with monkeypatch.context() as patch:
-            patch.setattr(storage, "write_file", failing(OSError("No space left on device")))
+            patch.setattr(snapshots, "write_file", failing(OSError("No space left on device")))
             standby.replica.chain = "0" * 32
             standby.name_leader(incarnation=2)
             b.run.installed = b.run.context.installed = b.run.installed.model_copy(update={"incarnation": 2})
@@ -135,9 +136,7 @@ async def test_a_torn_copy_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         await standby.catch_up()
 
 
-async def test_an_update_that_cannot_be_logged_is_received_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_update_that_cannot_be_logged_is_logged_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await standby.catch_up()
         replica = standby.replica
@@ -201,7 +200,7 @@ async def test_a_comparison_with_a_lost_leader_keeps_what_was_confirmed(
         assert (await asyncio.wait_for(standby.promotion.fence(FENCE), 1)).held.rounds.applied == 2
 
 
-async def test_a_standby_that_cannot_log_what_it_has_confirmed_refuses_the_fence(
+async def test_a_standby_that_cannot_log_what_it_has_confirmed_refuses_the_fence_until_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_confirmed = threading.Event()
@@ -222,7 +221,9 @@ async def test_a_standby_that_cannot_log_what_it_has_confirmed_refuses_the_fence
             assert [held.round for held in standby.confirmed].count(1) == 1  # not again before it has written one
             late = await refused("not_ready", standby.promotion.fence(FENCE))
             assert "lacks an update that it has confirmed" in str(late)
+        assert (await standby.promotion.fence(FENCE)).held.rounds.applied == 1
         lead_again(standby, 2)  # the leader has not died
+        await until(lambda: standby.confirmed[-1].incarnation == 2)
         await standby.catch_up()
 
 
@@ -234,7 +235,7 @@ async def test_a_fenced_standby_confirms_and_applies_nothing_until_a_later_incar
         await until(lambda: standby.confirmed and standby.confirmed[-1].round == 2)
         request = await standby.promotion.fence(FENCE)
         assert (request.instance, request.index, request.previous) == (standby.pserver.instance, 0, 1)
-        assert (request.held.rounds.applied, request.held.restorable) == (2, ((0, 2),))
+        assert request.held.rounds.applied == 2
         num_confirmed = len(standby.confirmed)
         await b.play_rounds(3, 4)
         await until(lambda: standby.has_failed("incarnation 1 of pserver 0 is fenced"))
@@ -344,12 +345,24 @@ async def test_a_promotion_is_repeated_without_effect(tmp_path: Path) -> None:
             assert other.run.round == 3
 
 
+async def test_a_promotion_that_meets_a_full_disk_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with following_bench(tmp_path) as (b, standby):
+        await b.play_round(1)
+        await standby.catch_up()
+        request = await standby.promotion.fence(FENCE)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "write_file", failing(OSError("No space left on device")))
+            await refused("storage_failed", standby.promotion.promote(PROMOTED))
+        assert (await standby.promotion.fence(FENCE), standby.follower.is_released) == (request, False)
+        async with promote(standby) as other:
+            assert (other.run.round, standby.pserver.disk.previous_incarnation) == (1, 2)
+            await other.play_round(2)
+
+
 async def test_a_promoted_standby_goes_back_to_the_rounds_of_its_own_files(tmp_path: Path) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await b.play_rounds(1, 2)
         digest = b.run.shard.digest()
-        await b.run.want_checkpoint(2)
-        await b.run.wait_for_writes()
         await standby.catch_up()
         await b.play_rounds(3, 6)
         await standby.catch_up()
@@ -357,12 +370,11 @@ async def test_a_promoted_standby_goes_back_to_the_rounds_of_its_own_files(tmp_p
         await standby.promotion.promote(PROMOTED)
         await standby.stop()
         pserver = standby.pserver
-        ranges = await pserver.find_restorable("run1", 2)  # from the place or the copy, and the log
-        assert any(first <= 2 and last == 6 for first, last in ranges)
+        [(first, last)] = await pserver.find_restorable("run1", 2)  # from the copy and the log
+        assert (first <= 2, last) == (True, 6)
         install = b.install.model_copy(update={"incarnation": 2, "restore": 2, "attempt": 1, "number": 5})
         await pserver.install_run(install)
         assert (pserver.run.shard.version, pserver.run.shard.digest()) == (2, digest)
-        assert 2 in pserver.run.storage.checkpoints
         await pserver.run.close(StaleRun("the test is over"))
 
 

@@ -1,4 +1,4 @@
-"""A standby whose disk has the newest folder of a lost pserver becomes that pserver."""
+"""The reports of a standby: which answers end it, and when it becomes the pserver whose newest folder it has."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ps_protocol.errors import Conflict, Forbidden, GradpostError, StorageFailed, Unauthenticated
 from ps_protocol.standbys import StandbyAnswer
 from services.pserver.durable.disk import StateFolder
 from services.pserver.following import reports
@@ -21,14 +22,16 @@ LEASE = 0.2
 LOST: dict[str, Any] = {"incarnation": 2}
 
 
-async def report(folder: Path, *answers: dict[str, Any]) -> bool:
-    """Send reports, which get these answers in turn, for 2 s; return whether the process leads again."""
+async def report(folder: Path, *answers: dict[str, Any] | GradpostError) -> Reports:
+    """Send reports, which get these answers in turn, for 2 s."""
     num_reports = 0
 
     def answer(_: httpx.Request) -> httpx.Response:
         nonlocal num_reports
         num_reports += 1
         fields = answers[(num_reports - 1) % len(answers)]
+        if isinstance(fields, GradpostError):
+            return httpx.Response(400, json=fields.to_problem())
         return httpx.Response(200, content=StandbyAnswer(lease_seconds=LEASE, **fields).model_dump_json())
 
     stop = asyncio.Event()
@@ -44,7 +47,7 @@ async def report(folder: Path, *answers: dict[str, Any]) -> bool:
         stop.set()
         await task
         await standby.close()
-    return own.leads_again
+    return own
 
 
 @pytest.mark.parametrize(
@@ -73,4 +76,22 @@ async def test_which_standby_leads_again(
     folder.write_identity(incarnation, None)
     if not locked:
         folder.close()
-    assert await report(tmp_path, *answers) is leads
+    assert (await report(tmp_path, *answers)).leads_again is leads
+
+
+@pytest.mark.parametrize(
+    ("patience", "error", "exit_code"),
+    [
+        (1.0, Unauthenticated("no valid token"), 0),  # a new token reached the coordinator first
+        (0.3, Unauthenticated("no valid token"), 1),
+        (0.3, Forbidden("the scope is too narrow"), 1),
+        (1.0, StorageFailed("the disk of the coordinator is full"), 0),
+        (1.0, Conflict("there is no such pserver", code="world_mismatch"), 1),
+    ],
+)
+async def test_which_answers_end_a_standby(
+    tmp_path: Path, patience: float, error: GradpostError, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "TOKEN_WAIT_SECONDS", patience, raising=False)
+    monkeypatch.setattr(reports, "RETRY_SECONDS", 0.1)
+    assert (await report(tmp_path, {}, *[error] * 8)).exit_code == exit_code

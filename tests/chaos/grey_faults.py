@@ -1,0 +1,224 @@
+"""The faults of processes that live but do not work, of a disk in a fail-over, and of what several processes share.
+
+A standby is in sync in most of them, so that training has to continue within seconds.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from signal import SIGCONT
+from typing import TYPE_CHECKING
+
+from ps_protocol import routes
+from ps_protocol.errors import GradpostError
+from trainer_client.testing import Child
+
+from .faults import (
+    CHANGE_SECONDS,
+    DISK_ERRORS,
+    PAUSE_SECONDS,
+    STANDSTILL_SECONDS,
+    ask_until,
+    check_steps,
+    fault,
+    list_checkpoints,
+)
+from .setup import LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, write_whole
+from .standby_faults import (
+    continue_coordinator,
+    find_replicas,
+    find_standbys,
+    has_standbys,
+    may_continue_alone,
+    wait_for_stop,
+)
+
+if TYPE_CHECKING:
+    from .episode import Episode
+
+# The kinds that the services do not withstand yet, each with a part of its violation. A history with one of them must
+# have this violation. Once it has none, the kind is removed from this list, and drawn like the others.
+EXPECTED_FAILURES: dict[str, str] = {}
+
+REPLACED_SECONDS = 12.0  # for a standby to replace a pserver: a lease, a limit of 2 s, and a busy machine
+STALL_SECONDS = 3.0
+NUM_STALLS = 6
+MAX_STALLS_IN_SYNC = 4  # of these, which hold up rounds; with ever longer waits it is in sync at 0, 6, 18 and 30 s
+ROTATION_SECONDS = 1.5  # for services to read changed tokens
+
+
+def _check_replaced(episode: Episode, victim: str, leader: Child, why: str) -> bool:
+    """Wait until another process is the pserver, and complain if none is in time. Return False if other faults hid it.
+
+    A fault that must have this violation has no effect then.
+    """
+    began, index = time.monotonic(), int(victim.split()[1])
+    while time.monotonic() < began + REPLACED_SECONDS:
+        with suppress(GradpostError):
+            addresses = {pserver.address for pserver in episode.cluster.status().pservers if pserver.index == index}
+            if addresses and episode.cluster.find_address(leader) not in addresses:
+                return True
+        time.sleep(PAUSE_SECONDS)
+    if is_quiet := episode.is_quiet(began):
+        episode.complain(f"{victim}, {why}, was not replaced within {REPLACED_SECONDS:g} s")
+    return is_quiet
+
+
+def _disturb(
+    episode: Episode, victim: str, disturbed: Callable[[Episode, Child], AbstractContextManager[None]], why: str
+) -> bool:
+    """Disturb a pserver for as long as another process has to become the pserver."""
+    if (found := find_replicas(episode, victim)) is None:
+        return False
+    episode.lose(victim)
+    with disturbed(episode, found[0]):
+        is_checked = _check_replaced(episode, victim, found[0], why)
+    episode.lose(victim)
+    return is_checked
+
+
+@contextmanager
+def _hanging_log(episode: Episode, child: Child) -> Iterator[None]:
+    write_whole(episode.cluster.log_file(child), "hang")
+    yield
+    write_whole(episode.cluster.log_file(child), "")
+
+
+@contextmanager
+def _cut_off(episode: Episode, child: Child) -> Iterator[None]:
+    """Cut a process off from the coordinator, which still reaches the process."""
+    proxy, blocked = episode.cluster.coordinator_proxy, {("up", episode.cluster.name_process(child))}
+    proxy.blocked = proxy.blocked | blocked
+    yield
+    proxy.blocked = proxy.blocked - blocked
+
+
+@fault("hanging log", "pserver", has_standbys)
+def _hang_log(episode: Episode, victim: str) -> bool:
+    return _disturb(episode, victim, _hanging_log, "whose log hangs")
+
+
+@fault("one-way partition of a pserver", "pserver", has_standbys)
+def _cut_off_pserver(episode: Episode, victim: str) -> bool:
+    return _disturb(episode, victim, _cut_off, "which does not reach the coordinator")
+
+
+@fault("one-way partition of a standby", "pserver", has_standbys)
+def _cut_off_standby(episode: Episode, victim: str) -> bool:
+    if (found := find_replicas(episode, victim)) is None:
+        return False
+    began = time.monotonic()
+    with _cut_off(episode, found[1]):
+        episode.sleep(LEASE_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 4)
+        check_steps(episode, began, f"the standby of {victim} did not reach the coordinator")
+    return True
+
+
+@fault("pserver and place of checkpoints lost", "pserver", has_standbys)
+def _lose_place_too(episode: Episode, victim: str) -> bool:
+    if (found := find_replicas(episode, victim)) is None:
+        return False
+    place, order, began = episode.cluster.place_file(victim), episode.chance.choice(("hang", "eio")), time.monotonic()
+    episode.note(order)
+    write_whole(place, order)
+    episode.kill(victim, found[0], may_report=True)
+    episode.sleep(REPLACED_SECONDS, REPLACED_SECONDS)
+    text = f"the pserver was lost with the place of checkpoints, which did this: {order}"
+    is_checked = check_steps(episode, began, text)
+    write_whole(place, "")
+    return is_checked
+
+
+@fault("stalling standby", "pserver", may_continue_alone)
+def _stall(episode: Episode, victim: str) -> bool:
+    """Let the log of a standby hang for every other few seconds. It may not hold up rounds each time."""
+    if (found := find_replicas(episode, victim)) is None:
+        return False
+    index, address, num_in_sync = int(victim.split()[1]), episode.cluster.find_address(found[1]), 0
+    for _ in range(NUM_STALLS):
+        with suppress(GradpostError):
+            num_in_sync += address in find_standbys(episode.cluster.status(), index)
+        for order in ("hang", ""):
+            write_whole(episode.cluster.log_file(found[1]), order)
+            episode.sleep(STALL_SECONDS, STALL_SECONDS)
+    if num_in_sync > MAX_STALLS_IN_SYNC:
+        text = f"the standby of {victim} was in sync at the beginning of {num_in_sync} of {NUM_STALLS} stalls"
+        episode.complain(f"{text}, {MAX_STALLS_IN_SYNC} at most are allowed")
+    return True
+
+
+@fault("disk error in a promotion", "pserver", has_standbys)
+def _fail_promotion(episode: Episode, victim: str) -> bool:
+    """Lose a pserver with its disk, and let the disk of the standby fail once while it becomes the pserver."""
+    if (found := find_replicas(episode, victim)) is None:
+        return False
+    leader, standby = found
+    coordinator, folder = episode.child("coordinator"), episode.cluster.find_folder(leader)
+    episode.arm(coordinator, "promote.before=stop")
+    episode.kill(victim, leader)
+    has_stopped = wait_for_stop(coordinator) and folder is not None
+    if has_stopped:
+        shutil.rmtree(folder)
+        episode.arm(standby, f"checkpoint.rename={episode.chance.choice(DISK_ERRORS)}")
+    continue_coordinator(episode, coordinator)
+    _check_replaced(episode, victim, leader, "which has ended")
+    return has_stopped
+
+
+@fault("tokens reach a standby late", "pserver", has_standbys)
+def _rotate_tokens(episode: Episode, victim: str) -> bool:
+    """Rotate the tokens twice before a standby receives them: for a while the coordinator refuses its token."""
+    if (found := find_replicas(episode, victim)) is None:
+        return False
+    with episode.cluster.keep_tokens(found[1]):
+        for _ in range(2):
+            episode.cluster.rotate_tokens()
+            episode.sleep(ROTATION_SECONDS, ROTATION_SECONDS)
+        episode.sleep(0.5, LEASE_SECONDS)
+    return True
+
+
+@fault("zombie writer", "pserver", lambda setup: has_standbys(setup) and setup.checkpoint_rounds == 50)
+def _wake_writer(episode: Episode, victim: str) -> bool:
+    """Stop a pserver that publishes its part of a checkpoint, until its successor has published the same round.
+
+    The successor makes this checkpoint once the run has gone back to the one before.
+    """
+    if (found := find_replicas(episode, victim)) is None:
+        return False
+    leader, listed = found[0], list_checkpoints(episode)
+    while list_checkpoints(episode) == listed and not episode.violations:  # so that none is being written
+        time.sleep(PAUSE_SECONDS)
+    folder = episode.cluster.find_folder(leader)
+    episode.arm(leader, "checkpoint.shard=stop")
+    episode.lose(victim)
+    if not wait_for_stop(leader) or folder is None:
+        return False
+    round_ = max(int(path.name.partition("-")[0]) for path in (folder / "log").glob("*.safetensors"))
+    _check_replaced(episode, victim, leader, "which is stopped")
+    episode.expect_rollback()
+    before = {"round": max(listed for listed in list_checkpoints(episode) if listed < round_)}
+    ask_until(episode, (200,), "POST", routes.ROLL_BACK, before)
+    while round_ not in list_checkpoints(episode) and not episode.violations:
+        time.sleep(PAUSE_SECONDS)
+    leader.signal(SIGCONT)
+    episode.lose(victim)
+    episode.sleep(STALL_SECONDS, STALL_SECONDS)  # for the watch to read the checkpoint again
+    return True
+
+
+@fault("copy by a reader", "coordinator", lambda setup: not setup.num_standbys)
+def _copy_shard(episode: Episode, victim: str) -> bool:
+    cluster, index = episode.cluster, episode.chance.randrange(episode.setup.num_pservers)
+    query = {"run": cluster.status().run, "attempt": max(record["attempt"] for record in episode.reader.records)}
+    with cluster.connect(seconds=CHANGE_SECONDS, address=cluster.find_address(cluster.pservers[index])) as http:
+        episode.note(f"copy: {http.get(routes.SHARD_COPY, params=query).status_code}")
+    began = time.monotonic()
+    episode.kill(victim)
+    episode.sleep(LEASE_SECONDS + STANDSTILL_SECONDS, LEASE_SECONDS + STANDSTILL_SECONDS + 2)
+    return check_steps(
+        episode, began, f"the coordinator was away, after a reader had copied the shard of pserver {index}"
+    )

@@ -1,0 +1,260 @@
+"""The commands and scripts of documents run as they are printed, but for ports and folders."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from signal import SIGINT
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import safetensors.torch
+import torch
+from safetensors.torch import load_file
+
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from ..cluster.faulty_run import FaultyRun
+from ..cluster.trainer_processes import Plot, Trainer, free_port
+from ..cluster.training import assert_identical, run_trainers
+from ..cluster.up_support import RunningUp, wait_until
+from .conftest import NUM_TRAINERS
+from .markdown import ROOT, examples, read, section
+from .stage import Stage, arguments_of_up, needs_curl, run_shell, status_of
+
+TEXT = read("cli.md")
+COMMANDS = "\n".join(block.text for block in examples(TEXT[: TEXT.index("## TensorBoard,")], "sh"))
+examples(section(TEXT, "TensorBoard, MLflow and W&B"), "sh")  # tests/unit/cli/test_tracking.py exports
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_every_command_works(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints"
+    with FaultyRun(100_000, min_block_size=64, checkpoints=str(place), lease_seconds=30) as run:
+        run.wait_for_round(15)
+        variables = {"GRADPOST_COORDINATOR": run.cluster.address, "PLACE": str(place), "OMP_NUM_THREADS": "1"}
+        run_shell(tmp_path, COMMANDS, **variables)
+    assert load_file(tmp_path / "model.safetensors")["0.weight"].shape == (64, 20)
+
+
+# ---------------------------------------------------------------- README.md
+
+USE_IT = section((ROOT / "README.md").read_text(), "Use it")
+[SCRIPT] = examples(USE_IT, "python")
+[SHELL] = examples(USE_IT, "sh")
+MODEL_AND_DATA = """
+import collections, torch
+torch.set_num_threads(1)
+data = torch.utils.data.TensorDataset(torch.randn(100_000, 8), torch.randint(3, (100_000,)))
+make_model = lambda: torch.nn.Sequential(collections.OrderedDict(fc=torch.nn.Linear(8, 3)))
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@needs_curl
+def test_the_first_example_trains_and_can_be_inspected(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MODEL_AND_DATA + SCRIPT.text)
+    port = str(free_port())
+    up, status, curl = SHELL.text.replace("7070", port).splitlines()
+    address = f"http://127.0.0.1:{port}"
+    variables = {"GRADPOST_COORDINATOR": address, "GRADPOST_STATE_DIR": str(tmp_path / "state")}
+    with RunningUp("--port", port, *arguments_of_up(up), folder=tmp_path, **variables) as running:
+        assert wait_until(lambda: status_of(address).get("state") == "training", 90)
+        assert "training" in run_shell(tmp_path, status, **variables)
+        run_shell(tmp_path, curl)
+        assert load_file(tmp_path / "fc.safetensors")["fc.weight"].shape == (3, 8)
+        page = httpx.get(address, timeout=30)
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        running.signal(SIGINT)
+        running.finish()
+
+
+# ---------------------------------------------------------------------- operations
+
+
+OPERATIONS_TEXT = read("operations.md")
+SCRIPTS = [block.text for block in examples(OPERATIONS_TEXT, "sh")]
+[UP] = [script for script in SCRIPTS if "gradpost up" in script]
+OPERATIONS_SHELL = "".join(script for script in SCRIPTS if script != UP)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(tmp_path)
+    with stage.cluster:
+        yield stage
+        stage.clear()
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.timeout(400)
+@needs_curl
+def test_the_commands_work(stage: Stage) -> None:
+    stage.begin_run()
+    (stage.folder / "backup").mkdir()
+    pserver = stage.cluster.status().pservers[0].address
+    more = {"PSERVER": pserver, "BACKUP": str(stage.folder / "backup")}
+    printed = stage.shell(OPERATIONS_SHELL, **more)
+    assert (stage.folder / "model.safetensors").stat().st_size > 40
+    assert "continues from round 1 (attempt 1)" in printed
+    assert "tokens/admin: replaced" in printed
+    [run] = (stage.folder / "backup" / "checkpoints").iterdir()
+    assert printed.count(run.name) > 4
+    moved_round = resume_elsewhere(stage.folder / "backup" / "checkpoints")
+    assert f"checkpoint of round {moved_round:,} of run {run.name}" in printed
+
+
+def resume_elsewhere(checkpoints: Path) -> int:
+    """Resume in another cluster with other pservers and only these checkpoints, and return the checkpoint's round."""
+    with LocalCluster(pservers=2, trainers=1, checkpoints=checkpoints, resume=True) as cluster:
+        trainer = Trainer(cluster.address, 0, Plot())
+        try:
+            return trainer.wait_for("round", 1).round - 1
+        finally:
+            trainer.end()
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.timeout(400)
+def test_another_number_of_pservers(tmp_path: Path, stage: Stage) -> None:
+    script = (ROOT / "tests" / "cluster" / "training_script.py").read_text()
+    (tmp_path / "train.py").write_text(script.replace("sys.argv[1:]", '["20"]'))
+    printed = stage.shell(UP)
+    digests = re.findall(r"result (\w+ 20)", printed)
+    assert len(digests) == 4, printed
+    assert len(set(digests)) == 1
+
+
+# ---------------------------------------------------------------------- reliability
+
+
+RELIABILITY_TEXT = read("reliability.md")
+[LOOP] = examples(section(RELIABILITY_TEXT, "A loop that continues"), "python")
+[RELIABILITY_SHELL] = examples(section(RELIABILITY_TEXT, "Restart, resume, roll back, export"), "sh")
+[LOAD] = examples(section(RELIABILITY_TEXT, "Restart, resume, roll back, export"), "python")
+SAVE, LOAD_OWN = examples(section(RELIABILITY_TEXT, "A script's own checkpoints"), "python")
+
+BEFORE = """
+import os, pathlib, time, gradpost, torch
+torch.set_num_threads(1)
+session, total_rounds = gradpost.connect(), 1_000_000
+model = torch.nn.Linear(8, 3)
+def batch_of(rank, round_):
+    generator = torch.Generator().manual_seed(1000 * round_ + rank)
+    return torch.randn(4, 8, generator=generator), torch.randint(3, (4,), generator=generator)
+"""
+STEP = """
+    print("computes round", optimizer.round + 1, flush=True)
+    if session.rank == 1 and optimizer.round == 4 and not pathlib.Path("died").exists():
+        pathlib.Path("died").touch()
+        os._exit(1)
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.timeout(150)
+def test_one_machine(tmp_path: Path) -> None:
+    assert LOOP.text.count("    ...\n") == 1
+    (tmp_path / "train.py").write_text(BEFORE + LOOP.text.replace("    ...\n", STEP))
+    port = str(free_port())
+    up, resume, *look = RELIABILITY_SHELL.text.replace("7070", port).splitlines(keepends=True)
+
+    with RunningUp(*arguments_of_up(up), folder=tmp_path) as running:
+        running.wait_for("[trainer 1] computes round 5")  # where it is killed once
+        running.wait_for("[trainer 1] computes round 10")
+        running.signal(SIGINT)
+        _, first, _ = running.finish()
+    with RunningUp("--port", port, *arguments_of_up(resume), folder=tmp_path) as running:
+        assert wait_until(lambda: status_of(f"http://127.0.0.1:{port}").get("round", 0) > 100, 60)
+        printed = run_shell(tmp_path, *look)
+        running.signal(SIGINT)
+        _, second, _ = running.finish()
+    assert computed(second)[0] - max([10, *computed(first)]) in (0, 1)  # an unfinished round is repeated
+    assert "checkpoint of round" in printed
+
+    names = {"safetensors": safetensors, "model": torch.nn.Linear(8, 3)}
+    exec(LOAD.text.replace("model.safetensors", str(tmp_path / "model.safetensors")), names)
+
+
+@pytest.mark.cluster
+def test_a_checkpoint_of_the_script(cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def take_steps(optimizer: RemoteOptimizer, model: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + step + rank)
+            optimizer.step()
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def train(session: Session) -> dict[str, torch.Tensor]:
+        model = torch.nn.Linear(8, 3)
+        optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-3), session=session, model=model)
+        take_steps(optimizer, model, session.rank)
+        if session.rank == 0:
+            exec(SAVE.text, {"torch": torch, "model": model, "optimizer": optimizer})
+        return take_steps(optimizer, model, session.rank)
+
+    def resume(session: Session) -> dict[str, torch.Tensor]:
+        model = torch.nn.Linear(8, 3)
+        names: dict[str, Any] = {
+            "torch": torch,
+            "model": model,
+            "gradpost": SimpleNamespace(RemoteOptimizer=partial(RemoteOptimizer, session=session)),
+        }
+        exec(LOAD_OWN.text, names)
+        return take_steps(names["optimizer"], model, session.rank)
+
+    expected, *_ = run_trainers(cluster.address, [train] * NUM_TRAINERS)
+    for actual in run_trainers(cluster.address, [resume] * NUM_TRAINERS):
+        assert_identical(actual, expected)
+
+
+def computed(output: str) -> list[int]:
+    return [int(number) for number in re.findall(r"computes round (\d+)", output)]
+
+
+# ---------------------------------------------------------------------- tutorial
+
+
+PLAIN, CONVERTED = examples(read("tutorial.md"), "python")
+[TUTORIAL_SHELL] = examples(read("tutorial.md"), "sh")
+ALONE, TUTORIAL_UP = TUTORIAL_SHELL.text.splitlines()
+EPOCHS = 4  # of the ten
+
+
+def accuracies(output: str) -> list[float]:
+    return [float(number) for number in re.findall(r"epoch \d: accuracy ([\d.]+)", output)]
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_both_scripts_train(tmp_path: Path) -> None:
+    for name, block in (("plain.py", PLAIN), ("train.py", CONVERTED)):
+        text = re.sub(r"range\(10\)|(?<=epochs\(loader, )10", lambda ten: ten[0].replace("10", str(EPOCHS)), block.text)
+        (tmp_path / name).write_text(f"import torch; torch.set_num_threads(1)\n{text}")
+    plain = accuracies(run_shell(tmp_path, shlex.join(["python", "plain.py"])))
+    alone = accuracies(run_shell(tmp_path, ALONE))
+    with RunningUp(*arguments_of_up(TUTORIAL_UP), folder=tmp_path) as up:
+        code, output, errors = up.finish()
+    together = accuracies(output)
+    assert (code, len(plain), len(alone), len(together)) == (0, EPOCHS, EPOCHS, 2 * EPOCHS), errors
+    assert min(plain[-1], alone[-1], *together[-2:]) > 0.9
+    assert together[-1] == together[-2]  # all trainers have one model, with its statistics of batch norm
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["1.num_batches_tracked"] == EPOCHS * 1500 / 50

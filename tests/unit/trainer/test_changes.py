@@ -1,0 +1,235 @@
+"""Combinations of settings, changes of a model, and gradients after a failed step, which the run would lose."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import structlog
+import torch
+from torch import nn
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import BadInput, BadModel, ContributionConflict, Ended, NonFiniteGradient, Unreachable
+from trainer_client import RemoteOptimizer
+from trainer_client.client.settings import TrainerSettings
+from trainer_client.engines.combined_optimizer import CombinedOptimizer
+from trainer_client.engines.engine import StepGradients
+from trainer_client.engines.model_tensors import BufferAverages
+from trainer_client.engines.unfinished_step import UnfinishedStep
+from trainer_client.optimizer.choice import check_combination
+from trainer_client.optimizer.parameter_watch import ModelPlaces
+from trainer_client.optimizer.wrapped_optimizer import describe_optimizer
+
+BOTH = {"overlap": True, "overlap_pulls": True}
+
+
+def check(
+    settings: dict[str, Any],
+    rules: dict[str, Any],
+    *,
+    has_module: bool = True,
+    has_host: bool = False,
+    has_outer: bool = False,
+    is_declared: bool = False,
+    has_several: bool = False,
+    buffer_rules: tuple[str, ...] = (),
+) -> None:
+    client = SimpleNamespace(
+        settings=TrainerSettings(**settings),
+        joined=SimpleNamespace(consistency=Consistency(**rules)),
+        is_declared=is_declared,
+    )
+    session = SimpleNamespace(client=client, host=object() if has_host else None)
+    module, averages = nn.Linear(2, 2) if has_module else None, SimpleNamespace(groups=buffer_rules)
+    model = SimpleNamespace(module=module, parameters={}, averages=averages)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    wrapped = CombinedOptimizer({"D": optimizer}) if has_several else optimizer
+    check_combination(cast(Any, session), wrapped, cast(Any, model), has_outer=has_outer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rules", "more", "said"),
+    [
+        ({"local_steps": 2}, {"strategy": "ring"}, {}, "local_steps and overlap_pulls need pservers"),
+        (BOTH, {"strategy": "ring"}, {}, "local_steps and overlap_pulls need pservers"),
+        ({}, {}, {"has_outer": True}, "needs local_steps"),
+        ({"outer_momentum": 0.9}, {}, {}, "needs local_steps"),
+        ({"overlap": True, "local_steps": 2}, {}, {}, "local_steps cannot be used with overlap"),
+        ({"local_steps": 2}, {"max_delay": 1}, {}, "local_steps cannot be used with max_delay"),
+        ({}, {"mode": "async"}, {"buffer_rules": ("lowest_rank",)}, "lowest_rank of buffers needs rounds"),
+        (
+            {"overlap": True, "max_grad_norm": 1.0},
+            {"mode": "async"},
+            {},
+            "max_grad_norm cannot be used with overlap in ",
+        ),
+        (BOTH, {}, {"has_module": False}, "needs RemoteOptimizer"),
+        ({"overlap_pulls": True}, {}, {}, "needs overlap=True"),
+        (BOTH, {}, {"has_host": True}, "overlap_pulls needs trainers of one process"),
+        (BOTH, {"max_delay": 1}, {}, "overlap_pulls cannot be used with max_delay"),
+        (
+            {},
+            {"mode": "async"},
+            {"has_several": True},
+            "several optimizers need mode sync .* Use gradpost up --mode sync",
+        ),
+        ({}, {"max_delay": 1}, {"has_several": True}, "several optimizers need mode sync or strategy ring"),
+        ({}, {}, {"is_declared": True}, r"a session has one RemoteOptimizer.* optimizer\.session\.close"),
+    ],
+    ids=str,
+)
+def test_what_does_not_work_together_is_refused(
+    settings: dict[str, Any], rules: dict[str, Any], more: dict[str, bool], said: str
+) -> None:
+    with pytest.raises(BadModel, match=said):
+        check(settings, rules, **more)
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        (BOTH, {}),
+        ({"overlap": True, "max_grad_norm": 1.0}, {}),
+        ({"local_steps": 2, "outer_momentum": 0.9}, {}),
+        ({"overlap": True}, {"has_host": True}),
+        ({}, {"has_several": True, "has_host": True}),
+    ],
+    ids=str,
+)
+def test_what_works_together_is_accepted(settings: dict[str, Any], more: dict[str, bool]) -> None:
+    check(settings, {}, **more)
+
+
+def test_parameters_are_no_optimizer() -> None:
+    with pytest.raises(TypeError, match=r"not a generator; write RemoteOptimizer\(torch\.optim\.SGD\(model"):
+        RemoteOptimizer(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+def test_an_optimizer_of_another_package_is_sent_to_a_ring() -> None:
+    class Lion(torch.optim.SGD):
+        pass
+
+    with pytest.raises(BadInput, match=r"Lion cannot run on a pserver: .*gradpost up --strategy ring runs it"):
+        describe_optimizer(Lion(nn.Linear(2, 2).parameters()))
+
+
+# ---------------------------------------------------------------------- model places
+
+
+def make_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def places_of(model: nn.Module) -> ModelPlaces:
+    trained = dict(model.named_parameters())
+    return ModelPlaces(model, trained, BufferAverages(model, dict(model.named_buffers()), {}).owners)
+
+
+def norm_with_parameters_of(old: nn.BatchNorm1d) -> nn.BatchNorm1d:
+    """Return one that has the same parameters, and buffers of its own."""
+    norm = nn.BatchNorm1d(8)
+    norm.weight, norm.bias = old.weight, old.bias
+    return norm
+
+
+# Each change, and the tensor that is refused, if any.
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a module is replaced": (lambda model: operator.setitem(model, 3, nn.Linear(8, 2)), "3.weight"),
+    "buffers are replaced": (lambda model: operator.setitem(model, 1, norm_with_parameters_of(model[1])),
+                             "1.running_mean"),
+    "an activation is replaced": (lambda model: operator.setitem(model, 2, nn.ReLU()), ""),
+    "a norm is removed": (lambda model: operator.setitem(model, 1, nn.Identity()), ""),
+    "a module is compiled": (lambda model: operator.setitem(model, 3, torch.compile(model[3], backend="eager")), ""),
+    "a parameter is parametrized": (
+        lambda model: nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity()), ""),
+    "buffers are shared": (
+        lambda model: operator.setitem(model, 1, nn.SyncBatchNorm.convert_sync_batchnorm(model[1])), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_module_may_be_wrapped_or_removed_and_not_replaced(name: str) -> None:
+    change, refused = CHANGES[name]
+    model = make_model()
+    places = places_of(model)
+    places.check()
+    change(model)
+    if not refused:
+        places.check()
+        places.check()
+        model[3] = nn.Linear(8, 2)
+    with pytest.raises(BadModel, match=f"{refused}.* was replaced in the model"):
+        places.check()
+
+
+def test_buffers_that_are_written_differently_are_named_in_order() -> None:
+    model = nn.ParameterDict()
+    for name in "gbfcade":
+        model.register_buffer(name, torch.zeros(1))
+    averages = BufferAverages(model, dict(model.named_buffers()), {})
+    for name, buffer in model.named_buffers():
+        buffer.fill_(name != "a")
+    averages.changed_values()
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(2):
+            averages.warn_of_differences(structlog.get_logger())
+    choice = dict.fromkeys("bcdef", "lowest_rank")
+    assert [line["event"] for line in lines] == [
+        "trainers write different values to 6 of the model's buffers, and each step averages them. Choose "
+        f"RemoteOptimizer(…, buffers={choice}) or 'leave' for buffers that must not hold a mean, else 'average'"
+    ]
+
+
+# ---------------------------------------------------------------------- unfinished step
+
+
+def failed(error: BaseException, *, has_several_steps: bool = False) -> UnfinishedStep:
+    """Return the state after a step with the gradient 1.0 failed; the script has changed the gradient since then."""
+    step, gradient = UnfinishedStep(leads_host=False), torch.ones(2)
+    step.contribution = None if has_several_steps else StepGradients({"w": gradient})
+    step.note_failure(error)
+    gradient.fill_(5.0)
+    return step
+
+
+def allows(step: UnfinishedStep, value: float | None) -> bool:
+    try:
+        step.require_same_gradients(3, {} if value is None else {"w": torch.full((2,), value)}, ["w"])
+    except ContributionConflict:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Unreachable("pserver 0"), RuntimeError("CUDA")], ids=repr)
+def test_a_step_that_may_have_been_counted_allows_its_own_gradients_only(error: BaseException) -> None:
+    step = failed(error)
+    assert [allows(step, value) for value in (1.0, 2.0, None)] == [True, False, False]
+    step.note_failure(error)  # the repetition failed, too
+    assert not allows(step, 2.0)
+    step.note_pulled()
+    assert allows(step, 2.0)
+
+
+@pytest.mark.parametrize("error", [NonFiniteGradient("NaN"), ContributionConflict("another"), Ended("over")], ids=repr)
+def test_a_refused_step_allows_other_gradients(error: BaseException) -> None:
+    assert allows(failed(error), 2.0)
+
+
+def test_a_conflict_after_a_rejection_is_final() -> None:
+    step = failed(NonFiniteGradient("NaN in w"))
+    with pytest.raises(ContributionConflict, match=r"NaN in w.* cannot be discarded. Restart the script"):
+        step.note_failure(ContributionConflict("another gradient"))
+    step.note_pulled()
+    step.note_failure(ContributionConflict("another gradient"))  # of a later step
+
+
+def test_lost_gradients_allow_no_step_until_a_rollback() -> None:
+    step = failed(KeyboardInterrupt(), has_several_steps=True)
+    step.note_pulled()
+    assert not allows(step, 1.0)
+    step.note_rollback()
+    assert allows(step, 2.0)

@@ -1,0 +1,160 @@
+"""Values that a trainer reports: its metrics, its log and its output."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from ps_config.certificates import CertificateError, TlsFiles, client_context
+from ps_protocol.errors import Unreachable
+from ps_protocol.process_reports import MAX_LINE, MAX_LINES, OutputLines
+from trainer_client import ParameterClient
+from trainer_client.client.coordinator_client import make_log
+from trainer_client.client.metrics import MetricsServer
+from trainer_client.client.output import OutputBuffer, keep_streams
+
+from ..protocol.test_certificates import Authority
+
+
+@contextmanager
+def serving(tls: TlsFiles = TlsFiles()) -> Iterator[str]:  # noqa: B008 - frozen
+    """Yield the address of the page."""
+    registry = CollectorRegistry()
+    Counter("steps", "Steps.", registry=registry)
+    server = MetricsServer(registry, "127.0.0.1", 0, tls)
+    try:
+        yield f"{server.address}/metrics"
+    finally:
+        server.close()
+
+
+def test_the_port_needs_no_token_and_is_free_once_it_is_closed() -> None:
+    with serving() as url:
+        assert "steps_total" in httpx.get(url).text
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+def test_with_tls_a_reader_needs_a_certificate_and_a_silent_one_blocks_nothing(authority: Authority) -> None:
+    client, files = authority.issue("client"), authority.issue("metrics")
+    with serving(files) as url, socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)):
+        assert url.startswith("https://127.0.0.1:")
+        with httpx.Client(verify=client_context(client), timeout=10) as http:
+            assert "steps_total" in http.get(url).text
+        with httpx.Client(verify=client_context(TlsFiles(client.ca))) as http, pytest.raises(httpx.TransportError):
+            http.get(url)
+
+
+def test_wrong_tls_files_are_named(authority: Authority) -> None:
+    files = TlsFiles(None, authority.issue("one").cert, authority.issue("other").key)
+    with pytest.raises(CertificateError, match="does not belong to the certificate"), serving(files):
+        pass
+
+
+async def test_a_trainer_that_cannot_join_frees_its_metrics_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(Unreachable):
+        await ParameterClient("http://127.0.0.1:9", retry_seconds=0.1, metrics_port=port).join()
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+# ---------------------------------------------------------------- log
+
+
+def test_text_of_other_trainers_neither_breaks_lines_nor_controls_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    make_log(trainer=0).info("trainer 1 failed: no data\nforged\x1b[2A", error="a\nb")
+    assert terminal.getvalue().count("\n") == 1
+    assert "\x1b[2A" not in terminal.getvalue()
+
+
+# ---------------------------------------------------------------------- output
+
+
+def test_lines_are_sent_until_an_answer_and_the_newest_ones_stay() -> None:
+    buffer = OutputBuffer()
+    buffer.add("stdout", "a\nb\npart")
+    sent = buffer.describe()
+    assert sent == OutputLines(first=0, lines=("a", "b"), unfinished=("part",))
+    buffer.add("stdout", "ly\n")
+    assert buffer.describe().lines == ("a", "b", "partly")
+    buffer.note_answered(sent)
+    assert buffer.describe() == OutputLines(first=2, lines=("partly",))
+    buffer.add("stderr", "\n".join(map(str, range(500))))
+    newest = buffer.describe()
+    assert (newest.first, newest.lines[0], newest.lines[-1], newest.unfinished) == (402, "399", "498", ("499",))
+    assert len(newest.lines) == MAX_LINES
+
+
+def test_a_line_that_is_redrawn_counts_once() -> None:
+    buffer = OutputBuffer()
+    for percent in range(0, 101, 10):
+        buffer.add("stderr", f"\r{percent} %")
+    assert buffer.describe() == OutputLines(unfinished=("100 %",))
+    buffer.add("stdout", "10 s\r")
+    buffer.add("stdout", "20 s\r")
+    buffer.add("stdout", "\n")
+    buffer.add("stderr", "\n\r\nend\r\n")
+    assert buffer.describe() == OutputLines(lines=("20 s", "100 %", "", "end"))
+
+
+def test_any_text_makes_a_valid_message() -> None:
+    buffer = OutputBuffer()
+    buffer.add("stdout", "x" * 10_000)
+    buffer.add("stdout", "y\n\udce9\n" + "z" * 10_000)
+    assert buffer.describe() == OutputLines(lines=("x" * MAX_LINE, "?"), unfinished=("z" * MAX_LINE,))
+
+
+def test_a_forked_child_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = OutputBuffer()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    buffer.add("stdout", "of a child\n")
+    assert buffer.describe() == OutputLines()
+
+
+def test_kept_streams_pass_everything_on_and_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", inner)
+    buffer = OutputBuffer()
+    streams = keep_streams(buffer)
+    assert (sys.stdout.encoding, sys.stdout.isatty(), sys.stdout.buffer) == ("latin-1", False, inner.buffer)
+    kept = sys.stdout
+    print("one", flush=True)
+    kept.writelines(["two\n", "three\n"])
+    with contextlib.redirect_stdout(io.StringIO()):
+        print("elsewhere")
+    monkeypatch.setattr(buffer, "add", lambda *_: 1 / 0)
+    print("four", flush=True)
+    assert inner.buffer.getvalue() == b"one\ntwo\nthree\nfour\n"  # type: ignore[attr-defined]
+    assert buffer.describe().lines == ("one", "two", "three")
+    with contextlib.redirect_stdout(io.StringIO()) as other:
+        streams[1].remove()
+        streams[0].remove()
+        assert sys.stdout is other
+    assert sys.stdout is kept  # as `redirect_stdout` found it; it only passes text on
+    monkeypatch.undo()
+    buffer.add("stderr", "")
+    kept.write("five\n")
+    assert buffer.describe().lines == ("one", "two", "three")
+
+
+def test_streams_that_nothing_replaced_are_put_back() -> None:
+    before = sys.stdout, sys.stderr
+    streams = keep_streams(OutputBuffer())
+    assert (sys.stdout, sys.stderr) == tuple(streams)
+    for stream in streams:
+        stream.remove()
+    assert (sys.stdout, sys.stderr) == before
