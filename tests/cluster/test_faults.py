@@ -177,7 +177,7 @@ def test_an_asynchronous_pserver_that_dies_returns_with_its_newest_checkpoint(ru
         run.wait_for_round(45)
         run.restart_pserver(1)
         restored = json.loads(run.wait_for_line("restored from disk").partition("] ")[2])
-        assert restored["round"] == restored["checkpoint"] >= 25
+        assert restored["round"] == restored["snapshot"] >= 25
         for result in run.results(90):
             seen, steps = result.split()
             assert int(steps) >= run.rounds

@@ -340,7 +340,7 @@ async def test_a_change_that_waits_for_standbys_does_not_fail_the_run():
 
 async def test_a_pserver_that_ends_after_its_freeze_ends_no_coordinator():
     pservers = FakePservers()
-    async with training(pservers, mode="async") as coordinator:
+    async with training(pservers, mode="async", durability="none") as coordinator:
         pservers.empty.add("1")
         pservers.pages.append(httpx.ConnectError("refused"))
         leave(coordinator, 1, "failed")
