@@ -27,6 +27,7 @@ from ps_protocol import errors, membership, messages, process_reports, requests,
 from ps_protocol.errors import ERRORS
 from ps_protocol.fields import Message
 from ps_protocol.membership import Membership
+from ps_protocol.optimizers import RULES
 from services.coordinator.metrics import measure_cluster
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.following.metrics import StandbyMetrics
@@ -141,7 +142,7 @@ INSPECTION = {
 
 
 def renew_protocol(text: str) -> str:
-    """Return the page with the members and an example of all messages, and with all error codes."""
+    """Return the page with the members and an example of all messages, all optimizers, and all error codes."""
     classes = list_messages()
     names = {cls.__name__ for cls in classes}
     members = [(f"`{cls.__name__}`", _list_members(cls, names)) for cls in classes]
@@ -153,6 +154,8 @@ def renew_protocol(text: str) -> str:
     text = put_table(text, "Messages", ("message", "members"), members)
     shown = "\n".join(map(_show_example, EXAMPLES))
     text = text.replace(f"## Examples{section(text, 'Examples')}", f"## Examples\n\n{shown}\n")
+    optimizers = [(f"`{name}`", _code(rule.flags), _code(rule.numbers)) for name, rule in RULES.items()]
+    text = put_table(text, "Optimizers", ("optimizer", "flags", "hyperparameters"), optimizers)
     return put_table(text, "Error codes", ("code", "class", "status", "retry", "meaning"), errors)
 
 

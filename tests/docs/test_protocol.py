@@ -1,4 +1,4 @@
-"""`docs/protocol.md`: its tables of headers, plan members, optimizers, routes and scopes match the code."""
+"""`docs/protocol.md`: its tables of headers, plan members, routes and scopes match the code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pydantic import TypeAdapter
 
 from ps_config.tokens import SCOPES, TokenFolder
 from ps_protocol.fence import FENCE_HEADER, Fence
-from ps_protocol.optimizers import RULES
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
 from ps_protocol.routes import FENCE_STANDBY, PROMOTE_STANDBY
@@ -39,13 +38,6 @@ def test_members_of_a_plan() -> None:
     plan = example_plan(TEXT)
     assert [codes(row["member"])[0] for row in table(section(TEXT, "The slice plan"), "member")] == list(plan)
     assert SlicePlan.from_json(plan).as_json == plan
-
-
-def test_optimizers() -> None:
-    rows = tables(section(TEXT, "Optimizers"))[0]
-    assert {codes(row["optimizer"])[0]: (codes(row["flags"]), codes(row["hyperparameters"])) for row in rows} == {
-        name: (list(rule.flags), list(rule.numbers)) for name, rule in RULES.items()
-    }
 
 
 # ---------------------------------------------------------------------- messages
