@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
@@ -35,6 +36,7 @@ from services.pserver.metrics import PserverMetrics
 from services.pserver.settings import PserverSettings
 from services.runtime.compute import ComputeExecutor
 from services.runtime.metrics import ServiceMetrics
+from services.runtime.scopes import ROUTE_SCOPES
 from services.runtime.settings import ServiceSettings
 from trainer_client.client.metrics import TrainerMetrics
 from trainer_client.client.settings import TrainerSettings
@@ -43,6 +45,7 @@ from trainer_client.optimizer.named_optimizers import NamedOptimizer
 from ..unit.coordinator.support import make_cluster
 from .markdown import DOCS, ROOT, codes, read, section
 from .messages import EXAMPLES
+from .test_openapi import FENCED, Document, read_documents
 
 _TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
@@ -142,7 +145,7 @@ INSPECTION = {
 
 
 def renew_protocol(text: str) -> str:
-    """Return the page with the members and an example of all messages, all optimizers, and all error codes."""
+    """Return the page with all requests, messages with an example of each, optimizers and error codes."""
     classes = list_messages()
     names = {cls.__name__ for cls in classes}
     members = [(f"`{cls.__name__}`", _list_members(cls, names)) for cls in classes]
@@ -151,6 +154,7 @@ def renew_protocol(text: str) -> str:
          error.meaning)
         for code, error in ERRORS.items()
     ]  # fmt: skip
+    text = put_table(text, "Requests", ("request", "scope", "query, body", "answer", "purpose"), _list_requests())
     text = put_table(text, "Messages", ("message", "members"), members)
     shown = "\n".join(map(_show_example, EXAMPLES))
     text = text.replace(f"## Examples{section(text, 'Examples')}", f"## Examples\n\n{shown}\n")
@@ -167,6 +171,36 @@ def list_messages() -> list[type[Message]]:
         if inspect.isclass(cls) and (cls is Membership or issubclass(cls, Message)) and cls is not Message
         and cls.__module__.startswith("ps_protocol") and name not in INSPECTION
     ]  # fmt: skip
+
+
+def _list_requests() -> Iterator[list[str]]:
+    """Yield the requests that the OpenAPI documents describe, in the order of the table of scopes."""
+    described = ChainMap(*(document["paths"] for document in asyncio.run(read_documents()).values()))
+    for (method, route), scope in ROUTE_SCOPES.items():
+        path = route.replace(":path}", "}")
+        if operation := described.get(path, {}).get(method.lower()):
+            query = [parameter["name"] for parameter in operation.get("parameters", ()) if parameter["in"] == "query"]
+            answer = next(answer for status, answer in operation["responses"].items() if status.startswith("2"))
+            purpose = operation["summary" if (method.lower(), path) in FENCED else "description"]
+            yield [
+                _code([f"{method} {path}"]), _code([scope] if scope else []),
+                _code([*query, *_list_bodies(operation.get("requestBody", {}))]), _code(_list_bodies(answer)),
+                purpose.partition("\n\n")[0].replace("\n", " ").rstrip("."),
+            ]  # fmt: skip
+
+
+def _list_bodies(described: Document) -> list[str]:
+    """Return the message of a request or an answer, or the content type of other bodies."""
+    return [
+        _name_schema(content["schema"]) if kind == "application/json" else kind.removeprefix("application/")
+        for kind, content in described.get("content", {}).items()
+    ]
+
+
+def _name_schema(schema: dict[str, Any]) -> str:
+    if "items" in schema:
+        return f"[{_name_schema(schema['items'])}]"
+    return str(schema.get("$ref") or schema.get("title") or schema["type"]).rpartition("/")[2]
 
 
 def _list_members(cls: type[Message], names: set[str]) -> str:
