@@ -331,36 +331,17 @@ def _write_type(kind: Any) -> str:
 INTERNAL = {
     "check_open", "call_at_close",  # Session
     "begin_run", "adopt_results",  # ParameterClient
-    "scaling",  # NamedOptimizer
 }  # fmt: skip
 
 
 def renew_api(text: str) -> str:
-    """Return the page with the settings, and the signatures and docstrings of all public names, but for the errors."""
+    """Return the page with the signatures and docstrings of all public names, but for the errors."""
     order = ("connect", "RemoteOptimizer", "wrap_optimizers", "Session", "GradScaler", "ParameterClient")
     assert {*order, *errors.__all__} == {*gradpost.__all__}
     shown = [_describe_name(f"gradpost.{name}", getattr(gradpost, name)) for name in order]
-    shown.insert(3, _describe_name("NamedOptimizer", NamedOptimizer))
-    text = text.replace(section(text, "Reference"), "\n\n" + "\n".join(shown))
-    rows = [
-        (_code([name]), _type(field.annotation), f"`{field.default!r}`", _explain_argument(name, field))
-        for name, field in TrainerSettings.model_fields.items()
-    ]
-    return put_table(text, "Arguments", ("argument", "type", "default", "meaning"), rows)
-
-
-def _explain_argument(name: str, field: FieldInfo) -> str:
-    """Return the meaning, after that of the coordinator's setting of the same name, if there is one."""
-    shared = CoordinatorSettings.model_fields.get(name) if name not in Settings.model_fields else None
-    return _meaning(field) if shared is None else f"{_meaning(shared)}. Of a trainer: {field.description}"
-
-
-def _type(annotation: Any) -> str:
-    """Return the types of an argument, except None."""
-    if _choices(annotation):
-        return "`str`"
-    types = [part for part in get_args(annotation) or [annotation] if part is not type(None)]
-    return " or ".join("`str` or `Path`" if part is Path else f"`{part.__name__}`" for part in types)
+    own_step = _describe_callable("####", "NamedOptimizer.step", NamedOptimizer.step)
+    shown.insert(3, _describe_callable("###", "NamedOptimizer", NamedOptimizer) + "\n" + own_step)
+    return text.replace(section(text, "Reference"), "\n\n" + "\n".join(shown))
 
 
 def _describe_name(name: str, value: Any) -> str:
@@ -381,7 +362,7 @@ def _describe_callable(level: str, name: str, value: Any) -> str:
     shown: list[str] = []
     for parameter in inspect.signature(value).parameters.values():
         if parameter.name in TrainerSettings.model_fields and parameter.name != "coordinator":
-            shown.append("**arguments")  # they have a table
+            shown.append("**arguments")  # docs/settings.md has them
             break
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
             shown.append("*")

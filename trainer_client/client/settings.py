@@ -38,9 +38,7 @@ def _rank_in_step(value: object) -> object:
 
 
 def _expected(name: str) -> Any:
-    return declare_setting(
-        name, default=None, description="expected value; the trainer is refused if the servers have another value"
-    )
+    return declare_setting(name, default=None, description="expected value, as of `mode`")
 
 
 class TrainerSettings(Settings):
@@ -82,7 +80,9 @@ class TrainerSettings(Settings):
         default=None,
         description="expected value, as of `mode`; or `local`: the script trains in its own process, without services",
     )
-    mode: Mode | None = _expected("mode")
+    mode: Mode | None = declare_setting(
+        "mode", default=None, description="expected value; a trainer is refused if the coordinator has another value"
+    )
     max_delay: int | None = _expected("max_delay")
     max_staleness: int | None = _expected("max_staleness")
     wait_for_apply: bool | None = _expected("wait_for_apply")

@@ -63,7 +63,7 @@ class RemoteOptimizer(WrappingOptimizer):
         session: the result of `connect()`; by default the open session, or a new one made with `arguments`.
         outer: with local steps, the optimizer that steps on the pservers, over the same parameters; by default SGD with
             `outer_lr` (1, or 1 / world size in asynchronous modes), `outer_momentum` (0) and `outer_nesterov`.
-        coordinator, arguments: settings of a trainer (docs/api.md), which win over `GRADPOST_*`: `local_steps`,
+        coordinator, arguments: settings of a trainer (docs/settings.md), which win over `GRADPOST_*`: `local_steps`,
             `max_grad_norm`, `overlap`, `nonfinite`, … Those of the plan must be the same on all trainers.
 
     Raises BadInput or ModelMismatch before anything was sent to a pserver, and Ended once the run has ended.

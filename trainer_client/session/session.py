@@ -224,9 +224,9 @@ def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments
     """Join the run and return the session; the same open session if called again without arguments.
 
     Call it first, to know rank and world size before the data is loaded. An argument that is None comes from the
-    settings: `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are those of docs/api.md. Without
-    all of them this process trains alone, as with `strategy="local"`. Blocks until the coordinator has a place; raises
-    Unreachable if it does not answer, Conflict if there is none.
+    settings: `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are other settings of a trainer
+    (docs/settings.md). Without all of them this process trains alone, as with `strategy="local"`. Blocks until the
+    coordinator has a place; raises Unreachable if it does not answer, Conflict if there is none.
     """
     global _current
     if (current := _current) is not None and current.is_open:
