@@ -236,7 +236,7 @@ class Administration:
         run = cluster.run
         if not cluster.registry.is_complete:
             raise NotReady("a checkpoint requires every pserver to be registered", waiting_for=cluster.waiting_for)
-        await coordinator.checkpoints.refresh_rounds()
+        await coordinator.read_states()
         is_paused = cluster.run.newest_controls.is_paused
         if is_paused and run.settings.consistency.is_async and len(set(cluster.rounds)) > 1:
             text = f"the run is paused while its pservers have applied {sorted(cluster.rounds)} contributions"

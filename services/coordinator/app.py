@@ -34,7 +34,6 @@ from .dashboard.history import add_history_routes
 from .dashboard.routes import add_dashboard_routes
 from .inspection.routes import add_inspection_routes
 from .metrics import TargetGroup, describe_targets, is_own_address
-from .state.standbys import answer_standby
 
 log = get_logger()
 
@@ -82,10 +81,8 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.post(routes.REPORT_STANDBY, tags=["membership"])
     async def report_standby(report: ReportStandby, request: Request) -> StandbyAnswer:
         """Register a standby or renew its lease, and return the pserver that it follows."""
-        may_lead, failover = may_administer(request.scope), coordinator.failover
-        answer = answer_standby(cluster, report, may_lead=may_lead)
-        failover.standbys = failover.standbys.report(report, coordinator.now(), stop=answer.stop, may_lead=may_lead)
-        failover.note_standby(report)
+        answer = cluster.report_standby(report, coordinator.now(), may_lead=may_administer(request.scope))
+        coordinator.failover.note_standby(report)
         if answer.stop:
             coordinator.changed()
         return answer
@@ -158,7 +155,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.get(routes.TARGETS, tags=["inspection"], response_model=list[TargetGroup])
     async def targets() -> list[dict[str, Any]]:
         """Return all members for Prometheus' HTTP service discovery (`http_sd_configs`)."""
-        return describe_targets(coordinator.cluster, coordinator.standbys)
+        return describe_targets(cluster)
 
     add_inspection_routes(app, coordinator)
     add_administration_routes(app, coordinator)

@@ -9,21 +9,20 @@ written; it is deleted when newer ones suffice. Nothing else deletes in the shar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from datetime import UTC, datetime
 
-import httpx
-
 from ps_protocol.errors import GradpostError, StaleRound, TryAgain
+from ps_protocol.membership import WantCheckpoint
 from ps_protocol.messages import ShardFile
+from ps_protocol.routes import WANT_CHECKPOINT
 from ps_protocol.vocabulary import Round
 from services.runtime.checkpoints import MANIFEST, Manifest, list_rounds, round_folder, write_manifest
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.storage import CheckpointStorage
 
-from .pserver_calls import read_state, want_checkpoint
-from .state.cluster import Cluster
+from .shell import NO_ANSWER, Shell
 from .state.pservers import PserverMember
 from .state.run import Run
 
@@ -34,33 +33,28 @@ RETRY_SECONDS = 0.5  # between attempts that fail
 
 
 class Checkpoints:
-    """The checkpoints of the newest run. One task at a time calls `complete` and `advance`, which may wait long."""
+    """The checkpoints of the newest run. One task calls `complete` and `advance`, which may wait long."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        http: httpx.AsyncClient,
-        place: CheckpointStorage,
-        num_kept: int,
-        *,
-        now: Callable[[], float],
-        persist: Callable[[], Awaitable[None]],
-        wait_until: Callable[[Callable[[], bool], float], Awaitable[None]],
-    ) -> None:
+    def __init__(self, shell: Shell, place: CheckpointStorage, num_kept: int) -> None:
         self.place = place
-        self.wake = asyncio.Event()  # after every change of the cluster
-        self._cluster = cluster
-        self._http = http
+        self._shell = shell
+        self._cluster = shell.cluster
         self._num_kept = num_kept
-        self._now = now
-        self._persist = persist
-        self._wait_until = wait_until
         self._of: tuple[str, int] | None = None  # the run and attempt of the next three
         self._requested: Round | None = None  # a checkpoint of this or a later round is requested
         self._named: tuple[Round, float] | None = None  # the newest named round, and when
         self._num_failures = 0  # failed attempts in a row
         self._trouble = ""  # the problem with the place that was logged last
         self._cleaned: object = None  # the state in which the place was cleaned last
+
+    async def work(self) -> None:
+        """Complete checkpoints, and name the next one, after each change. The place may be slow or hang."""
+        seen = -1
+        while True:
+            seen = await self._shell.wait_for_change(seen)
+            if await self.complete():
+                self._shell.notify()
+            await self.advance()
 
     # ------------------------------------------------------------------ a requested checkpoint
 
@@ -82,26 +76,15 @@ class Checkpoints:
             is_gone = (*record.attempt_id, record.state) != (run.record.name, run.record.attempt, state)
             return is_gone or round_ <= newest() or self._num_failures >= max_failures
 
-        self.wake.set()
+        self._shell.changed()
         try:
-            await self._wait_until(has_ended, seconds)
+            await self._shell.wait_until(has_ended, seconds)
         finally:
             self._requested = None
         if not self._cluster.is_current(run) or newest() < round_:
             text = f"no checkpoint of round {round_} or later is complete; see the pservers' logs"
             raise TryAgain(text, complete=list(self._cluster.run.complete_checkpoints))
         return newest()
-
-    async def refresh_rounds(self) -> None:
-        """Fetch the rounds of the pservers, whose newest heartbeats may be old."""
-        of, members = self._cluster.run.record.attempt_id, self._find_members()
-        answers = await asyncio.gather(*(read_state(self._http, member) for member in members), return_exceptions=True)
-        for member, answer in zip(members, answers, strict=True):
-            if not isinstance(answer, BaseException):
-                if self._cluster.run.record.attempt_id == of:
-                    self._cluster.registry = self._cluster.registry.note_progress(member.info, answer.round)
-            elif not isinstance(answer, GradpostError | httpx.HTTPError | ValueError):  # a proxy's page
-                raise answer
 
     # ------------------------------------------------------------------ naming
 
@@ -125,7 +108,7 @@ class Checkpoints:
         if self._requested is None and (run.record.is_over or not run.checkpoint_interval):
             return
         if self._named is not None:  # it is not complete yet, or failed
-            if self._now() < self._named[1] + RETRY_SECONDS:
+            if self._shell.now() < self._named[1] + RETRY_SECONDS:
                 return
             self._num_failures += open_ is None
         await self._name(run, members, round_)
@@ -148,18 +131,24 @@ class Checkpoints:
         for _ in range(NAMINGS):
             newest += ahead
             round_ = newest if self._requested is not None else (newest // interval + 1) * interval
-            wanted = (want_checkpoint(self._http, m, run.record.name, round_, is_over=is_over) for m in members)
-            answers = await asyncio.gather(*wanted, return_exceptions=True)
-            for member, answer in zip(members, answers, strict=True):
-                if answer is None:  # until the next heartbeat reports it
-                    self._cluster.registry = self._cluster.registry.note_progress(member.info, coming=(round_,))
-                elif not isinstance(answer, GradpostError | httpx.HTTPError | ValueError):  # a proxy's page
-                    raise answer
-            self._named = round_, self._now()
-            late = [int(answer.facts.get("current", round_)) for answer in answers if isinstance(answer, StaleRound)]
+            wanted = WantCheckpoint(run=run.record.name, round=round_, is_over=is_over)
+            late = [newer for newer in await asyncio.gather(*(self._want(m, wanted) for m in members)) if newer]
+            self._named = round_, self._shell.now()
             if not late:
                 return  # or a pserver failed
             newest, ahead = max(late), 0 if is_over else max(1, 2 * ahead)
+
+    async def _want(self, member: PserverMember, wanted: WantCheckpoint) -> Round | None:
+        """Request a pserver's shard of a checkpoint. Return the newer round if it has passed the wanted one."""
+        try:
+            await self._shell.call(member, "PUT", WANT_CHECKPOINT, wanted)
+        except StaleRound as error:
+            return int(error.facts.get("current", wanted.round))
+        except NO_ANSWER:
+            return None
+        # Until the next heartbeat reports it.
+        self._cluster.registry = self._cluster.registry.note_progress(member.info, coming=(wanted.round,))
+        return None
 
     # ------------------------------------------------------------------ manifests
 
@@ -177,7 +166,7 @@ class Checkpoints:
         is_changed = cluster.is_current(before) and cluster.run.complete_checkpoints != before.complete_checkpoints
         try:
             if is_changed:
-                await self._persist()
+                await self._shell.persist()
             await self._clean()
         except GradpostError:
             pass  # it has been logged; nothing is deleted that a restarted coordinator would list

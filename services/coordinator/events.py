@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError
 
 from ps_protocol.fields import Message
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from services.runtime.logs import get_logger
 from services.runtime.storage import sync_folder
 
 from .state.cluster import Cluster
@@ -29,8 +30,11 @@ from .state.record import TrainerRecord
 from .state.replicas import Replica, Replicas
 from .state.run import Run
 
+log = get_logger()
+
 FILE = "audit.jsonl"
 MAX_EVENTS = 1000
+EARLY_ROUNDS = 5  # of the others, after which the end of a trainer is reported as early
 
 EventKind: TypeAlias = Literal["run", "pserver", "trainer", "rollback", "checkpoint", "change"]
 
@@ -116,13 +120,22 @@ class Events:
 
     def detect_changes(self, cluster: Cluster) -> None:
         """Add the changes since the last call."""
-        for kind, text, facts in self._changes(cluster):
-            self.add(cluster, kind, text, **facts)
-
-    def _changes(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
-        run, record, last = cluster.run, cluster.run.record, self._run
+        run, last = cluster.run, self._run
         self._run = run
         before = last if last is not None and cluster.is_current(last) else None
+        for kind, text, facts in self._changes(cluster, last, before):
+            self.add(cluster, kind, text, **facts)
+            if facts.get("state") in ("lost", "failed") and kind == "trainer":
+                log.info(text, trainer=facts["trainer"])
+        for rank in [] if before is None else _find_early_ends(before, run):
+            left = f"{len(run.record.members)} of {len(run.record.trainers)} trainers"
+            verb = "remains" if len(run.record.members) == 1 else "remain"
+            log.warning(f"trainer {rank} is done (round {run.record.trainers[rank].round}); {left} {verb}")
+
+    def _changes(
+        self, cluster: Cluster, last: Run | None, before: Run | None
+    ) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
+        run, record = cluster.run, cluster.run.record
         yield from self._changed_pservers(cluster)
         yield from self._changed_replicas(cluster)
         yield from _changed_trainers({} if before is None else before.record.trainers, record.trainers)
@@ -166,6 +179,13 @@ class Events:
             for standby, change in sorted(changes):
                 facts = {"pserver": index, "standby": standby, "in_sync": len(replicas.in_sync)}
                 yield "pserver", f"a standby of pserver {index} {change} ({len(replicas.in_sync)} in sync)", facts
+
+
+def _find_early_ends(before: Run, run: Run) -> list[Rank]:
+    """Return the trainers that are done, if the others have just gone on without them for several rounds."""
+    was, now = (max((one.reports[rank].round for rank in one.record.members), default=0) for one in (before, run))
+    done = [trainer for trainer in run.record.trainers.values() if trainer.state == "done"]
+    return [trainer.rank for trainer in done if was <= trainer.round + EARLY_ROUNDS < now]
 
 
 def _changed_trainers(

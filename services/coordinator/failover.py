@@ -15,7 +15,8 @@ Every step may be repeated. After a restart of the coordinator a standby that wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+import math
+from collections.abc import Collection, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,12 +33,11 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
-from .pserver_calls import call_pserver
-from .state.cluster import Cluster
+from .shell import NO_ANSWER, Shell
 from .state.joining import check_protocol
 from .state.pservers import PserverMember
-from .state.replicas import Replica, Replicas, choose_leader
-from .state.standbys import Standby, StandbyRegistry
+from .state.replicas import Replica, Replicas, choose_leader, judge_registration
+from .state.standbys import Standby
 
 log = get_logger()
 
@@ -50,30 +50,16 @@ Key = tuple[PserverIndex, Incarnation]
 
 
 class FailOver:
-    """The standbys that pservers wait for, and the tasks that promote them."""
+    """The tasks that promote standbys, and the in-sync sets that pservers wait for."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        http: httpx.AsyncClient,
-        now: Callable[[], float],
-        persist: Callable[[], Awaitable[None]],
-        *,
-        changed: Callable[[], None],
-        interrupt: Callable[[PserverIndex], None],
-    ) -> None:
-        self.standbys = StandbyRegistry()
-        self.has_ended = asyncio.Event()  # set at the end of each fail-over, and cleared by its reader
-        self._cluster = cluster
-        self._http = http
-        self._now = now
-        self._persist = persist
-        self._changed = changed
-        self._interrupt = interrupt
+    def __init__(self, shell: Shell) -> None:
+        self.has_ended = False  # set at the end of each fail-over, and cleared by its reader
+        self._shell = shell
+        self._cluster = shell.cluster
         self._tasks: dict[PserverIndex, asyncio.Task[None]] = {}
         self._suspected: dict[PserverIndex, Incarnation] = {}  # by these tasks
         self._replacing: set[PserverIndex] = set()
-        self._ended: dict[Replica, float] = {}  # processes that are known to have ended, and since when that is known
+        self._ended: set[Replica] = set()  # processes that are known to have ended
 
     @property
     def is_replacing(self) -> bool:
@@ -93,11 +79,11 @@ class FailOver:
                 index, lambda replicas: self._note_standbys(replicas, index, seen)
             )
         if cluster.registry.replicas[index] != cluster.persisted.get(index):
-            await self._persist()
+            await self._shell.persist()
         return cluster.find_required(index, message.incarnation) or RequiredStandbys()  # else the sender is outdated
 
     def _note_standbys(self, replicas: Replicas, index: PserverIndex, seen: SeenStandbys) -> Replicas:
-        joining = self.standbys.find_successors(index).keys() & seen.connected
+        joining = self._cluster.standbys.find_successors(index).keys() & seen.connected
         continues = self._cluster.run.settings.replica_loss == "continue"
         return replicas.note_report(seen.number, seen.connected, seen.caught_up, joining, continues=continues)
 
@@ -106,7 +92,7 @@ class FailOver:
         index = report.follows
         if report.is_stopping:
             return
-        self._ended.pop(report.instance, None)
+        self._ended.discard(report.instance)
         member = self._find_member(index)
         if member is not None and member.record.instance == report.instance and member.is_unaware:
             self._start(index, member.info.incarnation, self._promote(member))
@@ -119,7 +105,7 @@ class FailOver:
         Raises BadInput (`unsupported_protocol`) for a process of another version.
         """
         check_protocol(request.protocol)
-        self._ended.pop(request.instance, None)
+        self._ended.discard(request.instance)
         cluster, index = self._cluster, request.index
         if index is None or not cluster.serves_run:
             return
@@ -132,38 +118,44 @@ class FailOver:
 
     def _check_members(self, index: PserverIndex, request: RegisterPserver) -> None:
         """Raise TryAgain if a member of the in-sync set, or a successor, may hold later updates than a process."""
-        cluster, replicas, held = self._cluster, self._cluster.registry.replicas[index], request.held
-        attempt_id, members = cluster.run.record.attempt_id, self._list_members(index)
+        cluster, run, held = self._cluster, self._cluster.run, request.held
+        replicas, members = cluster.registry.replicas[index], self._list_members(index)
         member = self._find_member(index, replicas.incarnation)
         is_own = request.previous == replicas.incarnation  # the process before was the leader in force
         successor = member.record if member is not None and member.is_unaware and not is_own else None
-        rounds = [standby.report.round for standby in members]  # after a power failure their logs may be longer
-        rounds.append(cluster.run.newest_received)  # the newest heartbeat of the leader may be older
-        if member is not None and member.attempt_id == attempt_id:
-            rounds.append(member.round)
+        # After a power failure the logs of members may be longer, and the newest heartbeat of the leader may be older.
+        known = [run.newest_received, *(standby.report.round for standby in members)]
+        if member is not None and member.attempt_id == run.record.attempt_id:
+            known.append(member.round)
+        silent = replicas.in_sync - cluster.standbys.find_successors(index).keys()
         if successor is not None:
-            rounds.append(successor.restored or 0)
-        is_whole = held is not None and (held.run, held.attempt) == attempt_id and not held.rounds.is_short
-        has_all = held is not None and is_whole and held.rounds.applied >= max(rounds, default=0)
-        if members and not has_all:
+            known.append(successor.restored or 0)
+            silent |= {successor.instance}
+        is_whole = held is not None and (held.run, held.attempt) == run.record.attempt_id and not held.rounds.is_short
+        role = judge_registration(
+            held.rounds.applied if held is not None and is_whole else None,
+            max(known),
+            has_member=bool(members),
+            silent_seconds=self._shell.now() - member.seen_at if member and silent - self._ended else math.inf,
+            limits=(
+                cluster.lease_seconds if member and member.is_restored else 0.0,  # until all members have reported
+                run.settings.rejoin_timeout_seconds / 2,
+            ),
+        )
+        if role == "waits":
+            text = f"a standby in sync with pserver {index} does not report"
+            raise TryAgain(f"{text}, and may hold updates that this process does not have")
+        if role == "follows":
             if is_own and member is not None:
-                self._note_end(member.record.instance)
+                self._ended.add(member.record.instance)
             self.suspect(index, replicas.incarnation)
             text = f"pserver {index} may be alive; if it is not, its standby replaces it, and this process follows then"
             raise TryAgain(f"{text}: it does not hold all updates that the standby has received")
-        if member is None or (has_all and not member.is_restored):  # else the rounds of others may not be known yet
-            return
-        silent = replicas.in_sync - self.standbys.find_successors(index).keys()
-        awaited = silent | ({successor.instance} if successor else set())
-        seconds = cluster.lease_seconds if has_all else cluster.run.settings.rejoin_timeout_seconds / 2
-        if awaited - self._ended.keys() and self._now() - member.seen_at < seconds:
-            text = f"a standby in sync with pserver {index} does not report"
-            raise TryAgain(f"{text}, and may hold updates that this process does not have")
 
     def _list_members(self, index: PserverIndex) -> list[Standby]:
         """Return the living standbys in sync that hold the current attempt, the one with the newest round first."""
         attempt_id, in_sync = self._cluster.run.record.attempt_id, self._cluster.registry.replicas[index].in_sync
-        members = [standby for key, standby in self.standbys.find_successors(index).items() if key in in_sync]
+        members = [standby for key, standby in self._cluster.standbys.find_successors(index).items() if key in in_sync]
         current = [one for one in members if (one.report.run, one.report.attempt) == attempt_id]
         return sorted(current, key=lambda standby: standby.report.round, reverse=True)
 
@@ -173,7 +165,7 @@ class FailOver:
         # One that was lost before it had the run has acknowledged nothing.
         has_run = request.previous < self._cluster.run.holders.get(lost.info.index, 0)
         limit = self._cluster.run.settings.rejoin_timeout_seconds / 2  # then the run goes back
-        return is_older and has_run and self._now() - lost.seen_at < limit
+        return is_older and has_run and self._shell.now() - lost.seen_at < limit
 
     def suspect_unreachable(self, unreachable: Mapping[PserverIndex, tuple[Incarnation, float]]) -> set[Key]:
         """Suspect the pservers that a trainer does not reach. Return those whose successors it should wait for."""
@@ -200,20 +192,14 @@ class FailOver:
 
     def suspect_ended(self, index: PserverIndex, address: str) -> None:
         """Replace the pserver at an address, whose process has ended; or forget the standby there."""
-        for instance, standby in self.standbys.members.items():
+        for instance, standby in self._cluster.standbys.members.items():
             if standby.report.address == address:
-                self._note_end(instance)
-        self.standbys = self.standbys.drop(address)
+                self._ended.add(instance)
+        self._cluster.standbys = self._cluster.standbys.drop(address)
         member = self._find_member(index)
         if member is not None and member.info.address == address:
-            self._note_end(member.record.instance)
+            self._ended.add(member.record.instance)
             self.suspect(index, member.info.incarnation)
-
-    def _note_end(self, instance: Replica) -> None:
-        replicas = self._cluster.registry.replicas.values()
-        known = {instance}.union(*({one.leader, *one.in_sync} for one in replicas))
-        ended = {instance: self._now(), **self._ended}
-        self._ended = {key: at for key, at in ended.items() if key in known}
 
     def suspect_lost(self) -> None:
         """Suspect pservers with an expired lease, and those that were fenced before the coordinator restarted."""
@@ -223,7 +209,8 @@ class FailOver:
             self.suspect(index, registry.incarnations[index])
 
     def _may_replace(self) -> bool:
-        return self._cluster.serves_run and self._cluster.run.record.state != "gathering"
+        cluster = self._cluster
+        return cluster.serves_run and cluster.run.record.state != "gathering" and cluster.resume_at is None
 
     def _find_member(self, index: PserverIndex, incarnation: Incarnation | None = None) -> PserverMember | None:
         """Return a pserver, which may be silent, unless an incarnation is given and another one is in force."""
@@ -244,11 +231,11 @@ class FailOver:
         del self._tasks[index], self._suspected[index]
         if index in self._replacing:
             self._replacing.discard(index)
-            self.has_ended.set()
+            self.has_ended = True
         if not task.cancelled():
             if (error := task.exception()) is not None:
                 log.error("a fail-over has failed", pserver=index, error=repr(error))
-            self._changed()
+            self._shell.changed()
 
     def close(self) -> None:
         """Cancel the tasks. The next process of the coordinator repeats what they have not completed."""
@@ -259,7 +246,7 @@ class FailOver:
         """Return whether a pserver answers with its incarnation."""
         for _ in range(NUM_PROBES):
             try:
-                body = await call_pserver(self._http, member, "GET", STATE, timeout=PROBE_SECONDS)
+                body = await self._shell.call(member, "GET", STATE, timeout=PROBE_SECONDS)
                 return PserverState.from_answer(body).incarnation == member.info.incarnation
             except (httpx.ConnectError, ValueError):
                 return False
@@ -284,14 +271,14 @@ class FailOver:
             return
         log.warning("a pserver does not answer; a standby replaces it", pserver=index, incarnation=incarnation)
         self._replacing.add(index)
-        self._interrupt(index)
+        self._shell.interrupt(index)
         self._cluster.registry = self._cluster.registry.change_replicas(index, Replicas.suspect)
         await self._persist_patiently()
         reach_failpoint("fence.before")
         while self._is_to_be_replaced(index, incarnation):
             candidates = self._list_members(index)
             # A standby that was cut off before its promotion reports again.
-            if not candidates and member.record.instance in self.standbys.members:
+            if not candidates and member.record.instance in self._cluster.standbys.members:
                 await self._promote(member)
                 return
             for standby in candidates:
@@ -310,9 +297,9 @@ class FailOver:
         message = FenceStandby(run=name, attempt=attempt, incarnation=incarnation)
         url = standby.report.address + FENCE_STANDBY
         try:
-            body = await send_message(self._http, "PUT", url, message, timeout=REQUEST_SECONDS)
+            body = await send_message(self._shell.http, "PUT", url, message, timeout=REQUEST_SECONDS)
             request = RegisterPserver.from_answer(body)
-        except (httpx.HTTPError, GradpostError, ValueError) as error:
+        except NO_ANSWER as error:
             log.warning("a standby cannot replace its pserver", pserver=index, address=url, error=repr(error))
             return None
         held = request.held
@@ -324,10 +311,10 @@ class FailOver:
 
     async def _register(self, request: RegisterPserver) -> None:
         reach_failpoint("promote.before")
-        answer = self._cluster.register_pserver(request, self._now(), is_standby=True)
+        answer = self._cluster.register_pserver(request, self._shell.now(), is_standby=True)
         member = self._cluster.registry.members[answer.index]
-        self._interrupt(answer.index)
-        self._changed()
+        self._shell.interrupt(answer.index)
+        self._shell.changed()
         await self._persist_patiently()
         reach_failpoint("promote.after")
         await self._promote(member)
@@ -340,15 +327,15 @@ class FailOver:
         url = member.info.address + PROMOTE_STANDBY
         while self._is_to_be_promoted(index, incarnation):
             try:
-                await send_message(self._http, "PUT", url, answer, timeout=REQUEST_SECONDS)
-            except (httpx.HTTPError, GradpostError, ValueError) as error:
+                await send_message(self._shell.http, "PUT", url, answer, timeout=REQUEST_SECONDS)
+            except NO_ANSWER as error:
                 log.warning("a standby was not promoted", pserver=index, address=url, error=repr(error))
                 if self._list_members(index):
                     await self._replace_if_silent(index, incarnation)
                     return
                 await asyncio.sleep(RETRY_SECONDS)
             else:
-                self.standbys = self.standbys.drop(member.info.address)
+                self._cluster.standbys = self._cluster.standbys.drop(member.info.address)
                 log.info("a standby was promoted", pserver=index, incarnation=incarnation)
                 return
 
@@ -357,8 +344,8 @@ class FailOver:
         member = self._find_member(index, incarnation)
         if member is None or not member.is_unaware or not self._cluster.serves_run:
             return False
-        return index in self._cluster.registry.members or member.record.instance in self.standbys.members
+        return index in self._cluster.registry.members or member.record.instance in self._cluster.standbys.members
 
     async def _persist_patiently(self) -> None:
         """Persist the state. Raises StorageFailed after the round time-out."""
-        await request_with_retry(self._persist, RetryPolicy((TryAgain,), lambda _: asyncio.sleep(RETRY_SECONDS)))
+        await request_with_retry(self._shell.persist, RetryPolicy((TryAgain,), lambda _: asyncio.sleep(RETRY_SECONDS)))

@@ -22,7 +22,6 @@ from ps_protocol.vocabulary import PserverIndex
 from services.runtime.security import KnownHosts
 
 from .state.cluster import Cluster
-from .state.standbys import StandbyRegistry
 
 
 def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
@@ -98,7 +97,7 @@ class TargetGroup(BaseModel):
     labels: dict[str, str]
 
 
-def describe_targets(cluster: Cluster, standbys: StandbyRegistry | None = None) -> list[dict[str, Any]]:
+def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
     """Return one target group for each pserver, standby and trainer that serves `/metrics`, with role and number.
 
     The coordinator itself is left out, since the caller knows its address. So is a standby with the scope `replicate`
@@ -110,7 +109,7 @@ def describe_targets(cluster: Cluster, standbys: StandbyRegistry | None = None) 
     ]
     groups += [
         _group(standby.report.address, role="standby", pserver=str(standby.report.follows))
-        for standby in (standbys or StandbyRegistry()).members.values()
+        for standby in cluster.standbys.members.values()
         if standby.may_lead
     ]
     groups += [

@@ -13,9 +13,8 @@ another run has begun. So no transition of a request handler is lost.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import httpx
 from pydantic import TypeAdapter
@@ -38,7 +37,7 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
-from .pserver_calls import TIMEOUT_SECONDS, WaitLog, call_pserver
+from .shell import NO_ANSWER, TIMEOUT_SECONDS, Shell
 from .state.cluster import Cluster
 from .state.decision import Answers, Ranges, Refusal, Rollback, decide_change, decide_rollback, newest_common
 from .state.pservers import PserverMember
@@ -49,6 +48,9 @@ log = get_logger()
 
 RESTORE_TIMEOUT_SECONDS = 60.0  # to read a shard and its log
 
+# What a pserver must install, or has installed: its incarnation, run and attempt, and the number of the change.
+Target: TypeAlias = tuple[Incarnation, str, int, int]
+
 _RANGES = TypeAdapter(Ranges)
 
 
@@ -56,76 +58,17 @@ class _InterruptedError(Exception):
     """The change cannot be completed. It is made again, unless another run has begun."""
 
 
-class Target(NamedTuple):
-    """The state that a pserver must install, or the newest one that it has installed."""
-
-    incarnation: Incarnation
-    run: str
-    attempt: int
-    change_number: int
-
-    def has_same_run(self, other: Target | None) -> bool:
-        """Return whether the pserver has to change no more than the attempt and the members."""
-        return other is not None and (self.incarnation, self.run) == (other.incarnation, other.run)
-
-    def has_same_attempt(self, other: Target | None) -> bool:
-        """Return whether the pserver has to change no more than the members."""
-        return other is not None and self.has_same_run(other) and self.attempt == other.attempt
-
-
 class Reconciler:
-    """The loop that brings pservers to the decided state. `persist` must succeed before a decision takes effect."""
+    """The loop that brings pservers to the decided state. A decision takes effect once it is persisted."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        http: httpx.AsyncClient,
-        now: Callable[[], float],
-        persist: Callable[[], Awaitable[None]],
-        waits: WaitLog,
-    ) -> None:
-        self._cluster = cluster
-        self._http = http
-        self._now = now
-        self._persist = persist
-        self._waits = waits
+    def __init__(self, shell: Shell, on_silence: Callable[[PserverIndex, Incarnation], None]) -> None:
+        self._shell = shell
+        self._cluster = shell.cluster
+        self._on_silence = on_silence
         self._installed: dict[PserverIndex, Target] = {}
         self._restore: dict[PserverIndex, Round | None] = {}  # the round of each pserver, by the newest decision
         self._failing: tuple[str, float] | None = None  # the run and the time since when changes fail
-        self._problem = ""
-        self._logged: set[str] = set()  # logged since the last success
-        self._calls: defaultdict[PserverIndex, set[asyncio.Timeout]] = defaultdict(set)
-        self.on_silence: Callable[[PserverIndex, Incarnation], None] = lambda *_: None
-
-    def interrupt(self, index: PserverIndex) -> None:
-        """End the requests to a pserver, which another process replaces."""
-        for limit in self._calls[index]:
-            if not limit.expired():
-                limit.reschedule(self._now())
-
-    async def _call(
-        self,
-        member: PserverMember,
-        method: str,
-        route: str,
-        message: Message | None = None,
-        timeout: float = TIMEOUT_SECONDS,
-    ) -> bytes:
-        """Return the answer of `call_pserver`.
-
-        Raises httpx.ReadTimeout if `interrupt` ends the wait for it, or another process has replaced the pserver.
-        """
-        if self._cluster.registry.incarnations.get(member.info.index) != member.info.incarnation:
-            raise httpx.ReadTimeout(f"another process has replaced pserver {member.info.index}")
-        limit, calls = asyncio.timeout(None), self._calls[member.info.index]
-        calls.add(limit)
-        try:
-            async with limit:
-                return await call_pserver(self._http, member, method, route, message, timeout)
-        except TimeoutError:
-            raise httpx.ReadTimeout("a standby replaces the pserver") from None
-        finally:
-            calls.discard(limit)
+        self._problem = ""  # why the newest change failed
 
     async def reconcile(self) -> bool:
         """Persist the cluster's state, and bring every pserver to it. Returns False if it must be tried again.
@@ -135,7 +78,7 @@ class Reconciler:
         """
         run = self._cluster.run
         try:
-            await self._persist()
+            await self._shell.persist()
         except StorageFailed as error:
             self._fail(run, error)
         except TryAgain:
@@ -144,20 +87,19 @@ class Reconciler:
         try:
             if await self._update_pservers():
                 self._failing = None
-                self._logged.clear()
                 return True
         except (TryAgain, StorageFailed):
             return False
         if self._failing is None or self._failing[0] != run.record.name:
-            self._failing = run.record.name, self._now()
+            self._failing = run.record.name, self._shell.now()
         limit = run.settings.rejoin_timeout_seconds
-        if self._now() - self._failing[1] > limit:
+        if self._shell.now() - self._failing[1] > limit:
             text = f"no change could be installed for {limit:g} s: {self._problem}"
             self._fail(run, Ended(text, code="pserver_lost"))
         return False
 
     def _fail(self, run: Run, failure: GradpostError) -> None:
-        self._cluster.update(run, lambda newest: newest.fail(failure, self._now()))
+        self._cluster.update(run, lambda newest: newest.fail(failure, self._shell.now()))
 
     async def _update_pservers(self) -> bool:
         """Make the newest change on all pservers. Returns False if it must be tried again."""
@@ -168,7 +110,7 @@ class Reconciler:
         number, has_begun = run.record.change_number, run.record.state != "gathering"
         targets = {member.info.index: _find_target(run, member, number) for member in members}
         if not cluster.serves_run:
-            serving = [m for m in members if targets[m.info.index].has_same_run(self._installed.get(m.info.index))]
+            serving = [m for m in members if targets[m.info.index][:2] == self._installed.get(m.info.index, ())[:2]]
             return await self._install_everywhere(run, serving, number)
         if len(members) < cluster.registry.num_pservers:
             return True  # a lost pserver returns, or the run fails
@@ -184,24 +126,27 @@ class Reconciler:
                     cluster.update(run, Run.with_change)  # a repetition is another change
                 return False
         if cluster.is_current(run) and cluster.run.record.state == "gathering":
-            cluster.run = cluster.run.begin_training(self._now())
+            cluster.run = cluster.run.begin_training(self._shell.now())
             reach_failpoint("begin.before")
-            await self._persist()  # before a trainer gets the plan: after a restart the run would begin again
+            await self._shell.persist()  # before a trainer gets the plan: after a restart the run would begin again
             reach_failpoint("begin.after")
         cluster.update(run, lambda newest: newest.finish_change(number))
         return True
 
-    def _log_problem(self, text: str, error: Exception, **facts: object) -> None:
-        self._problem = f"{text}: {error!r}"
-        line = f"{self._problem} {facts}"
-        if line not in self._logged:  # a dead pserver is tried five times a second until its lease expires
-            self._logged.add(line)
-            log.warning(text, error=repr(error), **facts)
+    def _note_problem(self, text: str, error: Exception, **facts: object) -> None:
+        self._problem = self._shell.note_problem(text, error, **facts)
 
-    def _note_silence(self, member: PserverMember, error: httpx.HTTPError) -> None:
-        self._problem = f"pserver {member.info.index} did not answer: {error!r}"
-        self._waits.note(member.info.index, error)
-        self.on_silence(member.info.index, member.info.incarnation)
+    async def _call(self, member: PserverMember, *request: Any, **options: Any) -> bytes:
+        """Return the answer of `Shell.call`. A pserver that does not answer is noted and suspected."""
+        index, incarnation = member.info.index, member.info.incarnation
+        try:
+            answer = await self._shell.call(member, *request, **options)
+        except httpx.HTTPError as error:
+            self._note_problem(f"waiting for pserver {index}", error)
+            self._on_silence(index, incarnation)
+            raise
+        self._shell.note_problem(f"waiting for pserver {index}", None)
+        return answer
 
     # ------------------------------------------------------------------ freeze, decide
 
@@ -214,8 +159,8 @@ class Reconciler:
         except RoundPending:
             self._failing = None  # the pserver answers, and fails the run if its standbys are missing for too long
             raise
-        except (httpx.HTTPError, GradpostError, ValueError) as error:
-            self._log_problem("a pserver did not report its rounds before a change of members", error)
+        except NO_ANSWER as error:
+            self._note_problem("a pserver did not report its rounds before a change of members", error)
             raise _InterruptedError from error
         if not self._cluster.serves_run:
             raise _InterruptedError
@@ -252,7 +197,7 @@ class Reconciler:
         holders = {member.info.index: member.info.incarnation for member in members}
         cluster.run = run.propose(decision).note_holders(holders)
         try:
-            await self._persist()
+            await self._shell.persist()
         except BaseException:
             cluster.update(run, lambda newest: newest.propose(None).note_holders(run.holders))
             raise
@@ -265,9 +210,6 @@ class Reconciler:
         """Freeze a pserver and return its rounds; None if it holds nothing that it could continue from by itself."""
         try:
             body = await self._call(member, "PUT", FREEZE, message)
-        except httpx.HTTPError as error:
-            self._note_silence(member, error)
-            raise _InterruptedError from error
         except StaleRun:
             # It missed the rollback that this attempt began with, and will restore its round.
             return FrozenRounds(applied=run.record.base_round or 0, is_readable=run.record.base_round is not None)
@@ -293,8 +235,8 @@ class Reconciler:
         cluster = self._cluster
         try:
             round_, ranges = await self._find_common(run, members, wanted.newest)
-        except (httpx.HTTPError, GradpostError, ValueError) as error:
-            self._log_problem("a pserver did not report which rounds it can restore", error)
+        except NO_ANSWER as error:
+            self._note_problem("a pserver did not report which rounds it can restore", error)
             if wanted.is_asked:
                 text = f"a pserver did not report which rounds it can restore: {error}"
                 cluster.update(run, lambda newest: newest.refuse_rollback(text))
@@ -308,11 +250,13 @@ class Reconciler:
             self._fail(run, outcome)
             raise _InterruptedError
         base, applied = round_ or 0, cluster.run.newest_applied  # all pservers may have lost it
-        cluster.run = cluster.run.fail_for_lost_rounds(base, applied, self._now())
+        cluster.run = cluster.run.fail_for_lost_rounds(base, applied, self._shell.now())
         if cluster.run.record.state == "failed":
             raise _InterruptedError
         await self._adopt(members, outcome, {member.info.index: round_ for member in members})
-        cluster.run = cluster.run.fail_for_lost_rounds(base, applied, self._now())  # trainers may have left meanwhile
+        cluster.run = cluster.run.fail_for_lost_rounds(
+            base, applied, self._shell.now()
+        )  # trainers may have left meanwhile
         log.warning(
             "the run is rolled back",
             reason=wanted.reason, round=base, applied=applied, attempt=outcome.attempt, lost=applied - base,
@@ -347,11 +291,12 @@ class Reconciler:
         if not cluster.is_current(run):
             return True  # the next run has begun
         run = cluster.run  # with the newest decision
-        target = _find_target(run, member, number)
-        if not cluster.serves_run and self._installed.get(index) == target:
+        target, installed = _find_target(run, member, number), self._installed.get(index)
+        if not cluster.serves_run and installed == target:
             return True
         message: Message
-        if target.has_same_attempt(self._installed.get(index)) or not cluster.serves_run:
+        has_run = installed is not None and installed[:-1] == target[:-1]
+        if has_run or not cluster.serves_run:
             route, timeout, message = MEMBERS, TIMEOUT_SECONDS, make_members_message(run, number)
         elif cluster.find_required(index, member.info.incarnation) is None:
             return False  # another process has replaced it, or is about to
@@ -364,14 +309,10 @@ class Reconciler:
             message = make_installation(cluster, index, number, restore)
         try:
             await self._call(member, "PUT", route, message, timeout)
-        except httpx.HTTPError as error:
-            self._note_silence(member, error)
-            return False
-        except ValueError as error:
-            self._log_problem("a pserver did not accept an installation", error, pserver=index)
+        except httpx.HTTPError:
             return False
         except GradpostError as problem:
-            self._log_problem("a pserver refused an installation", problem, pserver=index)
+            self._note_problem("a pserver refused an installation", problem, pserver=index)
             # A conflict passes, for example when the pserver has not read its new identity yet.
             if not problem.may_be_retried and not isinstance(problem, Conflict):
                 code = "storage_failed" if isinstance(problem, StorageFailed) else "pserver_lost"
@@ -379,12 +320,11 @@ class Reconciler:
                 self._fail(run, ERRORS[code].family(text, code=code, pserver=index))
             return False
         self._installed[index] = target
-        self._waits.note(index, None)
         return True
 
 
 def _find_target(run: Run, member: PserverMember, number: int) -> Target:
-    return Target(member.info.incarnation, run.record.name, run.record.attempt, number)
+    return member.info.incarnation, run.record.name, run.record.attempt, number
 
 
 def make_installation(cluster: Cluster, index: PserverIndex, number: int, restore: Round | None) -> InstallRun:

@@ -112,11 +112,11 @@ def _resume(
     if record is not None and run is not None and run.state == "gathering" and run.plan is None:
         cluster.restore(record, now())
     elif record is not None and run is not None and _is_on_disks(run, settings):
-        beginning = None
+        alternative = None
         if run.state == "failed":
             with suppress(StorageFailed):
-                beginning = _find_beginning(record, place)
-        cluster.resume(record, now(), beginning)
+                alternative = _find_beginning(record, place)
+        cluster.restore(record, now(), resume=True, alternative=alternative)
         log.info("resuming", run=run.name, attempt=run.attempt)
         return
     manifest = _find_beginning(record, place)

@@ -4,55 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-import httpx
-
 from ps_protocol.errors import RunStopped, TryAgain
-from ps_protocol.messages import PserverState, RunSummary
+from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Round
 from services.runtime.logs import get_logger
 
 from .checkpoints import Checkpoints
-from .pserver_calls import RESULT_SECONDS, WaitLog, read_state
-from .state.cluster import Cluster
+from .shell import Shell
 from .state.run import Run
 
 log = get_logger()
 
+RESULT_SECONDS = 60.0  # for a request to wait for the checkpoint of a finished run
+
 
 class RunResult:
-    """The result of the newest run. `wait_until` waits for a condition, for at most some seconds."""
+    """The result of the newest run."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        http: httpx.AsyncClient,
-        now: Callable[[], float],
-        wait_until: Callable[[Callable[[], bool], float], Awaitable[None]],
-        waits: WaitLog,
-        checkpoints: Checkpoints,
-    ) -> None:
-        self._cluster = cluster
-        self._http = http
-        self._now = now
-        self._wait_until = wait_until
-        self._waits = waits
+    def __init__(self, shell: Shell, checkpoints: Checkpoints) -> None:
+        self._shell = shell
         self._checkpoints = checkpoints
+        self._saving: asyncio.Task[None] | None = None
         self._last_summary: RunSummary | None = None
         self._summed_up: tuple[str, float | None, Round] = "", None, 0  # run, start and round of the newest summary
         self._summed_up_at = 0.0  # when its first summary was made
 
-    async def save(self, run: Run) -> None:
+    def save_if_due(self) -> None:
+        """Begin to save the result of a run that its trainers have left, unless that is done or under way."""
+        run = self._shell.cluster.run
+        if run.record.is_deserted and not run.is_result_saved and (self._saving is None or self._saving.done()):
+            self._saving = asyncio.create_task(self._save(run), name="save the result")
+
+    async def _save(self, run: Run) -> None:
         """Make the summary of a finished run, and a checkpoint of its last round. Then its pservers may exit."""
-        cluster = self._cluster
-        if warning := (await self._make_summary()).warning:
-            log.warning(warning)
-        if cluster.is_current(run) and cluster.is_saving_result:
-            await self._write_checkpoint(run)
-            await self._make_summary()  # again, in case the checkpoint lacks rounds and the run has failed
-        cluster.update(run, lambda newest: replace(newest, is_result_saved=True))
+        cluster = self._shell.cluster
+        try:
+            if warning := (await self._make_summary()).warning:
+                log.warning(warning)
+            if cluster.is_current(run) and cluster.is_saving_result:
+                await self._write_checkpoint(run)
+                await self._make_summary()  # again, in case the checkpoint lacks rounds and the run has failed
+            cluster.update(run, lambda newest: replace(newest, is_result_saved=True))
+        finally:
+            self._shell.changed()
 
     def find_summary(self, run: str) -> RunSummary | None:
         """Return the summary of a run that is over; None if it is not made yet, or another run has begun."""
@@ -60,39 +56,40 @@ class RunResult:
 
     async def _write_checkpoint(self, run: Run) -> None:
         """Make the run's last checkpoint. A pserver that dies meanwhile may return within the rejoin time-out."""
-        await self._checkpoints.refresh_rounds()
-        if max(self._cluster.rounds, default=0) == 0:
+        shell = self._shell
+        await shell.read_states()
+        if max(shell.cluster.rounds, default=0) == 0:
             return  # the run ended without a round
         try:
             round_ = await self._checkpoints.make(run, run.settings.rejoin_timeout_seconds, math.inf)
         except TryAgain as error:
             log.error("the run's last round has no checkpoint", error=error.detail)
             return
-        self._cluster.update(run, lambda last: last.fail_for_lost_rounds(round_, last.highest_round, self._now()))
+        shell.cluster.update(run, lambda last: last.fail_for_lost_rounds(round_, last.highest_round, shell.now()))
 
     async def summary(self) -> RunSummary:
         """Return the summary of the run. Once it is over, its result is on the disk when this returns."""
-        run = self._cluster.run
+        cluster, run = self._shell.cluster, self._shell.cluster.run
         if run.record.is_deserted:
-            await self._wait_until(
-                lambda: self._cluster.run.is_result_saved or not self._cluster.is_current(run), RESULT_SECONDS
+            await self._shell.wait_until(
+                lambda: cluster.run.is_result_saved or not cluster.is_current(run), RESULT_SECONDS
             )
         return await self._make_summary()
 
     async def _make_summary(self) -> RunSummary:
-        run = self._cluster.run
-        last = self._last_summary
-        if last is not None and (last.run, last.state) == (run.record.name, run.record.state) and run.record.is_over:
+        run = self._shell.cluster.run
+        last = self.find_summary(run.record.name)
+        if last is not None and last.state == run.record.state:
             return last
-        answers = await self._read_states()
-        run = self._cluster.refresh(run)
+        answers = await self._shell.read_states()
+        run = self._shell.cluster.refresh(run)
         states = [state for state in answers if state.run == run.record.name]
         is_ring = run.settings.consistency.is_ring
         rounds = run.highest_round if is_ring else min((state.round for state in states), default=run.highest_round)
         carried = ["ring"] if is_ring else sorted({f"HTTP/{v}" for state in states for v in state.transports})
         # All trainers print their summary at the end, and after the same round each gets the same seconds.
         if self._summed_up != (run.record.name, run.started_at, rounds):
-            self._summed_up, self._summed_up_at = (run.record.name, run.started_at, rounds), self._now()
+            self._summed_up, self._summed_up_at = (run.record.name, run.started_at, rounds), self._shell.now()
         end = self._summed_up_at if run.ended_at is None else run.ended_at
         results: dict[str, float] = {}
         for _, report in sorted(run.reports.items(), reverse=True):
@@ -114,11 +111,3 @@ class RunResult:
         if run.record.is_over:
             self._last_summary = summary
         return summary
-
-    async def _read_states(self) -> list[PserverState]:
-        """Return the states of all living pservers in order of their indices, without those that do not answer."""
-        members = self._cluster.registry.sorted_members
-        answers = await asyncio.gather(*(read_state(self._http, member) for member in members), return_exceptions=True)
-        for member, answer in zip(members, answers, strict=True):
-            self._waits.note(member.info.index, answer if isinstance(answer, BaseException) else None)
-        return [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -37,9 +37,10 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     async def status() -> ClusterStatus:
         """Return the state of the cluster and its members, with their newest heartbeats."""
         cluster, now = coordinator.cluster, coordinator.now()
-        standbys = coordinator.standbys.describe(now, cluster.registry.replicas)
+        standbys = cluster.standbys.describe(now, cluster.registry.replicas)
         overrides = describe_overrides(cluster.run, coordinator.events.after(0))
-        return describe_status(cluster.run, cluster.registry, now, time.time(), measure_process(), standbys, overrides)
+        process = measure_process()
+        return describe_status(cluster.shown_run, cluster.registry, now, time.time(), process, standbys, overrides)
 
     @app.get(routes.OUTPUT, tags=["inspection"])
     async def output(rank: OrdinalText) -> TrainerOutput:

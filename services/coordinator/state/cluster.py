@@ -20,6 +20,7 @@ from ps_protocol.messages import (
     TrainerHeartbeatReply,
     TrainerJoined,
 )
+from ps_protocol.standbys import ReportStandby, StandbyAnswer
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 from services.runtime.logs import get_logger
@@ -28,6 +29,7 @@ from ..settings import CoordinatorSettings
 from .joining import check_expectations, check_protocol, declare_model, fail_deserted_run, join_run, start_run
 from .losses import (
     check_ring,
+    expire_pservers,
     expire_trainers,
     leave_run,
     lose_stuck_trainers,
@@ -36,10 +38,11 @@ from .losses import (
     time_out,
 )
 from .pservers import PserverRegistry
-from .record import Beginning, ClusterRecord, Resumption, await_trainers
+from .record import Beginning, ClusterRecord
 from .replicas import Replicas
 from .run import LostRounds, Run
-from .status import describe_notice, list_rounds, list_waits
+from .standbys import StandbyRegistry
+from .status import describe_leader, describe_notice, describe_plan, list_rounds, list_waits
 
 log = get_logger()
 
@@ -61,8 +64,10 @@ class Cluster:
         )
         self.run = Run.begin(name_run(), settings, {})
         self.beginning: Manifest | None = None  # the checkpoint that the next run begins with
+        self._alternative: Manifest | None = None  # that of a failed run, which is not resumed
         self.persisted: Mapping[PserverIndex, Replicas] = {}  # the replicas on the disk, or earlier ones
-        self.resumption: Resumption | None = None  # until processes of the run before have reported or expired
+        self.standbys = StandbyRegistry()
+        self.resume_at: float | None = None  # when the restored run is resumed, unless a process of it reports before
 
     def is_current(self, run: Run) -> bool:
         """Return whether no other run has begun since the caller read `run`, whose state may have changed."""
@@ -97,8 +102,16 @@ class Cluster:
         self.run = replace(self.run, incarnations=record.trainer_incarnations)
         self.registry = replace(self.registry, incarnations=record.pserver_incarnations)
 
-    def restore(self, record: ClusterRecord, now: float) -> None:
-        """Restore the cluster from its record. All leases begin now, and the last change is made again."""
+    def restore(
+        self, record: ClusterRecord, now: float, *, resume: bool = False, alternative: Manifest | None = None
+    ) -> None:
+        """Restore the cluster from its record. All leases begin now, and the last change is made again.
+
+        With `resume` the run is resumed, even if it finished or failed, after a lease without a report of its
+        processes. If one reports, only the coordinator was restarted; if the run had failed, the next one begins with
+        the checkpoint `alternative`.
+        """
+        self.resume_at, self._alternative = now + self.lease_seconds if resume else None, alternative
         self.restore_incarnations(record)
         for pserver in record.pservers:
             self.registry = self.registry.restore(pserver, now, record.replicas[pserver.info.index])
@@ -106,49 +119,38 @@ class Cluster:
         if record.run is not None:
             self.run = self.run.restore(record.run, now)
 
-    def resume(self, record: ClusterRecord, now: float, beginning: Manifest | None) -> None:
-        """Resume the recorded run, even if it finished or failed. Its trainers must be started again.
+    @property
+    def shown_run(self) -> Run:
+        """The run for readers: one that is about to be resumed waits for all of its trainers."""
+        return self.run if self.resume_at is None else self.run.await_all(self.resume_at)
 
-        If processes of that run report, only the coordinator was restarted, and the recorded run is restored.
-        """
-        assert record.run is not None
-        self.restore(record, now)
+    def _resume_if_due(self, now: float) -> None:
+        """Resume the restored run once no process from before the restart can report any more."""
+        may_report = self.run.record.members or any(member.is_restored for member in self.registry.members.values())
+        if self.resume_at is None or (may_report and now < self.resume_at):
+            return
+        self.resume_at = None
         self.registry = self.registry.clear_replicas()  # their processes have ended, too
-        waiting = await_trainers(self.run.record, is_async=self._settings.consistency.is_async)
-        reports = {rank: self.run.reports[rank] for rank in waiting.trainers}
-        self.run = replace(self.run, record=waiting, reports=reports, ended_at=None)
-        self.resumption = Resumption(record.run, now + self.lease_seconds, beginning)
+        self.run = self.run.await_all(now)
 
-    def _undo_resumption(self, now: float, *, is_trainer: bool = True) -> None:
-        """Restore the recorded run, because a process from before the restart has reported.
+    def _cancel_resumption(self, *, is_trainer: bool = True) -> None:
+        """Continue the restored run as it is, because a process from before the restart has reported.
 
         A report from a trainer of a run that was over does not count, because its script may not know of the end.
         """
-        resumption, failure = self.resumption, self.run.record.failure
-        if resumption is None or (is_trainer and resumption.saved.is_over):
-            return
-        self.resumption, self.run = None, self.run.restore(resumption.saved, now)
-        if failure is not None:
-            self.run = self.run.fail(failure, now)
         record = self.run.record
+        if self.resume_at is None or (is_trainer and record.is_over):
+            return
+        self.resume_at = None
         log.warning("not resumed: processes of the run before are still alive", run=record.name, state=record.state)
         if record.state != "failed":
             return
-        self.beginning = resumption.beginning
+        self.beginning = self._alternative
         if self.beginning is not None:
             log.warning("the next run begins with a checkpoint of the failed run", round=self.beginning.round)
         else:
             advice = "to continue it, stop its pservers too and start all processes again"
             log.error(f"the failed run has no checkpoint, so the next run begins with initial values; {advice}")
-
-    def _check_resumption(self, now: float) -> None:
-        """Raise NotReady while processes from before the restart may still report, so that none loses its place."""
-        resumption = self.resumption
-        if resumption is None or now >= resumption.until:
-            return
-        if resumption.saved.members or any(member.is_restored for member in self.registry.members.values()):
-            text = f"run {self.run.record.name} is resumed; living processes from before the restart must report first"
-            raise NotReady(text, waiting_for="processes of the resumed run, for one lease")
 
     # ------------------------------------------------------------------ pservers
 
@@ -180,7 +182,7 @@ class Cluster:
         self.registry = self.registry.heartbeat(index, message, now)
         self._note_missing_pservers(now)
         if self.registry.members[index].is_restored:
-            self._undo_resumption(now, is_trainer=False)
+            self._cancel_resumption(is_trainer=False)
         run = self.run
         if message.run == run.record.name:
             if message.failure is not None:
@@ -189,15 +191,31 @@ class Cluster:
             run = return_stuck_trainers(run.note_applied(message.attempt, message.round), missing)
             run = time_out(run, message.round + 1, message.missing, message.waiting_seconds, now)
             self.run = run
-        stop = self.exit_when_done and run.record.is_deserted and run.is_result_saved
-        if stop:
+        if self.has_ended:
             self.registry = self.registry.ask_to_stop(index)
         return PserverHeartbeatReply(
             complete=run.complete_checkpoints,
             notice=describe_notice(self.run, self.registry, now),
-            stop=stop,
+            stop=self.has_ended,
             exit_code=self.exit_code,
         )
+
+    def report_standby(self, report: ReportStandby, now: float, *, may_lead: bool = True) -> StandbyAnswer:
+        """Register a standby or renew its lease, and return the pserver to follow, if it serves the current run.
+
+        Raises Conflict for an index without a pserver, and the errors of `StandbyRegistry.report`.
+        """
+        check_protocol(report.protocol)
+        self.require_pservers()
+        registry = self.registry
+        if report.follows >= registry.num_pservers:
+            raise Conflict(
+                f"there is no pserver {report.follows} to follow",
+                code="world_mismatch", expected=f"0 to {registry.num_pservers - 1}", actual=report.follows,
+            )  # fmt: skip
+        self.standbys = self.standbys.report(report, now, stop=self.has_ended, may_lead=may_lead)
+        leader = describe_leader(self.run, registry, report, may_lead=may_lead)
+        return StandbyAnswer(lease_seconds=self.lease_seconds, stop=self.has_ended, exit_code=self.exit_code, **leader)
 
     def find_required(self, index: PserverIndex, incarnation: Incarnation) -> RequiredStandbys | None:
         """Return the standbys that a pserver must wait for, as the disk has them; None if it has another incarnation.
@@ -218,7 +236,13 @@ class Cluster:
         """Admit a trainer to the run that gathers. A new run begins when all trainers of the last one have left."""
         check_protocol(request.protocol)
         check_expectations(self.run, request)  # no later run could admit the trainer either
+        if request.instance in {trainer.instance for trainer in self.run.record.trainers.values()}:
+            self._cancel_resumption()
+        self._resume_if_due(now)
         record = self.run.record
+        if self.resume_at is not None:
+            text = f"run {record.name} is resumed; living processes from before the restart must report first"
+            raise NotReady(text, waiting_for="processes of the resumed run, for one lease")
         if record.is_over and record.find_process(request.instance) is None:
             if self.exit_when_done:
                 text = f"run {record.name} is over, and --exit-when-done ends the cluster; start a new cluster"
@@ -232,10 +256,6 @@ class Cluster:
                 text = f"run {record.name} is over, and its last checkpoint is being written"
                 raise NotReady(text, waiting_for="its checkpoint")
             self.run = Run.begin(self._name_run(), self._settings, self.run.incarnations)
-        if request.instance in {trainer.instance for trainer in self.run.record.trainers.values()}:
-            self._undo_resumption(now)
-        self._check_resumption(now)
-        self.resumption = None  # a new process takes part
         self.run = join_run(self.run, request, now)
         record = self.run.record
         trainer = record.find_process(request.instance)
@@ -265,9 +285,8 @@ class Cluster:
 
     def trainer_heartbeat(self, rank: Rank, message: TrainerHeartbeat, now: float) -> TrainerHeartbeatReply:
         """Renew a trainer's lease, and act on its reports of lost rounds and unreachable pservers."""
-        if self.run.member(rank, message.run, message.incarnation).is_resumed:
-            self._undo_resumption(now)
         run = note_heartbeat(self.run, rank, message, now)
+        self._cancel_resumption()
         if run.record.state == "training":
             run = self._note_lost_rounds(run, rank, message)
             if self._settings.consistency.is_ring:
@@ -314,9 +333,9 @@ class Cluster:
 
     def leave_trainer(self, rank: Rank, message: Leave, now: float) -> None:
         """Remove a trainer. If it failed because it waited too long for other trainers, mark them as stuck first."""
-        if self.run.member(rank, message.run, message.incarnation).is_resumed:
-            self._undo_resumption(now)
         run = self.run
+        run.member(rank, message.run, message.incarnation)
+        self._cancel_resumption()
         if message.outcome == "failed" and run.record.plan is not None:
             for pserver in self.registry.members.values():
                 last = pserver.heartbeat
@@ -333,7 +352,7 @@ class Cluster:
     @property
     def waiting_for(self) -> list[str]:
         """The members that the run waits for, in words; empty while the run trains and once it is over."""
-        return list_waits(self.run, self.registry)
+        return list_waits(self.shown_run, self.registry)
 
     def require_pservers(self) -> None:
         """Raise Conflict (`no_pservers`) with strategy `ring`."""
@@ -354,40 +373,23 @@ class Cluster:
         """The round of each pserver; with strategy ring the newest round of the trainers."""
         return list_rounds(self.run, self.registry)
 
-    def start_run_if_complete(self, now: float) -> bool:
-        """Make the plan once all members are present, and return whether it was made. It must then be installed."""
+    def _start_run_if_complete(self, now: float) -> None:
+        """Make the plan once all members are present. It must then be installed."""
         record = self.run.record
         if record.state != "gathering" or record.plan is not None:
-            return False
+            return
         if not (self.registry.is_complete and record.num_declared == record.num_trainers):
-            return False
+            return
         holders = {index: member.info.incarnation for index, member in self.registry.members.items()}
         self.run = start_run(self.run, holders, self.beginning, now)
-        if self.run.record.is_over:
-            return False
-        self.beginning = None
-        self.registry = self.registry.clear_replicas()
-        return True
+        if not self.run.record.is_over:
+            self.beginning = None
+            self.registry = self.registry.clear_replicas()
 
     def plan_ready(self, rank: Rank, incarnation: Incarnation) -> PlanReady | None:
         """Return the plan for a trainer once all pservers have installed its incarnation, else None."""
-        run, record, pservers = self.run, self.run.record, self.pserver_infos
-        if record.plan is None or record.state == "gathering" or run.installed.members.get(rank) != incarnation:
-            return None
-        if len(pservers) < record.plan.num_pservers:  # a pserver returned, and has not installed the run
-            return None
-        return PlanReady(
-            run=record.name,
-            attempt=record.attempt,
-            plan=record.plan,
-            digest=record.plan.digest,
-            pservers=pservers,
-            uploader=record.uploader,
-            start=record.membership.starts.get(rank, (record.base_round or 0) + 1),
-            nonfinite=run.nonfinite,
-            rendezvous=record.declaration.rendezvous if record.declaration else None,
-            max_grad_norm=record.declaration.max_grad_norm if record.declaration else None,
-        )
+        has_installed = self.run.installed.members.get(rank) == incarnation and self.run.record.state != "gathering"
+        return describe_plan(self.run, self.pserver_infos, rank) if has_installed else None
 
     @property
     def pserver_infos(self) -> tuple[PserverInfo, ...]:
@@ -399,27 +401,24 @@ class Cluster:
 
     def renew_leases(self, now: float) -> None:
         """Renew all leases, after a time in which no heartbeat could be received."""
-        self.registry = self.registry.renew_leases(now)
+        self.registry, self.standbys = self.registry.renew_leases(now), self.standbys.renew_leases(now)
+        self.resume_at = None if self.resume_at is None else now + self.lease_seconds
         for rank in self.run.reports:
             self.run = self.run.with_report(rank, seen_at=now)
 
-    def expire(self, now: float) -> None:
+    def tick(self, now: float) -> None:
+        """Act on the time, and on the last member that a run has waited for: the only place that does."""
+        self._resume_if_due(now)
+        if self.resume_at is None:
+            self._expire(now)
+            self._start_run_if_complete(now)
+
+    def _expire(self, now: float) -> None:
         """Act on expired leases and time-outs."""
+        self.standbys = self.standbys.expire(now, self.lease_seconds)
         self.registry = self.registry.expire(now)
         self._note_missing_pservers(now)
-        run, limit = self.run, self._settings.rejoin_timeout_seconds
-        is_under_way = run.record.plan is not None and not run.record.is_over
-        for lost in self.registry.lost.values() if is_under_way else ():
-            age = now - lost.seen_at
-            text = f"pserver {lost.info.index} at {lost.info.address} was lost: no heartbeat for {age:.1f} s"
-            # Without checkpoints a shard is gone with its process, unless the pserver wrote it when it stopped.
-            if not run.checkpoint_interval and not lost.heartbeat.is_stopping:
-                text = f"{text} (lease {self.lease_seconds:g} s)"
-            elif age > limit:
-                text = f"{text}, and it did not come back within the rejoin time-out of {limit:g} s"
-            else:
-                continue
-            run = run.fail(Ended(text, code="pserver_lost", pserver=lost.info.index), now)
+        run = expire_pservers(self.run, self.registry.lost, now)
         self.run = expire_trainers(run, now, self.lease_seconds)
 
     @property
@@ -435,10 +434,15 @@ class Cluster:
         return is_whole and run.checkpoint_interval > 0 and not run.is_result_saved
 
     @property
+    def has_ended(self) -> bool:
+        """True with --exit-when-done once the result of the run is saved, so that pservers and standbys may exit."""
+        return self.exit_when_done and self.run.record.is_deserted and self.run.is_result_saved
+
+    @property
     def may_exit(self) -> bool:
         """True with --exit-when-done once the run is over and all living pservers know it."""
         has_stopped = all(member.has_stopped for member in self.registry.members.values())
-        return self.exit_when_done and self.run.record.is_deserted and has_stopped
+        return self.exit_when_done and self.run.record.is_deserted and has_stopped and self.standbys.may_exit
 
     @property
     def exit_code(self) -> int:

@@ -6,7 +6,7 @@ It does not contain what members report with every heartbeat, except the rounds 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator
@@ -178,26 +178,6 @@ class Decision:
     controls: Controls | None = None  # the request of an administrator that the decision fulfils
 
 
-def await_trainers(run: RunRecord, *, is_async: bool) -> RunRecord:
-    """Return the run as it waits for all of its trainers, even those that were done."""
-    ranks = [rank for rank in run.trainers if run.num_trainers is None or rank < run.num_trainers]
-    members = dict(run.membership.members)
-    # A trainer that was done is a member again, so that the first trainer to return does not continue alone.
-    # In asynchronous modes its start follows from the pservers' state instead.
-    if not is_async:
-        members = {rank: run.trainers[rank].incarnation for rank in ranks} | members
-    if run.state != "gathering":
-        run = run.with_fields(state="training", source=None)
-    for rank in ranks:
-        fields = {"state": "lost", "why": f"trainer {rank} must be started again", "was_evicted": False, "round": 0}
-        run = run.with_trainers([rank], **fields, is_awaited=True, is_resumed=True)
-    return run.with_fields(
-        failure=None,
-        membership=replace(run.membership, members=members),
-        trainers={rank: run.trainers[rank] for rank in ranks},
-    )
-
-
 class PserverRecord(Message):
     """One registered pserver."""
 
@@ -213,19 +193,6 @@ class Beginning(Message):
     run: str
     round: Round
     controls: Controls | None = None  # None: the controls of the manifest
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """The recorded state of a resumed run, in case processes of the recorded run still live.
-
-    If such a process reports before `until`, when the leases end, the recorded state is restored. If the recorded run
-    had failed, the run after it begins with the checkpoint `beginning`; None: with initial values.
-    """
-
-    saved: RunRecord
-    until: float
-    beginning: Manifest | None
 
 
 class ClusterRecord(Message):

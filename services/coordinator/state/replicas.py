@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from ps_protocol.membership import RequiredStandbys
-from ps_protocol.vocabulary import Incarnation
+from ps_protocol.vocabulary import Incarnation, Round
 
 Replica: TypeAlias = str  # the instance of one process
 
@@ -133,3 +133,24 @@ def choose_leader(replicas: Replicas, num_updates: Mapping[Replica, int]) -> Rep
         return replicas.leader
     members = num_updates.keys() & replicas.in_sync
     return max(members, key=lambda replica: (num_updates[replica], replica), default=None)
+
+
+def judge_registration(
+    claim: Round | None, known: Round, *, has_member: bool, silent_seconds: float, limits: tuple[float, float]
+) -> Literal["leads", "follows", "waits"]:
+    """Return the role of a process that registers as a pserver with standbys.
+
+    `claim` is the newest round that it holds; None if it may lack acknowledged updates. `known` is the newest round
+    that any process has reported. `has_member`: a standby in sync may replace the process. `silent_seconds` is the
+    silence of members that may hold more. A process with all known rounds waits for `limits[0]` seconds, another one
+    for `limits[1]`.
+
+    >>> judge_registration(7, 7, has_member=True, silent_seconds=1, limits=(0, 30))
+    'leads'
+    >>> judge_registration(6, 7, has_member=False, silent_seconds=1, limits=(0, 30))
+    'waits'
+    """
+    has_all = claim is not None and claim >= known
+    if has_member and not has_all:
+        return "follows"
+    return "waits" if silent_seconds < limits[0 if has_all else 1] else "leads"

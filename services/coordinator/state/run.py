@@ -153,6 +153,24 @@ class Run:
             ended_at=now if record.is_over else None,
         )
 
+    def await_all(self, now: float) -> Run:
+        """Wait for new processes of all trainers, even of those that were done, and even if the run was over."""
+        record, size = self.record, self.record.num_trainers
+        trainers = {rank: t for rank, t in record.trainers.items() if size is None or rank < size}
+        members = dict(record.membership.members)
+        # A trainer that was done is a member again, so that the first trainer to return does not continue alone.
+        # In asynchronous modes its start follows from the pservers' state instead.
+        if not self.settings.consistency.is_async:
+            members = {rank: trainer.incarnation for rank, trainer in trainers.items()} | members
+        begun = {} if record.state == "gathering" else {"state": "training", "source": None}
+        membership = replace(record.membership, members=members)
+        record = record.with_change(failure=None, membership=membership, trainers=trainers, **begun)
+        lost = {"state": "lost", "was_evicted": False, "round": 0, "is_awaited": True, "is_resumed": True}
+        for rank in trainers:
+            record = record.with_trainers([rank], why=f"trainer {rank} must be started again", **lost)
+        reports = {rank: replace(self.reports[rank], gone_at=now) for rank in trainers}
+        return replace(self, record=record, reports=reports, ended_at=None)
+
     def __repr__(self) -> str:
         waits = f" | waiting for: {', '.join(self.waiting_for)}" if self.waiting_for else ""
         record = self.record

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ps_config.versions import installed_versions
-from ps_protocol.messages import ClusterStatus, Override, PserverStatus, TrainerStatus
+from ps_protocol.messages import ClusterStatus, Override, PlanReady, PserverInfo, PserverStatus, TrainerStatus
 from ps_protocol.process_reports import ProcessFigures, Software
-from ps_protocol.standbys import StandbyStatus
-from ps_protocol.vocabulary import PserverIndex, Round
+from ps_protocol.standbys import ReportStandby, StandbyStatus
+from ps_protocol.vocabulary import PserverIndex, Rank, Round
 
 from .pservers import PserverRegistry
 from .run import Run
@@ -82,6 +84,43 @@ def list_rounds(run: Run, registry: PserverRegistry) -> list[Round]:
     if run.settings.consistency.is_ring:
         return [run.highest_round]
     return [member.round for member in registry.members.values()]
+
+
+def describe_plan(run: Run, pservers: tuple[PserverInfo, ...], rank: Rank) -> PlanReady | None:
+    """Return the plan for a trainer that all pservers have installed; None if one of them was replaced since."""
+    record = run.record
+    if record.plan is None or len(pservers) < record.plan.num_pservers:
+        return None
+    return PlanReady(
+        run=record.name,
+        attempt=record.attempt,
+        plan=record.plan,
+        digest=record.plan.digest,
+        pservers=pservers,
+        uploader=record.uploader,
+        start=record.membership.starts.get(rank, (record.base_round or 0) + 1),
+        nonfinite=run.nonfinite,
+        rendezvous=record.declaration.rendezvous if record.declaration else None,
+        max_grad_norm=record.declaration.max_grad_norm if record.declaration else None,
+    )
+
+
+def describe_leader(run: Run, registry: PserverRegistry, report: ReportStandby, *, may_lead: bool) -> dict[str, Any]:
+    """Return the fields of the pserver that a standby follows, if it serves the current run."""
+    leader, lost = registry.members.get(report.follows), registry.lost.get(report.follows)
+    if lost is not None and lost.record.promoted_at:
+        return {"incarnation": lost.info.incarnation}
+    if leader is None or leader.attempt_id != run.record.attempt_id:
+        return {}
+    may_join = may_lead and run.settings.is_replicated and run.record.state == "training"
+    return {
+        "leader": leader.info.address,
+        "incarnation": leader.info.incarnation,
+        "run": run.record.name,
+        "attempt": run.record.attempt,
+        "round": leader.round,
+        "is_joining": may_join and report.instance not in registry.replicas[report.follows].in_sync,
+    }
 
 
 def describe_status(

@@ -19,6 +19,7 @@ from ps_protocol.routes import WANT_CHECKPOINT
 from services.coordinator import checkpoints as checkpoints_module
 from services.coordinator.administration import Administration
 from services.coordinator.checkpoints import Checkpoints
+from services.coordinator.shell import Shell
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.record import Decision
 from services.runtime.checkpoints import (
@@ -57,13 +58,20 @@ class Writers(FakePservers):
             raise StaleRound("it is over", current=self.rounds[index])
         return httpx.Response(204)
 
-    def report(self, cluster: Cluster, *, published: Sequence[int | None] = (0, 0), coming: Sequence[int] = ()) -> None:
+    def report(
+        self,
+        cluster: Cluster,
+        *,
+        published: Sequence[int | None] = (0, 0),
+        coming: Sequence[int] = (),
+        now: float = 1.0,
+    ) -> None:
         """Send heartbeats of both pservers with their newest shards, and with the rounds that they will publish."""
         for index, newest in enumerate(published):
             file = None if newest is None else shard_file(index, newest)
             changes = {"coming_checkpoints": tuple(set(coming) - {newest}), "published": file}
             cluster.pserver_heartbeat(
-                index, beat(run=cluster.run.record.name, round_=self.rounds[index], **changes), 1.0
+                index, beat(run=cluster.run.record.name, round_=self.rounds[index], **changes), now
             )
 
 
@@ -82,7 +90,9 @@ async def wait_until(is_so: Callable[[], bool], _: float) -> None:
 def make_checkpoints(
     cluster: Cluster, place: CheckpointStorage, http: Any = None, *, num_kept: int = 2, persist: Any = do_nothing
 ) -> Checkpoints:
-    return Checkpoints(cluster, http, place, num_kept, now=lambda: 1.0, persist=persist, wait_until=wait_until)
+    shell = Shell(cluster, http, cluster.run.settings)
+    shell.now, shell.persist, shell.wait_until = (lambda: 1.0), persist, wait_until  # type: ignore[method-assign]
+    return Checkpoints(shell, place, num_kept)
 
 
 @asynccontextmanager
@@ -145,8 +155,12 @@ async def test_a_later_round_is_requested_after_a_checkpoint_that_a_later_shard_
 
 async def test_no_heartbeat_is_lost_that_arrives_while_a_checkpoint_is_requested():
     async with scheduling() as (cluster, writers, schedule):
-        writers.on_request = lambda: writers.report(cluster, coming=[3])
-        writers.rounds = [2, 2]
+
+        def report_once() -> None:
+            writers.on_request = lambda: None
+            writers.report(cluster, coming=[3])
+
+        writers.on_request, writers.rounds = report_once, [2, 2]
         await schedule.advance()
         assert [(m.round, m.coming_checkpoints) for m in cluster.registry.members.values()] == 2 * [(2, {3, 5})]
 
@@ -236,7 +250,7 @@ async def test_a_requested_checkpoint_that_fails_repeatedly_is_given_up(monkeypa
     async with training(writers, durability="none", on_trainer_loss="fail") as coordinator:
         made = asyncio.create_task(Administration(coordinator).make_checkpoint("me"))
         while not made.done():
-            writers.report(coordinator.cluster, published=(None, None))
+            writers.report(coordinator.cluster, published=(None, None), now=coordinator.now())
             coordinator.changed()
             await asyncio.sleep(0.005)
         with pytest.raises(TryAgain, match="no checkpoint of round 0 or later is complete"):

@@ -135,7 +135,7 @@ def test_the_unix_socket_of_a_pserver_is_that_of_its_newest_incarnation():
 @pytest.mark.parametrize("trainers_first", [False, True])
 def test_a_run_starts_once_in_any_order(trainers_first):
     cluster = make_cluster()
-    assert not cluster.start_run_if_complete(0)
+    cluster.tick(0)
     if trainers_first:
         join_all(cluster)
     for index in (0, 1):
@@ -143,8 +143,11 @@ def test_a_run_starts_once_in_any_order(trainers_first):
     if not trainers_first:
         join_all(cluster)
     assert cluster.plan_ready(0, 1) is None
-    assert cluster.start_run_if_complete(0)
-    assert not cluster.start_run_if_complete(0)
+    cluster.tick(0)
+    plan = cluster.run.record.plan
+    assert plan is not None
+    cluster.tick(0)
+    assert cluster.run.record.plan is plan
     assert cluster.plan_ready(0, 1) is None  # until every pserver has it
     cluster.run = cluster.run.begin_training(0)
     cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
@@ -161,7 +164,7 @@ def test_a_cluster_names_what_it_waits_for():
     assert cluster.waiting_for == ["pserver 0", "trainer 0", "trainer 1 to declare its model"]
     cluster.declare_model(1, model(), 0.0)
     assert cluster.waiting_for == ["pserver 0", "trainer 0"]
-    cluster.expire(LEASE + 1)  # pserver 1 is lost, which does not end the run before its start
+    cluster.tick(LEASE + 1)  # pserver 1 is lost, which does not end the run before its start
     assert (cluster.run.record.failure, cluster.waiting_for[:2]) == (None, ["pserver 0", "pserver 1"])
     cluster.register_pserver(registration("p", index=1), 20)
     cluster.register_pserver(registration("q"), 20)
@@ -169,7 +172,8 @@ def test_a_cluster_names_what_it_waits_for():
         rank = cluster.join_trainer(joining(name), 20).rank
         cluster.declare_model(rank, model(cluster.run.record.trainers[rank].incarnation), 0.0)
     assert cluster.waiting_for == ["the pservers to install the plan"]
-    assert cluster.start_run_if_complete(0)
+    cluster.tick(0)
+    assert cluster.run.record.plan is not None
     assert cluster.waiting_for == ["the pservers to install the plan"]
     cluster.run = cluster.run.begin_training(20)
     cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
@@ -229,7 +233,7 @@ def test_a_silent_pserver_ends_the_run_and_is_named():
     for rank in (0, 1):
         cluster.run = note_heartbeat(cluster.run, rank, alive(), 9)
     cluster.pserver_heartbeat(0, beat(), 9)
-    cluster.expire(11)
+    cluster.tick(11)
     assert cluster.run.record.failure.code == "pserver_lost"
     assert str(cluster.run.record.failure) == "pserver 1 at http://1:1 was lost: no heartbeat for 11.0 s (lease 10 s)"
     message = make_members_message(cluster.run, cluster.run.record.change_number)
@@ -247,9 +251,9 @@ def test_a_pserver_that_registers_again_during_a_run_has_lost_its_shard():
 def test_leases_are_renewed_when_the_coordinator_could_not_receive_heartbeats():
     cluster = make_training()
     cluster.renew_leases(100)
-    cluster.expire(105)
+    cluster.tick(105)
     assert cluster.run.record.state == "training"
-    cluster.expire(120)
+    cluster.tick(120)
     assert cluster.run.record.state == "failed"
 
 
@@ -369,7 +373,8 @@ def test_successive_runs_on_the_same_pservers():
         assert not cluster.pserver_heartbeat(0, beat(), 2).stop
         assert not cluster.may_exit
         join_all(cluster, 2, suffix=run)
-        assert cluster.start_run_if_complete(0)
+        cluster.tick(0)
+        assert cluster.run.record.plan is not None
         assert make_installation(cluster, 0, 1, None).incarnation == 1
         cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
 
@@ -401,7 +406,7 @@ def test_with_exit_when_done_the_coordinator_does_not_wait_for_a_lost_pserver():
     for rank in (0, 1):
         cluster.run = note_heartbeat(cluster.run, rank, alive(), 11)
     cluster.pserver_heartbeat(0, beat(run="run1"), 11)
-    cluster.expire(12)
+    cluster.tick(12)
     for rank in (0, 1):
         cluster.leave_trainer(rank, leaving("failed"), 12)
     cluster.run = replace(cluster.run, is_result_saved=True)

@@ -139,7 +139,7 @@ async def test_a_run_that_begins_during_a_reconciliation_is_left_to_the_next_one
         cluster, old = coordinator.cluster, coordinator.cluster.run.record.name
         for rank in (0, 1):
             cluster.leave_trainer(rank, leaving(run=old), coordinator.now())
-        reconciling = asyncio.create_task(coordinator._reconciler.reconcile())
+        reconciling = asyncio.create_task(coordinator.reconciler.reconcile())
         await asyncio.sleep(0)  # it has seen the old run, and has not sent anything yet
         cluster.join_trainer(joining("next", 0), coordinator.now())
         await reconciling
@@ -196,8 +196,8 @@ async def test_all_trainers_receive_the_same_duration_of_a_round(tmp_path: Path,
             run = coordinator.cluster.run.record.name
             return [PserverState(index=0, incarnation=1, run=run, round=round_)]
 
-        monkeypatch.setattr(coordinator.result, "_read_states", answer)
-        monkeypatch.setattr(coordinator.result, "_now", lambda: now)
+        monkeypatch.setattr(coordinator, "read_states", answer)
+        monkeypatch.setattr(coordinator, "now", lambda: now)
         summary = await coordinator.result.summary()
         return summary.rounds, summary.seconds
 
@@ -249,18 +249,19 @@ async def test_a_place_that_hangs_delays_neither_a_change_of_members_nor_the_end
 async def test_the_result_of_a_run_is_recorded_once(monkeypatch):
     """Otherwise a coordinator that waits for the next run would never be idle."""
     async with training(lease_seconds=0.4, durability="none", on_trainer_loss="fail") as coordinator:
-        cluster, recorded, checks = coordinator.cluster, [], []
-        keep = coordinator.result.save
+        recorded, checks = [], []
+        keep = coordinator.result._save
 
         async def keep_and_note(run: Run) -> None:
             await keep(run)
             recorded.append(run)
 
-        monkeypatch.setattr(coordinator.result, "save", keep_and_note)
+        monkeypatch.setattr(coordinator.result, "_save", keep_and_note)
         for rank in (0, 1):
             leave(coordinator, rank)
         await eventually(lambda: bool(recorded))
-        monkeypatch.setattr(cluster, "start_run_if_complete", checks.append)
+        reconcile = coordinator.reconciler.reconcile
+        monkeypatch.setattr(coordinator.reconciler, "reconcile", lambda: (checks.append(1), reconcile())[1])
         for _ in range(5):
             coordinator.changed()
             await asyncio.sleep(0.05)
@@ -277,7 +278,7 @@ class SlowFile:
     def __init__(self, coordinator: Coordinator, is_slow: Callable[[RunRecord], bool]) -> None:
         self.is_writing, self.may_write = threading.Event(), threading.Event()
         self.newest: RunRecord | None = None
-        write = coordinator._file.write
+        write = coordinator.file.write
 
         def write_slowly(record: ClusterRecord) -> None:
             if record.run is not None and is_slow(record.run):
@@ -286,7 +287,7 @@ class SlowFile:
             write(record)
             self.newest = record.run
 
-        coordinator._file.write = write_slowly
+        coordinator.file.write = write_slowly
 
 
 async def test_no_trainer_begins_before_the_disk_has_the_beginning_of_the_run():
@@ -410,7 +411,6 @@ async def test_a_decision_is_dropped_if_another_run_begins_while_it_is_written()
         begun = cluster.run
         file.may_write.set()
         await coordinator.persist()  # after the decision
-        await eventually(lambda: not coordinator._wake.is_set())
         assert not cluster.is_current(old)
         assert cluster.run.record == begun.record
 
@@ -420,7 +420,7 @@ async def test_no_request_is_acknowledged_before_the_disk_has_its_change(monkeyp
         transport = httpx.ASGITransport(make_coordinator_app(coordinator, ServiceMetrics("coordinator")))
         headers = {"content-type": "application/json"}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as http:
-            file, is_full = coordinator._file, True
+            file, is_full = coordinator.file, True
             write = file.write
 
             def write_if_there_is_room(record: ClusterRecord) -> None:
@@ -441,7 +441,7 @@ async def test_no_request_is_acknowledged_before_the_disk_has_its_change(monkeyp
                 return answer.json() if answer.content else {}
 
             def trainer_on_disk() -> TrainerRecord:
-                record = RecordFile(coordinator._settings.state_dir).read()
+                record = RecordFile(coordinator.settings.state_dir).read()
                 return record.run.trainers[0]
 
             for index in (0, 1):

@@ -40,7 +40,7 @@ def test_changes_of_the_cluster_become_events():
     seen = events.newest_id
     cluster.leave_trainer(1, leaving("failed", reason="no data"), 1.0)
     cluster.pserver_heartbeat(0, beat(run="run1"), LEASE)
-    cluster.expire(LEASE + 1)
+    cluster.tick(LEASE + 1)
     list_checkpoints(cluster, [40])
     events.detect_changes(cluster)
     assert texts(events, seen)[:2] == [

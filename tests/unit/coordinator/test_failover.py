@@ -175,7 +175,7 @@ async def connecting(coordinator: Coordinator, processes: FakeProcesses) -> Asyn
 
 
 def read_replicas(coordinator: Coordinator) -> Replicas:
-    record = RecordFile(coordinator._settings.state_dir).read()
+    record = RecordFile(coordinator.settings.state_dir).read()
     assert record is not None
     return record.replicas[0]
 
@@ -227,7 +227,7 @@ async def test_a_set_that_is_not_written_is_not_answered(monkeypatch: pytest.Mon
         await cluster.report("s")
         coordinator = cluster.coordinator
         with monkeypatch.context() as patch:
-            patch.setattr(coordinator._file, "write", lambda _: (_ for _ in ()).throw(OSError("full")))
+            patch.setattr(coordinator.file, "write", lambda _: (_ for _ in ()).throw(OSError("full")))
             with pytest.raises(TryAgain):
                 await cluster.beat("s")
             with pytest.raises(TryAgain):  # though nothing changes now
@@ -239,7 +239,7 @@ async def test_a_set_that_is_not_written_is_not_answered(monkeypatch: pytest.Mon
 async def test_a_heartbeat_without_changes_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running("s") as cluster:
         await cluster.join("s")
-        monkeypatch.setattr(cluster.coordinator.failover, "_persist", None)
+        monkeypatch.setattr(cluster.coordinator, "persist", None)
         await cluster.beat("s", "s")
 
 
@@ -288,7 +288,7 @@ async def test_a_standby_in_sync_replaces_a_dead_pserver() -> None:
         assert (record.leader, record.incarnation, record.in_sync) == ("standby s", 2, {"standby t"})
         texts = [event.text for event in cluster.coordinator.events.after(0)]
         assert "pserver 0 is replaced by its standby at http://s:1" in texts
-        assert [status.address for status in cluster.coordinator.standbys.describe(0, {})] == ["http://t:1"]
+        assert [status.address for status in cluster.coordinator.cluster.standbys.describe(0, {})] == ["http://t:1"]
 
 
 async def test_a_pserver_that_answers_is_not_replaced() -> None:
@@ -354,13 +354,13 @@ async def test_a_change_that_waits_for_the_dead_pserver_is_superseded() -> None:
         cluster.processes.silent.add("0")
         cluster.coordinator.cluster.run = cluster.coordinator.cluster.run.with_change()
         cluster.coordinator.changed()
-        await eventually(lambda: bool(cluster.coordinator._reconciler._calls[0]))
+        await eventually(lambda: bool(cluster.coordinator._calls[0]))
         await cluster.report("s", lost=1)
         member = cluster.coordinator.cluster.registry.members[0]
         async with asyncio.timeout(3):  # the request would wait for 5 s
             await eventually(cluster.is_replaced)
             with pytest.raises(httpx.ReadTimeout, match="another process has replaced pserver 0"):
-                await cluster.coordinator._reconciler._call(member, "GET", routes.RESTORABLE)
+                await cluster.coordinator.call(member, "GET", routes.RESTORABLE)
 
 
 async def test_no_change_of_members_begins_during_a_fail_over() -> None:
@@ -484,7 +484,7 @@ async def test_the_answer_to_another_trainer_waits_as_well() -> None:
 @asynccontextmanager
 async def restarted(cluster: Cluster) -> AsyncIterator[Cluster]:
     """Another process of the coordinator, with the state that the first one has written by now."""
-    settings = cluster.coordinator._settings
+    settings = cluster.coordinator.settings
     record = RecordFile(settings.state_dir).read()
     assert record is not None
     folder = settings.state_dir / "another"

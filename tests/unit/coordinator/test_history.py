@@ -167,7 +167,7 @@ async def test_a_run_that_has_not_trained_is_not_written() -> None:
         leave(coordinator, 0, "failed", reason="NotFound")
         leave(coordinator, 1, "failed", reason="NotFound")
         await eventually(lambda: cluster.run.is_result_saved)
-        await coordinator._history_writer.flush()
+        await coordinator.history_writer.flush()
         assert coordinator.history.entries() == []
 
 

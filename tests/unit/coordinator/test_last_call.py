@@ -104,11 +104,11 @@ def test_a_run_begins_with_the_trainers_that_have_joined_by_the_last_call():
     for now, name in enumerate("abc"):
         with pytest.raises(NotReady):
             cluster.join_trainer(joining(name), now)
-    cluster.expire(2 + CALL - 0.1)
+    cluster.tick(2 + CALL - 0.1)
     with pytest.raises(NotReady) as caught:
         cluster.join_trainer(joining("a"), 2 + CALL - 0.1)
     assert caught.value.facts["waiting_for"] == ["pserver 0", "pserver 1", "the last call for trainers"]
-    cluster.expire(2 + CALL)
+    cluster.tick(2 + CALL)
     answers = [cluster.join_trainer(joining(name), 2 + CALL) for name in "abc"]
     assert [(answer.rank, answer.world_size) for answer in answers] == [(0, 3), (1, 3), (2, 3)]
 
@@ -127,9 +127,9 @@ def test_a_restarted_coordinator_begins_the_last_call_again():
         with contextlib.suppress(NotReady):
             before.join_trainer(joining(name), 0.0)
     after.restore(before.describe(), 100.0)
-    after.expire(100.0 + CALL - 0.1)
+    after.tick(100.0 + CALL - 0.1)
     assert after.run.record.num_trainers is None
-    after.expire(100.0 + CALL)
+    after.tick(100.0 + CALL)
     assert after.run.record.num_trainers == 2
 
 

@@ -75,19 +75,24 @@ def restarted(before: Cluster, folder: Path) -> Cluster:
     return after
 
 
-def resumed(before: Cluster, folder: Path, beginning: Manifest | None = None, **changes: Any) -> Cluster:
+def resuming(before: Cluster, folder: Path, beginning: Manifest | None = None, **changes: Any) -> Cluster:
+    """Return a cluster that resumes its run after a lease, unless a process from before the restart reports."""
     after = make(before.run.settings.num_trainers, **changes)
     record = write_and_read(before, folder)
-    after.restore_incarnations(record)
-    after.resume(record, RESTART, beginning=beginning)
+    after.restore(record, RESTART, resume=True, alternative=beginning)
     return after
 
 
-def resumed_with_one_done(folder: Path, **changes: Any) -> Cluster:
+def resuming_with_one_done(folder: Path, **changes: Any) -> Cluster:
     """Return a resumed run of three trainers, the last of which was done."""
     before = make_training(3, **changes)
     before.leave_trainer(2, leaving(), 1.0)
-    return resumed(before, folder, **changes)
+    return resuming(before, folder, **changes)
+
+
+def resumed(cluster: Cluster) -> Cluster:
+    cluster.tick(NO_LEASE)
+    return cluster
 
 
 def over(outcome: str, **changes: Any) -> Cluster:
@@ -149,10 +154,10 @@ def test_the_round_to_which_every_attempt_went_back_is_recorded(tmp_path):
 
 def test_every_lease_is_renewed_once(tmp_path):
     after = restarted(rolled_back(), tmp_path)
-    after.expire(RESTART + 5)
+    after.tick(RESTART + 5)
     assert sorted(after.registry.members) == [0, 1]
     after.pserver_heartbeat(0, beat(run="run1"), RESTART + 8)
-    after.expire(RESTART + LEASE + 1)
+    after.tick(RESTART + LEASE + 1)
     assert (sorted(after.registry.members), sorted(after.run.record.members)) == ([0], [])
 
 
@@ -169,7 +174,7 @@ def test_no_trainer_is_unreachable_for_a_pserver_without_a_heartbeat_since_the_r
 
 def test_later_incarnations_get_higher_numbers(tmp_path):
     after = restarted(rolled_back(), tmp_path)
-    after.expire(2 * RESTART)
+    after.tick(2 * RESTART)
     assert after.register_pserver(registration("new", index=0), 2 * RESTART).incarnation == 2
 
 
@@ -206,7 +211,8 @@ def test_before_the_start_trainers_keep_their_places(tmp_path):
     after.declare_model(1, model(), 0.0)  # a retry, whose first response was lost
     for index in (0, 1):
         after.register_pserver(registration(str(index), index=index), RESTART + 1)
-    assert after.start_run_if_complete(RESTART + 1)
+    after.tick(RESTART + 1)
+    assert after.run.record.plan is not None
 
 
 def test_every_incarnation_of_a_trainer_may_repeat_its_declaration(tmp_path):
@@ -225,10 +231,11 @@ def test_every_incarnation_of_a_trainer_may_repeat_its_declaration(tmp_path):
 def test_a_failed_run_is_resumed(tmp_path):
     before = rolled_back()
     before.run = before.run.fail(TrainerLost("trainer 1 failed: no data", ranks=[1]), 2.0)
-    after = resumed(before, tmp_path)
-    assert (after.run.record.state, after.run.record.failure, after.run.record.attempt) == ("training", None, 1)
+    after = resuming(before, tmp_path)
     assert after.waiting_for == ["trainer 0", "trainer 1"]
-    after.expire(NO_LEASE + 1)  # until then a pserver might be alive
+    resumed(after)
+    assert (after.run.record.state, after.run.record.failure, after.run.record.attempt) == ("training", None, 1)
+    after.tick(NO_LEASE + 1)
     assert after.waiting_for == ["pserver 0", "pserver 1", "trainer 0", "trainer 1"]
 
 
@@ -237,9 +244,10 @@ def test_a_run_that_had_not_begun_is_resumed_with_its_checkpoint(tmp_path):
     join_all(before)
     for index in (0, 1):
         before.register_pserver(registration(str(index), index=index), 0.0)
-    assert before.start_run_if_complete(0)
+    before.tick(0)
+    assert before.run.record.plan is not None
     change_record(before, base_round=20, source="run0")
-    after = resumed(before, tmp_path)
+    after = resumed(resuming(before, tmp_path))
     assert (after.run.record.state, after.run.record.base_round, after.run.record.source) == ("gathering", 20, "run0")
     install = make_installation(after, 0, 9, after.run.record.base_round)
     assert (install.restore, install.source) == (20, "run0")
@@ -248,11 +256,11 @@ def test_a_run_that_had_not_begun_is_resumed_with_its_checkpoint(tmp_path):
 def test_a_run_that_had_begun_is_resumed_with_the_state_of_its_pservers(tmp_path):
     before = rolled_back()
     change_record(before, source="run0")
-    assert resumed(before, tmp_path).run.record.source is None
+    assert resumed(resuming(before, tmp_path)).run.record.source is None
 
 
 def test_a_resumed_run_waits_for_all_trainers_even_one_that_was_done(tmp_path):
-    cluster = resumed_with_one_done(tmp_path)
+    cluster = resumed(resuming_with_one_done(tmp_path))
     assert awaited(cluster) == [0, 1, 2]
     cluster.join_trainer(joining("new", 0), NO_LEASE)
     cluster.trainer_heartbeat(1, alive(), NO_LEASE + 1)
@@ -262,7 +270,7 @@ def test_a_resumed_run_waits_for_all_trainers_even_one_that_was_done(tmp_path):
 @pytest.mark.parametrize("policy", ["wait", "continue"])
 @pytest.mark.parametrize("sender", ["pserver", "trainer", "trainer joins", "trainer is done"])
 def test_if_the_coordinator_alone_was_restarted_the_run_is_as_before(tmp_path, sender, policy):
-    cluster = resumed_with_one_done(tmp_path, on_trainer_loss=policy)
+    cluster = resuming_with_one_done(tmp_path, on_trainer_loss=policy)
     if sender == "pserver":
         cluster.pserver_heartbeat(0, beat(run="run1"), RESTART + 1)
     elif sender == "trainer joins":  # a retry, whose first response was lost
@@ -280,11 +288,12 @@ def test_if_the_coordinator_alone_was_restarted_the_run_is_as_before(tmp_path, s
 
 @pytest.mark.parametrize("end", ["finished", "failed"])
 def test_if_the_coordinator_alone_was_restarted_a_run_that_was_over_stays_over(tmp_path, end):
-    after = resumed(
+    after = resuming(
         over("done" if end == "finished" else "failed", on_trainer_loss="fail"), tmp_path, on_trainer_loss="fail"
     )
-    assert after.run.record.state == "training"
+    assert after.shown_run.record.state == "training"
     after.pserver_heartbeat(0, beat(run="run1"), RESTART + 1)
+    assert after.shown_run is after.run
     assert (after.run.record.state, after.run.record.failure is None, after.run.record.is_deserted) == (
         end,
         end == "finished",
@@ -294,7 +303,7 @@ def test_if_the_coordinator_alone_was_restarted_a_run_that_was_over_stays_over(t
 
 @pytest.mark.parametrize("sender", ["pserver", "trainer"])
 def test_a_new_process_gets_no_place_while_earlier_processes_may_live(tmp_path, sender):
-    cluster = resumed_with_one_done(tmp_path)
+    cluster = resuming_with_one_done(tmp_path)
     with pytest.raises(NotReady, match="before the restart must report first"):
         cluster.join_trainer(joining("new"), RESTART + 1)
     if sender == "pserver":
@@ -309,7 +318,7 @@ def test_a_new_process_gets_no_place_while_earlier_processes_may_live(tmp_path, 
 
 def test_processes_that_are_known_to_have_ended_are_not_waited_for(tmp_path):
     """All scripts have left, and other pservers have the folders of the earlier ones."""
-    after = resumed(over("failed", on_trainer_loss="fail"), tmp_path, on_trainer_loss="fail")
+    after = resuming(over("failed", on_trainer_loss="fail"), tmp_path, on_trainer_loss="fail")
     for index in (0, 1):
         with pytest.raises(NotReady):
             after.join_trainer(joining("new", 0), RESTART + 0.5)
@@ -323,7 +332,7 @@ def test_after_a_failed_run_that_pservers_still_hold_the_next_run_begins_with_it
         run="run1", attempt=0, round=20, consistency=Consistency(), plan=before.run.record.plan.as_json, shards=(),
         created="2026-11-22T10:00:00+00:00",
     )  # fmt: skip
-    after = resumed(before, tmp_path, manifest, on_trainer_loss="fail")
+    after = resuming(before, tmp_path, manifest, on_trainer_loss="fail")
     after.pserver_heartbeat(0, beat(run="run1"), RESTART + 1)
     assert after.run.record.state == "failed"
     assert after.join_trainer(joining("new", 0), RESTART + 2).run != "run1"
@@ -334,40 +343,40 @@ def test_after_a_failed_run_that_pservers_still_hold_the_next_run_begins_with_it
 def test_new_processes_resume_a_run_that_was_over(tmp_path):
     before = make_training(on_trainer_loss="fail")
     before.leave_trainer(0, leaving("failed"), 1.0)  # and the other trainer has not learned of it
-    after = resumed(before, tmp_path)
+    after = resuming(before, tmp_path)
     held = HeldRun(
         run="run1", attempt=0, plan=before.run.record.plan.digest, rounds=FrozenRounds(applied=4)
     )  # fmt: skip
     for index in (0, 1):
         answer = after.register_pserver(registration(f"new{index}", index=index, previous=1, held=held), RESTART + 1)
         after.pserver_heartbeat(index, beat(answer.incarnation), RESTART + 2)
-    after.trainer_heartbeat(1, alive(), RESTART + 2)
-    assert after.run.record.state == "training"
+    assert after.trainer_heartbeat(1, alive(), RESTART + 2).state == "failed"
     joined = after.join_trainer(joining("new", 0), NO_LEASE)
+    after.trainer_heartbeat(1, alive(), NO_LEASE)
     after.trainer_heartbeat(0, alive(joined.incarnation), NO_LEASE)
     assert (after.run.record.name, after.run.record.state, awaited(after)) == ("run1", "training", [])
 
 
 def test_a_trainer_that_is_silent_before_it_takes_part_in_a_resumed_run_ends_nothing(tmp_path):
     """It may be busy with imports; the policy is for trainers that have taken part."""
-    cluster = resumed_with_one_done(tmp_path, on_trainer_loss="fail")
+    cluster = resuming_with_one_done(tmp_path, on_trainer_loss="fail")
     joined = cluster.join_trainer(joining("new", 0), NO_LEASE)
-    cluster.expire(NO_LEASE + 1 + LEASE)
+    cluster.tick(NO_LEASE + 1 + LEASE)
     assert (cluster.run.record.is_over, awaited(cluster)) == (False, [0, 1, 2])
     cluster.trainer_heartbeat(0, alive(joined.incarnation), NO_LEASE + 2 + LEASE)
     cluster.declare_model(0, model(joined.incarnation), 0.0)
     assert awaited(cluster) == [1, 2]
-    cluster.expire(NO_LEASE + 3 + 3 * LEASE)
+    cluster.tick(NO_LEASE + 3 + 3 * LEASE)
     assert isinstance(cluster.run.record.failure, TrainerLost)
 
 
 def test_a_resumed_run_that_continues_without_lost_trainers_begins_after_the_rejoin_timeout(tmp_path):
-    run = resumed_with_one_done(tmp_path, on_trainer_loss="continue", rejoin_timeout_seconds=30.0).run
-    run = join_run(run, joining("new", 0), RESTART + 1)
+    run = resumed(resuming_with_one_done(tmp_path, on_trainer_loss="continue", rejoin_timeout_seconds=30.0)).run
+    run = join_run(run, joining("new", 0), NO_LEASE + 1)
     run = declare_model(run, 0, model(2))
     assert [trainer.rank for trainer in run.record.awaited] == [1, 2]
-    run = note_heartbeat(run, 0, alive(2), RESTART + 31)
-    run = expire_trainers(run, RESTART + 31, LEASE)
+    run = note_heartbeat(run, 0, alive(2), NO_LEASE + 31)
+    run = expire_trainers(run, NO_LEASE + 31, LEASE)
     assert (run.record.awaited, run.record.is_over) == ([], False)
 
 

@@ -29,7 +29,7 @@ async def restored(folder: Path, **settings: Any) -> Coordinator:
     async with httpx.AsyncClient() as http:
         coordinator = Coordinator(CoordinatorSettings(**options), http)
         await coordinator.restore()
-    coordinator._file.unlock()
+    coordinator.file.unlock()
     return coordinator
 
 
@@ -37,7 +37,8 @@ async def planned(folder: Path, **settings: Any) -> Run:
     """Return a run whose plan was made and recorded."""
     coordinator = await restored(folder, **settings)
     begin(coordinator)
-    assert coordinator.cluster.start_run_if_complete(0)
+    coordinator.cluster.tick(0)
+    assert coordinator.cluster.run.record.plan is not None
     await coordinator.persist()
     return coordinator.cluster.run
 
@@ -129,7 +130,7 @@ async def test_a_resumed_run_waits_for_trainers_that_were_done_too(tmp_path, gon
     members = {rank: t.incarnation for rank, t in cluster.run.record.trainers.items() if rank not in gone}
     change_record(cluster, membership=Membership(members))
     await coordinator.persist()
-    record = (await restored(tmp_path, resume=True, mode=mode)).cluster.run.record
+    record = (await restored(tmp_path, resume=True, mode=mode)).cluster.shown_run.record
     counted = (0, 1) if mode == "sync" else [rank for rank in (0, 1) if rank not in gone]
     assert record.targets == {rank: record.trainers[rank].incarnation for rank in counted}
     assert [trainer.rank for trainer in record.awaited] == [0, 1]
@@ -148,7 +149,8 @@ async def test_controls_stay_set_on_other_pservers(tmp_path):
         coordinator = await restored(tmp_path, resume=resume, num_pservers=3)
     begin(coordinator)
     coordinator.cluster.register_pserver(registration("2", index=2), coordinator.now())
-    assert coordinator.cluster.start_run_if_complete(0)
+    coordinator.cluster.tick(0)
+    assert coordinator.cluster.run.record.plan is not None
     installed = make_installation(coordinator.cluster, 0, 1, 7).membership.controls
     assert installed == (Controls(rates={0: 0.5}, is_paused=True),)
     (tmp_path / "coordinator.json").unlink()  # the checkpoint alone has the controls of its round

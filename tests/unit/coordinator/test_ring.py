@@ -31,7 +31,8 @@ def declare(cluster: Cluster, rank: int, **changes: Any) -> None:
 def begin(cluster: Cluster, now: float = 0.0) -> None:
     for rank in range(cluster.run.settings.num_trainers):
         declare(cluster, rank, rendezvous="10.0.0.5:4711" if rank == 0 else None, optimizer="Muon")
-    assert cluster.start_run_if_complete(now)
+    cluster.tick(now)
+    assert cluster.run.record.plan is not None
     cluster.run = cluster.run.begin_training(now)
     cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
 
@@ -93,7 +94,7 @@ def test_a_silent_trainer_ends_the_run() -> None:
     cluster = ring()
     begin(cluster)
     waits(cluster, 0, 3.0, now=LEASE)
-    cluster.expire(LEASE + 1)
+    cluster.tick(LEASE + 1)
     failure = cluster.run.record.failure
     assert isinstance(failure, TrainerLost)
     assert failure.facts == {"ranks": [1]}

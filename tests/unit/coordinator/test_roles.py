@@ -19,7 +19,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator import failover, reconcile
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.pservers import PserverRegistry
-from services.coordinator.state.standbys import StandbyRegistry, answer_standby
+from services.coordinator.state.standbys import StandbyRegistry
 
 from ...raising import raises_code
 from .coordinating import eventually, heartbeat
@@ -186,7 +186,7 @@ async def test_a_successor_that_was_cut_off_before_its_promotion_is_promoted_whe
         await cluster.report("s", lost=1, round=APPLIED + 1)  # the first choice
         await eventually(lambda: "s" in cluster.processes.down)
         lose(cluster, present_since=cluster.coordinator.now() + 1)  # it has not sent a heartbeat since
-        cluster.coordinator.failover.standbys = StandbyRegistry()
+        cluster.coordinator.cluster.standbys = StandbyRegistry()
         for held in (None, hold(cluster.run, 0, APPLIED - 1)):
             with pytest.raises(TryAgain, match="does not report, and may hold updates"):
                 cluster.coordinator.failover.check_registration(
@@ -203,7 +203,7 @@ async def test_the_answer_to_a_standby_names_a_lost_pserver_that_was_promoted() 
 
         def ask(index: int) -> tuple[str | None, int]:
             report = ReportStandby(protocol=PROTOCOL_VERSION, instance="standby t", address="http://t:1", follows=index)
-            answer = answer_standby(cluster.coordinator.cluster, report)
+            answer = cluster.coordinator.cluster.report_standby(report, 0.0)
             return answer.leader, answer.incarnation
 
         assert ask(0) == ("http://s:1", 2)
@@ -219,13 +219,13 @@ async def test_a_standby_joins_only_while_the_run_trains() -> None:
     async with after_fail_over() as cluster:
         state = cluster.coordinator.cluster
         report = ReportStandby(protocol=PROTOCOL_VERSION, instance="standby t", address="http://t:1", follows=0)
-        assert answer_standby(state, report).is_joining
-        assert not answer_standby(state, report, may_lead=False).is_joining
+        assert not state.report_standby(report, 0.0, may_lead=False).is_joining
+        assert state.report_standby(report, 0.0).is_joining
         state.registry = state.registry.change_replicas(0, lambda one: replace(one, in_sync=frozenset({"standby t"})))
-        assert not answer_standby(state, report).is_joining
+        assert not state.report_standby(report, 0.0).is_joining
         state.registry = state.registry.clear_replicas()
         state.run = state.run.with_change(state="finished")
-        assert not answer_standby(state, report).is_joining  # there is no further update
+        assert not state.report_standby(report, 0.0).is_joining  # there is no further update
 
 
 # ---------------------------------------------------------------- restarted pservers
@@ -268,7 +268,7 @@ async def test_a_restarted_pserver_waits_until_its_members_have_reported_to_a_re
         registry = cluster.coordinator.cluster.registry
         member = replace(registry.members[0], is_restored=True)
         cluster.coordinator.cluster.registry = replace(registry, members={**registry.members, 0: member})
-        cluster.coordinator.failover.standbys = StandbyRegistry()
+        cluster.coordinator.cluster.standbys = StandbyRegistry()
         request = registration("new", index=0, previous=1, held=hold(cluster.run, 0))
         with pytest.raises(TryAgain, match="does not report"):
             await cluster.send(routes.REGISTER_PSERVER, request)
@@ -283,7 +283,7 @@ async def test_a_restarted_pserver_with_less_waits_for_a_silent_member(is_empty:
     async with running("s", rejoin_timeout_seconds=LIMIT) as cluster:
         await cluster.join("s")
         cluster.processes.down.add("0")
-        cluster.coordinator.failover.standbys = StandbyRegistry()
+        cluster.coordinator.cluster.standbys = StandbyRegistry()
         held = None if is_empty else hold(cluster.run, 0, 3)
         request = registration("new", index=0, previous=0 if is_empty else 1, held=held)
         with pytest.raises(TryAgain, match="does not report, and may hold updates"):
@@ -300,7 +300,7 @@ async def test_a_restarted_pserver_without_a_round_that_a_trainer_has_received_w
         await cluster.join("s")
         cluster.processes.down.add("0")
         heartbeat(cluster.coordinator, 0, APPLIED + 1)
-        cluster.coordinator.failover.standbys = StandbyRegistry()
+        cluster.coordinator.cluster.standbys = StandbyRegistry()
         request = registration("new", index=0, previous=1, held=hold(cluster.run, 0))
         with pytest.raises(TryAgain, match="does not report, and may hold updates"):
             await cluster.send(routes.REGISTER_PSERVER, request)
@@ -311,7 +311,7 @@ async def test_a_restarted_pserver_with_less_waits_for_no_member_that_has_ended_
         await cluster.join("s", "t")
         failover, state = cluster.coordinator.failover, cluster.coordinator.cluster
         failover.suspect_ended(0, "http://s:1")
-        failover.standbys = StandbyRegistry()
+        state.standbys = StandbyRegistry()
         request = registration("new", index=0, previous=0)
         with pytest.raises(TryAgain, match="does not report"):
             failover.check_registration(request)
@@ -330,7 +330,7 @@ async def test_a_restarted_pserver_of_another_version_changes_nothing() -> None:
         replicas = cluster.replicas
         with raises_code("unsupported_protocol"):
             await cluster.send(routes.REGISTER_PSERVER, registration("new", index=0, previous=1, protocol=99))
-        assert (cluster.replicas, cluster.coordinator.failover._ended) == (replicas, {})
+        assert (cluster.replicas, cluster.coordinator.failover._ended) == (replicas, set())
 
 
 async def test_a_restarted_pserver_with_all_updates_continues_with_its_members() -> None:

@@ -19,7 +19,7 @@ from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state import standbys
-from services.coordinator.state.standbys import StandbyRegistry, answer_standby
+from services.coordinator.state.standbys import StandbyRegistry
 from services.runtime.metrics import ServiceMetrics
 
 from .support import LEASE, beat, change_record, make_cluster, train
@@ -32,28 +32,28 @@ def report(instance: str = "a", **changes: Any) -> ReportStandby:
 
 def test_a_standby_waits_while_no_pserver_serves_the_run() -> None:
     cluster = make_cluster()
-    assert answer_standby(cluster, report()).leader is None
+    assert cluster.report_standby(report(), 0.0).leader is None
     train(cluster)
-    answer = answer_standby(cluster, report(follows=1))
+    answer = cluster.report_standby(report(follows=1), 0.0)
     assert (answer.leader, answer.run, answer.attempt, answer.incarnation) == ("http://1:1", "run1", 0, 1)
     cluster.pserver_heartbeat(1, beat(run="run1", round_=7), 1)
-    assert answer_standby(cluster, report(follows=1)).round == 7
+    assert cluster.report_standby(report(follows=1), 0.0).round == 7
     change_record(cluster, attempt=1)  # a rollback, which the pserver has not installed yet
-    assert answer_standby(cluster, report(follows=1)).leader is None
+    assert cluster.report_standby(report(follows=1), 0.0).leader is None
     change_record(cluster, attempt=0)
-    cluster.expire(LEASE * 3)
-    assert answer_standby(cluster, report(follows=1)).leader is None
+    cluster.tick(LEASE * 3)
+    assert cluster.report_standby(report(follows=1), 0.0).leader is None
 
 
 def test_refusals() -> None:
     with pytest.raises(Conflict, match="no pserver 2") as caught:
-        answer_standby(make_cluster(), report(follows=2))
+        make_cluster().report_standby(report(follows=2), 0.0)
     assert caught.value.code == "world_mismatch"
     with pytest.raises(Conflict) as caught:
-        answer_standby(make_cluster(num_pservers=0, strategy="ring"), report())
+        make_cluster(num_pservers=0, strategy="ring").report_standby(report(), 0.0)
     assert caught.value.code == "no_pservers"
     with pytest.raises(BadInput):
-        answer_standby(make_cluster(), report().model_copy(update={"protocol": 1}))
+        make_cluster().report_standby(report().model_copy(update={"protocol": 1}), 0.0)
 
 
 class Leases(RuleBasedStateMachine):

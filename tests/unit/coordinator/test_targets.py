@@ -18,7 +18,6 @@ from services.coordinator.metrics import describe_targets, is_own_address
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.losses import leave_run, note_heartbeat
-from services.coordinator.state.standbys import StandbyRegistry
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import KnownHosts, protect
 
@@ -32,7 +31,8 @@ def cluster_of(pservers: list[str], trainers: list[str | None]) -> Cluster:
     for rank, metrics_address in enumerate(trainers):
         answer = cluster.join_trainer(joining(f"trainer {rank}", rank=rank, metrics_address=metrics_address), 0)
         cluster.declare_model(rank, model(answer.incarnation, answer.run), 0.0)
-    assert cluster.start_run_if_complete(0)
+    cluster.tick(0)
+    assert cluster.run.record.plan is not None
     cluster.run = cluster.run.begin_training(0)
     cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     return cluster
@@ -58,14 +58,14 @@ def test_every_pserver_and_trainer_is_a_target_with_its_role_and_number():
 
 
 def test_a_standby_is_a_target_if_its_token_is_that_of_a_service():
-    cluster, registry = cluster_of(["http://10.0.0.1:7071"], [None]), StandbyRegistry()
+    cluster = cluster_of(["http://10.0.0.1:7071"], [None])
     for number, may_lead in enumerate((True, False)):
         address = f"http://10.0.0.2:{number + 1}"
         report = ReportStandby(
             protocol=PROTOCOL_VERSION, instance=f"standby number {number}", address=address, follows=0
         )
-        registry = registry.report(report, 0, stop=False, may_lead=may_lead)
-    [_, group] = describe_targets(cluster, registry)
+        cluster.report_standby(report, 0, may_lead=may_lead)
+    [_, group] = describe_targets(cluster)
     assert (group["targets"], group["labels"]["role"]) == (["10.0.0.2:1"], "standby")
     assert group["labels"]["pserver"] == "0"
 
@@ -129,5 +129,5 @@ def test_a_member_that_is_gone_is_no_target():
     for now in (LEASE, LEASE + 2):  # pserver 1 and trainer 2 are silent
         cluster.pserver_heartbeat(0, beat(), now)
         cluster.run = note_heartbeat(cluster.run, 1, alive(), now)
-    cluster.expire(LEASE + 2)
+    cluster.tick(LEASE + 2)
     assert addresses(cluster) == ["a:1", "d:1"]

@@ -1,0 +1,169 @@
+"""The shell that the tasks of the coordinator share: the disk, the clock, waiting, and requests to pservers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable
+
+import httpx
+
+from ps_config.control_client import send_message
+from ps_protocol.errors import GradpostError, StorageFailed, TryAgain
+from ps_protocol.fields import Message
+from ps_protocol.messages import PserverState
+from ps_protocol.routes import STATE
+from ps_protocol.vocabulary import PserverIndex
+from services.runtime.logs import get_logger
+
+from .restore import RecordFile
+from .settings import CoordinatorSettings
+from .state.cluster import Cluster
+from .state.pservers import PserverMember
+
+log = get_logger()
+
+TIMEOUT_SECONDS = 5.0  # for the answer of a pserver
+PERIOD_SECONDS = 0.5  # between two looks at the clock, or a quarter of a lease
+
+NO_ANSWER = (httpx.HTTPError, GradpostError, ValueError)  # silence, a refusal, and the page of a proxy
+
+
+class Shell:
+    """One cluster on one event loop. Whatever changes `cluster` does so synchronously and then calls `changed`."""
+
+    def __init__(self, cluster: Cluster, http: httpx.AsyncClient, settings: CoordinatorSettings) -> None:
+        self.cluster = cluster
+        self.http = http
+        self.settings = settings
+        self.file = RecordFile(settings.state_dir)
+        self.listeners: list[Callable[[], None]] = []  # called after each change, before another one can hide it
+        self.num_changes = 0
+        self.period = min(PERIOD_SECONDS, settings.lease_seconds / 4)
+        self._looked_at: float | None = None  # when `changed` was called last
+        self._news = asyncio.Event()  # replaced whenever it is set
+        self._persist_lock = asyncio.Lock()
+        self._failing_since: float | None = None  # since when writing has failed
+        self._calls: defaultdict[PserverIndex, set[asyncio.Timeout]] = defaultdict(set)
+        self._problems: dict[str, str] = {}
+
+    def now(self) -> float:
+        """Return the time of the monotonic clock that leases use."""
+        return asyncio.get_running_loop().time()
+
+    # ------------------------------------------------------------------ changes
+
+    def changed(self) -> None:
+        """Act on a change of the cluster or on the time, and wake all tasks that wait for a change."""
+        now = self.now()
+        paused = now - (now if self._looked_at is None else self._looked_at) - self.period
+        if paused > self.settings.lease_seconds / 2:
+            # This process was stopped (SIGSTOP, a paused machine), so the silence was its own.
+            log.warning("the coordinator was paused; all leases are renewed", seconds=round(paused, 1))
+            self.cluster.renew_leases(now)
+        self._looked_at = now
+        self.cluster.tick(now)
+        self.num_changes += 1
+        self.notify()
+
+    def notify(self) -> None:
+        """Let all waiting tasks check their conditions. Without `changed` the background tasks do not run again."""
+        for listener in self.listeners:
+            listener()
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def wait_until(self, is_so: Callable[[], bool], seconds: float) -> None:
+        """Wait until a condition holds, for at most `seconds`. The condition is checked after every change."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not is_so():
+                    await self._news.wait()
+
+    async def wait_for_change(self, seen: int) -> int:
+        """Wait until `num_changes` differs from `seen`, and return it."""
+        while self.num_changes == seen:
+            await self._news.wait()
+        return self.num_changes
+
+    # ------------------------------------------------------------------ the disk
+
+    async def persist(self) -> None:
+        """Persist the cluster's state.
+
+        Raises TryAgain if the disk fails, and StorageFailed once it has failed for the round time-out.
+        """
+        async with self._persist_lock:
+            record = self.cluster.describe()  # under the lock, so that a newer record is not overwritten
+            try:
+                await asyncio.to_thread(self.file.write, record)
+            except OSError as error:
+                text = f"the coordinator's state cannot be written: {error}"
+                if self._failing_since is None:
+                    self._failing_since = self.now()
+                    log.error(text)
+                if self.now() - self._failing_since > self.settings.round_timeout_seconds:
+                    raise StorageFailed(text) from error
+                raise TryAgain(text) from error
+            self._failing_since = None
+            self.cluster.persisted = record.replicas
+
+    # ------------------------------------------------------------------ pservers
+
+    async def call(
+        self,
+        member: PserverMember,
+        method: str,
+        route: str,
+        message: Message | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+    ) -> bytes:
+        """Return the body of a pserver's answer. Raises the GradpostError that it contains, or httpx.TransportError.
+
+        Raises httpx.ReadTimeout if another process has replaced the pserver, or `interrupt` ends the wait for it.
+        """
+        index = member.info.index
+        if self.cluster.registry.incarnations.get(index) != member.info.incarnation:
+            raise httpx.ReadTimeout(f"another process has replaced pserver {index}")
+        limit, calls = asyncio.timeout(None), self._calls[index]
+        calls.add(limit)
+        try:
+            async with limit:
+                return await send_message(self.http, method, member.info.address + route, message, timeout=timeout)
+        except TimeoutError:
+            raise httpx.ReadTimeout("a standby replaces the pserver") from None
+        finally:
+            calls.discard(limit)
+
+    def interrupt(self, index: PserverIndex) -> None:
+        """End the requests to a pserver, which another process replaces."""
+        for limit in self._calls[index]:
+            if not limit.expired():
+                limit.reschedule(self.now())
+
+    async def read_states(self) -> list[PserverState]:
+        """Return the states of the living pservers that answer, and note their rounds: heartbeats may be older."""
+        members, states = self.cluster.registry.sorted_members, list[PserverState]()
+        for member, answer in zip(members, await asyncio.gather(*map(self._read_state, members)), strict=True):
+            failure = answer if isinstance(answer, Exception) else None
+            self.note_problem(f"waiting for pserver {member.info.index}", failure)
+            if isinstance(answer, PserverState):
+                states.append(answer)
+                if (answer.run, answer.attempt) == self.cluster.run.record.attempt_id:
+                    self.cluster.registry = self.cluster.registry.note_progress(member.info, answer.round)
+        return states
+
+    async def _read_state(self, member: PserverMember) -> PserverState | Exception:
+        try:
+            return PserverState.from_answer(await self.call(member, "GET", STATE))
+        except NO_ANSWER as error:
+            return error
+
+    def note_problem(self, text: str, error: BaseException | None, **facts: object) -> str:
+        """Log why something has failed, once until the reason changes or None removes it. Returns both in words."""
+        key, reason = f"{text} {facts}", "" if error is None else str(error) or type(error).__name__
+        if reason and self._problems.get(key) != reason:
+            log.warning(text, reason=reason, **facts)
+        self._problems[key] = reason
+        return f"{text}: {reason}"
