@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ps_config.hosts import is_loopback
-from services.coordinator.dashboard.history import serve_history
+from services.coordinator.dashboard.routes import serve_history
 from services.coordinator.history import RunHistory
 from services.runtime.logs import configure_logs
 

@@ -20,20 +20,19 @@ from ps_protocol.fields import Count, Flag, Label, Message, Name, OrdinalText, R
 from ps_protocol.membership import Controls
 from ps_protocol.messages import CheckpointCreated, Override
 from ps_protocol.optimizers import OptimizerSpec
+from ps_protocol.plan import SlicePlan
 from services.runtime.security import name_token
 
 from .coordinator import Coordinator
 from .events import Event
 from .state.losses import evict_trainer
+from .state.model import find_parameter
 from .state.run import Run
 
 WAIT_SECONDS = 30.0  # for all pservers to install a change
 END_SECONDS = 3.0  # for all trainers to leave a stopped run, so that its summary is made
 CHECKPOINT_SECONDS = 240.0  # for a checkpoint, and the one before it, which may be under way
 MAX_FAILURES = 12  # attempts
-
-
-Change: TypeAlias = Callable[[Run], Run]  # may raise GradpostError
 
 
 class ChangeDone(Message):
@@ -95,145 +94,124 @@ class Administration:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        self._cluster = coordinator.cluster
         self._lock = asyncio.Lock()
         self._checkpoint_lock = asyncio.Lock()  # takes minutes, and must not delay a change
         self._events_lock = asyncio.Lock()
-        self._ending: set[asyncio.Task[ChangeDone]] = set()  # running changes
+        self._changes: set[asyncio.Task[ChangeDone]] = set()  # that run, even if their requesters have left
 
     # ------------------------------------------------------------------ endpoints
 
     async def controls(self) -> Controls:
         """Return the controls that override what trainers push."""
-        return self._coordinator.cluster.run.newest_controls
+        return self._cluster.run.newest_controls
 
     async def pause(self, by: Requester) -> ChangeDone:
         """Pause the run; trainers wait."""
-        return await self._control(by, "pause", lambda controls: controls.model_copy(update={"is_paused": True}))
+        return await self._control(by, "pause", lambda _: {"is_paused": True})
 
     async def resume(self, by: Requester) -> ChangeDone:
         """Resume a paused run."""
-        return await self._control(by, "resume", lambda controls: controls.model_copy(update={"is_paused": False}))
+        return await self._control(by, "resume", lambda _: {"is_paused": False})
 
     async def set_rate(self, by: Requester, message: SetRate) -> ChangeDone:
         """Set a learning rate, which overrides the trainers'."""
-        rate, run = message.rate, self._training()
-        assert run.record.plan is not None
-        assert run.record.plan.optimizer is not None
-        groups = message.select_groups(run.record.plan.optimizer)
+        optimizer = self._find_plan().optimizer
+        assert optimizer is not None
+        groups = message.select_groups(optimizer)
 
-        def edit(controls: Controls) -> Controls:
+        def edit(controls: Controls) -> dict[str, Any]:
             others = {index: known for index, known in controls.rates.items() if index not in groups}
-            mine = {} if rate is None else dict.fromkeys(groups, rate)
-            return controls.model_copy(update={"rates": dict(sorted((others | mine).items()))})
+            mine = {} if message.rate is None else dict.fromkeys(groups, message.rate)
+            return {"rates": dict(sorted((others | mine).items()))}
 
         return await self._control(by, "set rate", edit, **message.model_dump())
 
     async def freeze(self, by: Requester, name: Name) -> ChangeDone:
         """Freeze a parameter, as if it had no gradient."""
-        return await self._set_frozen(by, name, is_frozen=True)
+        return await self._freeze(by, "freeze", name, lambda frozen: frozen | {name})
 
     async def unfreeze(self, by: Requester, name: Name) -> ChangeDone:
         """Unfreeze a parameter."""
-        return await self._set_frozen(by, name, is_frozen=False)
+        return await self._freeze(by, "unfreeze", name, lambda frozen: frozen - {name})
 
-    async def _set_frozen(self, by: str, name: str, *, is_frozen: bool) -> ChangeDone:
-        plan = self._training().record.plan
-        assert plan is not None
-        if name not in plan.parameter:
-            raise NotFound(f"there is no parameter {name!r} in this run")
-
-        def edit(controls: Controls) -> Controls:
-            others = {frozen for frozen in controls.frozen if frozen != name}
-            return controls.model_copy(update={"frozen": tuple(sorted(others | ({name} if is_frozen else set())))})
-
-        return await self._control(by, "freeze" if is_frozen else "unfreeze", edit, parameter=name)
+    async def _freeze(self, by: str, action: str, name: str, edit: Callable[[set[str]], set[str]]) -> ChangeDone:
+        find_parameter(self._find_plan(), name)
+        return await self._control(
+            by, action, lambda old: {"frozen": tuple(sorted(edit({*old.frozen})))}, parameter=name
+        )
 
     async def evict(self, by: Requester, rank: OrdinalText) -> ChangeDone:
         """Continue without a trainer. Another incarnation may join."""
+        return await self._do(
+            by, "evict", lambda run: evict_trainer(run, rank, self._coordinator.now()), {"trainer": rank}
+        )
 
-        def leave(run: Run) -> Run:
-            return evict_trainer(run, rank, self._coordinator.now())
+    async def roll_back(self, by: Requester, message: RollBack) -> ChangeDone:
+        """Roll back to a checkpoint."""
+        round_ = message.round
+        self._cluster.require_training()
+        if self._cluster.run.settings.consistency.is_async:
+            raise Conflict(
+                "an asynchronous run cannot be rolled back; resume it from a checkpoint instead",
+                code="mode_mismatch", expected="sync",
+            )  # fmt: skip
+        _check_checkpoint(self._cluster.run, round_)
 
-        return await self._do(leave, by=by, action="evict", arguments={"trainer": rank})
+        def go_back(run: Run) -> Run:
+            _check_checkpoint(run, round_)  # it may have been deleted since; from now on it is not
+            if obstacle := run.find_rollback_obstacle(round_):
+                raise Conflict(f"{obstacle}; a rollback would fail the run")
+            return run.request_rollback(round_)
+
+        def check(run: Run) -> None:
+            if run.refusal:
+                raise Conflict(f"{run.refusal}; the run continues without a rollback")
+            if (run.record.base_round or 0) != round_:
+                text = f"the run was rolled back to round {run.record.base_round or 0}, not to round {round_}"
+                raise Conflict(text, current=run.record.base_round)
+
+        return await self._do(by, "roll back", go_back, {"round": round_}, check)
 
     async def stop(self, by: Requester, message: StopRun) -> ChangeDone:
         """End the run: the trainers' scripts get the error `run_stopped`. Without `fail` a checkpoint is made first."""
-        coordinator, cluster = self._coordinator, self._coordinator.cluster
-        run = cluster.run
+        coordinator, cluster, run = self._coordinator, self._cluster, self._cluster.run
         if run.record.is_over or not run.record.trainers:
             raise NotReady(
                 "no run is under way, so that none can be stopped. To see the last one: gradpost status",
                 waiting_for="a run",
             )
         is_saved = not message.fail and run.record.state == "training" and not run.settings.consistency.is_ring
-        async with self._audited(by=by, action="stop", arguments=message.model_dump()) as outcome:
+        async with self._listed(by, "stop", message.model_dump()) as outcome:
             if is_saved:
-                async with self._checkpoint_lock:
-                    await self._save_before_stop(run)
+                try:
+                    async with self._checkpoint_lock:
+                        await self._await_checkpoint(run)
+                except TryAgain as error:  # or NotReady, which is one
+                    text = f"{error.detail}. To stop without a checkpoint: gradpost stop --fail"
+                    raise type(error)(text, code=error.code, **error.facts) from None
             self._check_current(run)
             cluster.run = cluster.run.stop(coordinator.now(), is_failure=message.fail)
             coordinator.changed()
             await coordinator.persist()  # else a restarted coordinator would continue the run
-
-            def find_rounds() -> Round | None:
-                summary = coordinator.result.find_summary(run.record.name)
-                return None if summary is None else summary.rounds
-
             # The pservers may apply more rounds until they have the end.
-            await coordinator.wait_until(lambda: find_rounds() is not None, END_SECONDS)
-            rounds = find_rounds()
-            outcome["round"] = min(cluster.rounds, default=cluster.run.highest_round) if rounds is None else rounds
-        run = cluster.refresh(run)
-        return ChangeDone(
-            run=run.record.name, attempt=run.record.attempt, round=outcome["round"], controls=run.newest_controls
-        )
-
-    async def _save_before_stop(self, run: Run) -> None:
-        try:
-            await self._await_checkpoint(run)
-        except TryAgain as error:  # or NotReady, which is one
-            text = f"{error.detail}. To stop without a checkpoint: gradpost stop --fail"
-            raise type(error)(text, code=error.code, **error.facts) from None
-
-    async def roll_back(self, by: Requester, message: RollBack) -> ChangeDone:
-        """Roll back to a checkpoint."""
-        round_ = message.round
-        if self._training().settings.consistency.is_async:
-            raise Conflict(
-                "an asynchronous run cannot be rolled back; resume it from a checkpoint instead",
-                code="mode_mismatch", expected="sync",
-            )  # fmt: skip
-        self._find_checkpoint(round_)
-
-        def go_back(run: Run) -> Run:
-            self._find_checkpoint(round_)  # it may have been deleted since; from now on it is not
-            if obstacle := run.find_rollback_obstacle(round_):
-                raise Conflict(f"{obstacle}; a rollback would fail the run")
-            return run.request_rollback(round_)
-
-        def check(run: Run) -> None:
-            if run.requests.refusal:
-                raise Conflict(f"{run.requests.refusal}; the run continues without a rollback")
-            if (run.record.base_round or 0) != round_:
-                text = f"the run was rolled back to round {run.record.base_round or 0}, not to round {round_}"
-                raise Conflict(text, current=run.record.base_round)
-
-        return await self._do(go_back, check, by=by, action="roll back", arguments={"round": round_})
+            await coordinator.wait_until(lambda: bool(coordinator.result.find_summary(run.record.name)), END_SECONDS)
+            summary = coordinator.result.find_summary(run.record.name)
+            outcome["round"] = summary.rounds if summary else min(cluster.rounds, default=cluster.run.highest_round)
+        return _describe(cluster.refresh(run), outcome["round"])
 
     async def make_checkpoint(self, by: Requester) -> CheckpointCreated:
         """Make a checkpoint of the whole model, and wait until it is complete."""
-        self._coordinator.cluster.require_pservers()
-        run = self._coordinator.cluster.run
-        async with self._checkpoint_lock, self._audited(by=by, action="checkpoint") as outcome:
-            done = await self._await_checkpoint(run)
-            outcome["round"] = done.round
-            return done
+        self._cluster.require_pservers()
+        run = self._cluster.run
+        async with self._checkpoint_lock, self._listed(by, "checkpoint") as outcome:
+            outcome["round"] = await self._await_checkpoint(run)
+        place = self._coordinator.checkpoints.place.url
+        return CheckpointCreated(run=run.record.name, round=outcome["round"], place=place)
 
-    async def _await_checkpoint(self, run: Run) -> CheckpointCreated:
-        coordinator, cluster = self._coordinator, self._coordinator.cluster
-        cluster.require_training()
-        self._check_current(run)
-        run = cluster.run
+    async def _await_checkpoint(self, run: Run) -> Round:
+        coordinator, cluster, attempt = self._coordinator, self._cluster, self._cluster.run.record.attempt
+        self._check_training(run)
         if not cluster.registry.is_complete:
             raise NotReady("a checkpoint requires every pserver to be registered", waiting_for=cluster.waiting_for)
         await coordinator.read_states()
@@ -242,98 +220,97 @@ class Administration:
             text = f"the run is paused while its pservers have applied {sorted(cluster.rounds)} contributions"
             raise TryAgain(f"{text}; a checkpoint requires equal numbers, so resume the run first")
         try:
-            round_ = await coordinator.checkpoints.make(run, CHECKPOINT_SECONDS, MAX_FAILURES)
+            return await coordinator.checkpoints.make(cluster.refresh(run), CHECKPOINT_SECONDS, MAX_FAILURES)
         except TryAgain:
-            self._check_current(run)
-            cluster.require_training()
-            if cluster.run.record.attempt != run.record.attempt:
+            self._check_training(run)
+            if cluster.run.record.attempt != attempt:
                 text = f"the run was rolled back to round {cluster.run.record.base_round or 0}"
                 raise TryAgain(f"{text} before the checkpoint was complete") from None
             raise
-        return CheckpointCreated(run=run.record.name, round=round_, place=coordinator.checkpoints.place.url)
 
     # ------------------------------------------------------------------ execution
 
     async def _control(
-        self, by: str, action: str, edit: Callable[[Controls], Controls], **arguments: Any
+        self, by: str, action: str, edit: Callable[[Controls], dict[str, Any]], **arguments: Any
     ) -> ChangeDone:
         def want(run: Run) -> Run:
-            return run.request_controls(edit(run.newest_controls))
+            old = run.newest_controls
+            return run.request_controls(old.model_copy(update=edit(old)))
 
-        return await self._do(want, by=by, action=action, arguments=arguments)
+        return await self._do(by, action, want, arguments)
 
-    async def _do(self, change: Change, check: Callable[[Run], None] = lambda _: None, **request: Any) -> ChangeDone:
-        """Apply a change. `check` raises if it did not take effect. `request` becomes events."""
-        run = self._training()
+    async def _do(
+        self,
+        by: str,
+        action: str,
+        change: Callable[[Run], Run],
+        arguments: Mapping[str, Any],
+        check: Callable[[Run], None] = lambda _: None,
+    ) -> ChangeDone:
+        """Apply a change, which may raise GradpostError. `check` raises if it did not take effect."""
+        run = self._cluster.run
+        self._check_training(run)
         async with self._lock:
-            self._training()
-            self._check_current(run)
-            ending = asyncio.create_task(self._carry_out(run, change, check, request), name=request["action"])
-            self._ending.add(ending)  # completes even if its requester leaves
-            ending.add_done_callback(self._ended)
-            await asyncio.wait({ending}, timeout=WAIT_SECONDS)
-            if not ending.done():
+            self._check_training(run)
+            changing = asyncio.create_task(self._carry_out(run, by, action, change, arguments, check), name=action)
+            self._changes.add(changing)
+            changing.add_done_callback(self._changes.discard)
+            await asyncio.wait({changing}, timeout=WAIT_SECONDS)
+            if not changing.done():
+                changing.add_done_callback(lambda done: done.cancelled() or done.exception())  # the events have it
                 text = f"the change is pending after {WAIT_SECONDS:g} s; it applies once all pservers have installed it"
-                raise TryAgain(text, waiting_for=self._coordinator.cluster.waiting_for)
-            return ending.result()
+                raise TryAgain(text, waiting_for=self._cluster.waiting_for)
+            return changing.result()
 
     async def _carry_out(
-        self, before: Run, change: Change, check: Callable[[Run], None], request: dict[str, Any]
+        self,
+        before: Run,
+        by: str,
+        action: str,
+        change: Callable[[Run], Run],
+        arguments: Mapping[str, Any],
+        check: Callable[[Run], None],
     ) -> ChangeDone:
         """Make a change, and wait until every pserver has installed it or the run is over."""
-        coordinator, cluster = self._coordinator, self._coordinator.cluster
-        async with self._audited(**request) as outcome:
+        cluster = self._cluster
+        async with self._listed(by, action, arguments) as outcome:
             self._check_current(before)
             cluster.run = change(cluster.run)
             number = cluster.run.record.change_number
-            coordinator.changed()
+            self._coordinator.changed()
 
             def has_ended() -> bool:
                 run = cluster.run
-                return not cluster.is_current(before) or run.record.is_over or run.installed.number >= number
+                return not cluster.is_current(before) or run.record.is_over or run.installed_number >= number
 
-            while not has_ended():
-                await coordinator.wait_until(has_ended, WAIT_SECONDS)
+            await self._coordinator.wait_until(has_ended)
             self._check_current(before)
             run = cluster.run
             if run.record.is_over:
                 raise NotReady(f"run {run.record.name} is {run.record.state}", waiting_for="a run")
             check(run)
-            done = self._describe(run, request["action"])
-            outcome["round"] = done.round
-        return done
+            outcome["round"] = max(cluster.rounds, default=0) + 1
+            if action == "roll back":
+                outcome["round"] = (run.record.base_round or 0) + 1
+            elif action != "evict" and run.record.membership.controls:
+                outcome["round"] = run.record.membership.newest_controls.since
+        return _describe(run, outcome["round"])
 
     def _check_current(self, run: Run) -> None:
-        if not self._coordinator.cluster.is_current(run):
+        if not self._cluster.is_current(run):
             raise NotReady("another run has begun", waiting_for="a new request")
 
-    def _ended(self, ending: asyncio.Task[ChangeDone]) -> None:
-        self._ending.discard(ending)
-        if not ending.cancelled():
-            ending.exception()  # the events have it
+    def _check_training(self, run: Run) -> None:
+        self._cluster.require_training()
+        self._check_current(run)
 
-    def _describe(self, run: Run, action: str) -> ChangeDone:
-        rounds = [member.round for member in self._coordinator.cluster.registry.members.values()]
-        round_ = max(rounds, default=0) + 1
-        if action == "roll back":
-            round_ = (run.record.base_round or 0) + 1
-        elif action != "evict" and run.record.membership.controls:
-            round_ = run.record.membership.newest_controls.since
-        return ChangeDone(run=run.record.name, attempt=run.record.attempt, round=round_, controls=run.newest_controls)
-
-    def _training(self) -> Run:
-        cluster = self._coordinator.cluster
-        cluster.require_training()
-        return cluster.run
-
-    def _find_checkpoint(self, round_: Round) -> None:
-        complete = self._coordinator.cluster.run.complete_checkpoints
-        if round_ not in complete:
-            there = ", ".join(map(str, complete)) or "none"
-            raise NotFound(f"there is no complete checkpoint of round {round_}; complete rounds: {there}")
+    def _find_plan(self) -> SlicePlan:
+        self._cluster.require_training()
+        assert self._cluster.run.record.plan is not None
+        return self._cluster.run.record.plan
 
     @asynccontextmanager
-    async def _audited(
+    async def _listed(
         self, by: str, action: str, arguments: Mapping[str, Any] | None = None
     ) -> AsyncIterator[dict[str, Any]]:
         """Write a request before the block, and its outcome after the block, which sets the `round` of its effect."""
@@ -351,7 +328,7 @@ class Administration:
 
     async def _write(self, text: str, by: str, **facts: Any) -> Event:
         events = self._coordinator.events
-        event = events.add(self._coordinator.cluster, "change", text, by, **facts)
+        event = events.add(self._cluster, "change", text, by, **facts)
         try:
             async with self._events_lock:
                 await asyncio.to_thread(events.write, event)
@@ -359,9 +336,19 @@ class Administration:
             is_request = facts["outcome"] == "requested"
             when = "before the change, which was not made" if is_request else "after the change"
             problem = f"the audit log cannot be written {when}: {error}"
-            events.add(self._coordinator.cluster, "change", problem)
+            events.add(self._cluster, "change", problem)
             raise StorageFailed(problem) from error
         return event
+
+
+def _check_checkpoint(run: Run, round_: Round) -> None:
+    if round_ not in run.complete_checkpoints:
+        there = ", ".join(map(str, run.complete_checkpoints)) or "none"
+        raise NotFound(f"there is no complete checkpoint of round {round_}; complete rounds: {there}")
+
+
+def _describe(run: Run, round_: Round) -> ChangeDone:
+    return ChangeDone(run=run.record.name, attempt=run.record.attempt, round=round_, controls=run.newest_controls)
 
 
 _SINCE = {"stop": "after round {}", "checkpoint": "of round {}"}
@@ -412,13 +399,16 @@ def describe_overrides(run: Run, events: Iterable[Event]) -> tuple[Override, ...
 def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:
     """Add the routes to the application."""
     administration = Administration(coordinator)
-    app.get(routes.CONTROLS, tags=["control"])(administration.controls)
-    app.post(routes.PAUSE, tags=["control"])(administration.pause)
-    app.post(routes.RESUME, tags=["control"])(administration.resume)
-    app.put(routes.RATE, tags=["control"])(administration.set_rate)
-    app.put(routes.FROZEN, tags=["control"])(administration.freeze)
-    app.delete(routes.FROZEN, tags=["control"])(administration.unfreeze)
-    app.post(routes.EVICT, tags=["control"])(administration.evict)
-    app.post(routes.STOP, tags=["control"])(administration.stop)
-    app.post(routes.ROLL_BACK, tags=["control"])(administration.roll_back)
-    app.post(routes.CHECKPOINTS, tags=["control"])(administration.make_checkpoint)
+    for method, route, endpoint in (
+        ("GET", routes.CONTROLS, administration.controls),
+        ("POST", routes.PAUSE, administration.pause),
+        ("POST", routes.RESUME, administration.resume),
+        ("PUT", routes.RATE, administration.set_rate),
+        ("PUT", routes.FROZEN, administration.freeze),
+        ("DELETE", routes.FROZEN, administration.unfreeze),
+        ("POST", routes.EVICT, administration.evict),
+        ("POST", routes.STOP, administration.stop),
+        ("POST", routes.ROLL_BACK, administration.roll_back),
+        ("POST", routes.CHECKPOINTS, administration.make_checkpoint),
+    ):
+        app.add_api_route(route, endpoint, methods=[method], tags=["control"])

@@ -30,9 +30,8 @@ from services.runtime.security import may_administer
 
 from .administration import add_administration_routes
 from .coordinator import Coordinator
-from .dashboard.history import add_history_routes
-from .dashboard.routes import add_dashboard_routes
-from .inspection.routes import add_inspection_routes
+from .dashboard.routes import add_dashboard_routes, add_history_routes
+from .inspection import add_inspection_routes
 from .metrics import TargetGroup, describe_targets, is_own_address
 
 log = get_logger()

@@ -123,7 +123,7 @@ class Checkpoints:
         """Return the pservers if all of them serve the run in training, or finished, else none."""
         run, registry = self._cluster.run, self._cluster.registry
         is_under_way = run.record.state == "training" or self._cluster.is_saving_result
-        return registry.sorted_members if is_under_way and registry.is_serving(run.record.attempt_id) else []
+        return list(registry.members.values()) if is_under_way and registry.is_serving(run.record.attempt_id) else []
 
     async def _name(self, run: Run, members: list[PserverMember], newest: Round) -> None:
         """Name a round that no pserver has passed: the newest on request, else the next one that is due."""
@@ -177,7 +177,7 @@ class Checkpoints:
         run, registry = self._cluster.run, self._cluster.registry
         if run.record.state == "gathering" or not registry.members or not registry.is_serving(run.record.attempt_id):
             return None
-        files = [member.heartbeat.published for member in registry.sorted_members]
+        files = [member.heartbeat.published for member in registry.members.values()]
         shards = [file for file in files if file is not None]
         is_ready = len(shards) == len(files) and len({file.round for file in shards}) == 1
         return shards if is_ready and shards[0].round > max(run.complete_checkpoints, default=-1) else None
@@ -217,7 +217,7 @@ class Checkpoints:
         kept, known = run.complete_checkpoints, set(run.complete_checkpoints)
         if registry.is_serving(run.record.attempt_id):
             # A pserver that has published a later shard reports no earlier one, which therefore stays incomplete.
-            published = (member.heartbeat.published for member in registry.sorted_members)
+            published = (member.heartbeat.published for member in registry.members.values())
             known |= {file.round for file in published if file is not None}
         state = run.record.attempt_id, kept, max(known, default=0)
         if state == self._cleaned:

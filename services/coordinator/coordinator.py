@@ -115,8 +115,8 @@ class Coordinator(Shell):
             if not await self.reconciler.reconcile():
                 await self.wait_until(lambda: self.failover.has_ended, RETRY_SECONDS)
                 seen = -1
-            elif members != self.cluster.run.installed.members:
-                members = self.cluster.run.installed.members
+            elif members != self.cluster.run.installed_members:
+                members = self.cluster.run.installed_members
                 log.info("members installed", trainers=sorted(members), reason=self.cluster.run.reason)
             self.notify()
             logged = self._log_news(logged)

@@ -59,7 +59,7 @@ class Events:
         self._path = folder / FILE
         self._events: list[Event] = []
         self._run: Run | None = None  # as of the last call, like `_pservers`
-        self._pservers: dict[PserverIndex, tuple[PserverMember, bool]] = {}
+        self._pservers: Mapping[PserverIndex, PserverMember] = {}
         self._replicas: Mapping[PserverIndex, Replicas] = {}
 
     @property
@@ -155,15 +155,13 @@ class Events:
 
     def _changed_pservers(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
         before, registry = self._pservers, cluster.registry
-        self._pservers = {index: (member, False) for index, member in registry.lost.items()}
-        self._pservers |= {index: (member, True) for index, member in registry.members.items()}
-        for index, (member, is_present) in sorted(self._pservers.items()):
-            known, was_present = before.get(index, (None, False))
-            incarnation, address = member.info.incarnation, member.info.address
-            if known is not None and (known.info.incarnation, was_present) == (incarnation, is_present):
+        self._pservers = registry.known
+        for index, member in self._pservers.items():
+            known, incarnation, address = before.get(index), member.info.incarnation, member.info.address
+            if known is not None and (known.info.incarnation, known.is_lost) == (incarnation, member.is_lost):
                 continue
-            change = f"has registered at {address}" if is_present else f"at {address} is silent"
-            if is_present and member.record.promoted_at == incarnation:
+            change = f"at {address} is silent" if member.is_lost else f"has registered at {address}"
+            if not member.is_lost and member.record.promoted_at == incarnation:
                 change = f"is replaced by its standby at {address}"
             yield "pserver", f"pserver {index} {change}", {"pserver": index, "incarnation": incarnation}
 

@@ -109,8 +109,8 @@ class FailOver:
         cluster, index = self._cluster, request.index
         if index is None or not cluster.serves_run:
             return
-        lost = cluster.registry.lost.get(index)
-        if lost is not None and self._is_awaited(lost, request):
+        lost = cluster.registry.known.get(index)
+        if lost is not None and lost.is_lost and self._is_awaited(lost, request):
             text = f"the newest incarnation of pserver {index} was at {lost.info.address}"
             raise TryAgain(f"{text}; this process has an older state and waits for it")
         if index in cluster.registry.replicas and self._may_replace():
@@ -205,7 +205,7 @@ class FailOver:
         """Suspect pservers with an expired lease, and those that were fenced before the coordinator restarted."""
         registry = self._cluster.registry
         fenced = (index for index, replicas in registry.replicas.items() if replicas.is_fenced)
-        for index in {*registry.lost, *fenced}:
+        for index in {*registry.known.keys() - registry.members.keys(), *fenced}:
             self.suspect(index, registry.incarnations[index])
 
     def _may_replace(self) -> bool:
@@ -215,7 +215,7 @@ class FailOver:
     def _find_member(self, index: PserverIndex, incarnation: Incarnation | None = None) -> PserverMember | None:
         """Return a pserver, which may be silent, unless an incarnation is given and another one is in force."""
         registry = self._cluster.registry
-        member = registry.members.get(index) or registry.lost.get(index)
+        member = registry.known.get(index)
         is_current = member is not None and incarnation in (None, member.info.incarnation)
         return member if is_current else None
 
@@ -262,7 +262,7 @@ class FailOver:
         member, registry = self._find_member(index, incarnation), self._cluster.registry
         if member is None:
             return
-        has_ended = member.record.instance in self._ended or index in registry.lost
+        has_ended = member.record.instance in self._ended or member.is_lost
         is_certain = has_ended or member.heartbeat.is_stopping or member.heartbeat.is_stalled
         is_certain |= registry.replicas[index].is_fenced
         if not is_certain and await self._probe(member):
@@ -344,7 +344,7 @@ class FailOver:
         member = self._find_member(index, incarnation)
         if member is None or not member.is_unaware or not self._cluster.serves_run:
             return False
-        return index in self._cluster.registry.members or member.record.instance in self._cluster.standbys.members
+        return not member.is_lost or member.record.instance in self._cluster.standbys.members
 
     async def _persist_patiently(self) -> None:
         """Persist the state. Raises StorageFailed after the round time-out."""

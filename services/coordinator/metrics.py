@@ -105,7 +105,7 @@ def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
     """
     groups = [
         _group(member.info.address, role="pserver", pserver=str(index))
-        for index, member in sorted(cluster.registry.members.items())
+        for index, member in cluster.registry.members.items()
     ]
     groups += [
         _group(standby.report.address, role="standby", pserver=str(standby.report.follows))

@@ -106,7 +106,7 @@ class Reconciler:
         cluster, run = self._cluster, self._cluster.run
         if run.record.plan is None:
             return True
-        members = cluster.registry.sorted_members
+        members = list(cluster.registry.members.values())
         number, has_begun = run.record.change_number, run.record.state != "gathering"
         targets = {member.info.index: _find_target(run, member, number) for member in members}
         if not cluster.serves_run:

@@ -74,7 +74,7 @@ class Shell:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def wait_until(self, is_so: Callable[[], bool], seconds: float) -> None:
+    async def wait_until(self, is_so: Callable[[], bool], seconds: float | None = None) -> None:
         """Wait until a condition holds, for at most `seconds`. The condition is checked after every change."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -83,8 +83,7 @@ class Shell:
 
     async def wait_for_change(self, seen: int) -> int:
         """Wait until `num_changes` differs from `seen`, and return it."""
-        while self.num_changes == seen:
-            await self._news.wait()
+        await self.wait_until(lambda: self.num_changes != seen)
         return self.num_changes
 
     # ------------------------------------------------------------------ the disk
@@ -144,7 +143,7 @@ class Shell:
 
     async def read_states(self) -> list[PserverState]:
         """Return the states of the living pservers that answer, and note their rounds: heartbeats may be older."""
-        members, states = self.cluster.registry.sorted_members, list[PserverState]()
+        members, states = list(self.cluster.registry.members.values()), list[PserverState]()
         for member, answer in zip(members, await asyncio.gather(*map(self._read_state, members)), strict=True):
             failure = answer if isinstance(answer, Exception) else None
             self.note_problem(f"waiting for pserver {member.info.index}", failure)

@@ -329,7 +329,7 @@ class ChangingRun:
         else:
             self.change, self.run = None, self.run.finish_change(change.number)
             for trainer in self.run.record.trainers.values():
-                if trainer.state == "declared" and self.run.installed.members.get(trainer.rank) == trainer.incarnation:
+                if trainer.state == "declared" and self.run.installed_members.get(trainer.rank) == trainer.incarnation:
                     assert not trainer.is_awaited, "the pservers have installed it"
             self._admit_newcomers()
 
@@ -399,7 +399,7 @@ class ChangingRun:
         if isinstance(decision, Rollback):
             stepped = [p.history.items() for p in self.pservers if p.attempt == self.attempt]
             lost = max((sum(r > decision.newest and bool(lives) for r, lives in each) for each in stepped), default=0)
-            is_repair = self.run.requests.rollback_to is None and not self.has_lost_rounds
+            is_repair = self.run.rollback_to is None and not self.has_lost_rounds
             assert not is_repair or lost <= 1 + self.max_delay, "a dead trainer costs one round"
             ranges = {index: [(0, pserver.rounds.applied)] for index, pserver in enumerate(self.pservers)}
             round_ = newest_common(decision.newest, ranges.values())
@@ -415,7 +415,7 @@ class ChangingRun:
 
     def _admit_newcomers(self) -> None:
         """Let trainers that every pserver has installed learn where they begin."""
-        members, starts = self.run.installed.members, self.run.record.membership.starts
+        members, starts = self.run.installed_members, self.run.record.membership.starts
         for trainer in self.trainers.values():
             if members.get(trainer.rank) == trainer.incarnation and trainer.round < 0:
                 trainer.round, trainer.attempt = starts.get(trainer.rank, self.resume + 1), self.attempt

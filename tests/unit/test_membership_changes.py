@@ -153,11 +153,11 @@ class Checks:
         assert record.members == {rank: trainer.incarnation for rank, trainer in self._run.trainers.items()}
         assert record.change_number >= before.record.change_number
         assert all(run.incarnations[rank] >= newest for rank, newest in before.incarnations.items())
-        assert run.installed.number <= record.change_number
+        assert run.installed_number <= record.change_number
         applied = [pserver.rounds.applied for pserver in self._run.pservers if pserver.attempt == self._run.attempt]
         assert self._run.has_lost_rounds or run.newest_applied <= max([self._run.resume, *applied])
-        if not run.is_changing and run.installed.number:
-            assert run.installed.members == record.membership.members == record.targets
+        if not run.is_changing and run.installed_number:
+            assert run.installed_members == record.membership.members == record.targets
         if self._run.take_over:
             assert {t.rank for t in record.awaited} == set(range(self._run.num_trainers)) - record.members.keys()
         for rank, incarnation in record.targets.items():

@@ -1,6 +1,7 @@
-"""The dashboard's page and files: the project's own, and a chart library from an installed package.
+"""The dashboard's page and files, the history of runs, and a service with both of them without a cluster.
 
-They contain no data and need no token. The page gets its data from the API.
+The files are the project's own, and a chart library from an installed package. They contain no data and need no token.
+The page gets its data from the API.
 """
 
 from __future__ import annotations
@@ -9,17 +10,26 @@ import asyncio
 import gzip
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from fastapi import FastAPI, Request, Response
 
+from ps_protocol import routes
 from ps_protocol.errors import NotFound
-from services.runtime.app import PAGE_HEADERS
+from ps_protocol.fields import Identifier
+from services.runtime.app import PAGE_HEADERS, make_app
+from services.runtime.metrics import ServiceMetrics
 from services.runtime.scopes import DASHBOARD, DASHBOARD_FILE
+from services.runtime.server import run_service, serve
+from services.runtime.settings import ServiceSettings
+
+from ..history import HistoryEntry, HistoryRecord, RunHistory
 
 # Scripts and styles are files of this service. The page runs no inline code and uses no other site.
 _HEADERS = PAGE_HEADERS | {
@@ -114,3 +124,38 @@ def _read_charts() -> bytes:
     folders = package.submodule_search_locations if package else None
     path = Path(next(iter(folders or ()), "")) / "package_data" / CHARTS
     return path.read_bytes() if path.is_file() else b""
+
+
+# ---------------------------------------------------------------- the history
+
+
+def add_history_routes(app: FastAPI, history: RunHistory) -> None:
+    """Add the routes to the application."""
+
+    @app.get(routes.HISTORY, tags=["inspection"])
+    async def list_history() -> list[HistoryEntry]:
+        """Return the runs that have trained and ended, newest first."""
+        return await asyncio.to_thread(history.entries)
+
+    @app.get(routes.HISTORY_RUN, tags=["inspection"])
+    async def read_history(run: Identifier) -> HistoryRecord:
+        """Return a run of the history: its status at the end, its summary and its curves."""
+        return await asyncio.to_thread(history.read, run)
+
+
+def serve_history(history: RunHistory, host: str, port: int, on_started: Callable[[str], None]) -> NoReturn:
+    """Run a process that serves the page and the history without tokens, until it is stopped.
+
+    `host` must be a loopback address. `on_started` is called with the address.
+    """
+    settings = ServiceSettings.model_construct(host=host, port=port)  # not those of a cluster in the environment
+
+    async def main(stop: asyncio.Event) -> int:
+        metrics = ServiceMetrics("dashboard")
+        app = make_app(title="Gradpost history", role="dashboard", metrics=metrics, is_ready=lambda: None)
+        add_history_routes(app, history)
+        add_dashboard_routes(app, kept_runs=str(history.folder))
+        await serve(app, settings, stop=stop, on_started=on_started)
+        return 0
+
+    run_service(main)

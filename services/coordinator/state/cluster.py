@@ -86,12 +86,12 @@ class Cluster:
 
     def describe(self) -> ClusterRecord:
         """Return the record to persist."""
-        members, beginning = {**self.registry.lost, **self.registry.members}, self.beginning
+        beginning = self.beginning
         return ClusterRecord(
             trainer_incarnations=dict(self.run.incarnations),
             pserver_incarnations=dict(self.registry.incarnations),
             run_incarnations=dict(self.run.holders),
-            pservers=tuple(member.record for _, member in sorted(members.items())),
+            pservers=tuple(member.record for member in self.registry.known.values()),
             replicas=dict(self.registry.replicas),
             beginning=beginning and Beginning(run=beginning.run, round=beginning.round, controls=beginning.controls),
             run=self.run.durable if self.run.record.trainers else None,
@@ -388,13 +388,13 @@ class Cluster:
 
     def plan_ready(self, rank: Rank, incarnation: Incarnation) -> PlanReady | None:
         """Return the plan for a trainer once all pservers have installed its incarnation, else None."""
-        has_installed = self.run.installed.members.get(rank) == incarnation and self.run.record.state != "gathering"
+        has_installed = self.run.installed_members.get(rank) == incarnation and self.run.record.state != "gathering"
         return describe_plan(self.run, self.pserver_infos, rank) if has_installed else None
 
     @property
     def pserver_infos(self) -> tuple[PserverInfo, ...]:
         """The pservers that hold the run, as trainers need them."""
-        infos = [member.info for _, member in sorted({**self.registry.members, **self.registry.lost}.items())]
+        infos = (member.info for member in self.registry.known.values())
         return tuple(info for info in infos if info.incarnation == self.run.holders.get(info.index))
 
     # ------------------------------------------------------------------ time and end
@@ -418,7 +418,7 @@ class Cluster:
         self.standbys = self.standbys.expire(now, self.lease_seconds)
         self.registry = self.registry.expire(now)
         self._note_missing_pservers(now)
-        run = expire_pservers(self.run, self.registry.lost, now)
+        run = expire_pservers(self.run, self.registry.known.values(), now)
         self.run = expire_trainers(run, now, self.lease_seconds)
 
     @property

@@ -52,9 +52,9 @@ def decide_change(run: Run, targets: Mapping[Rank, Incarnation], answers: Answer
     """Return the next decision for a run, given the answers of all frozen pservers, or a rollback."""
     rounds = [answer for _, answer in answers.values() if answer is not None]
     lowest = min((answer.applied for answer in rounds), default=MAX_ORDINAL)  # without any, the newest checkpoint
-    if run.requests.rollback_to is not None:
-        newest = min(lowest, run.requests.rollback_to)
-        return Rollback(newest, "an administrator requested it", is_asked=newest == run.requests.rollback_to)
+    if run.rollback_to is not None:
+        newest = min(lowest, run.rollback_to)
+        return Rollback(newest, "an administrator requested it", is_asked=newest == run.rollback_to)
     for index, (incarnation, answer) in answers.items():
         if reason := _find_loss(run, targets, index, incarnation, answer):
             return Rollback(lowest, f"pserver {index} {reason}")
@@ -65,13 +65,13 @@ def decide_change(run: Run, targets: Mapping[Rank, Incarnation], answers: Answer
     outcome = decide_mode(run.record.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
     if isinstance(outcome, Rollback):
         return outcome
-    requests, record = run.requests, run.record
-    if requests.controls is not None:
+    wanted, record = run.wanted_controls, run.record
+    if wanted is not None:
         # All pservers are frozen, so that the controls can apply from the first round that none has applied.
         since = max(answer.applied for answer in rounds) + 1
-        outcome = outcome.with_controls(requests.controls.model_copy(update={"since": since}), first=lowest + 1)
-    reason = explain_change(record.membership, targets, requests.controls)
-    return Decision(record.attempt, record.base_round, record.uploader, outcome, reason, requests.controls)
+        outcome = outcome.with_controls(wanted.model_copy(update={"since": since}), first=lowest + 1)
+    reason = explain_change(record.membership, targets, wanted)
+    return Decision(record.attempt, record.base_round, record.uploader, outcome, reason, wanted)
 
 
 def explain_change(before: Membership, members: Mapping[Rank, Incarnation], wanted: Controls | None) -> str:
@@ -137,7 +137,7 @@ def decide_rollback(
         return Ended(f"{text}; the pservers can restore {list(ranges.values())}", code="pserver_lost", pserver=empty)
     uploader = record.uploader if round_ is not None else min(targets, default=record.uploader)
     # The newest controls stay in effect.
-    asked = run.requests.controls
+    asked = run.wanted_controls
     standing = record.membership.controls[-1:] if asked is None else (asked,)
     since = 0 if asked is None else (round_ or 0) + 1
     controls = tuple(newest.model_copy(update={"since": since}) for newest in standing)

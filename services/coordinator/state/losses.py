@@ -22,13 +22,13 @@ next process is lost before it declares. Without a plan no trainer is awaited, s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ps_protocol.errors import Conflict, Ended, GradpostError, NotFound, RoundTimeout, TrainerLost
 from ps_protocol.messages import Leave, TrainerHeartbeat
-from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from ps_protocol.vocabulary import Rank, Round
 
 from .joining import agree_on_model, end_last_call
 from .pservers import PserverMember
@@ -157,10 +157,11 @@ def expire_trainers(run: Run, now: float, lease_seconds: float) -> Run:
     return _expire_declarations(run, now)
 
 
-def expire_pservers(run: Run, lost: Mapping[PserverIndex, PserverMember], now: float) -> Run:
+def expire_pservers(run: Run, pservers: Iterable[PserverMember], now: float) -> Run:
     """Fail the run for pservers with an expired lease that cannot return, or did not return in time."""
     lease_seconds, limit = run.settings.lease_seconds, run.settings.rejoin_timeout_seconds
-    for member in lost.values() if run.record.plan is not None else ():
+    lost = [member for member in pservers if member.is_lost]
+    for member in lost if run.record.plan is not None else ():
         age = now - member.seen_at
         text = f"pserver {member.info.index} at {member.info.address} was lost: no heartbeat for {age:.1f} s"
         # Without checkpoints a shard is gone with its process, unless the pserver wrote it when it stopped.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ps_protocol.errors import BadModel, ModelMismatch
+from ps_protocol.errors import BadModel, ModelMismatch, NotFound
 from ps_protocol.messages import DeclareModel
 from ps_protocol.optimizers import check_optimizer
 from ps_protocol.plan import SlicePlan, make_plan, make_ring_plan
@@ -50,6 +50,13 @@ def plan_model(model: DeclareModel, settings: CoordinatorSettings, num_pservers:
         optimizer=check_optimizer(model.optimizer, model.group_flags, model.members),
         wire=wire,
     )
+
+
+def find_parameter(plan: SlicePlan, name: str) -> ParameterSpec:
+    """Return a parameter. Raises NotFound."""
+    if name not in plan.parameter:
+        raise NotFound(f"there is no parameter {name!r} in this run")
+    return plan.parameter[name]
 
 
 def check_same_model(rank: Rank, mine: DeclareModel, whose: str, theirs: DeclareModel) -> None:

@@ -22,6 +22,7 @@ class PserverMember:
     heartbeat: PserverHeartbeat
     seen_at: float  # by the monotonic clock
     present_since: float
+    is_lost: bool = False  # its lease has expired; it may return
     is_restored: bool = False  # restored from the coordinator's record, and not registered since
     is_asked_to_stop: bool = False
     has_stopped: bool = False
@@ -30,7 +31,7 @@ class PserverMember:
     def begin(cls, record: PserverRecord, now: float, *, is_restored: bool = False) -> PserverMember:
         """Return a pserver that has not sent a heartbeat; its lease begins now."""
         heartbeat = PserverHeartbeat(incarnation=record.info.incarnation, run=None, round=0)
-        return cls(record, heartbeat, now, now, is_restored)
+        return cls(record, heartbeat, now, now, is_restored=is_restored)
 
     @property
     def info(self) -> PserverInfo:
@@ -66,26 +67,25 @@ class PserverMember:
 
 @dataclass(frozen=True, slots=True)
 class PserverRegistry:
-    """At most `num_pservers` living pservers, one for each index, and the lost ones, which may return."""
+    """At most `num_pservers` pservers, one for each index."""
 
     num_pservers: int
     lease_seconds: float
-    members: Mapping[PserverIndex, PserverMember] = field(default_factory=dict)
-    lost: Mapping[PserverIndex, PserverMember] = field(default_factory=dict)
+    known: Mapping[PserverIndex, PserverMember] = field(default_factory=dict)  # in order of their indices
     incarnations: Mapping[PserverIndex, Incarnation] = field(default_factory=dict)
     replicas: Mapping[PserverIndex, Replicas] = field(default_factory=dict)
     num_promoted: int = 0  # standbys, in this process
     num_standbys: int = 0  # of each pserver, whose processes have the indices from `num_pservers` on
 
     @property
+    def members(self) -> dict[PserverIndex, PserverMember]:
+        """The living pservers in order of their indices."""
+        return {index: member for index, member in self.known.items() if not member.is_lost}
+
+    @property
     def is_complete(self) -> bool:
         """True if every index has a living pserver."""
         return len(self.members) == self.num_pservers
-
-    @property
-    def sorted_members(self) -> list[PserverMember]:
-        """The living pservers in order of their indices."""
-        return [member for _, member in sorted(self.members.items())]
 
     def find_missing_standbys(self, index: PserverIndex) -> frozenset[Replica]:
         """Return the standbys in sync that a pserver does not reach. With replica_loss `wait` the last ones stay."""
@@ -116,10 +116,9 @@ class PserverRegistry:
         fenced gets the next incarnation.
         """
         index = self._choose_index(request)
-        member, incarnation = self.members.get(index), self.incarnations.get(index, 0)
-        replicas, known = self.replicas.get(index), member or self.lost.get(index)
+        known, replicas, incarnation = self.known.get(index), self.replicas.get(index), self.incarnations.get(index, 0)
         promoted_at = known.record.promoted_at if known else 0
-        is_repeated = member is not None and member.record.instance == request.instance
+        is_repeated = known is not None and not known.is_lost and known.record.instance == request.instance
         if replicas is None or not is_repeated or replicas.is_fenced:
             incarnation = max(incarnation, request.previous) + 1
             replicas = (replicas or Replicas(request.instance)).promote(request.instance, incarnation)
@@ -141,9 +140,7 @@ class PserverRegistry:
         return registry._with_member(PserverMember.begin(record, now))._with_replicas(index, replicas), answer
 
     def _with_member(self, member: PserverMember) -> PserverRegistry:
-        index = member.info.index
-        lost = {other: lost_member for other, lost_member in self.lost.items() if other != index}
-        return replace(self, members={**self.members, index: member}, lost=lost)
+        return replace(self, known=dict(sorted({**self.known, member.info.index: member}.items())))
 
     def _with_replicas(self, index: PserverIndex, replicas: Replicas) -> PserverRegistry:
         return replace(self, replicas={**self.replicas, index: replicas})
@@ -198,7 +195,7 @@ class PserverRegistry:
 
     def heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverRegistry:
         """Renew a lease and store the progress. Raises StalePserver if the sender must register again."""
-        member = self.members.get(index) or self.lost.get(index)
+        member = self.known.get(index)
         if member is None or member.info.incarnation != message.incarnation:
             raise StalePserver(
                 f"pserver {index} incarnation {message.incarnation} is not a member; register again",
@@ -208,8 +205,8 @@ class PserverRegistry:
             text = f"a standby may refuse incarnation {message.incarnation} of pserver {index}"
             raise StalePserver(f"{text}; register again, to continue with the next one")
         # The index of a lost pserver was not taken, so that the pserver returns.
-        present_since = member.present_since if index in self.members else now
-        return self._with_member(replace(member, heartbeat=message, seen_at=now, present_since=present_since))
+        since = now if member.is_lost else member.present_since
+        return self._with_member(replace(member, heartbeat=message, seen_at=now, present_since=since, is_lost=False))
 
     def note_progress(self, info: PserverInfo, round_: Round = 0, coming: tuple[Round, ...] = ()) -> PserverRegistry:
         """Add an applied round and coming checkpoints to the last heartbeat, unless this incarnation is gone."""
@@ -231,10 +228,8 @@ class PserverRegistry:
 
     def renew_leases(self, now: float) -> PserverRegistry:
         """Renew the leases of all pservers, although none has sent a heartbeat: `was_reachable` starts again."""
-        members = self.members.items()
-        return replace(
-            self, members={index: replace(member, seen_at=now, present_since=now) for index, member in members}
-        )
+        renewed = {index: replace(member, seen_at=now, present_since=now) for index, member in self.members.items()}
+        return replace(self, known={**self.known, **renewed})
 
     def was_reachable(self, index: PserverIndex, incarnation: Incarnation, since: float, now: float) -> bool:
         """Return whether this incarnation was reachable for a lease, so that a trainer without a connection is cut off.
@@ -251,9 +246,6 @@ class PserverRegistry:
         return has_newer_heartbeat and now - since > self.lease_seconds
 
     def expire(self, now: float) -> PserverRegistry:
-        """Move pservers with an expired lease to the lost ones."""
-        lost = {index: member for index, member in self.members.items() if now - member.seen_at > self.lease_seconds}
-        if not lost:
-            return self
-        members = {index: member for index, member in self.members.items() if index not in lost}
-        return replace(self, members=members, lost={**self.lost, **lost})
+        """Note that pservers with an expired lease are lost."""
+        lost = {i: replace(m, is_lost=True) for i, m in self.members.items() if now - m.seen_at > self.lease_seconds}
+        return replace(self, known={**self.known, **lost}) if lost else self

@@ -78,23 +78,6 @@ class LostRounds:
     received: Round
 
 
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """The requests of administrators that the next decision fulfils."""
-
-    controls: Controls | None = None
-    rollback_to: Round | None = None
-    refusal: str = ""  # why the newest request for a rollback was refused
-
-
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """The newest change that every pserver has installed, and its members."""
-
-    number: int = 0
-    members: Mapping[Rank, Incarnation] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
     """One run: its durable record, and what its members report to this process."""
@@ -104,14 +87,17 @@ class Run:
     incarnations: Mapping[Rank, Incarnation]  # the newest of each rank in all runs
     reports: Mapping[Rank, TrainerReport] = field(default_factory=dict)  # one for each trainer in the record
     pending: Decision | None = None  # a decision that takes effect once it is persisted
-    requests: Requests = Requests()
+    wanted_controls: Controls | None = None  # request of an administrator that the next decision fulfils
+    rollback_to: Round | None = None  # the same, for a rollback
+    refusal: str = ""  # why the newest request for a rollback was refused
     reason: str = ""  # of the newest decision
     holders: Mapping[PserverIndex, Incarnation] = field(default_factory=dict)  # the pservers that hold the run
     lost_rounds: Mapping[PserverIndex, LostRounds] = field(default_factory=dict)  # reports of this attempt
     newest_applied: Round = 0  # the newest round that a pserver has reported in this attempt
     newest_received: Round = 0  # the newest round that a trainer has reported as received in this attempt
     is_result_saved: bool = False  # the summary and the last checkpoint are made, so that pservers may exit
-    installed: Installed = Installed()
+    installed_number: int = 0  # of the newest change that every pserver has installed
+    installed_members: Mapping[Rank, Incarnation] = field(default_factory=dict)
     unserved_at: float = -math.inf  # when a pserver last did not serve the run, by the monotonic clock
     started_at: float | None = None  # when training began, in this process
     first_round: Round | None = None  # after which training began in this process; earlier after a rollback
@@ -221,7 +207,7 @@ class Run:
     @property
     def is_changing(self) -> bool:
         """True if a pserver may not have installed the newest decision, which may be a rollback."""
-        return self.record.state == "training" and self.installed.number < self.record.change_number
+        return self.record.state == "training" and self.installed_number < self.record.change_number
 
     @property
     def missing_ranks(self) -> list[Rank]:
@@ -247,7 +233,7 @@ class Run:
     @property
     def newest_controls(self) -> Controls:
         """The controls that an administrator has set or requested last; a decision may be on its way to the disk."""
-        return self.requests.controls or self.durable.membership.newest_controls
+        return self.wanted_controls or self.durable.membership.newest_controls
 
     def with_change(self, **fields: Any) -> Run:
         """Return the run with a change that every pserver must receive."""
@@ -294,16 +280,13 @@ class Run:
 
     def apply_decision(self, decision: Decision) -> Run:
         """Put a persisted decision into effect. Requests that were made while it was written stay."""
-        run, requests = self, self.requests
-        if requests.controls == decision.controls:
-            requests = replace(requests, controls=None)
-        if decision.attempt != self.record.attempt:
-            requests = replace(requests, rollback_to=None)
-            base = decision.base_round or 0
-            run = replace(run, newest_applied=0, newest_received=0, lost_rounds={})
-            run = replace(run, first_round=None if run.first_round is None else min(run.first_round, base))
-        record = self.record.adopt(decision)
-        return replace(run, record=record, reason=decision.reason, requests=requests, pending=None)
+        run = replace(self, record=self.record.adopt(decision), reason=decision.reason, pending=None)
+        if self.wanted_controls == decision.controls:
+            run = replace(run, wanted_controls=None)
+        if decision.attempt == self.record.attempt:
+            return run
+        first = None if self.first_round is None else min(self.first_round, decision.base_round or 0)
+        return replace(run, newest_applied=0, newest_received=0, lost_rounds={}, rollback_to=None, first_round=first)
 
     def finish_change(self, number: int) -> Run:
         """Note that every pserver has installed a change, and that the disk says that the run has begun."""
@@ -312,19 +295,19 @@ class Run:
         returned = [t.rank for t in awaited if members.get(t.rank) == t.incarnation]
         record = record.with_trainers(returned, is_awaited=False) if returned else record
         first = max(self.newest_applied, record.base_round or 0) if self.first_round is None else self.first_round
-        return replace(self, record=record, first_round=first, installed=Installed(number, members))
+        return replace(self, record=record, first_round=first, installed_number=number, installed_members=members)
 
     def request_controls(self, controls: Controls) -> Run:
         """Set controls with the next change."""
-        return replace(self, requests=replace(self.requests, controls=controls)).with_change()
+        return replace(self, wanted_controls=controls).with_change()
 
     def request_rollback(self, round_: Round) -> Run:
         """Roll back to a round with the next change."""
-        return replace(self, requests=replace(self.requests, rollback_to=round_, refusal="")).with_change()
+        return replace(self, rollback_to=round_, refusal="").with_change()
 
     def refuse_rollback(self, reason: str) -> Run:
         """Give up a rollback that an administrator requested."""
-        return replace(self, requests=replace(self.requests, rollback_to=None, refusal=reason))
+        return replace(self, rollback_to=None, refusal=reason)
 
     def note_lost_rounds(self, index: PserverIndex, report: LostRounds) -> Run:
         """Note a pserver that has lost rounds, once for each incarnation; all pservers must report their rounds."""

@@ -35,7 +35,7 @@ def list_prospects(run: Run, registry: PserverRegistry, now: float) -> list[tupl
     if run.record.state != "training":
         return []
     limit = run.settings.rejoin_timeout_seconds
-    silent = [member for _, member in sorted(registry.lost.items())]
+    silent = [member for member in registry.known.values() if member.is_lost]
     prospects = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in silent]
     for trainer in run.record.awaited:
         gone_at = run.reports[trainer.rank].gone_at
@@ -53,7 +53,7 @@ def _list_stalled(run: Run, registry: PserverRegistry) -> list[PserverIndex]:
     """Return the pservers that do not reach the last standby in sync, with replica_loss `wait`."""
     if run.record.state != "training" or run.settings.replica_loss != "wait":
         return []  # with `continue` such a standby is about to be removed
-    missing = {index: registry.find_missing_standbys(index) for index in sorted(registry.members)}
+    missing = {index: registry.find_missing_standbys(index) for index in registry.members}
     return [index for index, lost in missing.items() if lost and lost == registry.replicas[index].in_sync]
 
 
@@ -107,10 +107,10 @@ def describe_plan(run: Run, pservers: tuple[PserverInfo, ...], rank: Rank) -> Pl
 
 def describe_leader(run: Run, registry: PserverRegistry, report: ReportStandby, *, may_lead: bool) -> dict[str, Any]:
     """Return the fields of the pserver that a standby follows, if it serves the current run."""
-    leader, lost = registry.members.get(report.follows), registry.lost.get(report.follows)
-    if lost is not None and lost.record.promoted_at:
-        return {"incarnation": lost.info.incarnation}
-    if leader is None or leader.attempt_id != run.record.attempt_id:
+    leader = registry.known.get(report.follows)
+    if leader is not None and leader.is_lost and leader.record.promoted_at:
+        return {"incarnation": leader.info.incarnation}
+    if leader is None or leader.is_lost or leader.attempt_id != run.record.attempt_id:
         return {}
     may_join = may_lead and run.settings.is_replicated and run.record.state == "training"
     return {
@@ -162,7 +162,7 @@ def describe_status(
                 heartbeat_age_seconds=now - member.seen_at,
                 heartbeat=member.heartbeat,
             )
-            for member in registry.sorted_members
+            for member in registry.members.values()
         ),
         trainers=tuple(
             TrainerStatus(

@@ -41,7 +41,7 @@ async def test_a_rollback_behind_the_rounds_of_a_trainer_that_is_done_is_refused
         list_checkpoints(coordinator.cluster, [2])
         with pytest.raises(Conflict, match="trainer 1"):
             await Administration(coordinator).roll_back("me", RollBack(round=2))
-        assert (cluster.run.record.state, cluster.run.requests.rollback_to, outcomes(coordinator)) == (
+        assert (cluster.run.record.state, cluster.run.rollback_to, outcomes(coordinator)) == (
             "training",
             None,
             ["requested", "failed"],
@@ -63,7 +63,7 @@ async def test_a_rollback_is_refused_if_its_checkpoint_is_deleted_during_another
         await pausing
         with pytest.raises(NotFound, match="complete rounds: 4"):
             await rolling_back
-        assert coordinator.cluster.run.requests.rollback_to is None
+        assert coordinator.cluster.run.rollback_to is None
 
 
 async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeyp
         await eventually(
             lambda: (
                 bool(cluster.run.record.membership.controls)
-                and cluster.run.installed.number == cluster.run.record.change_number
+                and cluster.run.installed_number == cluster.run.record.change_number
             )
         )
         assert cluster.run.record.membership.newest_controls.is_paused
@@ -98,7 +98,7 @@ async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on()
         await administrator.set_rate("me", SetRate(rate=0.5))
         pservers.short.add("0")
         done = await administrator.pause("me")
-        assert (cluster.run.record.attempt, cluster.run.requests.controls) == (1, None)
+        assert (cluster.run.record.attempt, cluster.run.wanted_controls) == (1, None)
         assert (done.round, done.controls.is_paused, done.controls.rates) == (5, True, {0: 0.5})
         for taken in pservers.taken.values():
             controls = taken[-1].membership.controls
@@ -129,7 +129,7 @@ async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() 
         with pytest.raises(Conflict, match="not every pserver can restore round 3"):
             await administrator.roll_back("me", RollBack(round=3))
         assert outcomes(coordinator) == ["requested", "failed"]
-        assert (cluster.run.record.state, cluster.run.record.attempt, cluster.run.requests.rollback_to) == (
+        assert (cluster.run.record.state, cluster.run.record.attempt, cluster.run.rollback_to) == (
             "training",
             0,
             None,

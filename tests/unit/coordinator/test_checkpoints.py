@@ -230,7 +230,7 @@ async def test_the_last_checkpoint_contains_what_is_applied_after_the_trainers_h
 
 async def test_a_checkpoint_needs_every_pserver():
     async with training() as coordinator:
-        coordinator.cluster.registry = replace(coordinator.cluster.registry, members={})
+        coordinator.cluster.registry = replace(coordinator.cluster.registry, known={})
         with pytest.raises(NotReady, match="requires every pserver"):
             await Administration(coordinator).make_checkpoint("me")
 

@@ -74,7 +74,7 @@ def test_a_second_pserver_with_the_same_index_waits_for_the_lease_of_the_first()
         registry.register(registration("b", index=0), 15)  # while it is renewed
     assert registry.expire(9 + LEASE) == registry
     registry = registry.expire(9.001 + LEASE)
-    assert (registry.lost[0].record.instance, registry.members) == ("pserver a", {})
+    assert (registry.known[0].record.instance, registry.members) == ("pserver a", {})
     registry, answer = registry.register(registration("b", index=0), 19.5)
     assert (answer.index, answer.incarnation) == (0, 2)
 

@@ -397,7 +397,7 @@ async def test_no_message_is_lost_that_arrives_while_a_change_waits(wait: str) -
         await eventually(lambda: cluster.run.record.membership.members == {0: 1} and not cluster.run.is_changing)
         run = cluster.run
         assert (run.reports[0].round, run.newest_received, run.record.trainers[2].round) == (7, 7, 7)
-        assert (run.record.membership.newest_controls.is_paused, run.requests.controls) == (True, None)
+        assert (run.record.membership.newest_controls.is_paused, run.wanted_controls) == (True, None)
 
 
 async def test_a_decision_is_dropped_if_another_run_begins_while_it_is_written() -> None:

@@ -384,7 +384,7 @@ async def test_a_pserver_whose_lease_has_ended_is_replaced_although_it_answers()
         registry = cluster.coordinator.cluster.registry
         seen_at = cluster.coordinator.now() - registry.lease_seconds
         members = {0: replace(registry.members[0], seen_at=seen_at), 1: registry.members[1]}
-        cluster.coordinator.cluster.registry = replace(registry, members=members)
+        cluster.coordinator.cluster.registry = replace(registry, known=members)
         await eventually(cluster.is_replaced)
 
 

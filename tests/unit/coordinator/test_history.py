@@ -15,7 +15,7 @@ from ps_protocol.errors import NotFound
 from services.coordinator import history
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.curves import MAX_POINTS
-from services.coordinator.dashboard.history import add_history_routes
+from services.coordinator.dashboard.routes import add_history_routes
 from services.coordinator.history import RunHistory
 from services.runtime.app import make_app
 from services.runtime.metrics import ServiceMetrics

@@ -101,9 +101,9 @@ async def after_fail_over() -> AsyncIterator[Cluster]:
 def lose(cluster: Cluster, index: int = 0, seconds: float = 0.0, **changes: Any) -> None:
     """Let the lease of a pserver expire, whose last heartbeat was so long ago."""
     state = cluster.coordinator.cluster
-    members = dict(state.registry.members)
-    lost = replace(members.pop(index), seen_at=cluster.coordinator.now() - seconds, **changes)
-    state.registry = replace(state.registry, members=members, lost={index: lost})
+    known = state.registry.known
+    lost = replace(known[index], is_lost=True, seen_at=cluster.coordinator.now() - seconds, **changes)
+    state.registry = replace(state.registry, known={**known, index: lost})
 
 
 async def register(cluster: Cluster, previous: int, *, is_empty: bool = False) -> int:
@@ -121,8 +121,8 @@ async def test_a_process_with_an_older_folder_waits_for_the_newest_one(previous:
         registry = cluster.coordinator.cluster.registry
         assert await register(cluster, 2) == 3
         cluster.coordinator.cluster.registry = registry
-        lost = replace(registry.lost[0], seen_at=cluster.coordinator.now() - LIMIT / 2 - 1)
-        cluster.coordinator.cluster.registry = replace(registry, lost={0: lost})
+        lost = replace(registry.known[0], seen_at=cluster.coordinator.now() - LIMIT / 2 - 1)
+        cluster.coordinator.cluster.registry = replace(registry, known={**registry.known, 0: lost})
         assert await register(cluster, previous) == 3
 
 
@@ -267,7 +267,7 @@ async def test_a_restarted_pserver_waits_until_its_members_have_reported_to_a_re
         await cluster.join("s")
         registry = cluster.coordinator.cluster.registry
         member = replace(registry.members[0], is_restored=True)
-        cluster.coordinator.cluster.registry = replace(registry, members={**registry.members, 0: member})
+        cluster.coordinator.cluster.registry = replace(registry, known={**registry.known, 0: member})
         cluster.coordinator.cluster.standbys = StandbyRegistry()
         request = registration("new", index=0, previous=1, held=hold(cluster.run, 0))
         with pytest.raises(TryAgain, match="does not report"):

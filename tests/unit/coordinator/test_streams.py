@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Message
 from ps_protocol.frames import LENGTH_BYTES, FrameLimits, encode_header, parse_header
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
+from services.coordinator import reading
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.inspection import reading
-from services.coordinator.inspection.parameters import open_file
+from services.coordinator.inspection import open_file
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime import large_replies
 from services.runtime.large_replies import MAX_AT_ONCE, PART_BYTES

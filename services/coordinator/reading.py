@@ -21,8 +21,8 @@ from ps_protocol.routes import SHARD
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.large_replies import PART_BYTES
 
-from ..coordinator import Coordinator
-from ..state.pservers import PserverMember
+from .coordinator import Coordinator
+from .state.pservers import PserverMember
 
 TRIES = 6
 WAIT_SECONDS = 10.0  # until a named round is applied
@@ -44,11 +44,6 @@ def find_member(coordinator: Coordinator, index: PserverIndex) -> PserverMember:
     if member is None:
         raise NotReady(f"pserver {index} is not registered", waiting_for=f"pserver {index}")
     return member
-
-
-def round_everywhere(coordinator: Coordinator) -> Round:
-    """Return the newest round that every pserver has reported."""
-    return min((member.round for member in coordinator.cluster.registry.members.values()), default=0)
 
 
 async def get_from(coordinator: Coordinator, member: PserverMember, route: str, parameters: dict[str, Any]) -> bytes:

@@ -1,1 +1,0 @@
-"""The inspection of a run while it trains: the reading part of the API."""
