@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import replace
-
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import Conflict, NotFound, TryAgain
+from ps_protocol.errors import Conflict, TryAgain
 from ps_protocol.membership import FrozenRounds, HeldRun
 from ps_protocol.messages import Override
 from services.coordinator import administration
 from services.coordinator.administration import Administration, RollBack, SetRate, describe_overrides
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.events import Event
-from services.coordinator.metrics import measure_cluster
 
-from ...raising import raises_code
 from .coordinating import FakePservers, eventually, heartbeat, leave, training
-from .support import beat, change_record, leaving, list_checkpoints, registration
+from .support import beat, leaving, list_checkpoints, registration
 
 
 def requests(coordinator: Coordinator) -> list[Event]:
@@ -46,24 +40,6 @@ async def test_a_rollback_behind_the_rounds_of_a_trainer_that_is_done_is_refused
             None,
             ["requested", "failed"],
         )
-
-
-async def test_a_rollback_is_refused_if_its_checkpoint_is_deleted_during_another_change() -> None:
-    pservers = FakePservers()
-    async with training(pservers) as coordinator:
-        list_checkpoints(coordinator.cluster, [2])
-        administrator = Administration(coordinator)
-        may_go_on = pservers.hold("0")
-        pausing = asyncio.create_task(administrator.pause("me"))
-        await asyncio.sleep(0)
-        rolling_back = asyncio.create_task(administrator.roll_back("me", RollBack(round=2)))
-        await eventually(lambda: coordinator.cluster.run.is_changing)
-        list_checkpoints(coordinator.cluster, [4])
-        may_go_on.set()
-        await pausing
-        with pytest.raises(NotFound, match="complete rounds: 4"):
-            await rolling_back
-        assert coordinator.cluster.run.rollback_to is None
 
 
 async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,39 +156,6 @@ async def test_a_trainer_that_leaves_with_rounds_of_the_attempt_before_a_rollbac
             assert cluster.run.record.failure is None
 
 
-async def test_a_paused_run_is_resumed_while_a_checkpoint_is_being_made() -> None:
-    async with training() as coordinator:
-        administrator = Administration(coordinator)
-        await administrator.pause("me")
-        made = asyncio.create_task(administrator.make_checkpoint("me"))
-        await eventually(lambda: requests(coordinator)[-1].facts["action"] == "checkpoint")
-        async with asyncio.timeout(10):
-            await administrator.resume("me")
-        list_checkpoints(coordinator.cluster, [4])
-        await eventually(made.done)
-        assert (await made).round == 4
-        assert [event.text for event in requests(coordinator)] == [
-            "pause is requested", "pause: from round 5 on", "checkpoint is requested", "resume is requested",
-            "resume: from round 5 on", "checkpoint: of round 4",
-        ]  # fmt: skip
-
-
-async def test_an_evicted_trainer_is_not_counted_as_lost_and_the_last_one_stays() -> None:
-    registry = CollectorRegistry()
-    async with training() as coordinator:
-        measure_cluster(coordinator.cluster, registry)
-        await Administration(coordinator).evict("me", 1)
-        with raises_code("cannot_evict"):
-            await Administration(coordinator).evict("me", 0)
-        cluster = coordinator.cluster
-        assert (cluster.run.record.trainers[1].state, registry.get_sample_value("gradpost_trainers_gone")) == (
-            "lost",
-            0,
-        )
-        cluster.run = replace(cluster.run, record=cluster.run.record.with_trainers([1], was_evicted=False))
-        assert registry.get_sample_value("gradpost_trainers_gone") == 1
-
-
 # ---------------------------------------------------------------- pservers that come back without some rounds
 
 
@@ -271,15 +214,6 @@ async def test_a_run_begins_again_with_initial_values_only_before_its_first_roun
         assert (
             cluster.run.record.failure is not None and cluster.run.record.failure.code == "pserver_lost"
         ) == has_trained
-
-
-async def test_the_round_in_which_a_trainer_starts_does_not_count_as_pulled() -> None:
-    async with training() as coordinator:
-        cluster = coordinator.cluster
-        change_record(cluster, membership=replace(cluster.run.record.membership, starts={0: 7}))
-        for round_, pulled in ((6, 0), (7, 7)):
-            heartbeat(coordinator, 0, round_)
-            assert cluster.run.newest_received == pulled
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from services.runtime.failpoints import arm_failpoints
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
 from .coordinating import FakePservers, answering, leave, training
-from .support import alive, beat, change_record, list_checkpoints, make_cluster, shard_file, train
+from .support import beat, change_record, list_checkpoints, make_cluster, shard_file, train
 
 
 class Writers(FakePservers):
@@ -135,36 +134,6 @@ async def test_the_next_checkpoint_is_requested_when_the_one_before_is_complete(
         assert writers.named == [5, 15]
 
 
-async def test_a_pserver_that_cannot_write_makes_all_try_a_later_round(monkeypatch):
-    monkeypatch.setattr(checkpoints_module, "RETRY_SECONDS", 0.0)
-    async with scheduling() as (cluster, writers, schedule):
-        await schedule.advance()
-        writers.rounds = [5, 5]
-        writers.report(cluster, published=(5, 0))
-        await schedule.advance()
-        assert (writers.named, schedule._num_failures) == ([5, 10], 1)
-
-
-async def test_a_later_round_is_requested_after_a_checkpoint_that_a_later_shard_prevents():
-    async with scheduling() as (cluster, writers, schedule):
-        writers.rounds = [9, 9]
-        writers.report(cluster, published=(7, 8))  # the coordinator was restarted between the two
-        await schedule.advance()
-        assert writers.named == [10]
-
-
-async def test_no_heartbeat_is_lost_that_arrives_while_a_checkpoint_is_requested():
-    async with scheduling() as (cluster, writers, schedule):
-
-        def report_once() -> None:
-            writers.on_request = lambda: None
-            writers.report(cluster, coming=[3])
-
-        writers.on_request, writers.rounds = report_once, [2, 2]
-        await schedule.advance()
-        assert [(m.round, m.coming_checkpoints) for m in cluster.registry.members.values()] == 2 * [(2, {3, 5})]
-
-
 async def test_a_later_round_is_requested_if_a_pserver_is_past_the_requested_one():
     async with scheduling() as (_, writers, schedule):
         writers.rounds = [4, 12]  # after the heartbeats
@@ -176,14 +145,6 @@ async def test_without_an_interval_a_checkpoint_is_made_on_request_only():
     async with scheduling([7, 7], durability="none", checkpoint_rounds=None) as (cluster, writers, schedule):
         await schedule.advance()
         assert writers.named == []
-        async with requesting(cluster, schedule):
-            await schedule.advance()
-        assert writers.named == [7]
-
-
-async def test_a_requested_checkpoint_does_not_wait_for_the_scheduled_one():
-    async with scheduling([7, 6]) as (cluster, writers, schedule):
-        writers.report(cluster, coming=[10])
         async with requesting(cluster, schedule):
             await schedule.advance()
         assert writers.named == [7]
@@ -226,13 +187,6 @@ async def test_the_last_checkpoint_contains_what_is_applied_after_the_trainers_h
         async with requesting(cluster, schedule):
             await schedule.advance()
         assert (writers.named, writers.are_over) == ([90, 95], [True, True])
-
-
-async def test_a_checkpoint_needs_every_pserver():
-    async with training() as coordinator:
-        coordinator.cluster.registry = replace(coordinator.cluster.registry, known={})
-        with pytest.raises(NotReady, match="requires every pserver"):
-            await Administration(coordinator).make_checkpoint("me")
 
 
 async def test_a_request_for_a_checkpoint_ends_when_the_run_fails():
@@ -339,27 +293,6 @@ async def test_a_checkpoint_is_complete_when_all_pservers_have_published_their_s
     assert [file.pserver for file in manifest.shards] == [0, 1]
 
 
-async def test_a_checkpoint_is_not_completed_after_a_pserver_has_published_a_later_shard(cluster, place, manifests):
-    await complete(manifests, cluster, 4)
-    for published, expected in (((12, 8), [4]), ((12, 12), [12, 4])):
-        for pserver, round_ in enumerate(published):
-            report(cluster, pserver, round_)
-        await manifests.complete()
-        assert found(place) == list(cluster.run.complete_checkpoints) == expected
-
-
-async def test_no_message_is_lost_that_arrives_while_a_manifest_is_written(cluster, place, manifests, monkeypatch):
-    real = checkpoints_module.write_manifest
-
-    def write(*arguments) -> None:
-        cluster.trainer_heartbeat(0, alive(round_=5), 2.0)
-        real(*arguments)
-
-    monkeypatch.setattr(checkpoints_module, "write_manifest", write)
-    await complete(manifests, cluster, 4)
-    assert (cluster.run.reports[0].round, cluster.run.complete_checkpoints) == (5, (4,))
-
-
 async def test_older_checkpoints_are_deleted_unless_a_change_is_under_way(cluster, place, manifests):
     """Until the last pserver has been changed, the run may be rolling back to an older one."""
     await complete(manifests, cluster, 0, 4)
@@ -426,13 +359,6 @@ async def test_a_manifest_that_cannot_be_written_is_tried_again(cluster, place, 
     assert cluster.run.complete_checkpoints == ()
     assert await manifests.complete()
     assert found(place) == list(cluster.run.complete_checkpoints) == [4]
-
-
-async def test_a_restarted_coordinator_lists_what_was_complete(cluster, place, manifests):
-    await complete(manifests, cluster, 4)
-    again = make_cluster(durability="log", on_trainer_loss="wait")
-    again.restore(cluster.describe(), 0.0)
-    assert again.run.complete_checkpoints == (4,)
 
 
 async def test_nothing_is_deleted_that_a_restarted_coordinator_would_list(cluster, place):

@@ -8,7 +8,7 @@ import pytest
 
 from ps_protocol.errors import NotReady, RoundTimeout, StalePserver
 from ps_protocol.membership import FrozenRounds, HeldRun
-from services.coordinator.reconcile import make_installation, make_members_message
+from services.coordinator.reconcile import make_members_message
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.losses import expire_trainers, leave_run, note_heartbeat
 from services.coordinator.state.pservers import PserverRegistry
@@ -119,16 +119,6 @@ def test_a_pserver_is_reachable_for_the_coordinator_if_it_sent_a_heartbeat_a_lea
     assert registry.heartbeat(0, beat(), 39.5).was_reachable(0, 1, since=9, now=39.5)
 
 
-def test_the_unix_socket_of_a_pserver_is_that_of_its_newest_incarnation():
-    registry = make_registry()
-    names = ["gradpost-" + 32 * digit for digit in "01"]
-    for previous, local in enumerate([*names, None]):
-        changes = {"local": local} if local else {}
-        changes |= {"previous": previous} if previous else {}
-        registry, _ = registry.register(registration("abc"[previous], index=0, **changes), previous)
-        assert registry.members[0].info.local == local
-
-
 # ---------------------------------------------------------------- the start
 
 
@@ -201,19 +191,6 @@ def test_a_trainer_must_declare_a_model_within_the_round_timeout_of_the_last_joi
     assert isinstance(cluster.run.record.failure, RoundTimeout)
     assert cluster.run.record.failure.facts["missing"] == [1]
     assert "trainer 1 joined, but did not declare a model" in cluster.run.record.failure.detail
-
-
-def test_all_pservers_and_trainers_receive_the_same_plan_and_members():
-    cluster = make_training()
-    first, second = make_installation(cluster, 0, 7, None), make_installation(cluster, 1, 7, None)
-    assert first.plan == second.plan
-    assert first.plan is cluster.run.record.plan
-    assert first.membership.members == {0: 1, 1: 1}
-    assert (first.incarnation, first.uploader, first.number) == (1, 0, 7)
-    ready = cluster.plan_ready(1, 1)
-    assert ready.plan == first.plan
-    cluster.run = leave_run(cluster.run, 0, leaving(), 0)
-    assert make_installation(cluster, 1, 8, None).uploader == first.uploader
 
 
 def test_another_version_of_the_protocol_is_refused():
@@ -363,22 +340,6 @@ def test_the_next_run_begins_when_all_trainers_have_left_or_expired(does_leave: 
     assert cluster.waiting_for == ["trainer 0 to declare its model", "trainer 1"]
 
 
-def test_successive_runs_on_the_same_pservers():
-    cluster = make_training()
-    for run in ("run1", "run2", "run3"):
-        assert cluster.run.record.name == run
-        for rank, incarnation in cluster.run.record.members.items():
-            cluster.leave_trainer(rank, leaving(run=run, incarnation=incarnation), 1)
-        assert cluster.run.record.state == "finished"
-        assert not cluster.pserver_heartbeat(0, beat(), 2).stop
-        assert not cluster.may_exit
-        join_all(cluster, 2, suffix=run)
-        cluster.tick(0)
-        assert cluster.run.record.plan is not None
-        assert make_installation(cluster, 0, 1, None).incarnation == 1
-        cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
-
-
 # ---------------------------------------------------------------- exit when done
 
 
@@ -399,18 +360,3 @@ def test_with_exit_when_done_every_pserver_stops_and_then_the_coordinator():
     assert (cluster.may_exit, cluster.exit_code) == (True, 0)
     with raises_code("run_over"):
         cluster.join_trainer(joining("new"), 3)
-
-
-def test_with_exit_when_done_the_coordinator_does_not_wait_for_a_lost_pserver():
-    cluster = make_training(exit_when_done=True)
-    for rank in (0, 1):
-        cluster.run = note_heartbeat(cluster.run, rank, alive(), 11)
-    cluster.pserver_heartbeat(0, beat(run="run1"), 11)
-    cluster.tick(12)
-    for rank in (0, 1):
-        cluster.leave_trainer(rank, leaving("failed"), 12)
-    cluster.run = replace(cluster.run, is_result_saved=True)
-    reply = cluster.pserver_heartbeat(0, beat(run="run1"), 12)
-    assert (reply.stop, reply.exit_code) == (True, 1)
-    cluster.pserver_heartbeat(0, beat(run="run1"), 13)
-    assert (cluster.may_exit, cluster.exit_code) == (True, 1)

@@ -33,7 +33,6 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.restore import RecordFile
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.record import ClusterRecord, RunRecord, TrainerRecord
-from services.coordinator.state.run import Run
 from services.runtime.metrics import ServiceMetrics
 
 from ...raising import raises_code
@@ -56,14 +55,6 @@ async def test_trainers_receive_the_plan_when_every_pserver_has_it():
         ready = await asyncio.wait_for(waiting, 2)
         assert [p.index for p in ready.pservers] == [0, 1]
         assert pservers.told("0") == pservers.told("1") == [("InstallRun", trainer[1], 4)]
-
-
-async def test_an_unsuccessful_wait_for_the_plan_names_what_is_missing():
-    async with coordinating(FakePservers()) as coordinator:
-        coordinator.cluster.join_trainer(joining("a", 0), coordinator.now())
-        run = coordinator.cluster.run.record.name
-        with pytest.raises(NotReady, match="pserver 0, pserver 1, trainer 0 to declare its model, trainer 1"):
-            await coordinator.wait_for_plan(0, run, 1, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -133,33 +124,6 @@ async def test_a_failure_reaches_every_pserver_and_every_waiting_trainer():
         assert errors[0] is not errors[1]
 
 
-async def test_a_run_that_begins_during_a_reconciliation_is_left_to_the_next_one():
-    pservers = FakePservers()
-    async with training(pservers, durability="none", on_trainer_loss="fail") as coordinator:
-        cluster, old = coordinator.cluster, coordinator.cluster.run.record.name
-        for rank in (0, 1):
-            cluster.leave_trainer(rank, leaving(run=old), coordinator.now())
-        reconciling = asyncio.create_task(coordinator.reconciler.reconcile())
-        await asyncio.sleep(0)  # it has seen the old run, and has not sent anything yet
-        cluster.join_trainer(joining("next", 0), coordinator.now())
-        await reconciling
-        assert cluster.run.record.name != old
-        assert not [kind for kind, run, _ in pservers.told("0") if run == cluster.run.record.name]
-
-
-async def test_pservers_receive_the_newest_members_only():
-    pservers = FakePservers()
-    may_go_on = pservers.hold("0", "1", kind=InstallMembers)
-    async with training(pservers, num_trainers=3) as coordinator:
-        for rank in (0, 1):
-            leave(coordinator, rank)
-            await asyncio.sleep(0.01)
-        may_go_on.set()
-        await eventually(lambda: all(taken[-1].membership.members == {2: 1} for taken in pservers.taken.values()))
-        numbers = [number for _, _, number in pservers.told("0")]
-        assert numbers == sorted(set(numbers))
-
-
 # ---------------------------------------------------------------- time
 
 
@@ -207,22 +171,6 @@ async def test_all_trainers_receive_the_same_duration_of_a_round(tmp_path: Path,
     assert [await summarize(*case) for case in ((7, 12.0), (7, 13.0), (8, 14.0))] == [(7, 2.0), (7, 2.0), (8, 4.0)]
 
 
-async def test_cancelled_waits_leave_nothing_behind() -> None:
-    """A client that disconnects cancels its request repeatedly until it has ended."""
-    async with coordinating(FakePservers(), lease_seconds=30) as coordinator, asyncio.timeout(10):
-        for _ in range(20):
-            waits = [asyncio.create_task(coordinator.wait_until(lambda: False, 30)) for _ in range(5)]
-            for _ in range(3):
-                await asyncio.sleep(0)
-            while not all(wait.done() for wait in waits):
-                for wait in waits:
-                    wait.cancel()
-                coordinator.changed()
-                await asyncio.sleep(0)
-            assert all(wait.cancelled() for wait in waits)
-        await coordinator.wait_until(lambda: True, 1)
-
-
 # ---------------------------------------------------------------- the end of a run, and a place that hangs
 
 
@@ -244,29 +192,6 @@ async def test_a_place_that_hangs_delays_neither_a_change_of_members_nor_the_end
         await eventually(lambda: all(taken[-1].membership.members == {0: 1, 1: 1} for taken in pservers.taken.values()))
     assert not may_go_on.is_set()
     may_go_on.set()
-
-
-async def test_the_result_of_a_run_is_recorded_once(monkeypatch):
-    """Otherwise a coordinator that waits for the next run would never be idle."""
-    async with training(lease_seconds=0.4, durability="none", on_trainer_loss="fail") as coordinator:
-        recorded, checks = [], []
-        keep = coordinator.result._save
-
-        async def keep_and_note(run: Run) -> None:
-            await keep(run)
-            recorded.append(run)
-
-        monkeypatch.setattr(coordinator.result, "_save", keep_and_note)
-        for rank in (0, 1):
-            leave(coordinator, rank)
-        await eventually(lambda: bool(recorded))
-        reconcile = coordinator.reconciler.reconcile
-        monkeypatch.setattr(coordinator.reconciler, "reconcile", lambda: (checks.append(1), reconcile())[1])
-        for _ in range(5):
-            coordinator.changed()
-            await asyncio.sleep(0.05)
-        assert len(recorded) == 1
-        assert len(checks) < 20  # these five, and some for leases and heartbeats
 
 
 # ---------------------------------------------------------------- the disk

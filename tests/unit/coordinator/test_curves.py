@@ -8,7 +8,7 @@ import pytest
 
 from ps_protocol.fields import Mean
 from ps_protocol.messages import TrainerHeartbeat
-from services.coordinator.curves import MAX_ANSWERED, MAX_CURVES, MAX_POINTS, Curves
+from services.coordinator.curves import MAX_POINTS, Curves
 
 from .support import alive
 
@@ -72,19 +72,3 @@ def test_curves_are_thinned_out_evenly_on_request():
     assert thin["count"] == [1, 25, 25, 25, 25]
     assert thin["value"] == pytest.approx([0.0, 13.0, 38.0, 63.0, 88.0])
     assert len(curves.describe(101)["curves"]["loss"][0]["round"]) == 101
-
-
-def test_a_response_with_many_curves_is_bounded():
-    curves = Curves()
-    for rank in range(MAX_CURVES):
-        for round_ in range(1, MAX_ANSWERED // MAX_CURVES + 11):
-            curves.add(rank, report(round_, loss=[1.0]))
-    found = curves.describe()["curves"]["loss"]
-    assert len(found) == MAX_CURVES
-    assert {len(one["round"]) for one in found.values()} == {MAX_ANSWERED // MAX_CURVES}
-    assert {(one["round"][0], one["round"][-1]) for one in found.values()} == {(1, MAX_ANSWERED // MAX_CURVES + 10)}
-    curves.add(0, report(1000, accuracy=[1.0], loss=[2.0]))
-    found = curves.describe()["curves"]
-    assert list(found) == ["loss"]
-    assert len(found["loss"]) == MAX_CURVES
-    assert (found["loss"][0]["round"][-1], weigh(found["loss"][0])) == (1000, pytest.approx(112.0))

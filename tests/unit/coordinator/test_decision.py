@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from ps_protocol.membership import Controls, FrozenRounds, Membership
-from services.coordinator.state.decision import Rollback, decide_rounds, decide_steps, explain_change
+from ps_protocol.membership import FrozenRounds, Membership
+from services.coordinator.state.decision import Rollback, decide_rounds, decide_steps
 
 TWO = Membership({0: 1, 1: 1})
-
-
-def test_another_incarnation_begins_with_the_oldest_open_step_of_its_rank():
-    """The contributions of other trainers do not matter."""
-    answers = [FrozenRounds(applied=22, opens={0: 7, 1: 17}), FrozenRounds(applied=30, opens={0: 8, 1: 24})]
-    assert decide_steps(TWO, {0: 2, 1: 1}, answers, take_over=[0]) == Membership({0: 2, 1: 1}, starts={0: 7})
-
-
-def test_a_new_trainer_begins_with_the_newest_open_step():
-    answers = [FrozenRounds(applied=22, opens={0: 7, 1: 17}), FrozenRounds(applied=30, opens={0: 8, 1: 18})]
-    assert decide_steps(TWO, {0: 2, 1: 1}, answers).starts == {0: 17}
-    assert decide_steps(TWO, {0: 1, 1: 2}, answers).starts == {1: 17}  # its own is later
 
 
 def test_steps_that_a_pserver_has_lost_are_not_repeated():
     answers = [FrozenRounds(applied=60, opens={0: 31, 1: 30}), FrozenRounds(applied=4, opens={0: 3})]
     assert decide_steps(TWO, {0: 2, 1: 2}, answers, take_over=[0, 1]).starts == {0: 30, 1: 29}
     assert decide_steps(TWO, {0: 2}, answers, take_over=[0], max_delay=2).starts == {0: 28}
-
-
-def test_a_trainer_that_leaves_has_no_open_step():
-    answers = [FrozenRounds(applied=22, opens={0: 7, 1: 17})]
-    assert decide_steps(TWO, {1: 1}, answers) == Membership({1: 1})
 
 
 def test_a_start_is_kept_for_pservers_that_are_restored():
@@ -88,18 +71,6 @@ def test_a_counted_contribution_of_a_trainer_that_left_is_in_its_open_round_unle
         decided = decide_rounds(before, {0: 1}, answers)
         assert isinstance(decided, Membership)
         assert decided.sets == {7: ranks}
-
-
-def test_with_max_delay_later_rounds_are_open_too():
-    decided = decide_rounds(TWO, {0: 1}, [FrozenRounds(applied=6)] * 2, max_delay=1)
-    assert isinstance(decided, Membership)
-    assert decided.sets == {7: (0,), 8: (0,)}
-
-
-def test_every_decision_without_a_rollback_has_a_reason():
-    assert explain_change(TWO, {0: 2, 2: 1}, None) == "trainer 0, trainer 2 joined; trainer 1 left"
-    assert explain_change(TWO, TWO.members, Controls(is_paused=True)) == "an administrator has set controls"
-    assert explain_change(TWO, TWO.members, None) == "a pserver must install the membership again"
 
 
 def test_the_verdict_of_a_predecessor_does_not_count_for_its_successor() -> None:

@@ -108,14 +108,3 @@ def test_a_line_that_is_written_in_part_is_an_error(tmp_path: Path, monkeypatch:
             request(events)
     request(events, "resume")
     assert texts(read(tmp_path)) == ["resume"]
-
-
-def test_requests_are_kept_longer_than_other_events(tmp_path: Path) -> None:
-    events, cluster = Events(tmp_path), make_cluster()
-    events.add(cluster, "change", "pause", "me")
-    for number in range(MAX_EVENTS + 5):
-        events.add(cluster, "pserver", str(number))
-    assert texts(events)[:2] == ["pause", "6"]
-    for _ in range(MAX_EVENTS):
-        events.add(cluster, "change", "resume", "me")
-    assert texts(events) == ["resume"] * MAX_EVENTS

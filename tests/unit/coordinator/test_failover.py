@@ -215,13 +215,6 @@ async def test_with_wait_a_member_stays_until_another_replaces_it() -> None:
         assert (await cluster.beat("t", "t")).required.instances == ("standby t",)
 
 
-async def test_with_wait_a_member_is_removed_if_another_one_remains() -> None:
-    async with running("s", "t", replica_loss="wait") as cluster:
-        await cluster.join("s", "t")
-        assert (await cluster.beat("t")).required.instances == ("standby t",)
-        assert (await cluster.beat("")).required.instances == ("standby t",)
-
-
 async def test_a_set_that_is_not_written_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running("s") as cluster:
         await cluster.report("s")
@@ -234,13 +227,6 @@ async def test_a_set_that_is_not_written_is_not_answered(monkeypatch: pytest.Mon
                 await cluster.beat("s")
         assert (await cluster.beat("s")).required.instances == ("standby s",)
         assert read_replicas(coordinator).joining == {"standby s"}
-
-
-async def test_a_heartbeat_without_changes_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        monkeypatch.setattr(cluster.coordinator, "persist", None)
-        await cluster.beat("s", "s")
 
 
 async def test_a_standby_without_the_scope_of_pservers_does_not_join() -> None:
@@ -259,15 +245,6 @@ async def test_a_standby_without_the_scope_of_pservers_does_not_join() -> None:
             with raises_code("forbidden"):
                 await lesser.report("t", round=APPLIED + 1)
         assert (await cluster.beat("st")).required.instances == ("standby t",)
-
-
-async def test_the_next_run_begins_without_members() -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        coordinator = cluster.coordinator
-        number, registry = cluster.replicas.number, coordinator.cluster.registry
-        assert registry.clear_replicas().replicas[0].in_sync == frozenset()
-        assert registry.clear_replicas().replicas[0].number > number
 
 
 # ---------------------------------------------------------------- fail-over
@@ -291,15 +268,6 @@ async def test_a_standby_in_sync_replaces_a_dead_pserver() -> None:
         assert [status.address for status in cluster.coordinator.cluster.standbys.describe(0, {})] == ["http://t:1"]
 
 
-async def test_a_pserver_that_answers_is_not_replaced() -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        await cluster.report("s", lost=1)
-        await eventually(lambda: not cluster.coordinator.failover._tasks)
-        assert cluster.processes.fenced == []
-        assert not cluster.replicas.is_fenced
-
-
 async def test_a_pserver_that_answers_the_second_probe_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "PROBE_SECONDS", 0.1)
     async with running("s") as cluster:
@@ -320,14 +288,6 @@ async def test_the_report_of_a_supervisor_needs_no_probe() -> None:
         await asyncio.sleep(0)
         assert not cluster.coordinator.failover._tasks
         await cluster.send(path, PserverEnded(address="http://0:1"))
-        await eventually(cluster.is_replaced)
-
-
-async def test_a_pserver_that_stops_is_replaced_although_it_answers() -> None:
-    """Before it ends it writes a checkpoint, which may take long."""
-    async with running("s") as cluster:
-        await cluster.join("s")
-        await cluster.beat("s", is_stopping=True)
         await eventually(cluster.is_replaced)
 
 
@@ -388,15 +348,6 @@ async def test_a_pserver_whose_lease_has_ended_is_replaced_although_it_answers()
         await eventually(cluster.is_replaced)
 
 
-async def test_a_lost_answer_to_the_promotion_is_repeated() -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        cluster.processes.lose_promotions = 2
-        cluster.processes.down.add("0")
-        await cluster.report("s", lost=1)
-        await eventually(cluster.is_replaced)
-
-
 async def test_another_standby_replaces_one_that_ends_before_it_is_promoted() -> None:
     async with running("s", "t") as cluster:
         await cluster.join("s", "t")
@@ -445,20 +396,6 @@ async def test_the_pserver_that_was_replaced_is_superseded() -> None:
             await cluster.beat("s", "s")
 
 
-async def test_a_promoted_standby_that_was_replaced_is_superseded() -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        cluster.processes.down.add("0")
-        await cluster.report("s", lost=1)
-        await eventually(cluster.is_replaced)
-        await cluster.beat("", incarnation=2)
-        successor = registration("new", index=0, previous=2, held=hold(cluster.run, 0))
-        answer = PserverRegistered.from_answer(await cluster.send(routes.REGISTER_PSERVER, successor))
-        await cluster.beat("", incarnation=answer.incarnation)
-        with raises_code("superseded"):
-            await cluster.send(routes.REGISTER_PSERVER, registration("t", index=0, previous=2))
-
-
 async def test_the_answer_to_a_trainer_waits_for_the_successor() -> None:
     async with running("s") as cluster:
         await cluster.join("s")
@@ -466,16 +403,6 @@ async def test_the_answer_to_a_trainer_waits_for_the_successor() -> None:
         message = alive(run=cluster.run).model_copy(update={"unreachable": {0: (1, 0.1)}})
         body = await cluster.send(routes.TRAINER_HEARTBEAT.format(rank=0), message)
         assert [(p.index, p.incarnation) for p in TrainerHeartbeatReply.from_answer(body).pservers] == [(0, 2), (1, 1)]
-
-
-async def test_the_answer_to_another_trainer_waits_as_well() -> None:
-    """A pserver that was stopped refuses no connection, so that a trainer waits for its answer."""
-    async with running("s") as cluster:
-        await cluster.join("s")
-        cluster.processes.silent.add("0")
-        await cluster.report("s", lost=1)
-        body = await cluster.send(routes.TRAINER_HEARTBEAT.format(rank=0), alive(run=cluster.run))
-        assert TrainerHeartbeatReply.from_answer(body).pservers[0].incarnation == 2
 
 
 # ---------------------------------------------------------------- crashes of the coordinator
@@ -527,27 +454,6 @@ async def test_a_restarted_coordinator_completes_the_fail_over(point: str, monke
             await another.report("s", lost=1)
             await eventually(another.is_replaced)
             assert list(another.processes.promoted) == ["s"]
-
-
-async def test_a_restarted_coordinator_has_the_in_sync_set() -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        async with restarted(cluster) as another:
-            assert another.replicas == cluster.replicas
-            assert (await another.beat("s", "s")).required == cluster.replicas.required
-
-
-async def test_a_replica_of_an_earlier_incarnation_leads_as_a_member_of_the_in_sync_set() -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        request = registration("new", index=0, previous=1, held=hold(cluster.run, 0))
-        await cluster.send(routes.REGISTER_PSERVER, request)
-        await eventually(lambda: cluster.is_replaced("new"))
-        await cluster.report("s")
-        cluster.processes.previous = 1
-        cluster.processes.down.add("new")
-        await cluster.send(routes.PSERVER_ENDED.format(index=0), PserverEnded(address="http://new:1"))
-        await eventually(lambda: cluster.is_replaced("s", 3))
 
 
 async def test_with_a_log_alone_a_dead_pserver_is_not_replaced() -> None:

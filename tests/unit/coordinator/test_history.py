@@ -68,20 +68,6 @@ def test_the_oldest_files_beyond_the_limit_are_deleted(tmp_path: Path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run2.json", "run3.json", "run4.json"]
 
 
-def test_a_write_that_fails_leaves_the_earlier_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = RunHistory(tmp_path)
-    runs.write(make_history_record())
-
-    def fail(fd: int) -> None:
-        raise OSError("no space")
-
-    monkeypatch.setattr("services.runtime.storage.os.fsync", fail)
-    with pytest.raises(OSError, match="no space"):
-        runs.write(make_history_record(losses=[7.0]))
-    assert [path.name for path in tmp_path.iterdir()] == ["run1.json"]
-    assert runs.entries()[0].results == {"loss": 1.0}
-
-
 def make_history_app(runs: RunHistory) -> FastAPI:
     app = make_app(title="t", role="coordinator", metrics=ServiceMetrics("coordinator"), is_ready=lambda: None)
     add_history_routes(app, runs)
@@ -134,41 +120,11 @@ async def test_a_finished_run_is_written_with_its_curves_before_the_next_one() -
         assert record.curves.curves["loss"][1].value == [7.0]
 
 
-async def test_a_failed_run_is_written_at_its_end_and_again_when_its_trainers_have_left() -> None:
-    async with training(on_trainer_loss="fail") as coordinator:
-        runs, name = coordinator.history, coordinator.cluster.run.record.name
-        report(coordinator, 0, 1, 2.0)
-        leave(coordinator, 1, "failed", reason="ValueError: empty")
-        await eventually(lambda: len(runs.entries()) == 1)
-        assert (runs.entries()[0].state, runs.entries()[0].failure) == ("failed", "trainer 1 failed: ValueError: empty")
-        assert runs.read(name).status.trainers[0].state == "declared"
-        leave(coordinator, 0, "failed", reason="TrainerLost")
-        await eventually(lambda: runs.read(name).summary is not None)
-        assert runs.read(name).status.trainers[0].state == "failed"
-
-
 async def test_a_run_that_trains_when_the_coordinator_stops_is_written(tmp_path: Path) -> None:
     async with training(history_dir=tmp_path) as coordinator:
         report(coordinator, 0, 3, 2.0)
         assert coordinator.history.entries() == []
     assert [(entry.state, entry.results) for entry in RunHistory(tmp_path).entries()] == [("training", {"loss": 2.0})]
-
-
-async def test_a_run_that_has_not_trained_is_not_written() -> None:
-    pservers = FakePservers()
-    may_install = pservers.hold("0", "1")
-    async with coordinating(pservers, lease_seconds=30) as coordinator:
-        begin(coordinator)
-        report(coordinator, 0, 0, 2.0)
-        cluster = coordinator.cluster
-        cluster.run = cluster.run.fail(NotFound("no data"), coordinator.now())
-        coordinator.changed()
-        may_install.set()
-        leave(coordinator, 0, "failed", reason="NotFound")
-        leave(coordinator, 1, "failed", reason="NotFound")
-        await eventually(lambda: cluster.run.is_result_saved)
-        await coordinator.history_writer.flush()
-        assert coordinator.history.entries() == []
 
 
 async def test_a_run_that_was_restored_after_its_end_keeps_its_file(tmp_path: Path) -> None:
@@ -182,16 +138,6 @@ async def test_a_run_that_was_restored_after_its_end_keeps_its_file(tmp_path: Pa
         report(coordinator, 1, 3, 9.0)  # of a trainer that does not know of the end yet
         leave(coordinator, 1)
         await eventually(lambda: coordinator.cluster.run.is_result_saved)
-    assert [entry.results for entry in RunHistory(tmp_path).entries()] == [{"loss": 5.0}]
-
-
-async def test_a_resumed_run_whose_trainers_have_not_come_back_keeps_its_file(tmp_path: Path) -> None:
-    async with training(history_dir=tmp_path) as coordinator:
-        record, run = coordinator.cluster.describe(), coordinator.cluster.run.record.name
-    RunHistory(tmp_path).write(make_history_record(run, losses=[5.0]))
-    async with coordinating(FakePservers(), history_dir=tmp_path, lease_seconds=30) as coordinator:
-        coordinator.cluster.restore(record, coordinator.now())
-        assert coordinator.cluster.run.record.has_begun
     assert [entry.results for entry in RunHistory(tmp_path).entries()] == [{"loss": 5.0}]
 
 

@@ -32,13 +32,6 @@ def test_a_run_waits_for_its_minimum_of_trainers_indefinitely():
     assert (run.record.num_trainers, run.missing_ranks) == (None, [0, 1])
 
 
-def test_a_run_with_its_maximum_of_trainers_begins_at_once():
-    run = elastic()
-    for name in "abcd":
-        run = join_run(run, joining(name), 0)
-    assert run.record.num_trainers == 4
-
-
 def test_ranks_close_up_before_the_start_when_a_trainer_has_died():
     run = elastic()
     for name in "abc":
@@ -111,14 +104,6 @@ def test_a_run_begins_with_the_trainers_that_have_joined_by_the_last_call():
     cluster.tick(2 + CALL)
     answers = [cluster.join_trainer(joining(name), 2 + CALL) for name in "abc"]
     assert [(answer.rank, answer.world_size) for answer in answers] == [(0, 3), (1, 3), (2, 3)]
-
-
-def test_a_restarted_coordinator_keeps_the_size_of_the_run():
-    before, after = elastic_cluster(), elastic_cluster()
-    for name in "abc":
-        before.join_trainer(joining(name, world_size=3), 0.0)
-    after.restore(before.describe(), 100.0)
-    assert (after.run.record.num_trainers, sorted(after.run.record.trainers)) == (3, [0, 1, 2])
 
 
 def test_a_restarted_coordinator_begins_the_last_call_again():

@@ -21,7 +21,6 @@ from services.coordinator.state.record import (
     ClusterRecord,
     Decision,
 )
-from services.runtime import storage
 from services.runtime.checkpoints import Manifest
 from services.runtime.storage import DamagedFile
 
@@ -152,15 +151,6 @@ def test_the_round_to_which_every_attempt_went_back_is_recorded(tmp_path):
     assert make_installation(restarted(before, tmp_path), 0, 9, 5).began == {1: None, 2: 7, 3: 5}
 
 
-def test_every_lease_is_renewed_once(tmp_path):
-    after = restarted(rolled_back(), tmp_path)
-    after.tick(RESTART + 5)
-    assert sorted(after.registry.members) == [0, 1]
-    after.pserver_heartbeat(0, beat(run="run1"), RESTART + 8)
-    after.tick(RESTART + LEASE + 1)
-    assert (sorted(after.registry.members), sorted(after.run.record.members)) == ([0], [])
-
-
 def test_no_trainer_is_unreachable_for_a_pserver_without_a_heartbeat_since_the_restart(tmp_path):
     cluster = restarted(rolled_back(), tmp_path)
     cut_off = alive().model_copy(update={"unreachable": {0: (1, LEASE + 1)}})
@@ -170,32 +160,6 @@ def test_no_trainer_is_unreachable_for_a_pserver_without_a_heartbeat_since_the_r
     cluster.pserver_heartbeat(0, beat(run=cluster.run.record.name), NO_LEASE + 0.1)
     cluster.trainer_heartbeat(0, cut_off, NO_LEASE + 0.1)
     assert cluster.run.reports[0].is_stuck
-
-
-def test_later_incarnations_get_higher_numbers(tmp_path):
-    after = restarted(rolled_back(), tmp_path)
-    after.tick(2 * RESTART)
-    assert after.register_pserver(registration("new", index=0), 2 * RESTART).incarnation == 2
-
-
-def test_a_failed_run_stays_failed(tmp_path):
-    before = rolled_back()
-    before.run = before.run.fail(TrainerLost("trainer 1 failed: no data", ranks=[1]), 2.0)
-    after = restarted(before, tmp_path)
-    assert after.run.record.is_over
-    assert isinstance(after.run.record.failure, TrainerLost)
-    assert (after.run.record.failure.detail, after.run.record.failure.facts["ranks"]) == (
-        "trainer 1 failed: no data",
-        [1],
-    )
-
-
-def test_before_the_first_join_pservers_keep_their_places(tmp_path):
-    before = make()
-    before.register_pserver(registration("0", index=0), 0.0)
-    assert write_and_read(before, tmp_path).run is None
-    after = restarted(before, tmp_path)
-    assert (after.run.record.state, sorted(after.registry.members)) == ("gathering", [0])
 
 
 def test_before_the_start_trainers_keep_their_places(tmp_path):
@@ -213,16 +177,6 @@ def test_before_the_start_trainers_keep_their_places(tmp_path):
         after.register_pserver(registration(str(index), index=index), RESTART + 1)
     after.tick(RESTART + 1)
     assert after.run.record.plan is not None
-
-
-def test_every_incarnation_of_a_trainer_may_repeat_its_declaration(tmp_path):
-    before = make_training()
-    before.leave_trainer(1, leaving("failed"), 1.0)
-    before.join_trainer(joining("another process", 1), 2.0)
-    before.declare_model(1, model(2), 0.0)
-    after = restarted(before, tmp_path)
-    after.declare_model(1, model(2), 0.0)
-    after.declare_model(0, model(1), 0.0)
 
 
 # ---------------------------------------------------------------- a resumption
@@ -251,12 +205,6 @@ def test_a_run_that_had_not_begun_is_resumed_with_its_checkpoint(tmp_path):
     assert (after.run.record.state, after.run.record.base_round, after.run.record.source) == ("gathering", 20, "run0")
     install = make_installation(after, 0, 9, after.run.record.base_round)
     assert (install.restore, install.source) == (20, "run0")
-
-
-def test_a_run_that_had_begun_is_resumed_with_the_state_of_its_pservers(tmp_path):
-    before = rolled_back()
-    change_record(before, source="run0")
-    assert resumed(resuming(before, tmp_path)).run.record.source is None
 
 
 def test_a_resumed_run_waits_for_all_trainers_even_one_that_was_done(tmp_path):
@@ -397,25 +345,6 @@ def test_a_record_is_made_and_written_only_if_something_has_changed(tmp_path, mo
     file.write(cluster.describe())
     written = RecordFile(tmp_path).read()
     assert written.run.change_number == cluster.run.record.change_number
-
-
-def test_a_record_whose_writing_failed_is_written_over(tmp_path, monkeypatch):
-    """It may be there, though the disk reported an error."""
-    file, cluster = RecordFile(tmp_path), rolled_back()
-    before = cluster.describe()
-    file.write(before)
-    change_record(cluster, attempt=cluster.run.record.attempt + 1)
-
-    def fail(folder: Path) -> None:
-        raise OSError(f"{folder} is broken")
-
-    with monkeypatch.context() as disk:
-        disk.setattr(storage, "sync_folder", fail)
-        with pytest.raises(OSError, match="is broken"):
-            file.write(cluster.describe())
-    recorded = RecordFile(tmp_path).read()
-    file.write(before)
-    assert recorded != RecordFile(tmp_path).read() == ClusterRecord.model_validate_json(before.model_dump_json())
 
 
 @pytest.mark.parametrize("accident", ["a digit", "cut", "empty"])

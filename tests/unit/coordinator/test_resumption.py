@@ -20,7 +20,7 @@ from services.runtime.checkpoints import Manifest, write_manifest
 from services.runtime.storage import open_checkpoint_storage
 
 from .coordinating import begin
-from .support import change_record, joining, leaving, registration
+from .support import change_record, leaving, registration
 
 
 async def restored(folder: Path, **settings: Any) -> Coordinator:
@@ -54,11 +54,6 @@ def write_checkpoint(folder: Path, run: Run, round_: int, /, **changes: Any) -> 
 def beginning_of(coordinator: Coordinator) -> tuple[str, int] | None:
     beginning = coordinator.cluster.beginning
     return None if beginning is None else (beginning.run, beginning.round)
-
-
-async def test_a_run_is_resumed_on_its_disks_if_the_plan_is_the_same(tmp_path):
-    run = await planned(tmp_path)
-    assert (await restored(tmp_path, resume=True)).cluster.run.record.name == run.record.name
 
 
 @pytest.mark.parametrize("changes", [{"min_block_size": 10**6}, {"num_pservers": 3}, {"slice_parameters": False}])
@@ -156,11 +151,3 @@ async def test_controls_stay_set_on_other_pservers(tmp_path):
     (tmp_path / "coordinator.json").unlink()  # the checkpoint alone has the controls of its round
     coordinator = await restored(tmp_path, resume=True, num_pservers=3)
     assert coordinator.cluster.beginning.controls == at_checkpoint
-
-
-async def test_a_run_that_will_begin_with_a_checkpoint_keeps_its_trainers(tmp_path):
-    for resume in (False, True, False):
-        coordinator = await restored(tmp_path, resume=resume)
-        joined = coordinator.cluster.join_trainer(joining("a", 0), coordinator.now())
-        await coordinator.persist()
-        assert (joined.rank, joined.incarnation, joined.run) == (0, 1, coordinator.cluster.run.record.name)

@@ -76,20 +76,6 @@ def test_declarations_without_effect_in_a_ring_are_refused(changes: dict[str, An
     declare(ring(), 0, push_type="float32", pull_type="float32", local_steps=0)
 
 
-def test_a_restarted_coordinator_keeps_the_ring() -> None:
-    cluster = ring()
-    begin(cluster)
-    record = cluster.describe()
-    again = ring()
-    again.restore(type(record).model_validate_json(record.model_dump_json()), 1.0)
-    assert again.run.record.state == "training"
-    waits(again, 1, 0.0)
-    again.declare_model(1, model(1, optimizer="Muon"), 0.0)  # a retry, whose first response was lost
-    again.run = again.run.finish_change(again.run.record.change_number)
-    ready = again.plan_ready(1, 1)
-    assert ready.rendezvous == "10.0.0.5:4711"
-
-
 def test_a_silent_trainer_ends_the_run() -> None:
     cluster = ring()
     begin(cluster)
@@ -165,10 +151,3 @@ def test_a_trainer_that_joins_without_gradients_may_wait_and_is_not_missing() ->
 def test_settings_of_pservers_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         CoordinatorSettings(strategy="ring", **settings)
-
-
-def test_settings_that_a_ring_has_anyway_are_accepted() -> None:
-    settings = CoordinatorSettings(strategy="ring", on_trainer_loss="fail", durability="none", push_type="float32")
-    assert (settings.wanted_pservers, settings.loss_policy) == (0, "fail")
-    settings = CoordinatorSettings(strategy="ring")
-    assert (settings.log_durability, settings.loss_policy) == ("none", "fail")

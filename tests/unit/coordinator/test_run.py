@@ -45,12 +45,6 @@ def awaited(run: Run) -> list[int]:
     return [trainer.rank for trainer in run.record.awaited]
 
 
-def test_the_text_of_a_run_says_what_it_waits_for():
-    assert repr(leave_run(training(on_trainer_loss="wait"), 1, leaving("failed"), 1)) == (
-        "<Run run1 [training, attempt 0, change 5 | waiting for: trainer 1]>"
-    )
-
-
 def test_an_administrator_stops_a_run_once():
     for begin in (joined, training):
         stopped = begin().stop(7, is_failure=False)
@@ -114,15 +108,6 @@ def test_a_trainer_that_does_not_fit_the_cluster_is_refused(request_, error):
 # ---------------------------------------------------------------- declaring
 
 
-def test_a_run_is_declared_when_all_trainers_have_declared_the_same():
-    run = joined()
-    run = declare_model(run, 1, model())
-    run = declare_model(run, 1, model())
-    assert (run.missing_ranks, run.record.num_declared) == ([0], 1)
-    run = declare_model(run, 0, model())
-    assert (run.missing_ranks, run.record.num_declared) == ([], 2)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -145,12 +130,6 @@ def test_a_different_declaration_is_refused_with_the_difference(changes: dict[st
     assert run.missing_ranks == [1]
     run = leave_run(run, 0, leaving(), 0)
     run = declare_model(run, 1, model(**changes))  # a trainer that has left is not compared
-
-
-def test_different_tensors_are_described_in_words():
-    run, other = declare_model(joined(), 0, model()), (("w", (9, 9), "F32", 0), ("b", (10,), "F32", 0))
-    with pytest.raises(ModelMismatch, match=r"the same model \(expected 'w' of shape \[10, 1000\] and dtype F32 "):
-        declare_model(run, 1, model(parameters=other))
 
 
 @pytest.mark.parametrize(
@@ -219,19 +198,6 @@ def test_messages_of_another_run_or_incarnation_are_refused(act: Callable[..., R
     assert run.record.members == {0: 1, 1: 1}
 
 
-def test_the_plan_follows_the_declaration():
-    run = joined()
-    for rank in (0, 1):
-        run = declare_model(run, rank, model(min_block_size=2500, slice_parameters=True))
-    run = start_run(run, {0: 1, 1: 1}, None, 0)
-    plan = run.record.plan
-    assert [block.name for block in plan.blocks] == ["w.block0", "w.block1", "b.block0"]
-    assert (run.record.uploader, run.record.state) == (0, "gathering")  # until the pservers have it
-    run = run.begin_training(3.0)
-    run = run.begin_training(4.0)
-    assert (run.record.state, run.started_at) == ("training", 3.0)
-
-
 # ---------------------------------------------------------------- leases before the start
 
 
@@ -250,14 +216,6 @@ def test_a_silent_trainer_is_back_before_the_start_if_its_place_is_still_free(ha
     for rank in (0, 1):
         run = declare_model(run, rank, model())
     assert run.record.num_declared == 2
-
-
-def test_a_trainer_that_leaves_before_the_start_frees_its_rank():
-    run = joined()
-    run = declare_model(run, 0, model())
-    run = leave_run(run, 0, leaving("failed"), 1)
-    assert (run.record.state, run.record.members) == ("gathering", {1: 1})
-    assert join_run(run, joining("c"), 2).record.members == {0: 2, 1: 1}
 
 
 # ---------------------------------------------------------------- leases and leaving during training
@@ -392,32 +350,6 @@ def test_another_incarnation_takes_over_though_it_was_silent_for_a_while(has_dec
     assert run.record.targets == {0: 1, 1: 2}
     assert run.record.trainers[1].is_awaited  # it contributes to the open round
     assert run.record.change_number > number
-
-
-def test_another_incarnation_that_was_silent_is_back_though_the_run_continued_without_it():
-    run = training(on_trainer_loss="continue")
-    run = leave_run(run, 1, leaving("failed"), 1)
-    assert run.record.awaited == []
-    run = join_run(run, joining("another process", 1), 2)
-    run = note_heartbeat(run, 0, alive(), 2 + LEASE)
-    run = expire_trainers(run, 3 + LEASE, LEASE)
-    assert run.record.members == {0: 1}
-    run = note_heartbeat(run, 1, alive(2), 4 + LEASE)
-    run = declare_model(run, 1, model(2))
-    assert run.record.targets == {0: 1, 1: 2}
-
-
-def test_another_incarnation_that_declares_late_is_lost_and_may_still_take_over():
-    run = with_another_incarnation()
-    limit = run.settings.round_timeout_seconds
-    run = expire_trainers(run, 3, 10 * limit)
-    run = expire_trainers(run, 4 + limit, 10 * limit)
-    assert not run.record.is_over
-    assert "did not declare a model within the round time-out" in run.record.awaited[0].why
-    run = note_heartbeat(run, 1, alive(2), 5 + limit)
-    assert run.record.awaited  # its heartbeats never stopped
-    run = declare_model(run, 1, model(2))
-    assert (run.record.awaited, run.record.targets) == ([], {0: 1, 1: 2})
 
 
 @pytest.mark.parametrize("policy", ["wait", "continue"])

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load
 from starlette.types import ASGIApp, Message
 
-from ps_protocol.frames import LENGTH_BYTES, FrameLimits, encode_header, parse_header
+from ps_protocol.frames import encode_header
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
 from services.coordinator import reading
@@ -26,8 +26,8 @@ from services.runtime import large_replies
 from services.runtime.large_replies import MAX_AT_ONCE, PART_BYTES
 from services.runtime.metrics import ServiceMetrics
 
-from .coordinating import AsgiClient, eventually, training
-from .support import beat, change_record, registration
+from .coordinating import AsgiClient, eventually
+from .support import change_record, registration
 
 NUM_PARTS = 50
 NUM_ELEMENTS = NUM_PARTS * PART_BYTES // 2 + 1  # of bfloat16, in parts that begin in the middle of an element
@@ -128,26 +128,6 @@ async def test_nothing_more_is_read_for_a_client_that_has_disconnected() -> None
         assert pservers.num_taken[0] <= 5
 
 
-async def test_a_part_that_is_arriving_is_delivered_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "STILL_SECONDS", 0.0)
-    is_reading, may_go_on = asyncio.Event(), asyncio.Event()
-
-    async def parts() -> AsyncIterator[bytes]:
-        is_reading.set()
-        await may_go_on.wait()
-        yield b"last"
-
-    header = encode_header([("w.block0", "F32", (1,))], {"run": "r", "attempt": "0", "round": "7"})[LENGTH_BYTES:]
-    frame = reading.IncomingFrame(parse_header(header, FrameLimits()), parts(), b"")
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(frame.drain_slowly())
-        await is_reading.wait()
-        reader_task = tasks.create_task(anext(frame.read(4)))
-        await asyncio.sleep(0)
-        may_go_on.set()
-        assert await reader_task == b"last"
-
-
 async def test_later_blocks_are_received_while_a_slow_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise their pserver would close the connection as stalled."""
     monkeypatch.setattr(reading, "STILL_SECONDS", 0.02)
@@ -158,14 +138,3 @@ async def test_later_blocks_are_received_while_a_slow_client_reads(monkeypatch: 
         parts += [part async for part in stream.parts]
         assert len(b"".join(parts)) == stream.num_bytes
         assert b"".join(parts).endswith(ONE * NUM_ELEMENTS)
-
-
-async def test_a_parameter_without_elements_has_the_round_that_all_pservers_have() -> None:
-    async with training() as coordinator:
-        cluster = coordinator.cluster
-        change_record(cluster, plan=make_plan([ParameterSpec("none", (0, 7), "F32")], 2))
-        for index, round_ in ((0, 9), (1, 8)):
-            cluster.pserver_heartbeat(index, beat(run=cluster.run.record.name, round_=round_), coordinator.now())
-        async with open_file(coordinator, "none") as stream:
-            assert stream.headers["gradpost-round"] == "8"
-            assert load(b"".join([part async for part in stream.parts]))["none"].shape == (0, 7)
